@@ -1,0 +1,97 @@
+"""The typed errors that trioengine raises, and the two directions of blame between the engine and its worker."""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of every error that trioengine raises on purpose."""
+
+
+class InvalidConfig(EngineError, ValueError):
+    """A field of a configuration has a value that cannot be used; the message names the field."""
+
+
+class ModelError(EngineError):
+    """The model cannot be found, read or run; the message names the file, field or architecture."""
+
+
+class EngineAsleep(EngineError):
+    """The engine sleeps, or is on its way there, and admits nothing."""
+
+
+class EngineClosed(EngineError):
+    """The engine has ended, is ending, or drains; nothing is admitted any more."""
+
+
+class EngineOverloaded(EngineError):
+    """No capacity at the moment.
+
+    `code` is one of `sessions`, `queue`, `loading`, `restarting`; `retry_after` is a hint in seconds.
+    """
+
+    def __init__(self, message: str, *, code: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retry_after = retry_after
+
+
+class RequestRejected(EngineError, ValueError):
+    """One request cannot be run as it stands; nothing else is disturbed.
+
+    `code` is a stable word (`invalid_value`, `empty_prompt`, `context_length_exceeded`, `too_large`, …), `param`
+    names the field at fault where there is one.
+    """
+
+    def __init__(self, code: str, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+
+
+class SessionBusy(EngineError):
+    """The session already runs a request; it is not disturbed."""
+
+
+class SessionEnded(EngineError):
+    """The session has ended; `cause` says why (`client`, `shutdown`, `error`, …)."""
+
+    def __init__(self, message: str, *, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+class WorkerLost(EngineError):
+    """The worker process died, hung or could not start.
+
+    `exit_code` is its exit status (negative: the signal that killed it) where known, `traceback` what it said last.
+    """
+
+    def __init__(self, message: str, *, exit_code: int | None = None, traceback: str | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.traceback = traceback
+
+
+class TransitionFailed(EngineError):
+    """A change of power state (sleep, wake, update) did not succeed."""
+
+
+class InvariantError(EngineError):
+    """The books do not balance; the message says which clause, and by how much."""
+
+
+class ProtocolError(EngineError):
+    """The rules between the engine and its worker were broken."""
+
+
+class LocalProtocolError(ProtocolError):
+    """We tried to break them: a bug on this side; no state was changed."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer broke them: the connection is of no further use."""
+
+
+class FrameTooLarge(LocalProtocolError):
+    """A message does not fit a frame; nothing was changed, and the connection goes on."""
