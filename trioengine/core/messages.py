@@ -1,0 +1,251 @@
+"""Everything that the engine and its worker say to each other.
+
+Each class is one message; its name on the wire is `WIRE_NAMES[cls]`. Session and request ids are minted by the engine
+and never used again. Token ids are `TokenIds`, packed as little-endian int32 on the wire.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from trioengine.core.config import WorkerConfig
+from trioengine.core.sampling_params import SamplingParams
+
+TokenIds: TypeAlias = "array[int]"  # typecode "i": 4 bytes a token
+
+
+def token_ids(ids: Iterable[int] = ()) -> TokenIds:
+    """Pack token ids: `array("i", ids)`."""
+    return array("i", ids)
+
+
+class FinishReason(enum.Enum):
+    """Why an answer ended; `ERROR` never travels in a row (see REQUEST_FAILED)."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+# ---- to the worker -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Configure:
+    """The first message of an incarnation: load this model."""
+
+    config: WorkerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class AddSession:
+    """Begin an attachment."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class AddMessage:
+    """Run a request: truncate the session's tokens to `base`, append `token_ids`, and generate."""
+
+    session: int
+    request: int
+    base: int  # tokens of the session that are kept; beyond its length: RemoteProtocolError
+    token_ids: TokenIds
+    params: SamplingParams  # max_tokens and seed are set
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StopSession:
+    """Abort this request; legal, and ignored, when it has finished."""
+
+    session: int
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndSession:
+    """End the attachment: drop its request, forget its tokens, answer SESSION_ENDED."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Report what you hold."""
+
+    audit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Are you there? Answered by the worker's reader thread, also in the middle of a step."""
+
+    ping: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Exit."""
+
+
+# ---- from the worker ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """Progress of loading the model, in bytes of weights."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The worker takes sessions from now on; its limits."""
+
+    model_type: str
+    device: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int  # tokens of prompt and answer together; never more than the KV cache holds
+    kv_blocks_total: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request took: tokens, and seconds on the worker."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # of the prompt, found in the prefix cache
+    queue_time: float = 0.0  # from its arrival at the worker to its first step
+    prefill_time: float = 0.0  # from its first step to its first token
+
+
+Logprobs: TypeAlias = Mapping[int, float]  # of one position: {token_id: logprob}, the chosen token first
+
+
+@dataclass(frozen=True, slots=True)
+class TokensRow:
+    """One sequence's part of a step; in its last row `finish_reason` and `usage` are set."""
+
+    session: int
+    request: int
+    token_ids: TokenIds  # empty for an abort
+    logprobs: tuple[Logprobs, ...] | None = None  # one a token, when asked for
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatistics:
+    """The worker's own counts, after a step."""
+
+    num_sessions: int
+    num_waiting: int
+    num_running: int
+    num_steps: int
+    num_preemptions: int
+    kv_blocks_total: int
+    kv_blocks_free: int  # holding nothing
+    kv_blocks_cached: int  # held by no sequence, kept for the prefix cache
+    prefix_cache_queries: int  # tokens looked up
+    prefix_cache_hits: int  # tokens found
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """One step: a row for each sequence that got a token or ended."""
+
+    rows: tuple[TokensRow, ...]
+    statistics: WorkerStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailed:
+    """The request's outcome is an error; nothing else is disturbed."""
+
+    session: int
+    request: int
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """The attachment is over: its blocks are free, and no row of it follows."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """What the worker holds: blocks free + cached + held = total."""
+
+    audit: int
+    sessions: tuple[int, ...]
+    requests: tuple[int, ...]
+    kv_blocks_total: int
+    kv_blocks_free: int
+    kv_blocks_cached: int
+    kv_blocks_held: int
+
+
+class Activity(enum.Enum):
+    """What the worker's main thread is doing."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    IDLE = "idle"
+    STEPPING = "stepping"
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """Here I am."""
+
+    ping: int
+    progress: int  # grows with every step and every message handled
+    activity: Activity
+    seconds: float  # in this activity
+
+
+@dataclass(frozen=True, slots=True)
+class Fatal:
+    """The worker cannot go on, and exits. `code` is `model` (a bad model: ModelError), `memory` or `internal`."""
+
+    code: str
+    message: str
+    traceback: str
+
+
+ToWorker: TypeAlias = Configure | AddSession | AddMessage | StopSession | EndSession | Audit | Ping | Shutdown
+FromWorker: TypeAlias = Loading | Ready | Tokens | RequestFailed | SessionEnded | Audited | Pong | Fatal
+Message: TypeAlias = ToWorker | FromWorker
+
+WIRE_NAMES: dict[type, str] = {
+    Configure: "CONFIGURE",
+    AddSession: "ADD_SESSION",
+    AddMessage: "ADD_MESSAGE",
+    StopSession: "STOP_SESSION",
+    EndSession: "END_SESSION",
+    Audit: "AUDIT",
+    Ping: "PING",
+    Shutdown: "SHUTDOWN",
+    Loading: "LOADING",
+    Ready: "READY",
+    Tokens: "TOKENS",
+    RequestFailed: "REQUEST_FAILED",
+    SessionEnded: "SESSION_ENDED",
+    Audited: "AUDITED",
+    Pong: "PONG",
+    Fatal: "FATAL",
+}

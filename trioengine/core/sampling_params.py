@@ -1,0 +1,109 @@
+"""How the next token is chosen, and when an answer stops: the names and meanings are vLLM's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from trioengine.core.errors import RequestRejected
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Everything about one request but its prompt; validated when made.
+
+    Raises RequestRejected(code="invalid_value", param=<field>) for a value out of its range.
+    """
+
+    max_tokens: int | None = None  # None: up to the context
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0 or -1: all tokens
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output, multiplicative; 1: none
+    presence_penalty: float = 0.0  # over the output, additive
+    frequency_penalty: float = 0.0  # over the output, additive, times the count
+    seed: int | None = None  # None: minted by the engine; with a seed, float32 answers are repeatable
+    stop: tuple[str, ...] = ()  # not part of the text; a string or a sequence of strings
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0  # no stop token before that many
+    ignore_eos: bool = False
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None  # how many top alternatives to report beside the chosen token; None: none at all
+    skip_special_tokens: bool = True  # in the text, not in the token ids
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        elif isinstance(self.stop, list):
+            object.__setattr__(self, "stop", tuple(self.stop))
+        if isinstance(self.stop_token_ids, list):
+            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._validate_numbers()
+        self._validate_stops()
+        self._validate_logit_bias()
+
+    def _validate_numbers(self) -> None:
+        _integer("max_tokens", self.max_tokens, 1, optional=True)
+        _number("temperature", self.temperature, 0.0)
+        _integer("top_k", self.top_k, -1)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, open_low=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _integer("seed", self.seed, -(2**63), 2**63 - 1, optional=True)
+        _integer("min_tokens", self.min_tokens, 0)
+        _integer("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS, optional=True)
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise _invalid(name, "must be true or false", getattr(self, name))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _invalid("min_tokens", f"must be at most max_tokens ({self.max_tokens})", self.min_tokens)
+
+    def _validate_stops(self) -> None:
+        if not isinstance(self.stop, tuple) or len(self.stop) > MAX_STOP_STRINGS:
+            raise _invalid("stop", f"must be a string or at most {MAX_STOP_STRINGS} strings", self.stop)
+        for text in self.stop:
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
+                raise _invalid("stop", f"must hold strings of 1 to {MAX_STOP_LENGTH} characters", text)
+        if not isinstance(self.stop_token_ids, tuple):
+            raise _invalid("stop_token_ids", "must be a sequence of token ids", self.stop_token_ids)
+        for token_id in self.stop_token_ids:
+            _integer("stop_token_ids", token_id, 0, 2**31 - 1)
+
+    def _validate_logit_bias(self) -> None:
+        if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise _invalid("logit_bias", f"must map at most {MAX_LOGIT_BIAS} token ids to numbers", self.logit_bias)
+        for token_id, bias in self.logit_bias.items():
+            _integer("logit_bias", token_id, 0, 2**31 - 1)
+            _number("logit_bias", bias, -100.0, 100.0)
+
+
+def _invalid(name: str, rule: str, value: object) -> RequestRejected:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return RequestRejected("invalid_value", f"{name} {rule}, got {shown}", param=name)
+
+
+def _integer(name: str, value: object, low: int, high: int | None = None, *, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _invalid(name, "must be an integer", value)
+    if value < low or (high is not None and value > high):
+        raise _invalid(name, f"must be at least {low}" if high is None else f"must be from {low} to {high}", value)
+
+
+def _number(name: str, value: object, low: float, high: float | None = None, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise _invalid(name, "must be a finite number", value)
+    if value < low or (open_low and value == low) or (high is not None and value > high):
+        above = f"above {low:g}" if open_low else f"at least {low:g}"
+        raise _invalid(name, f"must be {above}" if high is None else f"must be {above} and at most {high:g}", value)

@@ -1,0 +1,51 @@
+"""What the scheduler asks of a step, and what the model runner answers: all that the two know of each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from trioengine.core.messages import Logprobs
+from trioengine.worker.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Compute `num_new_tokens` tokens of the sequence, from `num_computed_tokens` on; read only for the runner."""
+
+    sequence: Sequence
+    num_new_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the last of these tokens is the sequence's last, so that a new one is to be sampled."""
+        return self.sequence.num_computed_tokens + self.num_new_tokens == self.sequence.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step: never empty; every block that the tokens need is in the sequences' block tables."""
+
+    scheduled: tuple[ScheduledSequence, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(entry.num_new_tokens for entry in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The next token of one sequence, or why there is none."""
+
+    request: int
+    token_id: int
+    logprobs: Logprobs | None = None  # {token_id: logprob}, the chosen token first; when asked for
+    error: str | None = None  # the request fails alone (logits that are not finite, say); token_id means nothing
+
+
+class ModelRunner(Protocol):
+    """Runs the forward pass and the sampler; the simulated worker has a toy one."""
+
+    def execute(self, output: SchedulerOutput) -> list[SampledToken]:
+        """Compute the step: one entry for each scheduled sequence with `samples`, in their order."""
+        ...

@@ -1,0 +1,41 @@
+"""A sequence: the tokens of one request, how far they are computed, and the KV blocks that hold them."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from trioengine.core.sampling_params import SamplingParams
+
+
+class SequenceStatus(enum.Enum):
+    """Where a sequence stands with the scheduler."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request on the worker; owned and changed by the scheduler only."""
+
+    session: int
+    request: int
+    token_ids: list[int]  # prompt, then output
+    num_prompt_tokens: int
+    params: SamplingParams  # max_tokens and seed are set
+    eos_token_ids: frozenset[int]
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed_tokens: int = 0  # tokens whose keys and values lie in the KV cache
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
+    block_table: list[int] = field(default_factory=list)  # token i lies in block_table[i // block_size]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
