@@ -1,0 +1,185 @@
+"""Messages to bytes and back: a frame is a u32 little-endian length, then one msgpack map.
+
+The map holds the message's wire name under "type" and its fields by name; dataclasses inside it are arrays of their
+fields, token ids are little-endian int32 bytes, Enum members their values. The converters are made once, from the
+dataclasses' annotations; a payload that does not fit them exactly is a RemoteProtocolError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import struct
+import sys
+import types
+import typing
+from array import array
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import msgpack
+
+from trioengine.core.errors import LocalProtocolError, RemoteProtocolError, RequestRejected
+from trioengine.core.messages import WIRE_NAMES, Message
+
+LENGTH = struct.Struct("<I")
+_TYPE = "type"
+
+
+class _Mismatch(Exception):
+    """A value does not have the type that the message's field wants."""
+
+
+class _Converter(NamedTuple):
+    pack: Callable[[Any], Any]
+    unpack: Callable[[Any], Any]
+
+
+def encode(message: Message) -> bytes:
+    """The message's payload, without the length in front."""
+    name, fields = _SCHEMAS[type(message)]
+    packed: dict[str, Any] = {_TYPE: name}
+    for field, converter in fields:
+        packed[field] = converter.pack(getattr(message, field))
+    try:
+        return msgpack.packb(packed, use_bin_type=True)  # type: ignore[no-any-return]
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise LocalProtocolError(f"{name} cannot be packed: {exc}") from exc
+
+
+def decode(payload: bytes | memoryview) -> Message:
+    """The message in a payload; RemoteProtocolError where it is not exactly one."""
+    try:
+        packed = msgpack.unpackb(payload, strict_map_key=False)
+    except Exception as exc:  # msgpack raises a dozen types, ValueError's children and others, for malformed input
+        raise RemoteProtocolError(f"a frame is not msgpack: {type(exc).__name__}") from exc
+    if not isinstance(packed, dict) or not isinstance(packed.get(_TYPE), str):
+        raise RemoteProtocolError("a frame is not a map with a type")
+    name = packed.pop(_TYPE)
+    cls = _CLASSES.get(name)
+    if cls is None:
+        raise RemoteProtocolError(f"unknown message type {name[:40]!r}")
+    _, fields = _SCHEMAS[cls]
+    if len(packed) != len(fields) or any(field not in packed for field, _ in fields):
+        raise RemoteProtocolError(f"{name} has other fields than it should")
+    try:
+        return cls(**{field: converter.unpack(packed[field]) for field, converter in fields})  # type: ignore[no-any-return]
+    except (_Mismatch, RequestRejected) as exc:
+        raise RemoteProtocolError(f"{name}: {exc}") from exc
+
+
+# ---- converters ---------------------------------------------------------------------------------------------------
+
+
+def _exactly(kind: type) -> _Converter:
+    def unpack(value: Any) -> Any:
+        if type(value) is not kind:
+            raise _Mismatch(f"expected {kind.__name__}, got {type(value).__name__}")
+        return value
+
+    return _Converter(lambda value: value, unpack)
+
+
+def _unpack_float(value: Any) -> float:
+    if type(value) is not float and type(value) is not int:
+        raise _Mismatch(f"expected float, got {type(value).__name__}")
+    return float(value)
+
+
+def _pack_token_ids(ids: array[int]) -> bytes:
+    return (ids if sys.byteorder == "little" else _swapped(ids)).tobytes()
+
+
+def _unpack_token_ids(value: Any) -> array[int]:
+    if type(value) is not bytes or len(value) % 4:
+        raise _Mismatch("expected token ids as int32 bytes")
+    ids = array("i", value)
+    return ids if sys.byteorder == "little" else _swapped(ids)
+
+
+def _swapped(ids: array[int]) -> array[int]:
+    swapped = ids[:]
+    swapped.byteswap()
+    return swapped
+
+
+def _optional(inner: _Converter) -> _Converter:
+    return _Converter(
+        lambda value: None if value is None else inner.pack(value),
+        lambda value: None if value is None else inner.unpack(value),
+    )
+
+
+def _tuple_of(item: _Converter) -> _Converter:
+    def unpack(value: Any) -> tuple[Any, ...]:
+        if type(value) is not list:
+            raise _Mismatch(f"expected an array, got {type(value).__name__}")
+        return tuple([item.unpack(entry) for entry in value])
+
+    return _Converter(lambda value: [item.pack(entry) for entry in value], unpack)
+
+
+def _map_of(key: _Converter, item: _Converter) -> _Converter:
+    def unpack(value: Any) -> dict[Any, Any]:
+        if type(value) is not dict:
+            raise _Mismatch(f"expected a map, got {type(value).__name__}")
+        return {key.unpack(k): item.unpack(v) for k, v in value.items()}
+
+    return _Converter(lambda value: {key.pack(k): item.pack(v) for k, v in value.items()}, unpack)
+
+
+def _enum(kind: type[enum.Enum]) -> _Converter:
+    def unpack(value: Any) -> enum.Enum:
+        try:
+            return kind(value)
+        except ValueError:
+            raise _Mismatch(f"{str(value)[:40]!r} is no {kind.__name__}") from None
+
+    return _Converter(lambda member: member.value, unpack)
+
+
+def _dataclass(cls: type) -> _Converter:
+    fields = _fields(cls)
+    names = [name for name, _ in fields]
+    converters = [converter for _, converter in fields]
+
+    def pack(value: Any) -> list[Any]:
+        return [converter.pack(getattr(value, name)) for name, converter in fields]
+
+    def unpack(value: Any) -> Any:
+        if type(value) is not list or len(value) != len(converters):
+            raise _Mismatch(f"expected {cls.__name__} as an array of {len(names)}")
+        return cls(*[converter.unpack(entry) for converter, entry in zip(converters, value, strict=True)])
+
+    return _Converter(pack, unpack)
+
+
+def _converter(annotation: Any) -> _Converter:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (types.UnionType, typing.Union):
+        (inner,) = (arg for arg in args if arg is not types.NoneType)
+        return _optional(_converter(inner))
+    if origin is array:
+        return _Converter(_pack_token_ids, _unpack_token_ids)
+    if origin is tuple:
+        return _tuple_of(_converter(args[0]))
+    if origin is Mapping:
+        return _map_of(_converter(args[0]), _converter(args[1]))
+    if annotation is float:
+        return _Converter(float, _unpack_float)
+    if annotation in (int, str, bool):
+        return _exactly(annotation)
+    if issubclass(annotation, enum.Enum):
+        return _enum(annotation)
+    return _dataclass(annotation)
+
+
+def _fields(cls: type) -> list[tuple[str, _Converter]]:
+    hints = typing.get_type_hints(cls)
+    return [(field.name, _converter(hints[field.name])) for field in dataclasses.fields(cls)]
+
+
+_SCHEMAS: dict[type, tuple[str, list[tuple[str, _Converter]]]] = {
+    cls: (name, _fields(cls)) for cls, name in WIRE_NAMES.items()
+}
+_CLASSES: dict[str, Any] = {name: cls for cls, name in WIRE_NAMES.items()}

@@ -1,0 +1,279 @@
+"""The protocol between the engine and one worker incarnation: frames, and the order of messages.
+
+One class drives both ends, in h11's manner: `send(message) -> bytes`, `receive_data(bytes)`, `next_message()`. It does
+no I/O. What we may not send is LocalProtocolError and changes nothing; what the peer may not send is
+RemoteProtocolError and makes the connection useless.
+
+The order, per attachment: `ADD_SESSION (ADD_MESSAGE STOP_SESSION?)* END_SESSION` downwards; upwards rows of the request
+in flight, its last one or REQUEST_FAILED ending it, and SESSION_ENDED after END_SESSION, once, last. Both ends apply
+the same rules to what they send and what they receive. Messages cross: a STOP may meet a request that has finished,
+and rows may meet an END; both are legal.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from trioengine.core.codec import LENGTH, decode, encode
+from trioengine.core.errors import FrameTooLarge, LocalProtocolError, ProtocolError, RemoteProtocolError
+from trioengine.core.messages import (
+    WIRE_NAMES,
+    AddMessage,
+    AddSession,
+    Audit,
+    Audited,
+    Configure,
+    EndSession,
+    Fatal,
+    Loading,
+    Message,
+    Ping,
+    Pong,
+    Ready,
+    RequestFailed,
+    SessionEnded,
+    Shutdown,
+    StopSession,
+    Tokens,
+)
+
+MIN_FRAME_LIMIT = 1 << 20
+DOWNWARDS = frozenset({Configure, AddSession, AddMessage, StopSession, EndSession, Audit, Ping, Shutdown})
+
+
+class Role(enum.Enum):
+    """Which end of the connection this is."""
+
+    ENGINE = "engine"
+    WORKER = "worker"
+
+
+class Stage(enum.Enum):
+    """How far an incarnation has come."""
+
+    NEW = "new"
+    CONFIGURED = "configured"
+    READY = "ready"
+    FAILED = "failed"  # FATAL was said
+
+
+@dataclass(slots=True)
+class _Attachment:
+    """What both ends know of one session of the worker."""
+
+    ending: bool = False
+    latest_request: int = 0  # the last one that was added; 0: none yet
+    in_flight: bool = False
+
+
+class Connection:
+    """One end of the pipe to, or in, one worker incarnation. Not safe for threads: guard it with one lock."""
+
+    def __init__(self, role: Role) -> None:
+        self.role = role
+        self.stage = Stage.NEW
+        self.max_frame_bytes = MIN_FRAME_LIMIT
+        self._attachments: dict[int, _Attachment] = {}
+        self._audits: deque[int] = deque()
+        self._ping: int | None = None
+        self._buffer = bytearray()
+        self._broken: RemoteProtocolError | None = None
+
+    @property
+    def sessions(self) -> frozenset[int]:
+        """The sessions that were added and of which SESSION_ENDED has not been said."""
+        return frozenset(self._attachments)
+
+    def send(self, message: Message) -> bytes:
+        """The frame to write. Raises LocalProtocolError, or FrameTooLarge, and changes nothing then."""
+        if (type(message) in DOWNWARDS) is not (self.role is Role.ENGINE):
+            raise LocalProtocolError(f"the {self.role.value} does not send {WIRE_NAMES[type(message)]}")
+        apply = self._check(message, LocalProtocolError)
+        payload = encode(message)
+        if len(payload) > self.max_frame_bytes:
+            name = WIRE_NAMES[type(message)]
+            raise FrameTooLarge(f"{name} takes {len(payload)} bytes, a frame at most {self.max_frame_bytes}")
+        apply()
+        return LENGTH.pack(len(payload)) + payload
+
+    def receive_data(self, data: bytes) -> None:
+        """Take bytes as they came from the pipe, in any portions."""
+        self._buffer += data
+
+    def next_message(self) -> Message | None:
+        """The next whole message, or None when more bytes are needed. Raises RemoteProtocolError, then always."""
+        if self._broken is not None:
+            raise self._broken
+        try:
+            return self._next_message()
+        except RemoteProtocolError as exc:
+            self._broken = exc
+            raise
+
+    @property
+    def has_partial_frame(self) -> bool:
+        """Whether bytes are left that are no whole message: at the end of the stream, a torn frame."""
+        return bool(self._buffer)
+
+    def _next_message(self) -> Message | None:
+        if len(self._buffer) < LENGTH.size:
+            return None
+        (length,) = LENGTH.unpack_from(self._buffer)
+        if length > self.max_frame_bytes:
+            raise RemoteProtocolError(f"a frame claims {length} bytes, the limit is {self.max_frame_bytes}")
+        if len(self._buffer) < LENGTH.size + length:
+            return None
+        payload = bytes(memoryview(self._buffer)[LENGTH.size : LENGTH.size + length])
+        del self._buffer[: LENGTH.size + length]
+        message = decode(payload)
+        if (type(message) in DOWNWARDS) is (self.role is Role.ENGINE):
+            raise RemoteProtocolError(f"{WIRE_NAMES[type(message)]} came the wrong way")
+        self._check(message, RemoteProtocolError)()
+        return message
+
+    # ---- the order: each check raises `blame` or returns the change to make ---------------------------------------
+
+    def _check(self, message: Any, blame: type[ProtocolError]) -> Callable[[], None]:
+        name = WIRE_NAMES[type(message)]
+        stages = _STAGES[type(message)]
+        if self.stage not in stages:
+            raise blame(f"{name} while the connection is {self.stage.value}")
+        check = _CHECKS.get(type(message))
+        return _no_change if check is None else check(self, message, blame)
+
+    def _check_configure(self, message: Configure, blame: type[ProtocolError]) -> Callable[[], None]:
+        return lambda: setattr(self, "stage", Stage.CONFIGURED)
+
+    def _check_ready(self, message: Ready, blame: type[ProtocolError]) -> Callable[[], None]:
+        def apply() -> None:
+            self.stage = Stage.READY
+            self.max_frame_bytes = max(MIN_FRAME_LIMIT, 8 * message.max_model_len)
+
+        return apply
+
+    def _check_fatal(self, message: Fatal, blame: type[ProtocolError]) -> Callable[[], None]:
+        return lambda: setattr(self, "stage", Stage.FAILED)
+
+    def _check_add_session(self, message: AddSession, blame: type[ProtocolError]) -> Callable[[], None]:
+        if message.session in self._attachments:
+            raise blame(f"ADD_SESSION: session {message.session} is there already")
+        return lambda: self._attachments.__setitem__(message.session, _Attachment())
+
+    def _check_add_message(self, message: AddMessage, blame: type[ProtocolError]) -> Callable[[], None]:
+        attachment = self._open(message.session, "ADD_MESSAGE", blame)
+        if attachment.in_flight:
+            raise blame(f"ADD_MESSAGE: session {message.session} has request {attachment.latest_request} in flight")
+        if message.request <= attachment.latest_request:
+            raise blame(f"ADD_MESSAGE: request {message.request} is not newer than {attachment.latest_request}")
+
+        def apply() -> None:
+            attachment.latest_request = message.request
+            attachment.in_flight = True
+
+        return apply
+
+    def _check_stop_session(self, message: StopSession, blame: type[ProtocolError]) -> Callable[[], None]:
+        attachment = self._open(message.session, "STOP_SESSION", blame)
+        if message.request != attachment.latest_request:
+            raise blame(f"STOP_SESSION: request {message.request} is not the session's {attachment.latest_request}")
+        return _no_change
+
+    def _check_end_session(self, message: EndSession, blame: type[ProtocolError]) -> Callable[[], None]:
+        attachment = self._open(message.session, "END_SESSION", blame)
+        return lambda: setattr(attachment, "ending", True)
+
+    def _check_tokens(self, message: Tokens, blame: type[ProtocolError]) -> Callable[[], None]:
+        finished = []
+        seen = set()
+        for row in message.rows:
+            attachment = self._in_flight(row.session, row.request, "TOKENS", blame)
+            if row.session in seen:
+                raise blame(f"TOKENS: two rows of session {row.session}")
+            seen.add(row.session)
+            if (row.finish_reason is None) is not (row.usage is None):
+                raise blame("TOKENS: a row has one of finish_reason and usage without the other")
+            if row.finish_reason is not None:
+                finished.append(attachment)
+
+        def apply() -> None:
+            for attachment in finished:
+                attachment.in_flight = False
+
+        return apply
+
+    def _check_request_failed(self, message: RequestFailed, blame: type[ProtocolError]) -> Callable[[], None]:
+        attachment = self._in_flight(message.session, message.request, "REQUEST_FAILED", blame)
+        return lambda: setattr(attachment, "in_flight", False)
+
+    def _check_session_ended(self, message: SessionEnded, blame: type[ProtocolError]) -> Callable[[], None]:
+        attachment = self._attachments.get(message.session)
+        if attachment is None or not attachment.ending:
+            raise blame(f"SESSION_ENDED: session {message.session} was not told to end")
+        return lambda: self._attachments.__delitem__(message.session)
+
+    def _check_audit(self, message: Audit, blame: type[ProtocolError]) -> Callable[[], None]:
+        return lambda: self._audits.append(message.audit)
+
+    def _check_audited(self, message: Audited, blame: type[ProtocolError]) -> Callable[[], None]:
+        if not self._audits or self._audits[0] != message.audit:
+            raise blame(f"AUDITED {message.audit} does not answer the oldest AUDIT")
+        return lambda: [self._audits.popleft(), None][1]
+
+    def _check_ping(self, message: Ping, blame: type[ProtocolError]) -> Callable[[], None]:
+        if self._ping is not None:
+            raise blame("PING while another is not answered")
+        return lambda: setattr(self, "_ping", message.ping)
+
+    def _check_pong(self, message: Pong, blame: type[ProtocolError]) -> Callable[[], None]:
+        if self._ping != message.ping:
+            raise blame(f"PONG {message.ping} answers no PING")
+        return lambda: setattr(self, "_ping", None)
+
+    def _open(self, session: int, name: str, blame: type[ProtocolError]) -> _Attachment:
+        attachment = self._attachments.get(session)
+        if attachment is None or attachment.ending:
+            raise blame(f"{name}: session {session} is {'ending' if attachment else 'not there'}")
+        return attachment
+
+    def _in_flight(self, session: int, request: int, name: str, blame: type[ProtocolError]) -> _Attachment:
+        attachment = self._attachments.get(session)
+        if attachment is None or not attachment.in_flight or attachment.latest_request != request:
+            raise blame(f"{name}: request {request} of session {session} is not in flight")
+        return attachment
+
+
+def _no_change() -> None:
+    """What applying a message does that changes nothing."""
+
+
+_ANY = frozenset({Stage.NEW, Stage.CONFIGURED, Stage.READY})
+_READY = frozenset({Stage.READY})
+_STAGES: dict[type, frozenset[Stage]] = dict.fromkeys(WIRE_NAMES, _READY) | {
+    Configure: frozenset({Stage.NEW}),
+    Loading: frozenset({Stage.CONFIGURED}),
+    Ready: frozenset({Stage.CONFIGURED}),
+    Ping: _ANY,
+    Pong: _ANY,
+    Shutdown: _ANY,
+    Fatal: _ANY,
+}
+_CHECKS: dict[type, Callable[[Connection, Any, type[ProtocolError]], Callable[[], None]]] = {
+    Configure: Connection._check_configure,
+    Ready: Connection._check_ready,
+    Fatal: Connection._check_fatal,
+    AddSession: Connection._check_add_session,
+    AddMessage: Connection._check_add_message,
+    StopSession: Connection._check_stop_session,
+    EndSession: Connection._check_end_session,
+    Tokens: Connection._check_tokens,
+    RequestFailed: Connection._check_request_failed,
+    SessionEnded: Connection._check_session_ended,
+    Audit: Connection._check_audit,
+    Audited: Connection._check_audited,
+    Ping: Connection._check_ping,
+    Pong: Connection._check_pong,
+}
