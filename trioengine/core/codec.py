@@ -159,7 +159,7 @@ def _converter(annotation: Any) -> _Converter:
     if origin in (types.UnionType, typing.Union):
         (inner,) = (arg for arg in args if arg is not types.NoneType)
         return _optional(_converter(inner))
-    if origin is array:
+    if annotation is array:
         return _Converter(_pack_token_ids, _unpack_token_ids)
     if origin is tuple:
         return _tuple_of(_converter(args[0]))

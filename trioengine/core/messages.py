@@ -10,12 +10,15 @@ import enum
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.sampling_params import SamplingParams
 
-TokenIds: TypeAlias = "array[int]"  # typecode "i": 4 bytes a token
+if TYPE_CHECKING:
+    TokenIds: TypeAlias = array[int]  # typecode "i": 4 bytes a token
+else:
+    TokenIds = array  # not subscriptable before Python 3.12
 
 
 def token_ids(ids: Iterable[int] = ()) -> TokenIds:

@@ -1,0 +1,75 @@
+"""trioengine: an actor-model engine that runs large language models on trio structured concurrency.
+
+The public names are loaded when first used, because this module also runs in the worker, which has no trio.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trioengine.actors.engine import Engine as Engine
+    from trioengine.actors.engine import open_engine as open_engine
+    from trioengine.actors.generation import Chunk as Chunk
+    from trioengine.actors.generation import Completion as Completion
+    from trioengine.actors.generation import Generation as Generation
+    from trioengine.actors.session import Session as Session
+    from trioengine.core.config import EngineConfig as EngineConfig
+    from trioengine.core.errors import EngineAsleep as EngineAsleep
+    from trioengine.core.errors import EngineClosed as EngineClosed
+    from trioengine.core.errors import EngineError as EngineError
+    from trioengine.core.errors import EngineOverloaded as EngineOverloaded
+    from trioengine.core.errors import InvalidConfig as InvalidConfig
+    from trioengine.core.errors import InvariantError as InvariantError
+    from trioengine.core.errors import ModelError as ModelError
+    from trioengine.core.errors import RequestRejected as RequestRejected
+    from trioengine.core.errors import SessionBusy as SessionBusy
+    from trioengine.core.errors import SessionEnded as SessionEnded
+    from trioengine.core.errors import TransitionFailed as TransitionFailed
+    from trioengine.core.errors import WorkerLost as WorkerLost
+    from trioengine.core.messages import FinishReason as FinishReason
+    from trioengine.core.messages import Usage as Usage
+    from trioengine.core.sampling_params import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Engine": "trioengine.actors.engine",
+    "open_engine": "trioengine.actors.engine",
+    "Chunk": "trioengine.actors.generation",
+    "Completion": "trioengine.actors.generation",
+    "Generation": "trioengine.actors.generation",
+    "Session": "trioengine.actors.session",
+    "EngineConfig": "trioengine.core.config",
+    "EngineAsleep": "trioengine.core.errors",
+    "EngineClosed": "trioengine.core.errors",
+    "EngineError": "trioengine.core.errors",
+    "EngineOverloaded": "trioengine.core.errors",
+    "InvalidConfig": "trioengine.core.errors",
+    "InvariantError": "trioengine.core.errors",
+    "ModelError": "trioengine.core.errors",
+    "RequestRejected": "trioengine.core.errors",
+    "SessionBusy": "trioengine.core.errors",
+    "SessionEnded": "trioengine.core.errors",
+    "TransitionFailed": "trioengine.core.errors",
+    "WorkerLost": "trioengine.core.errors",
+    "FinishReason": "trioengine.core.messages",
+    "Usage": "trioengine.core.messages",
+    "SamplingParams": "trioengine.core.sampling_params",
+}
+
+__all__ = [*_HOMES, "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
