@@ -59,7 +59,7 @@ _HOMES = {
     "SamplingParams": "trioengine.core.sampling_params",
 }
 
-__all__ = [*_HOMES, "__version__"]  # noqa: PLE0604
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

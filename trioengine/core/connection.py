@@ -221,7 +221,10 @@ class Connection:
     def _check_audited(self, message: Audited, blame: type[ProtocolError]) -> Callable[[], None]:
         if not self._audits or self._audits[0] != message.audit:
             raise blame(f"AUDITED {message.audit} does not answer the oldest AUDIT")
-        return lambda: [self._audits.popleft(), None][1]
+        def apply() -> None:
+            self._audits.popleft()
+
+        return apply
 
     def _check_ping(self, message: Ping, blame: type[ProtocolError]) -> Callable[[], None]:
         if self._ping is not None:

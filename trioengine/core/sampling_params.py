@@ -12,6 +12,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,8 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
                 raise _invalid("stop", f"must hold strings of 1 to {MAX_STOP_LENGTH} characters", text)
-        if not isinstance(self.stop_token_ids, tuple):
-            raise _invalid("stop_token_ids", "must be a sequence of token ids", self.stop_token_ids)
+        if not isinstance(self.stop_token_ids, tuple) or len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise _invalid("stop_token_ids", f"must hold at most {MAX_STOP_TOKEN_IDS} token ids", self.stop_token_ids)
         for token_id in self.stop_token_ids:
             _integer("stop_token_ids", token_id, 0, 2**31 - 1)
 

@@ -1,0 +1,88 @@
+"""The books: what was accepted, where it is now, how it ended. They balance after every step.
+
+    received = finished + aborted + failed + in_flight
+    in_flight = preparing + waiting + running + suspended
+
+Refusals at the door are counted apart as `rejected`. A session holds a session slot from its opening until the worker
+has let go of it, a request a request slot until the worker is done with it, whatever became of its reader.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from trioengine.core.errors import InvariantError
+from trioengine.core.messages import FinishReason
+
+
+class Stand(enum.Enum):
+    """Where a request in flight stands."""
+
+    PREPARING = "preparing"
+    WAITING = "waiting"  # at the worker, without a token yet
+    RUNNING = "running"
+
+
+class Ledger:
+    """Counters of one engine; every method is one entry."""
+
+    def __init__(self) -> None:
+        self.sessions = 0
+        self.received = 0
+        self.rejected = 0
+        self.finished = 0
+        self.aborted = 0
+        self.failed = 0
+        self._stands = dict.fromkeys(Stand, 0)
+
+    @property
+    def preparing(self) -> int:
+        return self._stands[Stand.PREPARING]
+
+    @property
+    def waiting(self) -> int:
+        return self._stands[Stand.WAITING]
+
+    @property
+    def running(self) -> int:
+        return self._stands[Stand.RUNNING]
+
+    @property
+    def in_flight(self) -> int:
+        return sum(self._stands.values())
+
+    def open_session(self) -> None:
+        self.sessions += 1
+
+    def free_session(self) -> None:
+        self.sessions -= 1
+
+    def reject(self) -> None:
+        self.rejected += 1
+
+    def receive(self) -> None:
+        self.received += 1
+        self._stands[Stand.PREPARING] += 1
+
+    def move(self, before: Stand, after: Stand) -> None:
+        self._stands[before] -= 1
+        self._stands[after] += 1
+
+    def settle(self, stand: Stand, finish_reason: FinishReason) -> None:
+        """The request is over, and its slot is free."""
+        self._stands[stand] -= 1
+        if finish_reason is FinishReason.ABORT:
+            self.aborted += 1
+        elif finish_reason is FinishReason.ERROR:
+            self.failed += 1
+        else:
+            self.finished += 1
+
+    def check(self) -> None:
+        """Raise InvariantError unless the books balance."""
+        settled = self.finished + self.aborted + self.failed
+        if self.received != settled + self.in_flight:
+            raise InvariantError(f"received {self.received} != settled {settled} + in flight {self.in_flight}")
+        negative = {stand.value: count for stand, count in self._stands.items() if count < 0}
+        if negative or self.sessions < 0:
+            raise InvariantError(f"counts below zero: {negative or {'sessions': self.sessions}}")

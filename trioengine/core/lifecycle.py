@@ -1,0 +1,256 @@
+"""The life of a session and the state of the engine: THE state machines, as tables.
+
+A session has a *phase* and an *attachment*. The phase says where its one request stands; the attachment says whether
+this worker incarnation was sent ADD_SESSION and has not reported SESSION_ENDED. Nothing else decides what may happen:
+the actors look up `SESSION_TRANSITIONS[phase, attachment, event]`, take over the new state, and do the actions, all in
+one synchronous step. A pair of state and event that is not in the table raises LocalProtocolError and changes nothing.
+
+Why the table makes leaks impossible:
+
+* Every way into ATTACHED posts ADD_SESSION, and the only ways out are SESSION_ENDED and the death of the worker.
+  Ending an attached session posts END_SESSION in the same step, so an attachment that nobody ends cannot be expressed.
+* END is legal in every state, and a second END does nothing.
+* ABORT is legal in every state. It posts STOP_SESSION only for a request in flight; a finish that crosses it on the
+  way is the event FINISH in STOPPING, and settles the request as finished: an abort never downgrades an answer.
+* Exactly one SETTLE… action lies on every path from RESERVE back to a state without a request, so every request that
+  was accepted has one entry in the books, and gives its slot back once.
+
+A request's outcome for its reader can be decided earlier (a stop string, a reader that left); the phase is about the
+worker, and the slot stays taken until the worker is done with the request: STOPPING and ENDING are still in flight.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from trioengine.core.errors import EngineError, LocalProtocolError
+from trioengine.core.messages import FinishReason
+
+
+class Phase(enum.Enum):
+    """Where a session's request stands."""
+
+    IDLE = "idle"  # no request
+    PREPARING = "preparing"  # reserved; being templated and tokenized
+    RUNNING = "running"  # ADD_MESSAGE posted
+    STOPPING = "stopping"  # STOP_SESSION posted; its last row is on its way
+    ENDING = "ending"  # END_SESSION posted with a request in flight
+    ENDED = "ended"  # no request, and none will come
+
+
+class Attachment(enum.Enum):
+    """Whether the worker holds the session."""
+
+    DETACHED = "detached"
+    ATTACHED = "attached"
+
+
+class Event(enum.Enum):
+    """What can happen to a session."""
+
+    RESERVE = "reserve"  # the gate admits a request
+    REFUSE = "refuse"  # its preparation failed: a bad prompt, a gate that has closed
+    COMMIT = "commit"  # it is prepared, and the gate is still open
+    ABORT = "abort"  # by anyone, for any cause
+    FINISH = "finish"  # its last row, or REQUEST_FAILED, arrived
+    END = "end"  # the session's scope was left
+    SESSION_ENDED = "session_ended"  # the worker has let go of it
+    WORKER_LOST = "worker_lost"  # the incarnation is dead
+
+
+class Action(enum.Enum):
+    """What is to be done in the same synchronous step."""
+
+    POST_ADD_SESSION = "post ADD_SESSION"
+    POST_ADD_MESSAGE = "post ADD_MESSAGE"
+    POST_STOP_SESSION = "post STOP_SESSION"
+    POST_END_SESSION = "post END_SESSION"
+    SETTLE_AS_REPORTED = "settle as reported"  # by the last row or REQUEST_FAILED
+    SETTLE_ABORTED = "settle as aborted"
+    SETTLE_REFUSED = "settle as refused"
+    SETTLE_LOST = "settle as lost"
+    FREE_SESSION = "free the session slot"
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """The state after an event, and what to do."""
+
+    phase: Phase
+    attachment: Attachment
+    actions: tuple[Action, ...] = ()
+
+
+State: TypeAlias = tuple[Phase, Attachment]
+
+
+def _table(rows: Mapping[State, Mapping[Event, Transition]]) -> dict[tuple[Phase, Attachment, Event], Transition]:
+    return {(*state, event): transition for state, row in rows.items() for event, transition in row.items()}
+
+
+_D, _A = Attachment.DETACHED, Attachment.ATTACHED
+_ADD = (Action.POST_ADD_SESSION, Action.POST_ADD_MESSAGE)
+_ABORTED, _FREE = Action.SETTLE_ABORTED, Action.FREE_SESSION
+_REPORTED = Action.SETTLE_AS_REPORTED
+
+SESSION_TRANSITIONS: Mapping[tuple[Phase, Attachment, Event], Transition] = _table(
+    {
+        (Phase.IDLE, _D): {
+            Event.RESERVE: Transition(Phase.PREPARING, _D),
+            Event.ABORT: Transition(Phase.IDLE, _D),
+            Event.END: Transition(Phase.ENDED, _D, (_FREE,)),
+            Event.WORKER_LOST: Transition(Phase.IDLE, _D),
+        },
+        (Phase.IDLE, _A): {
+            Event.RESERVE: Transition(Phase.PREPARING, _A),
+            Event.ABORT: Transition(Phase.IDLE, _A),
+            Event.END: Transition(Phase.ENDED, _A, (Action.POST_END_SESSION,)),
+            Event.WORKER_LOST: Transition(Phase.IDLE, _D),
+        },
+        (Phase.PREPARING, _D): {
+            Event.REFUSE: Transition(Phase.IDLE, _D, (Action.SETTLE_REFUSED,)),
+            Event.COMMIT: Transition(Phase.RUNNING, _A, _ADD),
+            Event.ABORT: Transition(Phase.IDLE, _D, (_ABORTED,)),
+            Event.END: Transition(Phase.ENDED, _D, (_ABORTED, _FREE)),
+            Event.WORKER_LOST: Transition(Phase.PREPARING, _D),
+        },
+        (Phase.PREPARING, _A): {
+            Event.REFUSE: Transition(Phase.IDLE, _A, (Action.SETTLE_REFUSED,)),
+            Event.COMMIT: Transition(Phase.RUNNING, _A, (Action.POST_ADD_MESSAGE,)),
+            Event.ABORT: Transition(Phase.IDLE, _A, (_ABORTED,)),
+            Event.END: Transition(Phase.ENDED, _A, (_ABORTED, Action.POST_END_SESSION)),
+            Event.WORKER_LOST: Transition(Phase.PREPARING, _D),
+        },
+        (Phase.RUNNING, _A): {
+            Event.ABORT: Transition(Phase.STOPPING, _A, (Action.POST_STOP_SESSION,)),
+            Event.FINISH: Transition(Phase.IDLE, _A, (_REPORTED,)),
+            Event.END: Transition(Phase.ENDING, _A, (Action.POST_END_SESSION,)),
+            Event.WORKER_LOST: Transition(Phase.IDLE, _D, (Action.SETTLE_LOST,)),
+        },
+        (Phase.STOPPING, _A): {
+            Event.ABORT: Transition(Phase.STOPPING, _A),
+            Event.FINISH: Transition(Phase.IDLE, _A, (_REPORTED,)),
+            Event.END: Transition(Phase.ENDING, _A, (Action.POST_END_SESSION,)),
+            Event.WORKER_LOST: Transition(Phase.IDLE, _D, (_ABORTED,)),
+        },
+        (Phase.ENDING, _A): {
+            Event.ABORT: Transition(Phase.ENDING, _A),
+            Event.FINISH: Transition(Phase.ENDED, _A, (_REPORTED,)),
+            Event.END: Transition(Phase.ENDING, _A),
+            Event.SESSION_ENDED: Transition(Phase.ENDED, _D, (_ABORTED, _FREE)),
+            Event.WORKER_LOST: Transition(Phase.ENDED, _D, (_ABORTED, _FREE)),
+        },
+        (Phase.ENDED, _A): {
+            Event.ABORT: Transition(Phase.ENDED, _A),
+            Event.END: Transition(Phase.ENDED, _A),
+            Event.SESSION_ENDED: Transition(Phase.ENDED, _D, (_FREE,)),
+            Event.WORKER_LOST: Transition(Phase.ENDED, _D, (_FREE,)),
+        },
+        (Phase.ENDED, _D): {
+            Event.ABORT: Transition(Phase.ENDED, _D),
+            Event.END: Transition(Phase.ENDED, _D),
+            Event.WORKER_LOST: Transition(Phase.ENDED, _D),
+        },
+    }
+)
+
+
+class SessionLifecycle:
+    """The interpreter of the session table: one session's state."""
+
+    __slots__ = ("attachment", "phase")
+
+    def __init__(self) -> None:
+        self.phase = Phase.IDLE
+        self.attachment = Attachment.DETACHED
+
+    def apply(self, event: Event) -> tuple[Action, ...]:
+        """Take the transition and return the actions to do now. LocalProtocolError, and no change, if there is none."""
+        transition = SESSION_TRANSITIONS.get((self.phase, self.attachment, event))
+        if transition is None:
+            raise LocalProtocolError(f"{event.value} while {self.phase.value} and {self.attachment.value}")
+        self.phase = transition.phase
+        self.attachment = transition.attachment
+        return transition.actions
+
+    def __repr__(self) -> str:
+        return f"<SessionLifecycle {self.phase.value} {self.attachment.value}>"
+
+
+class Power(enum.Enum):
+    """The state of the engine; only AWAKE admits requests."""
+
+    LOADING = "loading"
+    AWAKE = "awake"
+    RESTARTING = "restarting"
+    DRAINING = "draining"
+    CLOSED = "closed"
+
+
+class PowerEvent(enum.Enum):
+    """What can happen to the engine."""
+
+    READY = "ready"  # an incarnation is READY
+    WORKER_LOST = "worker_lost"
+    DRAIN = "drain"
+    CLOSE = "close"  # shut down, or given up
+
+
+def _always(power: Power) -> dict[PowerEvent, Power]:
+    return dict.fromkeys(PowerEvent, power)
+
+
+POWER_TRANSITIONS: Mapping[Power, Mapping[PowerEvent, Power]] = {
+    Power.LOADING: {
+        PowerEvent.READY: Power.AWAKE,
+        PowerEvent.WORKER_LOST: Power.LOADING,
+        PowerEvent.DRAIN: Power.DRAINING,
+        PowerEvent.CLOSE: Power.CLOSED,
+    },
+    Power.AWAKE: {
+        PowerEvent.WORKER_LOST: Power.RESTARTING,
+        PowerEvent.DRAIN: Power.DRAINING,
+        PowerEvent.CLOSE: Power.CLOSED,
+    },
+    Power.RESTARTING: {
+        PowerEvent.READY: Power.AWAKE,
+        PowerEvent.WORKER_LOST: Power.RESTARTING,
+        PowerEvent.DRAIN: Power.DRAINING,
+        PowerEvent.CLOSE: Power.CLOSED,
+    },
+    Power.DRAINING: _always(Power.DRAINING) | {PowerEvent.CLOSE: Power.CLOSED},
+    Power.CLOSED: _always(Power.CLOSED),
+}
+
+
+def next_power(power: Power, event: PowerEvent) -> Power:
+    """The engine's state after an event. LocalProtocolError if the table has no such pair."""
+    following = POWER_TRANSITIONS[power].get(event)
+    if following is None:
+        raise LocalProtocolError(f"{event.value} while the engine is {power.value}")
+    return following
+
+
+class Cause(enum.Enum):
+    """Who aborted a request, or ended a session."""
+
+    CLIENT = "client"
+    DISCONNECT = "disconnect"
+    TIMEOUT = "timeout"
+    SLEEP = "sleep"
+    ABORT_ALL = "abort_all"
+    SHUTDOWN = "shutdown"
+    STALLED = "stalled"
+    ERROR = "error"  # of a session: its actor crashed
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a request ended: `cause` is set for ABORT, `error` for ERROR."""
+
+    finish_reason: FinishReason
+    cause: Cause | None = None
+    error: EngineError | None = None
