@@ -93,12 +93,17 @@ class Connection:
         if (type(message) in DOWNWARDS) is not (self.role is Role.ENGINE):
             raise LocalProtocolError(f"the {self.role.value} does not send {WIRE_NAMES[type(message)]}")
         apply = self._check(message, LocalProtocolError)
+        payload = self.check_size(message)
+        apply()
+        return LENGTH.pack(len(payload)) + payload
+
+    def check_size(self, message: Message) -> bytes:
+        """The message's payload; FrameTooLarge if it does not fit a frame."""
         payload = encode(message)
         if len(payload) > self.max_frame_bytes:
             name = WIRE_NAMES[type(message)]
             raise FrameTooLarge(f"{name} takes {len(payload)} bytes, a frame at most {self.max_frame_bytes}")
-        apply()
-        return LENGTH.pack(len(payload)) + payload
+        return payload
 
     def receive_data(self, data: bytes) -> None:
         """Take bytes as they came from the pipe, in any portions."""

@@ -1,7 +1,7 @@
 """The books: what was accepted, where it is now, how it ended. They balance after every step.
 
     received = finished + aborted + failed + in_flight
-    in_flight = preparing + waiting + running + suspended
+    in_flight = preparing + waiting + running
 
 Refusals at the door are counted apart as `rejected`. A session holds a session slot from its opening until the worker
 has let go of it, a request a request slot until the worker is done with it, whatever became of its reader.

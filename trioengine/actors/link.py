@@ -1,0 +1,70 @@
+"""The link to one worker incarnation: an outbox, one task that writes, one that reads. Nobody else touches the pipe.
+
+Posting is synchronous: it cannot be cancelled half-way, and needs nothing awaited in a dying scope. The writer is a
+service that outlives the sessions, so what was posted is written. A new incarnation has a new link, so nothing that
+was posted for a dead worker can reach the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import trio
+
+from trioengine.actors.ports import WorkerProcess
+from trioengine.core.connection import Connection, Role
+from trioengine.core.messages import AddMessage, Message
+
+READ_SIZE = 1 << 16
+
+
+class Link:
+    """Messages to and from one worker incarnation."""
+
+    def __init__(self, process: WorkerProcess) -> None:
+        self.process = process
+        self.connection = Connection(Role.ENGINE)
+        self._outbox: list[bytes] = []
+        self._posted = trio.Event()
+        self._flushed = trio.Event()
+        self._flushed.set()
+
+    def post(self, message: Message) -> None:
+        """Queue a message. Raises LocalProtocolError, FrameTooLarge among them, and changes nothing then."""
+        self._outbox.append(self.connection.send(message))
+        self._flushed = trio.Event() if self._flushed.is_set() else self._flushed
+        self._posted.set()
+
+    def check_size(self, message: AddMessage) -> None:
+        """Raise FrameTooLarge if `post` would, whatever the order of messages says."""
+        self.connection.check_size(message)
+
+    async def flushed(self) -> None:
+        """Wait until everything that was posted is written."""
+        await self._flushed.wait()
+
+    async def write(self) -> None:
+        """Service: write what is posted, until cancelled or the worker no longer reads."""
+        while True:
+            await self._posted.wait()
+            self._posted = trio.Event()
+            batch, self._outbox = b"".join(self._outbox), []
+            try:
+                await self.process.send_stream.send_all(batch)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                return  # the worker is dead or about to be; the supervisor learns it by the pidfd
+            if not self._outbox:
+                self._flushed.set()
+
+    async def read(self, route: Callable[[Message], None]) -> None:
+        """Service: hand every message to `route` until the end of the stream. Raises RemoteProtocolError."""
+        while True:
+            try:
+                data = await self.process.receive_stream.receive_some(READ_SIZE)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                return
+            if not data:
+                return
+            self.connection.receive_data(data)
+            while (message := self.connection.next_message()) is not None:
+                route(message)

@@ -1,0 +1,156 @@
+"""All contact with the outside: processes, threads, files, randomness. The simulation replaces it as a whole."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import trio
+
+import trioengine
+from trioengine.core.errors import EngineError, WorkerLost
+from trioengine.hub.model_files import ModelInfo, read_model
+from trioengine.hub.pull import resolve
+
+T = TypeVar("T")
+PIPE_SIZE = 1 << 20  # bytes; what an unprivileged process may ask for by default
+
+
+class WorkerProcess(Protocol):
+    """One worker incarnation as the engine sees it."""
+
+    pid: int
+    send_stream: trio.abc.SendStream
+    receive_stream: trio.abc.ReceiveStream
+
+    async def wait(self) -> None:
+        """Wait for the process's death (not for the end of its pipe: a grandchild may hold that open)."""
+        ...
+
+    def terminate(self) -> None:
+        """Ask it to end (SIGTERM)."""
+        ...
+
+    def kill(self) -> None:
+        """End it and all its children at once (SIGKILL to the process group). Harmless when it is dead."""
+        ...
+
+    def reap(self) -> int:
+        """Kill what is left, collect the exit status and give every descriptor back. Only after `wait`, or `kill`."""
+        ...
+
+
+class LocalWorkerProcess:
+    """`python -m trioengine.worker` in a session of its own, with a pipe each way and a pidfd."""
+
+    def __init__(self) -> None:
+        if sys.platform != "linux":
+            raise EngineError(f"the worker needs Linux 5.4 or newer, not {sys.platform}")
+        child_in, ours_out = os.pipe2(os.O_CLOEXEC)
+        ours_in, child_out = os.pipe2(os.O_CLOEXEC)
+        try:
+            for fd in (ours_out, ours_in):
+                with suppress(OSError):  # over the user's limit for pipes: the default size works, too
+                    fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
+            self._process = subprocess.Popen(
+                _command(child_in, child_out),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(child_in, child_out),
+                start_new_session=True,
+                env=_environment(),
+            )
+        except BaseException:
+            os.close(ours_out)
+            os.close(ours_in)
+            raise
+        finally:
+            os.close(child_in)
+            os.close(child_out)
+        self.pid = self._process.pid
+        self._pidfd = os.pidfd_open(self.pid)
+        self.send_stream = trio.lowlevel.FdStream(ours_out)
+        self.receive_stream = trio.lowlevel.FdStream(ours_in)
+
+    async def wait(self) -> None:
+        await trio.lowlevel.wait_readable(self._pidfd)
+
+    def terminate(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        if self._process.returncode is None:  # not reaped: the group's id cannot belong to anyone else
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self) -> int:
+        self.kill()
+        exit_code = self._process.wait()
+        trio.lowlevel.notify_closing(self._pidfd)
+        os.close(self._pidfd)
+        _close_now(self.send_stream)
+        _close_now(self.receive_stream)
+        return exit_code
+
+
+def _command(child_in: int, child_out: int) -> list[str]:
+    options = ["--in", str(child_in), "--out", str(child_out), "--parent", str(os.getpid())]
+    return [sys.executable, "-P", "-m", "trioengine.worker", *options]
+
+
+def _environment() -> dict[str, str]:
+    """The parent's, with this trioengine first on the path, and idle OpenMP threads that do not spin for long."""
+    package = str(Path(trioengine.__file__).resolve().parent.parent)
+    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | {"PYTHONPATH": path}
+
+
+def _close_now(stream: trio.lowlevel.FdStream) -> None:
+    """FdStream.aclose() closes at once and then checkpoints; only the first half can be had in a dying scope."""
+    stream._fd_holder.close()
+
+
+async def _spawn_worker() -> WorkerProcess:
+    try:
+        return LocalWorkerProcess()
+    except OSError as exc:
+        raise WorkerLost(f"the worker process could not be started: {exc}") from exc
+
+
+async def _run_in_thread(function: Callable[..., T], *args: Any) -> T:
+    return await trio.to_thread.run_sync(partial(function, *args))
+
+
+def _find_model(model: str, progress: Callable[[int, int], None] | None) -> Path:
+    """`hub.resolve`, given up when the caller is cancelled; runs in a thread."""
+
+    def report(done: int, total: int) -> None:
+        trio.from_thread.check_cancelled()
+        if progress is not None:
+            progress(done, total)
+
+    return resolve(model, report)
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The outside world, as functions; the default is the real one.
+
+    `find_model` and `read_model` block, and are called through `run_in_thread`.
+    """
+
+    spawn_worker: Callable[[], Awaitable[WorkerProcess]] = _spawn_worker
+    run_in_thread: Callable[..., Awaitable[Any]] = _run_in_thread
+    find_model: Callable[[str, Callable[[int, int], None] | None], Path] = _find_model
+    read_model: Callable[[Path], ModelInfo] = read_model
+    mint_seed: Callable[[], int] = partial(random.SystemRandom().getrandbits, 63)
