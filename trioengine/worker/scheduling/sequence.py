@@ -31,6 +31,10 @@ class Sequence:
     num_computed_tokens: int = 0  # tokens whose keys and values lie in the KV cache
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
     block_table: list[int] = field(default_factory=list)  # token i lies in block_table[i // block_size]
+    block_digests: list[bytes] = field(default_factory=list)  # of its first full blocks, see PrefixCache
+    arrived_at: float = 0.0  # by the step loop's clock, as the next two
+    started_at: float | None = None  # its first step began
+    first_token_at: float | None = None
 
     @property
     def num_tokens(self) -> int:

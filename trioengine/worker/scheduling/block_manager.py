@@ -1,0 +1,143 @@
+"""Paged KV memory: which blocks are free, cached or held, and which sequence's block table holds them.
+
+A block is *held* (its reference count is above 0), *cached* (held by no sequence, kept by the prefix cache, evicted
+when needed) or *free* (holds nothing): `num_free + num_cached + num_held == num_blocks`, always.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from trioengine.core.errors import InvariantError
+from trioengine.worker.scheduling.prefix_cache import ROOT_DIGEST, PrefixCache, block_digest
+from trioengine.worker.scheduling.sequence import Sequence
+
+
+class BlockManager:
+    """Gives blocks to sequences and takes them back; the only one to change a block table."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._ref_counts = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block used last is used again first
+        self._cache = PrefixCache()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that no sequence holds, kept for the prefix cache."""
+        return self._cache.num_unused
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.num_free - self.num_cached
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, sequence: Sequence) -> list[int]:
+        """The blocks that hold the longest cached prefix of the sequence, short of its last token; changes nothing.
+
+        At least one token is left to compute, because the next token is sampled from its logits.
+        """
+        found: list[int] = []
+        if self.enable_prefix_caching:
+            num_full_blocks = (sequence.num_tokens - 1) // self.block_size
+            for index in range(num_full_blocks):
+                block = self._cache.find(self._digest(sequence, index))
+                if block is None:
+                    break
+                found.append(block)
+        return found
+
+    def allocate(self, sequence: Sequence, prefix: list[int], *, reserve: int = 0) -> bool:
+        """Give an empty sequence `prefix` (see `find_prefix`) and blocks for the rest of its tokens.
+
+        False, and nothing changes, where that would leave fewer than `reserve` blocks for others. The tokens of
+        `prefix` count as computed.
+        """
+        num_new = self.num_blocks_for(sequence.num_tokens) - len(prefix)
+        num_revived = sum(1 for block in prefix if self._cache.is_unused(block))
+        if self.num_free + self.num_cached - num_revived - num_new < reserve:
+            return False
+        for block in prefix:
+            if self._cache.is_unused(block):
+                self._cache.mark_used(block)
+            self._ref_counts[block] += 1
+        sequence.block_table.extend(prefix)
+        for _ in range(num_new):
+            sequence.block_table.append(self._take())
+        sequence.num_computed_tokens = len(prefix) * self.block_size
+        return True
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Make the block table hold all tokens; False, and nothing changes, when there are too few blocks."""
+        num_new = self.num_blocks_for(sequence.num_tokens) - len(sequence.block_table)
+        if num_new > self.num_free + self.num_cached:
+            return False
+        for _ in range(num_new):
+            sequence.block_table.append(self._take())
+        return True
+
+    def register(self, sequence: Sequence, num_computed_before: int) -> None:
+        """Make the blocks findable that were filled by computing the tokens from `num_computed_before` on."""
+        if self.enable_prefix_caching:
+            for index in range(num_computed_before // self.block_size, sequence.num_computed_tokens // self.block_size):
+                self._cache.register(sequence.block_table[index], self._digest(sequence, index))
+
+    def release(self, sequence: Sequence) -> None:
+        """Take all blocks back; of those that stay cached, the later ones of the prefix are evicted first."""
+        for block in reversed(sequence.block_table):
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                if self._cache.is_registered(block):
+                    self._cache.mark_unused(block)
+                else:
+                    self._free.append(block)
+        sequence.block_table.clear()
+        sequence.num_computed_tokens = 0
+
+    def discard(self, sequence: Sequence) -> None:
+        """Take all blocks back and let nobody find what they hold: it may be wrong (not finite, say)."""
+        for block in sequence.block_table:
+            self._cache.forget(block)
+        self.release(sequence)
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Raise InvariantError unless the books agree with the block tables of `sequences`: all there are."""
+        held = Counter(block for sequence in sequences for block in sequence.block_table)
+        for block, count in held.items():
+            if self._ref_counts[block] != count:
+                raise InvariantError(f"block {block} is counted {self._ref_counts[block]} times and held {count} times")
+        if sum(self._ref_counts) != held.total():
+            raise InvariantError(f"blocks are counted {sum(self._ref_counts)} times and held {held.total()} times")
+        disagreement = self._cache.find_disagreement()
+        if disagreement is not None:
+            raise InvariantError(disagreement)
+        accounted = set(self._free) | self._cache.unused | held.keys()
+        num_accounted = self.num_free + self.num_cached + len(held)
+        if len(accounted) != self.num_blocks or num_accounted != self.num_blocks:
+            raise InvariantError(
+                f"of {self.num_blocks} blocks {len(accounted)} are accounted for: "
+                f"{self.num_free} free + {self.num_cached} cached + {len(held)} held"
+            )
+
+    def _take(self) -> int:
+        block = self._free.pop() if self._free else self._cache.evict()
+        self._ref_counts[block] = 1
+        return block
+
+    def _digest(self, sequence: Sequence, index: int) -> bytes:
+        digests = sequence.block_digests
+        for later in range(len(digests), index + 1):
+            parent = digests[-1] if digests else ROOT_DIGEST
+            start = later * self.block_size
+            digests.append(block_digest(parent, sequence.token_ids[start : start + self.block_size]))
+        return digests[index]

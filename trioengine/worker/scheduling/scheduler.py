@@ -1,0 +1,260 @@
+"""The scheduler: which tokens of which sequences the next step computes.
+
+There are no phases. A step gives each sequence the tokens that it has and that are not computed yet
+(`num_tokens - num_computed_tokens`), as far as `max_num_batched_tokens` goes; prefill, chunked prefill, a prefix found
+in the cache, decode and recomputation after a preemption are this one rule.
+
+Order, and why nothing starves: running and waiting sequences together are sorted by arrival, always. Only the first of
+the waiting is admitted, and it gets blocks for all the tokens it has; only decodes need more blocks later, and when
+there are none the latest running sequence is preempted and becomes the first of the waiting. So the oldest sequence
+is never preempted for another, and alone it fits, because `add` refuses what does not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+from trioengine.core.errors import InvariantError, RequestRejected
+from trioengine.core.messages import FinishReason, WorkerStatistics
+from trioengine.worker.scheduling.block_manager import BlockManager
+from trioengine.worker.scheduling.limits import Limits
+from trioengine.worker.scheduling.output import SampledToken, ScheduledSequence, SchedulerOutput
+from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
+
+
+class SampledRow(NamedTuple):
+    """What a step did for one sequence: a token, which is appended already, or the end without one (ERROR)."""
+
+    sequence: Sequence
+    sampled: SampledToken
+    finish_reason: FinishReason | None
+
+
+class Scheduler:
+    """Owns the sequences in flight and their blocks; synchronous, and changed between two steps only."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.blocks = BlockManager(
+            limits.kv_blocks_total, limits.block_size, enable_prefix_caching=limits.enable_prefix_caching
+        )
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._sequences: dict[int, Sequence] = {}  # by request
+        self._in_step: SchedulerOutput | None = None
+        self._num_steps = 0
+        self._num_preemptions = 0
+        self._prefix_cache_queries = 0
+        self._prefix_cache_hits = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    @property
+    def requests(self) -> tuple[int, ...]:
+        """The requests in flight, in no order that means anything."""
+        return tuple(self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence.
+
+        Raises RequestRejected, and nothing changes: `empty_prompt`, `context_length_exceeded` or `invalid_value`
+        (a token outside the vocabulary).
+        """
+        self._check_prompt(sequence)
+        if sequence.request in self._sequences:
+            raise InvariantError(f"request {sequence.request} is added twice")
+        self._sequences[sequence.request] = sequence
+        self._waiting.append(sequence)
+
+    def abort(self, request: int) -> Sequence | None:
+        """Drop a sequence and its blocks; None when the request is not in flight. Not between schedule and update."""
+        if self._in_step is not None:
+            raise InvariantError(f"request {request} is aborted under a running step")
+        sequence = self._sequences.get(request)
+        if sequence is not None:
+            self._drop(sequence)
+        return sequence
+
+    def schedule(self) -> SchedulerOutput | None:
+        """The next step, to be given to `update` when it is computed; None when there is nothing to do."""
+        if self._in_step is not None:
+            raise InvariantError("the step before has not been updated")
+        if not self._sequences:
+            return None
+        scheduled: list[ScheduledSequence] = []
+        budget = self._schedule_running(scheduled, self.limits.max_num_batched_tokens)
+        self._admit(scheduled, budget)
+        if not scheduled:
+            raise InvariantError(f"{len(self._sequences)} sequences, and none of them can be scheduled")
+        self._num_steps += 1
+        self._in_step = SchedulerOutput(tuple(scheduled))
+        return self._in_step
+
+    def update(self, output: SchedulerOutput, sampled: Items[SampledToken]) -> list[SampledRow]:
+        """Take in what the step computed: a row for each sequence that sampled; finished ones are dropped."""
+        if output is not self._in_step:
+            raise InvariantError("this is not the step that was scheduled")
+        self._in_step = None
+        rows: list[SampledRow] = []
+        tokens = iter(sampled)
+        block_size = self.limits.block_size
+        for sequence, num_new_tokens in [(entry.sequence, entry.num_new_tokens) for entry in output.scheduled]:
+            before = sequence.num_computed_tokens
+            computed = before + num_new_tokens
+            token = next(tokens, None) if computed == len(sequence.token_ids) else None
+            if token is not None and token.error is not None:
+                rows.append(self._fail(sequence, token))
+                continue
+            sequence.num_computed_tokens = computed
+            if before // block_size != computed // block_size:
+                self.blocks.register(sequence, before)
+            if computed == len(sequence.token_ids):
+                rows.append(self._append(sequence, token))
+        if next(tokens, None) is not None:
+            raise InvariantError("the runner sampled more tokens than were asked for")
+        return rows
+
+    def statistics(self, num_sessions: int) -> WorkerStatistics:
+        """The counts now."""
+        return WorkerStatistics(
+            num_sessions=num_sessions,
+            num_waiting=len(self._waiting),
+            num_running=len(self._running),
+            num_steps=self._num_steps,
+            num_preemptions=self._num_preemptions,
+            kv_blocks_total=self.blocks.num_blocks,
+            kv_blocks_free=self.blocks.num_free,
+            kv_blocks_cached=self.blocks.num_cached,
+            prefix_cache_queries=self._prefix_cache_queries,
+            prefix_cache_hits=self._prefix_cache_hits,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise InvariantError unless lists, states, block tables and reference counts agree."""
+        listed = [*self._running, *self._waiting]
+        if len(listed) != len(self._sequences) or any(
+            self._sequences.get(sequence.request) is not sequence for sequence in listed
+        ):
+            raise InvariantError(f"{len(listed)} sequences run or wait, {len(self._sequences)} are known")
+        for sequence in self._running:
+            if sequence.status is not SequenceStatus.RUNNING:
+                raise InvariantError(f"request {sequence.request} runs and is {sequence.status.value}")
+        for sequence in self._waiting:
+            if sequence.status not in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED) or sequence.block_table:
+                raise InvariantError(
+                    f"request {sequence.request} waits, is {sequence.status.value} "
+                    f"and holds {len(sequence.block_table)} blocks"
+                )
+        self.blocks.check_integrity(listed)
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    def _schedule_running(self, scheduled: list[ScheduledSequence], budget: int) -> int:
+        """Decodes first, in order of arrival, then what is left of prefills; returns the budget that is left."""
+        prefills: list[Sequence] = []
+        block_size = self.limits.block_size
+        for sequence in list(self._running):
+            if sequence.status is not SequenceStatus.RUNNING or budget == 0:  # preempted for one before it
+                break
+            num_tokens = len(sequence.token_ids)
+            if num_tokens - sequence.num_computed_tokens > 1:
+                prefills.append(sequence)
+                continue
+            if num_tokens > len(sequence.block_table) * block_size and not self._make_room(sequence):
+                break
+            scheduled.append(ScheduledSequence(sequence, 1))
+            budget -= 1
+        for sequence in prefills:
+            if sequence.status is SequenceStatus.RUNNING and budget > 0:
+                num_new_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+                scheduled.append(ScheduledSequence(sequence, num_new_tokens))
+                budget -= num_new_tokens
+        return budget
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Grow the sequence's block table, preempting the latest ones for it; False when that came to itself."""
+        while not self.blocks.grow(sequence):
+            latest = self._running.pop()
+            self.blocks.release(latest)
+            latest.status = SequenceStatus.PREEMPTED
+            self._waiting.appendleft(latest)
+            self._num_preemptions += 1
+            if latest is sequence:
+                return False
+        return True
+
+    def _admit(self, scheduled: list[ScheduledSequence], budget: int) -> None:
+        """Admit waiting sequences in order of arrival; a block is kept back for each that runs, to grow into."""
+        while self._waiting and budget > 0 and len(self._running) < self.limits.max_num_seqs:
+            sequence = self._waiting[0]
+            prefix = self.blocks.find_prefix(sequence)
+            if not self.blocks.allocate(sequence, prefix, reserve=len(self._running)):
+                break
+            if sequence.status is SequenceStatus.WAITING:
+                sequence.num_cached_tokens = sequence.num_computed_tokens
+                self._prefix_cache_queries += sequence.num_tokens
+                self._prefix_cache_hits += sequence.num_computed_tokens
+            self._waiting.popleft()
+            sequence.status = SequenceStatus.RUNNING
+            self._running.append(sequence)
+            num_new_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+            scheduled.append(ScheduledSequence(sequence, num_new_tokens))
+            budget -= num_new_tokens
+
+    def _append(self, sequence: Sequence, token: SampledToken | None) -> SampledRow:
+        if token is None or token.request != sequence.request:
+            raise InvariantError(f"the runner sampled {token} for request {sequence.request}")
+        sequence.token_ids.append(token.token_id)
+        finish_reason = self._finish_reason(sequence, token.token_id)
+        if finish_reason is not None:
+            self._drop(sequence)
+        return SampledRow(sequence, token, finish_reason)
+
+    def _fail(self, sequence: Sequence, token: SampledToken) -> SampledRow:
+        if token.request != sequence.request:
+            raise InvariantError(f"the runner sampled {token} for request {sequence.request}")
+        self._drop(sequence, discard=True)
+        return SampledRow(sequence, token, FinishReason.ERROR)
+
+    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        params = sequence.params
+        num_output_tokens = sequence.num_output_tokens
+        if num_output_tokens >= params.min_tokens and (
+            token_id in params.stop_token_ids or (token_id in sequence.eos_token_ids and not params.ignore_eos)
+        ):
+            return FinishReason.STOP
+        if params.max_tokens is not None and num_output_tokens >= params.max_tokens:
+            return FinishReason.LENGTH
+        if len(sequence.token_ids) >= self.limits.max_sequence_len:
+            return FinishReason.LENGTH
+        return None
+
+    # ---- coming and going -------------------------------------------------------------------------------------------
+
+    def _check_prompt(self, sequence: Sequence) -> None:
+        token_ids, limit = sequence.token_ids, self.limits.max_sequence_len
+        if not token_ids:
+            raise RequestRejected("empty_prompt", "the prompt has no tokens")
+        if len(token_ids) >= limit:
+            raise RequestRejected(
+                "context_length_exceeded",
+                f"the prompt has {len(token_ids)} tokens, and prompt and answer together at most {limit}",
+            )
+        if min(token_ids) < 0 or max(token_ids) >= self.limits.vocab_size:
+            raise RequestRejected("invalid_value", f"token ids must be from 0 to {self.limits.vocab_size - 1}")
+
+    def _drop(self, sequence: Sequence, *, discard: bool = False) -> None:
+        del self._sequences[sequence.request]
+        if sequence.status is SequenceStatus.RUNNING:
+            self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+        if discard:
+            self.blocks.discard(sequence)
+        else:
+            self.blocks.release(sequence)
+        sequence.status = SequenceStatus.FINISHED

@@ -1,0 +1,241 @@
+"""The worker without its process: messages in, steps, messages out.
+
+Shared by the real worker (worker/loop.py) and the simulated one (trioengine.testing): what differs between them is the
+runner, the clock and how messages travel. Synchronous: a step is one call, and messages are handled between steps, in
+the order of arrival.
+
+A session's tokens are always: what it held, truncated to the last ADD_MESSAGE's `base`, then that message's tokens,
+then every token of every row sent for it. The engine computes the same from what it sends and receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from trioengine.core.errors import RemoteProtocolError, RequestRejected
+from trioengine.core.messages import (
+    WIRE_NAMES,
+    AddMessage,
+    AddSession,
+    Audit,
+    Audited,
+    EndSession,
+    FinishReason,
+    FromWorker,
+    RequestFailed,
+    SessionEnded,
+    StopSession,
+    TokenIds,
+    Tokens,
+    TokensRow,
+    ToWorker,
+    Usage,
+    WorkerStatistics,
+    token_ids,
+)
+from trioengine.worker.scheduling.limits import Limits
+from trioengine.worker.scheduling.output import ModelRunner
+from trioengine.worker.scheduling.scheduler import SampledRow, Scheduler
+from trioengine.worker.scheduling.sequence import Sequence
+
+
+@dataclass(slots=True)
+class _Session:
+    """What the worker keeps of an attachment; while a request is in flight its sequence owns the tokens."""
+
+    held: TokenIds = field(default_factory=token_ids)  # packed: an idle session costs 4 bytes a token
+    sequence: Sequence | None = None
+
+
+class StepLoop:
+    """Sessions and their requests over one scheduler and one runner.
+
+    `clock` gives seconds from any origin; it only feeds the times in Usage.
+    """
+
+    def __init__(self, runner: ModelRunner, limits: Limits, clock: Callable[[], float]) -> None:
+        self.limits = limits
+        self._runner = runner
+        self._clock = clock
+        self._scheduler = Scheduler(limits)
+        self._sessions: dict[int, _Session] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do."""
+        return self._scheduler.has_work
+
+    def statistics(self) -> WorkerStatistics:
+        """The counts now."""
+        return self._scheduler.statistics(len(self._sessions))
+
+    def held_tokens(self, session: int) -> TokenIds:
+        """A copy of the tokens that a live session holds; KeyError for any other."""
+        state = self._sessions[session]
+        return state.held[:] if state.sequence is None else token_ids(state.sequence.token_ids)
+
+    def handle(self, message: ToWorker) -> list[FromWorker]:
+        """Apply a message about sessions, and answer it.
+
+        Raises RemoteProtocolError, and nothing changes, for what the engine must not send: unknown sessions, a second
+        request of a session, a `base` beyond what it holds, or a message that is not about sessions.
+        """
+        match message:
+            case AddSession():
+                return self._add_session(message)
+            case AddMessage():
+                return self._add_message(message)
+            case StopSession():
+                return self._stop_session(message)
+            case EndSession():
+                return self._end_session(message)
+            case Audit():
+                return [self._audit(message)]
+        raise RemoteProtocolError(f"{WIRE_NAMES[type(message)]} is not about sessions")
+
+    def step(self) -> list[FromWorker]:
+        """Schedule, run and take in one step; what the runner raises passes through and leaves this loop unusable.
+
+        One TOKENS with a row for each sequence that sampled, none when none did, and a REQUEST_FAILED for each that
+        the runner could not sample for.
+        """
+        started = self._clock()
+        output = self._scheduler.schedule()
+        if output is None:
+            return []
+        for entry in output.scheduled:
+            if entry.sequence.started_at is None:
+                entry.sequence.started_at = started
+        sampled = self._runner.execute(output)
+        now = self._clock()
+        rows: list[TokensRow] = []
+        failures: list[FromWorker] = []
+        for row in self._scheduler.update(output, sampled):
+            if row.sequence.first_token_at is None:
+                row.sequence.first_token_at = now
+            if row.finish_reason is FinishReason.ERROR:
+                failures.append(self._failed(row))
+            else:
+                rows.append(self._row(row, now))
+        return [Tokens(tuple(rows), self.statistics()), *failures] if rows else failures
+
+    def check_integrity(self) -> None:
+        """Raise InvariantError unless the scheduler's and the block manager's books agree."""
+        self._scheduler.check_integrity()
+
+    # ---- messages ---------------------------------------------------------------------------------------------------
+
+    def _add_session(self, message: AddSession) -> list[FromWorker]:
+        if message.session in self._sessions:
+            raise RemoteProtocolError(f"ADD_SESSION: session {message.session} is there already")
+        self._sessions[message.session] = _Session()
+        return []
+
+    def _add_message(self, message: AddMessage) -> list[FromWorker]:
+        session = self._session(message.session, "ADD_MESSAGE")
+        if session.sequence is not None:
+            raise RemoteProtocolError(f"ADD_MESSAGE: session {message.session} runs {session.sequence.request}")
+        if not 0 <= message.base <= len(session.held):
+            raise RemoteProtocolError(
+                f"ADD_MESSAGE: base {message.base}, and session {message.session} holds {len(session.held)} tokens"
+            )
+        del session.held[message.base :]
+        session.held.extend(message.token_ids)
+        sequence = Sequence(
+            session=message.session,
+            request=message.request,
+            token_ids=session.held.tolist(),
+            num_prompt_tokens=len(session.held),
+            params=message.params,
+            eos_token_ids=frozenset(message.eos_token_ids),
+            arrived_at=self._clock(),
+        )
+        try:
+            self._scheduler.add(sequence)
+        except RequestRejected as exc:
+            return [RequestFailed(message.session, message.request, exc.code, exc.message)]
+        session.sequence = sequence
+        session.held = token_ids()
+        return []
+
+    def _stop_session(self, message: StopSession) -> list[FromWorker]:
+        session = self._session(message.session, "STOP_SESSION")
+        sequence = session.sequence
+        if sequence is None or sequence.request != message.request:
+            return []
+        self._scheduler.abort(message.request)
+        self._settle(sequence)
+        row = TokensRow(
+            session=message.session,
+            request=message.request,
+            token_ids=token_ids(),
+            finish_reason=FinishReason.ABORT,
+            usage=_usage(sequence, self._clock()),
+        )
+        return [Tokens((row,), self.statistics())]
+
+    def _end_session(self, message: EndSession) -> list[FromWorker]:
+        session = self._session(message.session, "END_SESSION")
+        if session.sequence is not None:
+            self._scheduler.abort(session.sequence.request)
+        del self._sessions[message.session]
+        return [SessionEnded(message.session)]
+
+    def _audit(self, message: Audit) -> Audited:
+        blocks = self._scheduler.blocks
+        return Audited(
+            audit=message.audit,
+            sessions=tuple(sorted(self._sessions)),
+            requests=tuple(sorted(self._scheduler.requests)),
+            kv_blocks_total=blocks.num_blocks,
+            kv_blocks_free=blocks.num_free,
+            kv_blocks_cached=blocks.num_cached,
+            kv_blocks_held=blocks.num_held,
+        )
+
+    def _session(self, session: int, name: str) -> _Session:
+        state = self._sessions.get(session)
+        if state is None:
+            raise RemoteProtocolError(f"{name}: session {session} is not there")
+        return state
+
+    # ---- rows -------------------------------------------------------------------------------------------------------
+
+    def _row(self, row: SampledRow, now: float) -> TokensRow:
+        sequence, sampled = row.sequence, row.sampled
+        usage = None
+        if row.finish_reason is not None:
+            self._settle(sequence)
+            usage = _usage(sequence, now)
+        return TokensRow(
+            session=sequence.session,
+            request=sequence.request,
+            token_ids=token_ids((sampled.token_id,)),
+            logprobs=None if sampled.logprobs is None else (sampled.logprobs,),
+            finish_reason=row.finish_reason,
+            usage=usage,
+        )
+
+    def _failed(self, row: SampledRow) -> RequestFailed:
+        self._settle(row.sequence)
+        message = row.sampled.error or "no token could be sampled"
+        return RequestFailed(row.sequence.session, row.sequence.request, "sampling_failed", message)
+
+    def _settle(self, sequence: Sequence) -> None:
+        """The request is over: the session takes the tokens back from the sequence."""
+        session = self._sessions[sequence.session]
+        session.held = token_ids(sequence.token_ids)
+        session.sequence = None
+
+
+def _usage(sequence: Sequence, now: float) -> Usage:
+    started = now if sequence.started_at is None else sequence.started_at
+    first_token = now if sequence.first_token_at is None else sequence.first_token_at
+    return Usage(
+        prompt_tokens=sequence.num_prompt_tokens,
+        completion_tokens=sequence.num_output_tokens,
+        cached_tokens=sequence.num_cached_tokens,
+        queue_time=started - sequence.arrived_at,
+        prefill_time=first_token - started,
+    )
