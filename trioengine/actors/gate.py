@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import trio
 
+from trioengine.actors.link import Link
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded
 from trioengine.core.ledger import Ledger
@@ -24,6 +25,7 @@ class Gate:
         self.ledger = Ledger()
         self.retry_after = 1.0  # seconds; what a refused caller is told while the worker restarts
         self.failure: EngineError | None = None  # why the engine closed by itself
+        self.link: Link | None = None  # to the incarnation that is READY
         self._config = config
         self._changed = trio.Event()
         self._last_id = 0
@@ -49,14 +51,23 @@ class Gate:
     def admit_session(self) -> int:
         """Take a session slot and return the session's id. Raises EngineClosed or EngineOverloaded."""
         self._check_open()
+        if self.power is Power.LOADING:
+            raise self._not_awake()
         if self.ledger.sessions >= self._config.max_sessions:
             raise EngineOverloaded(f"all {self._config.max_sessions} sessions are taken", code="sessions")
         self.ledger.open_session()
         return self.mint()
 
+    def free_session(self) -> None:
+        """Give a session slot back."""
+        self.ledger.free_session()
+        self.notify()
+
     def admit_request(self) -> int:
         """Take a request slot and return the request's id. Raises EngineClosed or EngineOverloaded."""
-        self.check_awake()
+        self._check_open()
+        if self.power is not Power.AWAKE:
+            raise self._not_awake()
         slots = self._config.max_num_seqs + self._config.max_num_queued_reqs
         if self.ledger.in_flight >= slots:
             raise EngineOverloaded(f"all {slots} request slots are taken", code="queue")
@@ -81,11 +92,17 @@ class Gate:
             with trio.move_on_at(deadline):
                 await self.changed()
 
-    def check_awake(self) -> None:
-        """Raise EngineClosed or EngineOverloaded unless requests are admitted."""
-        self._check_open()
-        if self.power is not Power.AWAKE:
-            raise EngineOverloaded(f"the worker is {self.power.value}", code=self.power.value, retry_after=self.retry_after)
+    def committing_link(self) -> Link:
+        """The link for a request that was admitted: a draining engine still runs it. Raises as `admit_request`."""
+        if self.link is None or self.power is Power.CLOSED:
+            self._check_open()
+            raise self._not_awake()
+        return self.link
+
+    def _not_awake(self) -> EngineOverloaded:
+        return EngineOverloaded(
+            f"the engine is {self.power.value}", code=self.power.value, retry_after=self.retry_after
+        )
 
     def _check_open(self) -> None:
         if self.power in (Power.DRAINING, Power.CLOSED):

@@ -26,22 +26,15 @@ class Link:
         self.connection = Connection(Role.ENGINE)
         self._outbox: list[bytes] = []
         self._posted = trio.Event()
-        self._flushed = trio.Event()
-        self._flushed.set()
 
     def post(self, message: Message) -> None:
         """Queue a message. Raises LocalProtocolError, FrameTooLarge among them, and changes nothing then."""
         self._outbox.append(self.connection.send(message))
-        self._flushed = trio.Event() if self._flushed.is_set() else self._flushed
         self._posted.set()
 
     def check_size(self, message: AddMessage) -> None:
         """Raise FrameTooLarge if `post` would, whatever the order of messages says."""
         self.connection.check_size(message)
-
-    async def flushed(self) -> None:
-        """Wait until everything that was posted is written."""
-        await self._flushed.wait()
 
     async def write(self) -> None:
         """Service: write what is posted, until cancelled or the worker no longer reads."""
@@ -53,8 +46,6 @@ class Link:
                 await self.process.send_stream.send_all(batch)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 return  # the worker is dead or about to be; the supervisor learns it by the pidfd
-            if not self._outbox:
-                self._flushed.set()
 
     async def read(self, route: Callable[[Message], None]) -> None:
         """Service: hand every message to `route` until the end of the stream. Raises RemoteProtocolError."""

@@ -128,29 +128,28 @@ async def _spawn_worker() -> WorkerProcess:
 
 
 async def _run_in_thread(function: Callable[..., T], *args: Any) -> T:
-    return await trio.to_thread.run_sync(partial(function, *args))
+    return await trio.to_thread.run_sync(partial(function, *args), abandon_on_cancel=True)
 
 
-def _find_model(model: str, progress: Callable[[int, int], None] | None) -> Path:
-    """`hub.resolve`, given up when the caller is cancelled; runs in a thread."""
-
+async def _find_model(model: str, progress: Callable[[int, int], None] | None) -> Path:
     def report(done: int, total: int) -> None:
-        trio.from_thread.check_cancelled()
+        trio.from_thread.check_cancelled()  # raises in the thread, so that a download is ended with its caller
         if progress is not None:
             progress(done, total)
 
-    return resolve(model, report)
+    return await trio.to_thread.run_sync(resolve, model, report)
 
 
 @dataclass(frozen=True)
 class Ports:
     """The outside world, as functions; the default is the real one.
 
-    `find_model` and `read_model` block, and are called through `run_in_thread`.
+    `run_in_thread` is for functions that change nothing: cancelled, their result is thrown away. `read_model` blocks,
+    and is called through it.
     """
 
     spawn_worker: Callable[[], Awaitable[WorkerProcess]] = _spawn_worker
     run_in_thread: Callable[..., Awaitable[Any]] = _run_in_thread
-    find_model: Callable[[str, Callable[[int, int], None] | None], Path] = _find_model
+    find_model: Callable[[str, Callable[[int, int], None] | None], Awaitable[Path]] = _find_model
     read_model: Callable[[Path], ModelInfo] = read_model
     mint_seed: Callable[[], int] = partial(random.SystemRandom().getrandbits, 63)

@@ -88,6 +88,11 @@ class Connection:
         """The sessions that were added and of which SESSION_ENDED has not been said."""
         return frozenset(self._attachments)
 
+    @property
+    def open_sessions(self) -> frozenset[int]:
+        """Those of them that were not told to end."""
+        return frozenset(session for session, attachment in self._attachments.items() if not attachment.ending)
+
     def send(self, message: Message) -> bytes:
         """The frame to write. Raises LocalProtocolError, or FrameTooLarge, and changes nothing then."""
         if (type(message) in DOWNWARDS) is not (self.role is Role.ENGINE):
@@ -199,8 +204,8 @@ class Connection:
             if row.session in seen:
                 raise blame(f"TOKENS: two rows of session {row.session}")
             seen.add(row.session)
-            if (row.finish_reason is None) is not (row.usage is None):
-                raise blame("TOKENS: a row has one of finish_reason and usage without the other")
+            if row.finish_reason is not None and row.usage is None:
+                raise blame("TOKENS: a last row has no usage")
             if row.finish_reason is not None:
                 finished.append(attachment)
 
@@ -258,16 +263,25 @@ def _no_change() -> None:
     """What applying a message does that changes nothing."""
 
 
-_ANY = frozenset({Stage.NEW, Stage.CONFIGURED, Stage.READY})
-_READY = frozenset({Stage.READY})
-_STAGES: dict[type, frozenset[Stage]] = dict.fromkeys(WIRE_NAMES, _READY) | {
+_ALIVE = frozenset({Stage.NEW, Stage.CONFIGURED, Stage.READY})
+_CROSSING = frozenset({Stage.FAILED})  # what we say may cross FATAL on the way; nothing follows FATAL from the worker
+_STAGES: dict[type, frozenset[Stage]] = {
     Configure: frozenset({Stage.NEW}),
+    AddSession: frozenset({Stage.READY}) | _CROSSING,
+    AddMessage: frozenset({Stage.READY}) | _CROSSING,
+    StopSession: frozenset({Stage.READY}) | _CROSSING,
+    EndSession: frozenset({Stage.READY}) | _CROSSING,
+    Audit: frozenset({Stage.READY}) | _CROSSING,
+    Ping: _ALIVE | _CROSSING,
+    Shutdown: _ALIVE | _CROSSING,
     Loading: frozenset({Stage.CONFIGURED}),
     Ready: frozenset({Stage.CONFIGURED}),
-    Ping: _ANY,
-    Pong: _ANY,
-    Shutdown: _ANY,
-    Fatal: _ANY,
+    Tokens: frozenset({Stage.READY}),
+    RequestFailed: frozenset({Stage.READY}),
+    SessionEnded: frozenset({Stage.READY}),
+    Audited: frozenset({Stage.READY}),
+    Pong: _ALIVE,
+    Fatal: _ALIVE,
 }
 _CHECKS: dict[type, Callable[[Connection, Any, type[ProtocolError]], Callable[[], None]]] = {
     Configure: Connection._check_configure,

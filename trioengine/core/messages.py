@@ -138,7 +138,7 @@ Logprobs: TypeAlias = Mapping[int, float]  # of one position: {token_id: logprob
 
 @dataclass(frozen=True, slots=True)
 class TokensRow:
-    """One sequence's part of a step; in its last row `finish_reason` and `usage` are set."""
+    """One sequence's part of a step; its last row has `finish_reason`, its first and its last row have `usage`."""
 
     session: int
     request: int

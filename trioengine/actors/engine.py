@@ -1,0 +1,381 @@
+"""The engine: the root of the actors. Its nursery holds the supervisor and one task per session."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import trio
+
+from trioengine.actors.gate import Gate
+from trioengine.actors.generation import Completion
+from trioengine.actors.invariants import check_audit, check_books
+from trioengine.actors.link import Link
+from trioengine.actors.ports import Ports
+from trioengine.actors.session import Session
+from trioengine.actors.supervisor import Supervisor
+from trioengine.core.config import EngineConfig
+from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvariantError, WorkerLost
+from trioengine.core.lifecycle import Cause, Power, PowerEvent
+from trioengine.core.messages import (
+    Audit,
+    Audited,
+    FinishReason,
+    Message,
+    Ready,
+    RequestFailed,
+    SessionEnded,
+    Tokens,
+    WorkerStatistics,
+)
+from trioengine.core.sampling_params import SamplingParams
+from trioengine.hub.model_files import ModelInfo
+from trioengine.text.conversation import Prompt
+
+logger = logging.getLogger("trioengine")
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """The engine's counts. received = finished + aborted + failed + preparing + waiting + running, at all times."""
+
+    sessions: int
+    preparing: int
+    waiting: int
+    running: int
+    received: int
+    finished: int
+    aborted: int
+    failed: int
+    rejected: int
+    kv_blocks_total: int
+    kv_blocks_free: int
+    kv_blocks_cached: int
+    worker_sessions: int
+    worker_pid: int | None
+    incarnation: int
+    power: Power
+
+
+class Engine:
+    """Runs a model: `async with open_engine(config) as engine`, or `nursery.start(Engine(config).run)`.
+
+    `on_progress(done, total)` is told, in bytes, how far a download of the model has come; it runs in a thread.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        ports: Ports | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.config = EngineConfig() if config is None else config
+        self.ports = Ports() if ports is None else ports
+        self.gate = Gate(self.config)
+        self.last_loss: EngineError | None = None
+        self._on_progress = on_progress
+        self._supervisor = Supervisor(self)
+        self._model: ModelInfo | None = None
+        self._limits: Ready | None = None
+        self._sessions: dict[int, Session] = {}  # every one whose slot is taken
+        self._nursery: trio.Nursery | None = None
+        self._closing = trio.Event()
+        self._audits: dict[int, _Audit] = {}
+        self._worker_statistics: WorkerStatistics | None = None
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.config.model!r} {self.statistics()}>"
+
+    # ---- life -----------------------------------------------------------------------------------------------------
+
+    async def run(self, *, task_status: trio.TaskStatus[Engine] = trio.TASK_STATUS_IGNORED) -> None:
+        """Run the engine until `close`, or until cancelled; then every session is ended and the worker is gone.
+
+        Raises ModelError when the model cannot be used, WorkerLost when no worker can be kept running. Cancelled, it
+        still writes what the sessions posted last, within `shutdown_timeout`.
+        """
+        task_status.started(self)
+        try:
+            path = await self.ports.find_model(self.config.model, self._on_progress)
+            async with trio.open_nursery() as services:
+                services.start_soon(self._supervise, str(path))
+                try:
+                    self._model = await self.ports.run_in_thread(self.ports.read_model, path)
+                    self._check_ready()
+                    async with trio.open_nursery() as self._nursery:
+                        await self._closing.wait()
+                        self._nursery.cancel_scope.cancel()
+                finally:
+                    self._end_sessions()
+                    self._supervisor.shut_down()
+        except BaseExceptionGroup as group:
+            error = _single_leaf(group)
+            raise error from error.__cause__
+        except EngineError as exc:
+            self.gate.failure = exc
+            raise
+        finally:
+            self.gate.change_power(PowerEvent.CLOSE)
+
+    async def _supervise(self, model_path: str) -> None:
+        try:
+            await self._supervisor.run(self.config.for_worker(model_path))
+        except EngineError as exc:
+            self.gate.failure = exc
+            raise
+
+    def _end_sessions(self) -> None:
+        """No session outlives the engine, also one whose task never ran."""
+        if self.gate.power is not Power.CLOSED:
+            self.gate.change_power(PowerEvent.CLOSE)
+        for session in list(self._sessions.values()):
+            session.end(Cause.SHUTDOWN)
+
+    def close(self) -> None:
+        """End the engine: sessions are ended, requests in flight are aborted. Harmless when closed."""
+        self._closing.set()
+
+    async def ready(self) -> None:
+        """Wait until requests are admitted. Raises why, if that will never be."""
+        while self.gate.power is not Power.AWAKE:
+            if self.gate.power is Power.CLOSED:
+                raise self.gate.failure or EngineClosed("the engine is closed")
+            await self.gate.changed()
+
+    # ---- what users call ------------------------------------------------------------------------------------------
+
+    def open_session(
+        self, *, label: str | None = None, history: Sequence[dict[str, Any]] | None = None, wait: bool = False
+    ) -> Session:
+        """A session, to be entered. `label` is the caller's name for it, `history` chat messages to begin with.
+
+        Entering raises EngineClosed, EngineOverloaded when all slots are taken (with `wait` it waits), or
+        RequestRejected for a bad history.
+        """
+        return Session(self, label=label, history=history, wait=wait)
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, timeout: float | None = None, wait: bool = False
+    ) -> Completion:
+        """One answer, in a session of its own. Errors, timeout and wait as in Session.generate."""
+        async with (
+            self.open_session(wait=wait) as session,
+            session.generate(prompt, params, timeout=timeout, wait=wait) as generation,
+        ):
+            return await generation.result()
+
+    def abort(self, request_id: int) -> bool:
+        """Abort a request by its id; False if it is not in flight (it may have finished)."""
+        for session in self._sessions.values():
+            generation = session.generation
+            if generation is not None and generation.request_id == request_id:
+                session.abort_request(generation, Cause.CLIENT)
+                return True
+        return False
+
+    def abort_all(self, cause: Cause = Cause.ABORT_ALL) -> None:
+        """Abort every request in flight, those in preparation, too. Sessions stay."""
+        for session in list(self._sessions.values()):
+            if session.generation is not None:
+                session.abort_request(session.generation, cause)
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Admit nothing more, and wait for what is in flight; after `timeout` seconds abort the rest.
+
+        True if everything ended by itself. Cancelled, the engine goes on draining.
+        """
+        self.gate.change_power(PowerEvent.DRAIN)
+        with trio.move_on_after(float("inf") if timeout is None else timeout):
+            await self._quiet()
+            return True
+        self.abort_all(Cause.SHUTDOWN)
+        await self._quiet()
+        return False
+
+    async def _quiet(self) -> None:
+        while self.gate.ledger.in_flight:
+            await self.gate.changed()
+
+    def statistics(self) -> Statistics:
+        """The counts at this moment; those of the worker as it said last."""
+        ledger, worker, limits = self.gate.ledger, self._worker_statistics, self._limits
+        current = self._supervisor.current
+        total = limits.kv_blocks_total if limits is not None else 0
+        return Statistics(
+            sessions=ledger.sessions,
+            preparing=ledger.preparing,
+            waiting=ledger.waiting,
+            running=ledger.running,
+            received=ledger.received,
+            finished=ledger.finished,
+            aborted=ledger.aborted,
+            failed=ledger.failed,
+            rejected=ledger.rejected,
+            kv_blocks_total=total,
+            kv_blocks_free=worker.kv_blocks_free if worker is not None else total,
+            kv_blocks_cached=worker.kv_blocks_cached if worker is not None else 0,
+            worker_sessions=len(current.link.connection.sessions) if current is not None else 0,
+            worker_pid=current.process.pid if current is not None else None,
+            incarnation=self._supervisor.incarnations,
+            power=self.gate.power,
+        )
+
+    async def check_invariants(self, *, timeout: float = 30.0) -> None:
+        """Verify, against what the worker says it holds, that nothing leaked; under any load.
+
+        Raises InvariantError with what does not balance, also when the worker does not answer within `timeout`
+        seconds; EngineOverloaded while there is no worker; WorkerLost when it dies meanwhile.
+        """
+        check_books(self.gate.ledger, self._sessions)
+        link = self.gate.link
+        if link is None:
+            raise EngineOverloaded("there is no worker to ask", code=self.gate.power.value)
+        audit = _Audit(self.gate.mint(), link.connection.open_sessions, self._attached())
+        link.post(Audit(audit.id))
+        self._audits[audit.id] = audit
+        try:
+            with trio.move_on_after(timeout):
+                await audit.answered.wait()
+        finally:
+            self._audits.pop(audit.id, None)
+        if audit.lost is not None:
+            raise audit.lost
+        if audit.answer is None:
+            raise InvariantError(f"the worker did not answer an audit within {timeout:g} s")
+        check_audit(audit.answer, audit.expected, audit.attached)
+
+    def _attached(self) -> frozenset[int]:
+        """The sessions that were added and not told to end: frames are FIFO, so the worker holds just these."""
+        return frozenset(id for id, session in self._sessions.items() if session.attached and session.end_cause is None)
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model's files: tokenizer, chat template, limits. EngineOverloaded until they are read."""
+        if self._model is None:
+            raise EngineOverloaded("the model is not loaded yet", code="loading")
+        return self._model
+
+    @property
+    def limits(self) -> Ready:
+        """What the worker said of the model when it was READY. EngineOverloaded until then."""
+        if self._limits is None:
+            raise EngineOverloaded("the model is not loaded yet", code="loading")
+        return self._limits
+
+    # ---- what sessions, supervisor and link call; synchronous -----------------------------------------------------
+
+    def adopt(self, session: Session) -> None:
+        """A session was opened: its task begins."""
+        assert session.id is not None and self._nursery is not None, "sessions are admitted while the nursery is open"
+        self._sessions[session.id] = session
+        self._nursery.start_soon(session.run, name=f"session-{session.id}")
+
+    def release(self, session: Session) -> None:
+        """The worker has let go of a session: its slot is free."""
+        assert session.id is not None, "only an entered session is released"
+        del self._sessions[session.id]
+        self.gate.free_session()
+
+    def on_ready(self, limits: Ready, link: Link) -> None:
+        self._limits = limits
+        self.gate.link = link
+        self._check_ready()
+
+    def _check_ready(self) -> None:
+        if self.gate.link is not None and self._model is not None and self.gate.power is not Power.AWAKE:
+            self.gate.change_power(PowerEvent.READY)
+
+    def on_message(self, message: Message) -> None:
+        """A frame of the worker; a bug in one session's handling ends that session alone."""
+        match message:
+            case Tokens():
+                self._worker_statistics = message.statistics
+                for row in message.rows:
+                    self._tell(row.session, lambda session, row=row: session.on_row(row))  # type: ignore[misc]
+                    if row.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                        self._supervisor.request_finished()
+            case RequestFailed():
+                self._tell(message.session, lambda session: session.on_failed(message))
+            case SessionEnded():
+                self._tell(message.session, lambda session: session.on_ended())
+            case Audited():
+                if (audit := self._audits.get(message.audit)) is not None:
+                    audit.answer = message
+                    audit.answered.set()
+            case _:
+                raise AssertionError(f"nobody handles {type(message).__name__}")
+
+    def _tell(self, session_id: int, tell: Callable[[Session], None]) -> None:
+        session = self._sessions[session_id]
+        try:
+            tell(session)
+        except Exception as exc:
+            session.crash(exc)
+
+    def on_worker_lost(self, error: EngineError) -> None:
+        """The incarnation is dead and reaped: everything in flight on it is settled, in one step."""
+        self.last_loss = error
+        self.gate.link = None
+        self._worker_statistics = None
+        if self.gate.power is not Power.CLOSED:
+            self.gate.change_power(PowerEvent.WORKER_LOST)
+        for session in list(self._sessions.values()):
+            session.on_worker_lost(_copy(error))
+        for audit in self._audits.values():
+            audit.lost = _copy(error)
+            audit.answered.set()
+
+
+@dataclass(slots=True)
+class _Audit:
+    """An AUDIT on its way: what must come back, as it was in the step that posted it."""
+
+    id: int
+    expected: frozenset[int]  # by the link's connection
+    attached: frozenset[int]  # by the sessions themselves
+    answered: trio.Event = field(default_factory=trio.Event)
+    answer: Audited | None = None
+    lost: EngineError | None = None
+
+
+def _copy(error: EngineError) -> WorkerLost:
+    """One error for each waiter: an exception that is raised in two tasks mixes their tracebacks."""
+    if isinstance(error, WorkerLost):
+        return WorkerLost(str(error), exit_code=error.exit_code, traceback=error.traceback)
+    return WorkerLost(str(error))
+
+
+@asynccontextmanager
+async def open_engine(
+    config: EngineConfig | None = None,
+    *,
+    ports: Ports | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> AsyncIterator[Engine]:
+    """An engine that is ready; leaving ends its sessions and its worker, whatever happens in the body.
+
+    Raises ModelError or WorkerLost when it cannot start, or dies for good later (the body is cancelled then). A single
+    exception of the body comes out as it is, not in a group.
+    """
+    engine = Engine(config, ports=ports, on_progress=on_progress)
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(engine.run)
+            await engine.ready()
+            yield engine
+            engine.close()
+    except BaseExceptionGroup as group:
+        error = _single_leaf(group)
+        raise error from error.__cause__
+
+
+def _single_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one exception in nested groups; the group itself if there are several."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return group if isinstance(error, BaseExceptionGroup) else error

@@ -1,0 +1,206 @@
+"""The supervisor: starts a worker, watches over it, learns its death, settles what was in flight, starts the next one.
+
+It is a service: it outlives the sessions, so that what they posted last is written, and one deadline bounds the whole
+shutdown.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from typing import TYPE_CHECKING
+
+import trio
+
+from trioengine.actors.link import Link
+from trioengine.actors.ports import WorkerProcess
+from trioengine.core.config import WorkerConfig
+from trioengine.core.errors import EngineError, ModelError, RemoteProtocolError, WorkerLost
+from trioengine.core.messages import Activity, Configure, Fatal, Loading, Message, Ping, Pong, Ready, Shutdown
+
+if TYPE_CHECKING:
+    from trioengine.actors.engine import Engine
+
+logger = logging.getLogger("trioengine")
+LAST_FRAMES_TIMEOUT = 0.2  # seconds, from the worker's death
+TERMINATE_TIMEOUT = 1.0  # seconds from SIGTERM to SIGKILL, within the shutdown's deadline
+
+
+class Incarnation:
+    """One worker process, from its start to its end."""
+
+    def __init__(self, engine: Engine, process: WorkerProcess) -> None:
+        self.link = Link(process)
+        self.process = process
+        self.ready = False
+        self.reason: str | None = None  # why we killed it
+        self.fatal: Fatal | None = None  # what it said last
+        self._engine = engine
+        self._config = engine.config
+        self._last_progress = trio.current_time()
+        self._pong: trio.Event | None = None  # set: the PING was answered
+        self._end_of_stream = trio.Event()
+
+    async def run(self, config: WorkerConfig) -> None:
+        """Run the process to its death; cancelled, it is killed. What was in flight is the caller's to settle."""
+        self.link.post(Configure(config))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.link.write)
+            nursery.start_soon(self._read)
+            nursery.start_soon(self._watch)
+            await self.process.wait()
+            with trio.move_on_after(LAST_FRAMES_TIMEOUT):
+                await self._end_of_stream.wait()
+            nursery.cancel_scope.cancel()
+
+    def kill(self, reason: str) -> None:
+        """End it; the first reason is the one that is told."""
+        if self.reason is None:
+            self.reason = reason
+            logger.warning("worker %d is killed: %s", self.process.pid, reason)
+        self.process.kill()
+
+    async def shut_down(self) -> None:
+        """Write what is posted, ask it to exit, then tell it to, then kill it. One that is not ready has nothing to lose."""
+        if not self.ready:
+            self.process.kill()
+            return
+        self.link.post(Shutdown())
+        with trio.move_on_after(self._config.shutdown_timeout / 2):
+            await self.process.wait()
+            return
+        self.process.terminate()
+        with trio.move_on_after(TERMINATE_TIMEOUT):
+            await self.process.wait()
+            return
+        self.kill("it did not end when told to")
+
+    async def _read(self) -> None:
+        try:
+            await self.link.read(self._route)
+        except RemoteProtocolError as exc:
+            self.kill(f"it broke the protocol: {exc}")
+        self._end_of_stream.set()
+
+    def _route(self, message: Message) -> None:
+        match message:
+            case Pong():
+                self._on_pong(message)
+            case Loading():
+                self._last_progress = trio.current_time()
+            case Ready():
+                self.ready = True
+                self._engine.on_ready(message, self.link)
+            case Fatal():
+                self.fatal = message
+            case _:
+                self._engine.on_message(message)
+
+    async def _watch(self) -> None:
+        """One PING at a time; no answer, no progress while starting, or an endless step is death."""
+        count = 0
+        while True:
+            count += 1
+            self._pong = trio.Event()
+            self.link.post(Ping(count))
+            with trio.move_on_after(self._config.unresponsive_timeout):
+                await self._pong.wait()
+            if not self._pong.is_set():
+                self.kill(f"no answer for {self._config.unresponsive_timeout:g} s")
+                return
+            await trio.sleep(self._config.ping_interval)
+            if not self.ready and trio.current_time() - self._last_progress > self._config.startup_timeout:
+                self.kill(f"no progress for {self._config.startup_timeout:g} s while it started")
+                return
+
+    def _on_pong(self, message: Pong) -> None:
+        if message.activity is Activity.STEPPING and message.seconds > self._config.step_timeout:
+            self.kill(f"one step takes longer than {self._config.step_timeout:g} s")
+        if self._pong is not None:
+            self._pong.set()
+
+
+class Supervisor:
+    """Keeps one incarnation running until the shutdown."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.incarnations = 0
+        self.current: Incarnation | None = None
+        self._engine = engine
+        self._config = engine.config
+        self._deaths = 0  # without a finished request since
+        self._shutdown = trio.Event()
+        self._scope = trio.CancelScope(shield=True)
+
+    def shut_down(self) -> None:
+        """Begin the shutdown; harmless when begun. From now on `shutdown_timeout` bounds `run`."""
+        if not self._shutdown.is_set():
+            self._shutdown.set()
+            self._scope.deadline = trio.current_time() + self._config.shutdown_timeout
+
+    def request_finished(self) -> None:
+        """A request ran to its end: the worker is worth restarting."""
+        self._deaths = 0
+
+    async def run(self, config: WorkerConfig) -> None:
+        """Service: raises ModelError or WorkerLost when no worker can be had."""
+        with self._scope:
+            while not self._shutdown.is_set():
+                self.incarnations += 1
+                try:
+                    await self._run_incarnation(config)
+                except WorkerLost as exc:
+                    if self.incarnations == 1:
+                        raise
+                    self._engine.on_worker_lost(exc)
+                if not self._shutdown.is_set():
+                    await self._back_off()
+
+    async def _run_incarnation(self, config: WorkerConfig) -> None:
+        process = await self._engine.ports.spawn_worker()
+        incarnation = self.current = Incarnation(self._engine, process)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._shut_down_when_told, incarnation)
+                await incarnation.run(config)
+                nursery.cancel_scope.cancel()
+        finally:
+            self.current = None
+            error = _loss(incarnation, process.reap())
+            self._engine.on_worker_lost(error)
+        if self._shutdown.is_set():
+            return
+        logger.warning("%s", error)
+        if isinstance(error, ModelError) or (self.incarnations == 1 and not incarnation.ready):
+            raise error
+
+    async def _shut_down_when_told(self, incarnation: Incarnation) -> None:
+        await self._shutdown.wait()
+        await incarnation.shut_down()
+
+    async def _back_off(self) -> None:
+        self._deaths += 1
+        if self._deaths >= self._config.max_restarts:
+            raise WorkerLost(f"the worker died {self._deaths} times without finishing a request") from self._engine.last_loss
+        delays = self._config.restart_delays
+        delay = delays[min(self._deaths - 1, len(delays) - 1)]
+        self._engine.gate.retry_after = delay + 1.0
+        with trio.move_on_after(delay):
+            await self._shutdown.wait()
+
+
+def _loss(incarnation: Incarnation, exit_code: int) -> EngineError:
+    """Why the incarnation is gone: from inside it where it said so."""
+    fatal = incarnation.fatal
+    if fatal is not None and fatal.code == "model":
+        return ModelError(fatal.message)
+    if fatal is not None:
+        reason = fatal.message
+    elif incarnation.reason is not None:
+        reason = f"it was killed: {incarnation.reason}"
+    elif exit_code < 0:
+        reason = f"killed by {signal.Signals(-exit_code).name}"
+    else:
+        reason = f"exit status {exit_code}"
+    traceback = fatal.traceback if fatal is not None else None
+    return WorkerLost(f"the worker was lost: {reason}", exit_code=exit_code, traceback=traceback)
