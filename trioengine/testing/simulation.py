@@ -1,0 +1,100 @@
+"""The real engine over simulated ports: no process, no thread, no wall clock."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from trioengine.actors.engine import Engine, open_engine
+from trioengine.actors.ports import Ports, WorkerProcess
+from trioengine.core.config import EngineConfig
+from trioengine.testing.simulated_worker import Behaviour, SimulatedWorker
+from trioengine.testing.toy_model import VOCAB_SIZE, toy_model
+from trioengine.worker.scheduling.limits import Limits
+
+DEFAULT_LIMITS = Limits(
+    vocab_size=VOCAB_SIZE,
+    max_model_len=512,
+    kv_blocks_total=256,
+    block_size=4,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+)
+
+
+class Simulation:
+    """The outside world of one engine: its workers, one an incarnation, run in `nursery`.
+
+    `behaviours` are those of the incarnations in turn; the last one stays. `thread_passes` is how many scheduler
+    passes a call in a thread takes.
+    """
+
+    def __init__(
+        self,
+        nursery: trio.Nursery,
+        *,
+        limits: Limits = DEFAULT_LIMITS,
+        behaviours: Iterable[Behaviour] = (Behaviour(),),
+        thread_passes: int = 1,
+    ) -> None:
+        self.limits = limits
+        self.workers: list[SimulatedWorker] = []
+        self._nursery = nursery
+        self._behaviours = list(behaviours)
+        self._thread_passes = thread_passes
+        self._seeds = itertools.count(1)
+
+    @property
+    def worker(self) -> SimulatedWorker:
+        """The latest incarnation."""
+        return self.workers[-1]
+
+    @property
+    def ports(self) -> Ports:
+        """What to give to Engine or open_engine."""
+        return Ports(
+            spawn_worker=self._spawn_worker,
+            run_in_thread=self._run_in_thread,
+            find_model=self._find_model,
+            read_model=lambda path: toy_model(self.limits.max_model_len),
+            mint_seed=partial(next, self._seeds),
+        )
+
+    async def _spawn_worker(self) -> WorkerProcess:
+        incarnation = len(self.workers)
+        behaviour = self._behaviours[min(incarnation, len(self._behaviours) - 1)]
+        worker = SimulatedWorker(1001 + incarnation, self.limits, behaviour)
+        self.workers.append(worker)
+        self._nursery.start_soon(worker.run, name=f"simulated worker {worker.pid}")
+        return worker
+
+    async def _run_in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
+        for _ in range(self._thread_passes):
+            await trio.lowlevel.checkpoint()
+        return function(*args)
+
+    async def _find_model(self, model: str, progress: Callable[[int, int], None] | None) -> Path:
+        await trio.lowlevel.checkpoint()
+        return Path(model)
+
+
+@asynccontextmanager
+async def simulated_engine(
+    config: EngineConfig | None = None,
+    *,
+    limits: Limits = DEFAULT_LIMITS,
+    behaviours: Iterable[Behaviour] = (Behaviour(),),
+    thread_passes: int = 1,
+) -> AsyncIterator[tuple[Engine, Simulation]]:
+    """An engine that is ready, over a simulated worker. Use MockClock: a step takes simulated time."""
+    async with trio.open_nursery() as nursery:
+        simulation = Simulation(nursery, limits=limits, behaviours=behaviours, thread_passes=thread_passes)
+        config = EngineConfig(model="toy", max_num_seqs=limits.max_num_seqs) if config is None else config
+        async with open_engine(config, ports=simulation.ports) as engine:
+            yield engine, simulation

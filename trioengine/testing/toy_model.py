@@ -1,0 +1,113 @@
+"""A toy model, tiny and real: its next token is a hash of the whole history, as it lies in its KV cache.
+
+Every answer can so be checked against a reference, and stale keys and values, a wrong block table or a mixed-up
+history show as wrong text. Its tokenizer has a token for each byte, and the ChatML special tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from array import array
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from trioengine.core.messages import token_ids
+from trioengine.hub.model_files import ModelFormat, ModelInfo
+from trioengine.text.chat_template import ChatTemplate
+from trioengine.text.tokenizer import Tokenizer
+from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
+
+END_OF_TEXT, IM_START, IM_END = 256, 257, 258
+VOCAB_SIZE = 259
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_LETTERS = b"abcdefghijklmnopqrstuvwxyz     "
+_END_EVERY = 24  # one token in so many ends the answer
+
+
+def toy_next(history: array[int]) -> int:
+    """The token after a history."""
+    digest = zlib.crc32(history.tobytes())
+    if digest % _END_EVERY == 0:
+        return IM_END
+    return _LETTERS[(digest >> 8) % len(_LETTERS)]
+
+
+def toy_answer(prompt: Iterable[int], max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
+    """The reference: what the toy model answers, the end token included."""
+    history = token_ids(prompt)
+    answer: list[int] = []
+    while len(answer) < max_tokens and (ignore_eos or not answer or answer[-1] != IM_END):
+        answer.append(toy_next(history))
+        history.append(answer[-1])
+    return answer
+
+
+class ToyRunner:
+    """A ModelRunner whose keys and values are the token ids themselves, in blocks."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._slots: dict[int, int] = {}  # what lies in a slot of the KV cache
+        self.fail_requests: set[int] = set()  # these fail alone, at their next token
+
+    def execute(self, output: SchedulerOutput) -> list[SampledToken]:
+        sampled = []
+        for entry in output.scheduled:
+            sequence = entry.sequence
+            slots = [self._slot(sequence.block_table, position) for position in range(sequence.num_tokens)]
+            for position in range(sequence.num_computed_tokens, sequence.num_computed_tokens + entry.num_new_tokens):
+                self._slots[slots[position]] = sequence.token_ids[position]
+            if not entry.samples:
+                continue
+            error = "told to fail" if sequence.request in self.fail_requests else None
+            history = token_ids(self._slots[slot] for slot in slots)
+            sampled.append(SampledToken(sequence.request, toy_next(history), error=error))
+        return sampled
+
+    def _slot(self, block_table: list[int], position: int) -> int:
+        return block_table[position // self._block_size] * self._block_size + position % self._block_size
+
+
+@cache
+def toy_model(context_length: int = 512) -> ModelInfo:
+    """The toy model's files, as `hub.model_files.read_model` would give them."""
+    tokenizer = Tokenizer.from_json(_tokenizer_json(), eos_token_ids=(IM_END, END_OF_TEXT))
+    return ModelInfo(
+        path=Path("toy"),
+        format=ModelFormat.GGUF,
+        model_type="toy",
+        context_length=context_length,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(IM_END, END_OF_TEXT),
+        chat_template=ChatTemplate(CHAT_TEMPLATE),
+        tokenizer=tokenizer,
+    )
+
+
+def _byte_characters() -> list[str]:
+    """GPT-2's printable stand-in for each byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return [characters[byte] for byte in range(256)]
+
+
+def _tokenizer_json() -> str:
+    special = {END_OF_TEXT: "<|endoftext|>", IM_START: "<|im_start|>", IM_END: "<|im_end|>"}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    return json.dumps(
+        {
+            "version": "1.0",
+            "added_tokens": [{"id": id, "content": content, **flags} for id, content in special.items()],
+            "pre_tokenizer": byte_level,
+            "decoder": byte_level,
+            "model": {"type": "BPE", "vocab": vocabulary | {text: id for id, text in special.items()}, "merges": []},
+        }
+    )
