@@ -8,6 +8,7 @@ or the content of an image is another root or more bytes, and nothing else here 
 from __future__ import annotations
 
 from array import array
+from collections.abc import KeysView
 from collections.abc import Sequence as Items
 from hashlib import blake2b
 
@@ -32,8 +33,8 @@ class PrefixCache:
         return len(self._unused)
 
     @property
-    def unused(self) -> frozenset[int]:
-        return frozenset(self._unused)
+    def unused(self) -> KeysView[int]:
+        return self._unused.keys()
 
     def find(self, digest: bytes) -> int | None:
         """The block that holds this prefix's last tokens."""
@@ -75,7 +76,8 @@ class PrefixCache:
 
     def find_disagreement(self) -> str | None:
         """What does not agree among the maps, or None."""
-        if {block: digest for digest, block in self._blocks.items()} != self._digests:
+        found = list(map(self._blocks.get, self._digests.values()))
+        if found != list(self._digests) or len(self._blocks) != len(self._digests):
             return "the prefix cache's two maps are not each other's inverse"
         if not self._unused.keys() <= self._digests.keys():
             return "the prefix cache keeps blocks that hold no prefix"

@@ -1,0 +1,157 @@
+"""The worker's main thread: load the model, then take messages, step and reply until SHUTDOWN.
+
+Nothing heavy is imported here; `load` brings the model runner, and torch with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+from trioengine.core.config import WorkerConfig
+from trioengine.core.errors import InvalidConfig, ModelError, RemoteProtocolError
+from trioengine.core.messages import WIRE_NAMES, Activity, Configure, Fatal, Loading, Ready, Shutdown, ToWorker
+from trioengine.worker.scheduling.limits import Limits
+from trioengine.worker.scheduling.output import ModelRunner
+from trioengine.worker.scheduling.step_loop import StepLoop
+from trioengine.worker.transport import Transport
+
+QUIET_SECONDS = 0.2  # idle for that long: the books are checked, which may take some 10 ms
+
+
+class LoadedRunner(ModelRunner, Protocol):
+    """A model runner, and what READY says of it."""
+
+    @property
+    def model_type(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def kv_blocks_total(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+
+
+OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes of weights
+Load: TypeAlias = Callable[[WorkerConfig, OnProgress], LoadedRunner]
+
+
+def serve(transport: Transport, load: Load, clock: Callable[[], float]) -> int:
+    """Run one incarnation; returns the exit status, 0 after SHUTDOWN. Any exception is said as FATAL, and is 1."""
+    try:
+        config = _receive_configuration(transport)
+        if config is not None:
+            _step_until_shutdown(transport, _load(transport, load, config, clock))
+    except Exception as exc:
+        transport.send(_fatal(exc))
+        return 1
+    return 0
+
+
+def _receive_configuration(transport: Transport) -> WorkerConfig | None:
+    """None: SHUTDOWN came instead."""
+    while True:
+        for message in transport.receive(timeout=None):
+            match message:
+                case Configure(config=config):
+                    return config
+                case Shutdown():
+                    return None
+            raise RemoteProtocolError(f"{WIRE_NAMES[type(message)]} before CONFIGURE")
+
+
+def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callable[[], float]) -> StepLoop:
+    transport.progress.enter(Activity.LOADING)
+
+    def on_progress(done: int, total: int) -> None:
+        transport.progress.advance()
+        transport.send(Loading(done, total))
+
+    runner = load(config, on_progress)
+    limits = Limits(
+        vocab_size=runner.vocab_size,
+        max_model_len=runner.max_model_len,
+        kv_blocks_total=runner.kv_blocks_total,
+        block_size=runner.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    step_loop = StepLoop(runner, limits, clock)
+    _calm_garbage_collector()
+    transport.send(
+        Ready(
+            model_type=runner.model_type,
+            device=runner.device,
+            dtype=runner.dtype,
+            vocab_size=runner.vocab_size,
+            max_model_len=limits.max_sequence_len,
+            kv_blocks_total=runner.kv_blocks_total,
+            block_size=runner.block_size,
+        )
+    )
+    return step_loop
+
+
+def _calm_garbage_collector() -> None:
+    """What loading made stays for good: without this each full collection walks it, a pause of 0.1 s with torch."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
+
+
+def _step_until_shutdown(transport: Transport, step_loop: StepLoop) -> None:
+    progress = transport.progress
+    while True:
+        for message in _take(transport, step_loop):
+            if isinstance(message, Shutdown):
+                return
+            for reply in step_loop.handle(message):
+                transport.send(reply)
+            progress.advance()
+        if step_loop.has_work:
+            progress.enter(Activity.STEPPING)
+            for reply in step_loop.step():
+                transport.send(reply)
+
+
+def _take(transport: Transport, step_loop: StepLoop) -> list[ToWorker]:
+    """The messages that have come; waits for some when there is nothing else to do, and checks the books then."""
+    if step_loop.has_work:
+        return transport.receive(timeout=0)
+    transport.progress.enter(Activity.IDLE)
+    messages = transport.receive(timeout=QUIET_SECONDS)
+    if messages:
+        return messages
+    step_loop.check_integrity()
+    return transport.receive(timeout=None)
+
+
+def _fatal(exc: Exception) -> Fatal:
+    if isinstance(exc, (ModelError, InvalidConfig)):
+        code = "model"
+    elif _is_out_of_memory(exc):
+        code = "memory"
+    else:
+        code = "internal"
+    return Fatal(code, _encodable(f"{type(exc).__name__}: {exc}"), _encodable("".join(traceback.format_exception(exc))))
+
+
+def _is_out_of_memory(exc: Exception) -> bool:
+    """By name and words, because torch is not imported here: its CPU allocator raises a plain RuntimeError."""
+    return (
+        isinstance(exc, MemoryError) or type(exc).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(exc)
+    )
+
+
+def _encodable(text: str) -> str:
+    """Without lone surrogates, which file names with odd bytes bring into messages."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,64 @@
+"""The worker as a process: its descriptors, its signals and its end.
+
+The supervisor spawns it in a session, hence a process group, of its own: `python -m trioengine.worker --in FD --out FD
+--parent PID`. It never outlives its parent. EOF alone does not tell the parent's death, because a forked child of the
+parent keeps the pipe open, and PR_SET_PDEATHSIG is tied to the thread that spawned; a pidfd tells it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Sequence
+
+from trioengine.worker.loop import Load, serve
+from trioengine.worker.transport import Progress, Transport
+
+
+def run(arguments: Sequence[str], load: Load) -> int:
+    """Serve the parent over the descriptors that it names; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m trioengine.worker")
+    parser.add_argument("--in", dest="fd_in", type=int, required=True, metavar="FD")
+    parser.add_argument("--out", dest="fd_out", type=int, required=True, metavar="FD")
+    parser.add_argument("--parent", type=int, required=True, metavar="PID")
+    options = parser.parse_args(arguments)
+    os.dup2(2, 1)  # what a library prints belongs to the log
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    _watch_parent(options.parent)
+    for fd in (options.fd_in, options.fd_out):
+        os.set_inheritable(fd, False)  # a grandchild that holds them hides our end from the parent
+        os.set_blocking(fd, True)
+    transport = Transport(options.fd_in, options.fd_out, Progress(time.monotonic), kill_own_group)
+    transport.start()
+    return serve(transport, load, time.monotonic)
+
+
+def kill_own_group() -> None:
+    """End this process and its children at once, in the middle of whatever they do."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(1)  # not the leader: the group is somebody else's
+
+
+def _watch_parent(parent: int) -> None:
+    try:
+        pidfd = os.pidfd_open(parent)
+    except ProcessLookupError:
+        kill_own_group()
+        return
+    if os.getppid() != parent:  # it died before the pidfd was open, which may be another process's now
+        kill_own_group()
+    threading.Thread(target=_await_death, args=(pidfd,), name="parent watch", daemon=True).start()
+
+
+def _await_death(pidfd: int) -> None:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    poll.poll()
+    kill_own_group()

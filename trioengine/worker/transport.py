@@ -1,0 +1,161 @@
+"""The worker's end of the pipes: a reader thread, and writes from any thread.
+
+Three threads meet here and in worker/process.py. The main thread runs steps and may be busy for seconds. The reader
+thread decodes frames into a queue and answers PING itself. A third only waits for the parent's death, so that the
+reader may block: it has no lock to wait for.
+
+Two locks. `_state` guards the Connection, whose order check spans both directions; it is never held during I/O, so
+a write that blocks does not stop the reading. `_write` is taken first and held over encoding and writing, so that
+frames reach the pipe in the order in which the Connection approved them.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import cast
+
+from trioengine.core.connection import Connection, Role, Stage
+from trioengine.core.errors import FrameTooLarge, RemoteProtocolError
+from trioengine.core.messages import Activity, Fatal, FromWorker, Ping, Pong, RequestFailed, Shutdown, Tokens, ToWorker
+
+READ_SIZE = 1 << 16
+
+
+class Progress:
+    """What the main thread is doing, for PONG; written by that thread, read by the reader."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._state = (0, Activity.STARTING, clock())  # replaced as a whole: no lock is needed
+
+    def enter(self, activity: Activity) -> None:
+        """Another activity, or another step, begins; `seconds` count from here."""
+        self._state = (self._state[0] + 1, activity, self._clock())
+
+    def advance(self) -> None:
+        """Something was done within the activity."""
+        count, activity, since = self._state
+        self._state = (count + 1, activity, since)
+
+    def pong(self, ping: int) -> Pong:
+        count, activity, since = self._state
+        return Pong(ping, count, activity, self._clock() - since)
+
+
+class Transport:
+    """Messages over two blocking pipes.
+
+    `on_lost` is called, in the thread that notices, when the engine has closed its end; in the worker it does not
+    return.
+    """
+
+    def __init__(self, fd_in: int, fd_out: int, progress: Progress, on_lost: Callable[[], None]) -> None:
+        self.progress = progress
+        self._fd_in = fd_in
+        self._fd_out = fd_out
+        self._on_lost = on_lost
+        self._connection = Connection(Role.WORKER)
+        self._state = threading.Lock()
+        self._write = threading.Lock()
+        self._inbox: queue.SimpleQueue[ToWorker | RemoteProtocolError] = queue.SimpleQueue()
+
+    def start(self) -> threading.Thread:
+        """Begin to read. The thread ends after SHUTDOWN, at the end of the stream or at a broken frame."""
+        thread = threading.Thread(target=self._read, name="reader", daemon=True)
+        thread.start()
+        return thread
+
+    def receive(self, *, timeout: float | None) -> list[ToWorker]:
+        """All messages that have come, in order; waits `timeout` seconds for the first, None: for ever.
+
+        Raises RemoteProtocolError, after the messages before it, when the engine broke the rules.
+        """
+        items: list[ToWorker | RemoteProtocolError] = []
+        try:
+            items.append(self._inbox.get_nowait() if timeout == 0 else self._inbox.get(timeout=timeout))
+            for _ in range(self._inbox.qsize()):  # bounded, so that a flood does not keep steps from running
+                items.append(self._inbox.get_nowait())
+        except queue.Empty:
+            pass
+        messages = [item for item in items if not isinstance(item, RemoteProtocolError)]
+        for item in items:
+            if isinstance(item, RemoteProtocolError):  # the last thing that the reader says
+                if not messages:
+                    raise item
+                self._inbox.put(item)
+        return messages
+
+    def send(self, message: FromWorker) -> None:
+        """Write a message, blocking while the pipe is full; one that is too large is split or truncated.
+
+        Raises LocalProtocolError for what may not be said now.
+        """
+        with self._write:
+            for frame in self._frames(message):
+                self._write_all(frame)
+
+    def _frames(self, message: FromWorker) -> Iterator[bytes]:
+        try:
+            with self._state:
+                frame = self._connection.send(message)
+        except FrameTooLarge:
+            parts = _smaller(message)
+            if not parts:
+                raise
+            for part in parts:
+                yield from self._frames(part)
+        else:
+            yield frame
+
+    def _write_all(self, frame: bytes) -> None:
+        view = memoryview(frame)
+        try:
+            while view:
+                view = view[os.write(self._fd_out, view) :]
+        except BrokenPipeError:
+            self._on_lost()
+
+    def _read(self) -> None:
+        while data := os.read(self._fd_in, READ_SIZE):
+            with self._state:
+                self._connection.receive_data(data)
+            try:
+                while (message := self._next_message()) is not None:
+                    if isinstance(message, Ping):
+                        self._answer(message)
+                        continue
+                    self._inbox.put(message)
+                    if isinstance(message, Shutdown):
+                        return
+            except RemoteProtocolError as exc:
+                self._inbox.put(exc)
+                return
+        self._on_lost()
+
+    def _next_message(self) -> ToWorker | None:
+        with self._state:
+            return cast("ToWorker | None", self._connection.next_message())
+
+    def _answer(self, ping: Ping) -> None:
+        with self._write:
+            if self._connection.stage is not Stage.FAILED:  # after FATAL nothing is said; only senders change it
+                for frame in self._frames(self.progress.pong(ping.ping)):
+                    self._write_all(frame)
+
+
+def _smaller(message: FromWorker) -> tuple[FromWorker, ...]:
+    """Messages that together say the same, or its most useful part; none when it cannot be made smaller."""
+    match message:
+        case Tokens(rows=rows) if len(rows) > 1:
+            half = len(rows) // 2
+            return replace(message, rows=rows[:half]), replace(message, rows=rows[half:])
+        case RequestFailed(message=text) if text:
+            return (replace(message, message=text[: len(text) // 2]),)
+        case Fatal(message=text, traceback=traceback) if text or traceback:  # a traceback's end tells most
+            end = traceback[len(traceback) - len(traceback) // 2 :]
+            return (replace(message, message=text[: len(text) // 2], traceback=end),)
+    return ()
