@@ -1,0 +1,322 @@
+"""Two connections joined by a fake link, byte at a time; the order of messages; misuse and bad peers."""
+
+import dataclasses
+
+import hypothesis.strategies as st
+import msgpack
+import pytest
+from hypothesis import given
+
+from trioengine.core.codec import LENGTH, decode, encode
+from trioengine.core.config import WorkerConfig
+from trioengine.core.connection import MIN_FRAME_LIMIT, Connection, Role
+from trioengine.core.errors import FrameTooLarge, LocalProtocolError, RemoteProtocolError
+from trioengine.core.messages import (
+    WIRE_NAMES,
+    Activity,
+    AddMessage,
+    AddSession,
+    Audit,
+    Audited,
+    Configure,
+    EndSession,
+    Fatal,
+    FinishReason,
+    Loading,
+    Ping,
+    Pong,
+    Ready,
+    RequestFailed,
+    SessionEnded,
+    Shutdown,
+    StopSession,
+    Tokens,
+    TokensRow,
+    Usage,
+    WorkerStatistics,
+    token_ids,
+)
+from trioengine.core.sampling_params import SamplingParams
+
+STATISTICS = WorkerStatistics(*range(10))
+PARAMS = SamplingParams(max_tokens=4, seed=7, logit_bias={3: -1.5}, stop_token_ids=(5,))
+USAGE = Usage(3, 1, 0, 0.5, 0.25)
+
+
+def add_message(session=1, request=1, base=0, ids=(1, 2, 3)):
+    return AddMessage(session, request, base, token_ids(ids), PARAMS, (2,))
+
+
+def row(session=1, request=1, last=False):
+    return TokensRow(
+        session,
+        request,
+        token_ids([9]),
+        ({9: -0.5, 4: -1.0},),
+        FinishReason.STOP if last else None,
+        USAGE if last else None,
+    )
+
+
+EVERY_MESSAGE = [
+    Configure(WorkerConfig("model.gguf", max_model_len=100)),
+    AddSession(1),
+    add_message(),
+    StopSession(1, 1),
+    EndSession(1),
+    Audit(1),
+    Ping(1),
+    Shutdown(),
+    Loading(1, 2),
+    Ready("llama", "cpu", "float32", 100, 64, 8, 16),
+    Tokens((row(), row(2, 2, last=True)), STATISTICS),
+    RequestFailed(1, 1, "code", "wörds"),
+    SessionEnded(1),
+    Audited(1, (1, 2), (3,), 8, 4, 2, 2),
+    Pong(1, 2, Activity.IDLE, 0.5),
+    Fatal("model", "no", "Traceback"),
+]
+
+
+class Pair:
+    """An engine's and a worker's end; what one sends reaches the other a byte at a time."""
+
+    def __init__(self, max_model_len=64):
+        self.engine, self.worker = Connection(Role.ENGINE), Connection(Role.WORKER)
+        self.down(Configure(WorkerConfig("m")))
+        self.up(Ready("llama", "cpu", "float32", 100, max_model_len, 8, 16))
+
+    def down(self, *messages):
+        self._move(self.engine, self.worker, messages)
+
+    def up(self, *messages):
+        self._move(self.worker, self.engine, messages)
+
+    @staticmethod
+    def _move(sender, receiver, messages):
+        received = []
+        for byte in b"".join([sender.send(message) for message in messages]):
+            receiver.receive_data(bytes([byte]))
+            while (message := receiver.next_message()) is not None:
+                received.append(message)
+        assert received == list(messages)
+        assert not receiver.has_partial_frame
+
+
+def test_every_message_is_here():
+    assert {type(message) for message in EVERY_MESSAGE} == set(WIRE_NAMES)
+
+
+@pytest.mark.parametrize("message", EVERY_MESSAGE, ids=lambda message: WIRE_NAMES[type(message)])
+def test_encode_and_decode(message):
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize("message", EVERY_MESSAGE, ids=lambda message: WIRE_NAMES[type(message)])
+def test_a_field_of_a_wrong_type_is_refused(message):
+    for field in dataclasses.fields(message):
+        packed = msgpack.unpackb(encode(message), strict_map_key=False)
+        packed[field.name] = {"nobody": "expects this"}
+        with pytest.raises(RemoteProtocolError, match=WIRE_NAMES[type(message)]):
+            decode(msgpack.packb(packed))
+        del packed[field.name]
+        with pytest.raises(RemoteProtocolError, match="other fields"):
+            decode(msgpack.packb(packed))
+
+
+@pytest.mark.parametrize(
+    ("payload", "why"),
+    [
+        (b"", "not msgpack"),
+        (b"\xc1", "not msgpack"),
+        (msgpack.packb([1]), "not a map"),
+        (msgpack.packb({"type": 3}), "not a map"),
+        (msgpack.packb({"type": "HELLO"}), "HELLO"),
+        (msgpack.packb({"type": "ADD_SESSION", "session": True}), "ADD_SESSION"),
+        (msgpack.packb({"type": "TOKENS", "rows": 3, "statistics": list(range(10))}), "array"),
+        (msgpack.packb({"type": "TOKENS", "rows": [[1]], "statistics": list(range(10))}), "TokensRow"),
+        (msgpack.packb({"type": "PONG", "ping": 1, "progress": 1, "activity": "tired", "seconds": 1}), "tired"),
+        (msgpack.packb({"type": "PONG", "ping": 1, "progress": 1, "activity": "idle", "seconds": "1"}), "float"),
+        (msgpack.packb({"type": "PONG", "ping": 1, "progress": 1, "activity": [], "seconds": 1}), "Activity"),
+    ],
+)
+def test_payloads_that_are_no_message(payload, why):
+    with pytest.raises(RemoteProtocolError, match=why):
+        decode(payload)
+
+
+def test_parameters_out_of_range_are_refused():
+    packed = msgpack.unpackb(encode(add_message()), strict_map_key=False)
+    packed["params"][1] = -1.0
+    with pytest.raises(RemoteProtocolError, match="temperature"):
+        decode(msgpack.packb(packed))
+    packed["token_ids"] = b"odd"
+    with pytest.raises(RemoteProtocolError, match="int32"):
+        decode(msgpack.packb(packed))
+    packed["token_ids"], packed["params"][13] = b"", [1]
+    with pytest.raises(RemoteProtocolError, match="map"):
+        decode(msgpack.packb(packed))
+
+
+def test_big_endian_machines_swap(monkeypatch):
+    little = encode(add_message())
+    monkeypatch.setattr("trioengine.core.codec.sys.byteorder", "big")
+    assert encode(add_message()) != little
+    assert decode(encode(add_message())) == add_message()
+
+
+def test_what_cannot_be_packed_is_our_fault():
+    with pytest.raises(LocalProtocolError, match="ADD_SESSION"):
+        encode(AddSession(2**70))
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_a_remote_protocol_error_or_nothing(data):
+    connection = Connection(Role.ENGINE)
+    connection.receive_data(data)
+    for _ in range(2):
+        try:
+            while connection.next_message() is not None:
+                pass
+        except RemoteProtocolError:
+            pass
+
+
+@given(st.binary(max_size=120))
+def test_garbage_payloads(data):
+    connection = Connection(Role.WORKER)
+    connection.receive_data(LENGTH.pack(len(data)) + data)
+    with pytest.raises(RemoteProtocolError):
+        connection.next_message()
+
+
+def test_a_whole_life():
+    pair = Pair()
+    pair.down(AddSession(1), add_message())
+    assert pair.engine.sessions == pair.engine.open_sessions == pair.worker.sessions == {1}
+    pair.up(Tokens((row(),), STATISTICS))
+    pair.down(StopSession(1, 1))
+    pair.up(Tokens((row(last=True),), STATISTICS))
+    pair.down(StopSession(1, 1))  # it crossed the finish: legal
+    pair.down(add_message(request=2))
+    pair.up(RequestFailed(1, 2, "nan", "logits are not finite"))
+    pair.down(add_message(request=3), EndSession(1))
+    assert (pair.engine.sessions, pair.engine.open_sessions) == ({1}, frozenset())
+    pair.up(Tokens((row(request=3),), STATISTICS))  # it crossed the END: legal
+    pair.up(SessionEnded(1))
+    assert pair.engine.sessions == pair.worker.sessions == frozenset()
+    pair.down(Audit(1), Audit(2), Ping(1))
+    pair.up(Audited(1, (), (), 8, 8, 0, 0), Audited(2, (), (), 8, 8, 0, 0), Pong(1, 1, Activity.IDLE, 0.0))
+    pair.down(Shutdown())
+
+
+BAD_ORDERS = {
+    "session twice": [AddSession(1), AddSession(1)],
+    "message of nobody": [add_message()],
+    "two requests": [AddSession(1), add_message(), add_message(request=2)],
+    "an old request": [AddSession(1), add_message(request=0)],
+    "stop of nobody": [StopSession(1, 1)],
+    "stop of another request": [AddSession(1), add_message(), StopSession(1, 2)],
+    "end of nobody": [EndSession(1)],
+    "end twice": [AddSession(1), EndSession(1), EndSession(1)],
+    "message after end": [AddSession(1), EndSession(1), add_message()],
+    "configure twice": [Configure(WorkerConfig("m"))],
+    "two pings": [Ping(1), Ping(2)],
+}
+
+
+@pytest.mark.parametrize("messages", BAD_ORDERS.values(), ids=BAD_ORDERS)
+def test_what_we_may_not_send_changes_nothing(messages):
+    pair = Pair()
+    pair.down(*messages[:-1])
+    for _ in range(2):
+        with pytest.raises(LocalProtocolError):
+            pair.engine.send(messages[-1])
+    pair.down(AddSession(77))
+
+
+@pytest.mark.parametrize("messages", BAD_ORDERS.values(), ids=BAD_ORDERS)
+def test_what_the_peer_may_not_send_breaks_the_connection_for_good(messages):
+    pair = Pair()
+    pair.down(*messages[:-1])
+    payload = encode(messages[-1])
+    pair.worker.receive_data(LENGTH.pack(len(payload)) + payload)
+    for _ in range(2):
+        with pytest.raises(RemoteProtocolError):
+            pair.worker.next_message()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Tokens((row(),), STATISTICS),
+        Tokens((dataclasses.replace(row(2, 2), usage=None), row(2, 2)), STATISTICS),
+        Tokens((dataclasses.replace(row(2, 2, last=True), usage=None),), STATISTICS),
+        RequestFailed(1, 1, "", ""),
+        SessionEnded(1),
+        SessionEnded(2),
+        Audited(1, (), (), 8, 8, 0, 0),
+        Pong(1, 1, Activity.IDLE, 0.0),
+        Loading(1, 2),
+        Ready("llama", "cpu", "float32", 100, 64, 8, 16),
+    ],
+    ids=lambda message: WIRE_NAMES[type(message)],
+)
+def test_what_the_worker_may_not_send(message):
+    pair = Pair()
+    pair.down(AddSession(2), add_message(2, 2))
+    with pytest.raises(LocalProtocolError):
+        pair.worker.send(message)
+    payload = encode(message)
+    pair.engine.receive_data(LENGTH.pack(len(payload)) + payload)
+    with pytest.raises(RemoteProtocolError):
+        pair.engine.next_message()
+
+
+def test_the_wrong_way():
+    pair = Pair()
+    with pytest.raises(LocalProtocolError, match="does not send"):
+        pair.engine.send(SessionEnded(1))
+    pair.engine.receive_data(pair.engine.send(AddSession(1)))
+    with pytest.raises(RemoteProtocolError, match="wrong way"):
+        pair.engine.next_message()
+
+
+def test_before_ready_there_are_no_sessions():
+    with pytest.raises(LocalProtocolError, match="new"):
+        Connection(Role.ENGINE).send(AddSession(1))
+
+
+def test_what_we_say_may_cross_fatal_and_nothing_follows_it():
+    pair = Pair()
+    pair.down(AddSession(1))
+    pair.up(Fatal("internal", "bug", ""))
+    pair.engine.send(EndSession(1))
+    with pytest.raises(LocalProtocolError):
+        pair.worker.send(SessionEnded(1))
+
+
+def test_a_frame_over_the_limit_is_refused_before_anything_changes():
+    pair = Pair(max_model_len=4)
+    too_long = add_message(ids=range(MIN_FRAME_LIMIT // 4))
+    pair.down(AddSession(1))
+    with pytest.raises(FrameTooLarge, match="ADD_MESSAGE"):
+        pair.engine.send(too_long)
+    pair.down(add_message())
+    pair.worker.receive_data(LENGTH.pack(MIN_FRAME_LIMIT + 1))
+    with pytest.raises(RemoteProtocolError, match="limit"):
+        pair.worker.next_message()
+
+
+def test_a_long_context_has_longer_frames():
+    pair = Pair(max_model_len=MIN_FRAME_LIMIT)
+    pair.down(AddSession(1))
+    pair.worker.receive_data(pair.engine.send(add_message(ids=range(MIN_FRAME_LIMIT - 1))))
+    assert len(pair.worker.next_message().token_ids) == MIN_FRAME_LIMIT - 1
+
+
+def test_a_torn_frame_shows():
+    pair = Pair()
+    pair.worker.receive_data(pair.engine.send(AddSession(1))[:-1])
+    assert pair.worker.next_message() is None
+    assert pair.worker.has_partial_frame

@@ -1,0 +1,118 @@
+"""The tables: every pair of state and event is there, or raises and changes nothing."""
+
+import itertools
+
+import pytest
+
+from trioengine.core.errors import LocalProtocolError
+from trioengine.core.lifecycle import (
+    POWER_TRANSITIONS,
+    SESSION_TRANSITIONS,
+    Action,
+    Attachment,
+    Event,
+    Phase,
+    Power,
+    PowerEvent,
+    SessionLifecycle,
+    next_power,
+)
+
+STATES = list(itertools.product(Phase, Attachment))
+SETTLES = {Action.SETTLE_AS_REPORTED, Action.SETTLE_ABORTED, Action.SETTLE_REFUSED, Action.SETTLE_LOST}
+WITH_REQUEST = {Phase.PREPARING, Phase.RUNNING, Phase.STOPPING, Phase.ENDING}
+
+
+def reachable() -> set[tuple[Phase, Attachment]]:
+    seen, todo = set(), [(Phase.IDLE, Attachment.DETACHED)]
+    while todo:
+        state = todo.pop()
+        if state not in seen:
+            seen.add(state)
+            for (phase, attachment, _), transition in SESSION_TRANSITIONS.items():
+                if (phase, attachment) == state:
+                    todo.append((transition.phase, transition.attachment))
+    return seen
+
+
+@pytest.mark.parametrize(("phase", "attachment"), STATES)
+@pytest.mark.parametrize("event", Event)
+def test_every_pair_is_in_the_table_or_raises_and_changes_nothing(phase, attachment, event):
+    lifecycle = SessionLifecycle()
+    lifecycle.phase, lifecycle.attachment = phase, attachment
+    transition = SESSION_TRANSITIONS.get((phase, attachment, event))
+    if transition is None:
+        with pytest.raises(LocalProtocolError, match=event.value):
+            lifecycle.apply(event)
+        assert (lifecycle.phase, lifecycle.attachment) == (phase, attachment)
+    else:
+        assert lifecycle.apply(event) == transition.actions
+        assert (lifecycle.phase, lifecycle.attachment) == (transition.phase, transition.attachment)
+
+
+def test_the_table_holds_the_reachable_states_and_no_others():
+    assert {(phase, attachment) for phase, attachment, _ in SESSION_TRANSITIONS} == reachable()
+
+
+@pytest.mark.parametrize("state", sorted(reachable(), key=str))
+@pytest.mark.parametrize("event", [Event.END, Event.ABORT])
+def test_end_and_abort_are_legal_everywhere(state, event):
+    assert (*state, event) in SESSION_TRANSITIONS
+
+
+@pytest.mark.parametrize("key", SESSION_TRANSITIONS, ids=str)
+def test_a_request_is_settled_exactly_where_it_goes(key):
+    """A SETTLE on every way out of a state with a request, and nowhere else."""
+    before, after = key[0], SESSION_TRANSITIONS[key]
+    settles = sum(action in SETTLES for action in after.actions)
+    assert settles == (1 if before in WITH_REQUEST and after.phase not in WITH_REQUEST else 0)
+
+
+@pytest.mark.parametrize("key", SESSION_TRANSITIONS, ids=str)
+def test_attaching_posts_add_session_and_only_the_worker_detaches(key):
+    _, before, event = key
+    after = SESSION_TRANSITIONS[key]
+    attaches = (before, after.attachment) == (Attachment.DETACHED, Attachment.ATTACHED)
+    detaches = (before, after.attachment) == (Attachment.ATTACHED, Attachment.DETACHED)
+    assert attaches == (Action.POST_ADD_SESSION in after.actions)
+    assert not detaches or event in (Event.SESSION_ENDED, Event.WORKER_LOST)
+
+
+@pytest.mark.parametrize("key", SESSION_TRANSITIONS, ids=str)
+def test_ending_an_attached_session_posts_end_session_once(key):
+    before, attachment, event = key
+    after = SESSION_TRANSITIONS[key]
+    over = {Phase.ENDING, Phase.ENDED}
+    ends_now = event is Event.END and before not in over and attachment is Attachment.ATTACHED
+    assert (Action.POST_END_SESSION in after.actions) == ends_now
+    assert (before in over) <= (after.phase in over)
+
+
+@pytest.mark.parametrize("key", SESSION_TRANSITIONS, ids=str)
+def test_the_session_slot_is_freed_once_when_ended_and_detached(key):
+    before, attachment, _ = key
+    after = SESSION_TRANSITIONS[key]
+    gone = (Phase.ENDED, Attachment.DETACHED)
+    assert (Action.FREE_SESSION in after.actions) == (
+        (after.phase, after.attachment) == gone and (before, attachment) != gone
+    )
+
+
+def test_a_finish_that_crosses_a_stop_settles_as_reported():
+    lifecycle = SessionLifecycle()
+    for event in (Event.RESERVE, Event.COMMIT, Event.ABORT):
+        lifecycle.apply(event)
+    assert lifecycle.apply(Event.FINISH) == (Action.SETTLE_AS_REPORTED,)
+    assert repr(lifecycle) == "<SessionLifecycle idle attached>"
+
+
+@pytest.mark.parametrize("power", Power)
+@pytest.mark.parametrize("event", PowerEvent)
+def test_power(power, event):
+    following = POWER_TRANSITIONS[power].get(event)
+    if following is None:
+        with pytest.raises(LocalProtocolError, match=event.value):
+            next_power(power, event)
+    else:
+        assert next_power(power, event) is following
+    assert next_power(power, PowerEvent.CLOSE) is Power.CLOSED
