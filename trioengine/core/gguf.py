@@ -54,7 +54,7 @@ _TENSOR_TYPES = {tensor_type.number: tensor_type for tensor_type in TensorType}
 
 
 @dataclass(frozen=True, slots=True)
-class TensorInfo:
+class GGUFTensor:
     """One tensor: `shape` in torch's order (rows first), `offset` and `nbytes` in bytes, from the file's start."""
 
     name: str
@@ -66,10 +66,10 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """The metadata, by key (arrays are lists), and the tensors, by name."""
+    """The metadata, by key (arrays are lists), and the tensors, in the order of the file."""
 
     metadata: dict[str, Any]
-    tensors: dict[str, TensorInfo]
+    tensors: tuple[GGUFTensor, ...]
 
 
 def parse_gguf(
@@ -112,12 +112,12 @@ class _Reader:
             raise _Bad(f"general.alignment must be a power of two, got {alignment!r}")
         infos = [self._tensor_info() for _ in range(tensor_count)]
         start = (self._at + alignment - 1) // alignment * alignment
-        tensors: dict[str, TensorInfo] = {}
+        tensors: tuple[GGUFTensor, ...] = {}
         for tensor_name, shape, tensor_type, offset in infos:
             if tensor_name in tensors:
                 raise _Bad(f"tensor {tensor_name} is there twice")
             tensors[tensor_name] = self._place(tensor_name, shape, tensor_type, offset, start, alignment)
-        return GGUFHeader(metadata, tensors)
+        return GGUFHeader(metadata, tuple(tensors.values()))
 
     def _metadata(self, count: int, skip: Container[str]) -> dict[str, Any]:
         metadata: dict[str, Any] = {}
@@ -181,7 +181,7 @@ class _Reader:
 
     def _place(
         self, name: str, shape: tuple[int, ...], kind: TensorType, offset: int, start: int, alignment: int
-    ) -> TensorInfo:
+    ) -> GGUFTensor:
         elements = math.prod(shape)
         row = shape[-1] if shape else 1
         if elements == 0 or row % kind.block_elements:
@@ -192,7 +192,7 @@ class _Reader:
         if start + offset + nbytes > self._size:
             missing = start + offset + nbytes - self._size
             raise _Bad(f"the file is truncated: tensor {name} ends {missing} bytes beyond its end")
-        return TensorInfo(name, shape, kind, start + offset, nbytes)
+        return GGUFTensor(name, shape, kind, start + offset, nbytes)
 
     def _scalars(self, code: str, count: int, what: str) -> tuple[Any, ...]:
         layout = f"<{count}{code}"

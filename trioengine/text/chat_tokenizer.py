@@ -1,0 +1,71 @@
+"""Tokenizer and chat template together: conversations to token ids, and contents that can never become special.
+
+Strings in message contents that look like special tokens are replaced by private-use characters before rendering. The
+rendering is then split at real special tokens only, the characters are put back, and each piece is encoded as ordinary
+text, so that contents without such strings get exactly the ids that the model's reference tokenizer gives.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from trioengine.core.errors import RequestRejected
+from trioengine.core.messages import TokenIds
+from trioengine.text.chat_template import ChatTemplate
+from trioengine.text.tokenizer import Tokenizer
+
+_FIRST, _ESCAPE = 0x100000, "\U0010fffd"  # plane 16, private use; what a content has of it is escaped
+_PROTECTED = re.compile(f"{_ESCAPE}(.)|[\U00100000-\U0010fffc]", re.DOTALL)
+
+
+class ChatTokenizer:
+    """What an engine's user gets as `engine.tokenizer`. Safe for threads."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self.tokenizer = tokenizer
+        self._template = template
+        self._specials = sorted(tokenizer.special_tokens, key=len, reverse=True)
+        self._placeholders = {text: chr(_FIRST + index) for index, text in enumerate(self._specials)}
+        self._unsafe = re.compile("|".join([*map(re.escape, self._specials), "[\U00100000-\U0010fffd]"]))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text; special tokens in it are parsed, none is added."""
+        return self.tokenizer.encode(text)
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the model's answer. Raises RequestRejected for bad messages."""
+        return self.encode_rendering(self.render(messages, add_generation_prompt=add_generation_prompt)).tolist()
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The conversation's text with its contents protected; for `encode_rendering` alone."""
+        if self._template is None:
+            raise RequestRejected("no_chat_template", "the model has no chat template: give token ids", param="prompt")
+        protected = [{**message, "content": self.protect(message["content"])} for message in messages]
+        return self._template.render(protected, add_generation_prompt=add_generation_prompt)
+
+    def encode_rendering(self, rendering: str) -> TokenIds:
+        """Token ids of a rendering, or of a part of one that begins and ends beside a special token or with the text."""
+        return self.tokenizer.encode_pieces(rendering, self._restore)
+
+    def protect(self, content: str) -> str:
+        """The content with nothing special in it."""
+        return self._unsafe.sub(self._hide, content)
+
+    def _hide(self, match: re.Match[str]) -> str:
+        text = match.group()
+        return self._placeholders.get(text) or _ESCAPE + text
+
+    def _restore(self, text: str) -> str:
+        return _PROTECTED.sub(lambda match: match.group(1) or self._shown(match.group()), text)
+
+    def _shown(self, placeholder: str) -> str:
+        index = ord(placeholder) - _FIRST
+        return self._specials[index] if index < len(self._specials) else placeholder

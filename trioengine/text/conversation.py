@@ -1,0 +1,194 @@
+"""A conversation: the turns, and the token ids that they have become. The one owner of a session's history.
+
+The next prompt is the rendering of all the turns. Where its text extends the text that was rendered and answered
+before, only the extension is tokenized and appended to the ids that are there, so that what the worker computed for
+them is used again; where it does not (a template that strips something of earlier turns, an edited history), all of it
+is tokenized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from trioengine.core.errors import RequestRejected
+from trioengine.core.messages import TokenIds, token_ids
+from trioengine.text.chat_tokenizer import ChatTokenizer
+
+Message: TypeAlias = Mapping[str, Any]
+Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt, tokenized: `token_ids` are the whole of it, from the conversation's beginning."""
+
+    token_ids: TokenIds
+    messages: tuple[Message, ...] | None  # None: raw token ids
+    rendering: str
+
+
+class Conversation:
+    """The committed turns. `prepare` changes nothing and may run in a thread; `commit` takes over what it made."""
+
+    def __init__(self, tokenizer: ChatTokenizer, history: Sequence[Message] | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._messages: tuple[Message, ...] = ()
+        self._token_ids: TokenIds = token_ids()  # empty: to be tokenized as a whole
+        self._rendering = ""  # the text of these ids, but for the closing
+        self._closing = ""  # the special token that the last answer ended with, if it did
+        self._is_raw = False
+        if history is not None:
+            self.replace(history)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The turns as chat messages; empty for a conversation of raw token ids."""
+        return [dict(message) for message in self._messages]
+
+    @property
+    def size(self) -> int:
+        """Characters and tokens that are there already, roughly what the next `prepare` has to go through."""
+        return len(self._rendering) + len(self._token_ids)
+
+    def replace(self, history: Sequence[Message]) -> None:
+        """Make these messages the conversation. Raises RequestRejected, and changes nothing, for bad ones."""
+        self._messages = _messages(history, "history")
+        self._token_ids, self._rendering, self._closing, self._is_raw = token_ids(), "", "", False
+
+    def check_length(self, prompt: Prompt, limit: int) -> None:
+        """Refuse, before any tokenizing, a prompt that cannot fit `limit` tokens by its length alone."""
+        least = len(prompt)
+        if isinstance(prompt, str):
+            least = 0 if len(prompt) <= limit else len(prompt) // self._tokenizer.tokenizer.max_token_bytes
+        if least > limit:
+            raise RequestRejected(
+                "context_length_exceeded", f"prompt: at least {least} tokens, the context is {limit}", param="prompt"
+            )
+
+    def prepare(self, prompt: Prompt) -> Prepared:
+        """The whole prompt with this added. Raises RequestRejected, naming what is wrong with it."""
+        if not isinstance(prompt, str) and not isinstance(prompt, Sequence):
+            raise RequestRejected(
+                "invalid_value", f"prompt must be a string, messages or token ids, got {type(prompt).__name__}", param="prompt"
+            )
+        if len(prompt) == 0:
+            raise RequestRejected("empty_prompt", "prompt is empty", param="prompt")
+        if isinstance(prompt, str):
+            return self._prepare_chat([{"role": "user", "content": prompt}])
+        if isinstance(prompt[0], Mapping):
+            return self._prepare_chat(prompt)  # type: ignore[arg-type]
+        return self._prepare_raw(prompt)  # type: ignore[arg-type]
+
+    def commit(self, prepared: Prepared, output: TokenIds, text: str) -> None:
+        """Add the turn: the prompt, and the answer of these ids, of which the reader saw this text."""
+        self._token_ids = prepared.token_ids[:]
+        if prepared.messages is None:
+            self._is_raw = True
+            self._token_ids.extend(output)
+            return
+        closing = self._special(output[-1]) if output else ""
+        body = output[:-1] if closing else output
+        kept = self._matching(body, text)
+        closing = closing if kept == body else ""
+        self._token_ids.extend(kept)
+        self._token_ids.extend(output[-1:] if closing else ())
+        self._messages = (*prepared.messages, {"role": "assistant", "content": text})
+        self._rendering = prepared.rendering + self._tokenizer.protect(text)
+        self._closing = closing
+
+    # ---- chat -----------------------------------------------------------------------------------------------------
+
+    def _prepare_chat(self, prompt: Sequence[Message]) -> Prepared:
+        if self._is_raw:
+            raise RequestRejected(
+                "mixed_prompts", "prompt: the session holds raw token ids, and takes no messages", param="prompt"
+            )
+        messages = (*self._messages, *_messages(prompt, "messages"))
+        rendering = self._tokenizer.render(messages)
+        ids = self._extended(rendering)
+        if not ids:
+            raise RequestRejected("empty_prompt", "prompt: the chat template renders it to nothing", param="prompt")
+        return Prepared(ids, messages, rendering)
+
+    def _extended(self, rendering: str) -> TokenIds:
+        if not self._token_ids or not rendering.startswith(self._rendering):
+            return self._tokenizer.encode_rendering(rendering)
+        rest = rendering[len(self._rendering) :]
+        ids = self._token_ids[:]
+        if self._closing and rest.startswith(self._closing):
+            rest = rest[len(self._closing) :]
+        elif self._closing:  # the template closes a turn in another way
+            del ids[-1]
+        ids.extend(self._tokenizer.encode_rendering(rest))
+        return ids
+
+    def _special(self, token_id: int) -> str:
+        """The special token of this id; "" for an ordinary one."""
+        specials = self._tokenizer.tokenizer.special_tokens
+        return next((text for text, id in specials.items() if id == token_id), "")
+
+    def _matching(self, body: TokenIds, text: str) -> TokenIds:
+        """Ids of exactly this text that begin as `body`: a stop string may have cut it within a token."""
+        decode = self._tokenizer.decode
+        if text in (decode(body), decode(body, skip_special_tokens=False)):
+            return body
+        for length in range(len(body) - 1, -1, -1):
+            begun = decode(body[:length])
+            if text.startswith(begun):
+                kept = body[:length]
+                kept.extend(self._tokenizer.tokenizer.encode_ordinary(text[len(begun) :]))
+                return kept
+        raise AssertionError("the empty text begins every text")
+
+    # ---- raw token ids --------------------------------------------------------------------------------------------
+
+    def _prepare_raw(self, prompt: Sequence[int]) -> Prepared:
+        if self._messages:
+            raise RequestRejected(
+                "mixed_prompts", "prompt: the session holds chat messages, and takes no token ids", param="prompt"
+            )
+        vocab_size = self._tokenizer.tokenizer.vocab_size
+        for index, token_id in enumerate(prompt):
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+                raise RequestRejected(
+                    "invalid_value",
+                    f"prompt[{index}] must be a token id from 0 to {vocab_size - 1}, got {token_id!r:.60}",
+                    param="prompt",
+                )
+        ids = self._token_ids[:]
+        ids.extend(prompt)
+        return Prepared(ids, None, "")
+
+
+def _messages(messages: Sequence[Message], name: str) -> tuple[Message, ...]:
+    """Checked copies, each content one string."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise RequestRejected("invalid_value", f"{name} must be a list of messages", param=name)
+    return tuple(_message(message, f"{name}[{index}]") for index, message in enumerate(messages))
+
+
+def _message(message: Message, name: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise RequestRejected("invalid_value", f"{name} must be a message, got {type(message).__name__}", param=name)
+    if message.get("role") not in ROLES:
+        raise RequestRejected(
+            "invalid_value", f"{name}.role must be one of {', '.join(ROLES)}, got {message.get('role')!r:.60}", param=f"{name}.role"
+        )
+    return {**message, "content": _content(message.get("content"), f"{name}.content")}
+
+
+def _content(content: object, name: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise RequestRejected("invalid_value", f"{name} must be a string or a list of text parts", param=name)
+    texts = []
+    for index, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RequestRejected("invalid_value", f"{name}[{index}] must be a text part", param=f"{name}[{index}]")
+        texts.append(part["text"])
+    return "".join(texts)

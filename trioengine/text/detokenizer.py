@@ -1,0 +1,56 @@
+"""Token ids to text, as they come: never a part of a character, and nothing lost."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+
+from trioengine.text.tokenizer import Tokenizer
+
+_MAX_PENDING = 16  # tokens that a character of a tokenizer with byte fallback can take, and more
+
+
+class Detokenizer:
+    """The texts given add up to what the tokenizer decodes from all the ids at once."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.is_byte_level else None
+        self._skip_special_tokens = skip_special_tokens
+        self._context: list[int] = []  # ids whose text was given, kept for what follows them
+        self._pending: list[int] = []  # ids whose text was not
+
+    def feed(self, ids: Iterable[int]) -> str:
+        """The text that these ids complete."""
+        if self._decoder is not None:
+            skip, token_bytes = self._skip, self._tokenizer.token_bytes
+            return self._decoder.decode(b"".join([token_bytes(id) for id in ids if id not in skip]))
+        return "".join([self._feed_one(token_id) for token_id in ids])
+
+    def flush(self) -> str:
+        """What is left when no more ids come: U+FFFD for a character that was never completed."""
+        if self._decoder is not None:
+            return self._decoder.decode(b"", final=True)
+        return self._give() if self._pending else ""
+
+    def _feed_one(self, token_id: int) -> str:
+        """Decode the new ids behind some that came before: a tokenizer may join or strip at the borders."""
+        self._pending.append(token_id)
+        text = self._new_text()
+        if text.endswith("\ufffd") and len(self._pending) < _MAX_PENDING:
+            return ""  # perhaps a character that is not complete
+        return self._give()
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._context, skip_special_tokens=self._skip_special_tokens)
+        after = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=self._skip_special_tokens)
+        return after[len(before) :]
+
+    def _give(self) -> str:
+        text = self._new_text()
+        if text:
+            self._context, self._pending = self._pending, []
+        else:
+            self._context, self._pending = self._context + self._pending, []
+        return text

@@ -1,0 +1,178 @@
+"""The tokenizer: from a tokenizer.json, or from the metadata of a GGUF file.
+
+The underlying tokenizer always treats special tokens in a text as ordinary text (`encode_special_tokens`), and nothing
+of it is ever switched afterwards, so threads may share it; where special tokens are to be parsed, the text is split at
+them here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as _Tokenizer
+
+from trioengine.core.errors import ModelError
+from trioengine.core.messages import TokenIds, token_ids
+
+_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+
+
+class Tokenizer:
+    """Text to token ids and back. Safe for threads."""
+
+    def __init__(self, tokenizer: _Tokenizer) -> None:
+        tokenizer.encode_special_tokens = True
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_tokens: dict[str, int] = {token.content: id for id, token in added.items() if token.special}
+        self.special_ids = frozenset(self.special_tokens.values())
+        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+        self._bytes: dict[int, bytes] = {}
+        longest_first = sorted(self.special_tokens, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
+
+    @classmethod
+    def from_json(cls, text: str) -> Tokenizer:
+        """From the contents of a tokenizer.json. Raises ModelError."""
+        try:
+            return cls(_Tokenizer.from_str(text))
+        except Exception as exc:  # tokenizers raises Exception itself
+            raise ModelError(f"tokenizer.json cannot be used: {exc}") from exc
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        """From a GGUF file's metadata. Raises ModelError for a kind of tokenizer that is not supported."""
+        kind = metadata.get("tokenizer.ggml.model")
+        if kind != "gpt2":
+            raise ModelError(f"tokenizer.ggml.model is {kind!r}, which is not supported; supported: 'gpt2'")
+        splitting = metadata.get("tokenizer.ggml.pre", "gpt-2")
+        if splitting not in _SPLITTINGS:
+            known = ", ".join(sorted(_SPLITTINGS))
+            raise ModelError(f"tokenizer.ggml.pre is {splitting!r}, which is not supported; supported: {known}")
+        tokens = _strings(metadata, "tokenizer.ggml.tokens")
+        merges = [tuple(merge.split(" ", 1)) for merge in _strings(metadata, "tokenizer.ggml.merges")]
+        if any(len(merge) != 2 for merge in merges):
+            raise ModelError("tokenizer.ggml.merges has an entry that is no pair")
+        vocabulary = {token: id for id, token in enumerate(tokens)}
+        try:
+            model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitting == "llama-bpe")
+        except Exception as exc:  # a merge of unknown tokens
+            raise ModelError(f"tokenizer.ggml.merges cannot be used: {exc}") from exc
+        tokenizer = _Tokenizer(model)
+        if splitting == "qwen2":
+            tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = _SPLITTINGS[splitting]()
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens(_added(tokens, metadata, _CONTROL, special=True))
+        tokenizer.add_tokens(_added(tokens, metadata, _USER_DEFINED, special=False))
+        return cls(tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text; special tokens in it are parsed, none is added."""
+        if self._split is None:
+            return self.encode_ordinary(text)
+        ids: list[int] = []
+        for piece in self._split.split(text):
+            special = self.special_tokens.get(piece)
+            ids.extend(self.encode_ordinary(piece) if special is None else (special,))
+        return ids
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        """Token ids of a text in which nothing is special."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids) if text else []
+
+    def encode_pieces(self, text: str, restore: Callable[[str], str]) -> TokenIds:
+        """As `encode`, but each piece between special tokens goes through `restore` first."""
+        ids = token_ids()
+        for piece in [text] if self._split is None else self._split.split(text):
+            special = self.special_tokens.get(piece)
+            ids.extend(self.encode_ordinary(restore(piece)) if special is None else (special,))
+        return ids
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids; bytes that are no UTF-8 are U+FFFD."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    @cached_property
+    def is_byte_level(self) -> bool:
+        """Whether a token is a string of bytes, whatever stands beside it."""
+        return isinstance(self._tokenizer.decoder, decoders.ByteLevel)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for; b"" for an unknown id. Only for a byte-level tokenizer."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            token = self._tokenizer.id_to_token(token_id)
+            known = self._bytes[token_id] = b"" if token is None else _to_bytes(token)
+        return known
+
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """No token stands for more bytes of a text than that."""
+        return max(len(token.encode()) for token in self._tokenizer.get_vocab(with_added_tokens=True))
+
+
+def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
+    value = metadata.get(key)
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        raise ModelError(f"{key} is missing or no list of strings")
+    return value
+
+
+def _added(tokens: list[str], metadata: Mapping[str, Any], kind: int, *, special: bool) -> list[AddedToken]:
+    types = metadata.get("tokenizer.ggml.token_type", [])
+    found = [token for token, token_type in zip(tokens, types, strict=False) if token_type == kind]
+    return [AddedToken(token, special=special, normalized=False) for token in found]
+
+
+# ---- how a text is split before BPE: tokenizer.ggml.pre, as the models' own tokenizer.json files have it -----------
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+def _by_regex(pattern: str) -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False)
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _gpt2() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _smollm() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+_SPLITTINGS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
+    "gpt-2": _gpt2,
+    "llama-bpe": lambda: _by_regex(_LLAMA3),
+    "qwen2": lambda: _by_regex(_QWEN2),
+    "smollm": _smollm,
+}
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable character for each byte, the other way round."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _to_bytes(token: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF[character] for character in token])
+    except KeyError:  # an added token is plain text
+        return token.encode()
