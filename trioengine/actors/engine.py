@@ -33,6 +33,7 @@ from trioengine.core.messages import (
 )
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.hub.model_files import ModelInfo
+from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.conversation import Prompt
 
 logger = logging.getLogger("trioengine")
@@ -80,6 +81,7 @@ class Engine:
         self._on_progress = on_progress
         self._supervisor = Supervisor(self)
         self._model: ModelInfo | None = None
+        self._tokenizer: ChatTokenizer | None = None
         self._limits: Ready | None = None
         self._sessions: dict[int, Session] = {}  # every one whose slot is taken
         self._nursery: trio.Nursery | None = None
@@ -105,6 +107,7 @@ class Engine:
                 services.start_soon(self._supervise, str(path))
                 try:
                     self._model = await self.ports.run_in_thread(self.ports.read_model, path)
+                    self._tokenizer = ChatTokenizer(self._model.tokenizer, self._model.chat_template)
                     self._check_ready()
                     async with trio.open_nursery() as self._nursery:
                         await self._closing.wait()
@@ -258,6 +261,13 @@ class Engine:
         if self._model is None:
             raise EngineOverloaded("the model is not loaded yet", code="loading")
         return self._model
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """`encode`, `decode` and `apply_chat_template`. EngineOverloaded until the model's files are read."""
+        if self._tokenizer is None:
+            raise EngineOverloaded("the model is not loaded yet", code="loading")
+        return self._tokenizer
 
     @property
     def limits(self) -> Ready:

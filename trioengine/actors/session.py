@@ -41,7 +41,7 @@ from trioengine.core.messages import (
 )
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.text.answer import Answer
-from trioengine.text.conversation import Conversation, Prepared, Prompt
+from trioengine.text.conversation import Conversation, Prepared, Prompt, prompt_length
 
 if TYPE_CHECKING:
     from trioengine.actors.engine import Engine
@@ -113,8 +113,7 @@ class Session:
             raise RuntimeError("a session is entered once")
         self.id = await self._gate.admit(self._gate.admit_session, wait=self._wait)
         try:
-            model = self._engine.model
-            self._conversation = Conversation(model.tokenizer, model.chat_template, self._initial_history)
+            self._conversation = Conversation(self._engine.tokenizer, self._initial_history)
         except BaseException:
             self._gate.free_session()
             raise
@@ -142,7 +141,9 @@ class Session:
         SessionBusy while another request runs, SessionEnded, EngineClosed, and RequestRejected for a bad prompt.
         """
         if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-            raise RequestRejected("invalid_value", f"timeout must be positive seconds, got {timeout!r}", param="timeout")
+            raise RequestRejected(
+                "invalid_value", f"timeout must be positive seconds, got {timeout!r}", param="timeout"
+            )
         deadline = math.inf if timeout is None else trio.current_time() + timeout
         params = SamplingParams() if params is None else params
         return Generation(self, prompt, params, keep_partial=keep_partial, deadline=deadline, wait=wait)
@@ -226,14 +227,15 @@ class Session:
         generation.prompt = None
         limit = self._engine.limits.max_model_len
         self._committed.check_length(prompt, limit)
-        if _size(prompt) + self._committed.size > THREAD_THRESHOLD:
+        if prompt_length(prompt) + self._committed.size > THREAD_THRESHOLD:
             prepared = await self._engine.ports.run_in_thread(self._committed.prepare, prompt)
         else:
             await trio.lowlevel.checkpoint()
             prepared = self._committed.prepare(prompt)
         self._check_prepared(prepared, generation.params)
         generation.prepared = prepared
-        generation.answer = Answer(self._engine.model.tokenizer, generation.params, self._engine.model.eos_token_ids)
+        model = self._engine.model
+        generation.answer = Answer(model.tokenizer, generation.params, model.eos_token_ids)
 
     def _check_prepared(self, prepared: Prepared, params: SamplingParams) -> None:
         limit = self._engine.limits.max_model_len
@@ -248,7 +250,9 @@ class Session:
             for token_id in getattr(params, name):
                 if token_id >= vocab_size:
                     raise RequestRejected(
-                        "invalid_value", f"{name}: token {token_id} is beyond the vocabulary of {vocab_size}", param=name
+                        "invalid_value",
+                        f"{name}: token {token_id} is beyond the vocabulary of {vocab_size}",
+                        param=name,
                     )
 
     async def _commit_when_open(self, generation: Generation) -> None:
@@ -442,10 +446,3 @@ def _common_prefix(left: TokenIds, right: TokenIds) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if left[low:middle] == right[low:middle] else (low, middle)
     return low
-
-
-def _size(prompt: Prompt) -> int:
-    """A prompt's length in characters, or tokens; roughly, for what is not well-formed."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    return sum(len(str(entry)) if isinstance(entry, dict) else 1 for entry in prompt)

@@ -181,7 +181,9 @@ class Supervisor:
     async def _back_off(self) -> None:
         self._deaths += 1
         if self._deaths >= self._config.max_restarts:
-            raise WorkerLost(f"the worker died {self._deaths} times without finishing a request") from self._engine.last_loss
+            raise WorkerLost(
+                f"the worker died {self._deaths} times without finishing a request"
+            ) from self._engine.last_loss
         delays = self._config.restart_delays
         delay = delays[min(self._deaths - 1, len(delays) - 1)]
         self._engine.gate.retry_after = delay + 1.0

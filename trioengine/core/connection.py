@@ -231,6 +231,7 @@ class Connection:
     def _check_audited(self, message: Audited, blame: type[ProtocolError]) -> Callable[[], None]:
         if not self._audits or self._audits[0] != message.audit:
             raise blame(f"AUDITED {message.audit} does not answer the oldest AUDIT")
+
         def apply() -> None:
             self._audits.popleft()
 

@@ -1,9 +1,9 @@
 """The test kit: a simulated worker under the real engine, for tests of programs that embed trioengine.
 
-    async def test_my_program(autojump_clock):
-        async with simulated_engine() as (engine, simulation):
-            completion = await engine.generate("hello")
-            assert completion.text == simulation.reference(...)
+async def test_my_program(autojump_clock):
+    async with simulated_engine() as (engine, simulation):
+        completion = await engine.generate("hello")
+        assert completion.text == simulation.reference(...)
 """
 
 from trioengine.testing.simulated_worker import SimulatedWorker as SimulatedWorker

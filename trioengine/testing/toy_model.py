@@ -76,7 +76,7 @@ class ToyRunner:
 @cache
 def toy_model(context_length: int = 512) -> ModelInfo:
     """The toy model's files, as `hub.model_files.read_model` would give them."""
-    tokenizer = Tokenizer.from_json(_tokenizer_json(), eos_token_ids=(IM_END, END_OF_TEXT))
+    tokenizer = Tokenizer.from_json(_tokenizer_json())
     return ModelInfo(
         path=Path("toy"),
         format=ModelFormat.GGUF,

@@ -82,4 +82,3 @@ class Answer:
         if text:
             self._pieces.append(text)
         return Delta(text, num_tokens, stopped)
-

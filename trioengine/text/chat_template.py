@@ -39,7 +39,9 @@ class ChatTemplate:
                 messages=messages, add_generation_prompt=add_generation_prompt, tools=None, **self._tokens
             )
         except _Raised as exc:
-            raise RequestRejected("template_error", f"messages: the chat template says: {exc}", param="messages") from None
+            raise RequestRejected(
+                "template_error", f"messages: the chat template says: {exc}", param="messages"
+            ) from None
         except Exception as exc:  # whatever the template's author wrote; its details are not the client's
             raise RequestRejected(
                 "template_error", "messages: the model's chat template cannot render them", param="messages"

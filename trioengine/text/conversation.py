@@ -61,9 +61,11 @@ class Conversation:
 
     def check_length(self, prompt: Prompt, limit: int) -> None:
         """Refuse, before any tokenizing, a prompt that cannot fit `limit` tokens by its length alone."""
-        least = len(prompt)
-        if isinstance(prompt, str):
-            least = 0 if len(prompt) <= limit else len(prompt) // self._tokenizer.tokenizer.max_token_bytes
+        length = prompt_length(prompt)
+        if length <= limit:
+            return
+        is_ids = not isinstance(prompt, str) and not isinstance(prompt[0], Mapping)
+        least = length if is_ids else length // self._tokenizer.tokenizer.max_token_bytes
         if least > limit:
             raise RequestRejected(
                 "context_length_exceeded", f"prompt: at least {least} tokens, the context is {limit}", param="prompt"
@@ -73,7 +75,9 @@ class Conversation:
         """The whole prompt with this added. Raises RequestRejected, naming what is wrong with it."""
         if not isinstance(prompt, str) and not isinstance(prompt, Sequence):
             raise RequestRejected(
-                "invalid_value", f"prompt must be a string, messages or token ids, got {type(prompt).__name__}", param="prompt"
+                "invalid_value",
+                f"prompt must be a string, messages or token ids, got {type(prompt).__name__}",
+                param="prompt",
             )
         if len(prompt) == 0:
             raise RequestRejected("empty_prompt", "prompt is empty", param="prompt")
@@ -164,6 +168,18 @@ class Conversation:
         return Prepared(ids, None, "")
 
 
+def prompt_length(prompt: Prompt) -> int:
+    """Characters of a text or of messages, or token ids; 0 for what is none of them."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if not isinstance(prompt, Sequence):
+        return 0
+    if not any(isinstance(entry, Mapping) for entry in prompt[:1]):
+        return len(prompt)
+    contents = [entry.get("content") for entry in prompt if isinstance(entry, Mapping)]
+    return sum(len(content) for content in contents if isinstance(content, str))
+
+
 def _messages(messages: Sequence[Message], name: str) -> tuple[Message, ...]:
     """Checked copies, each content one string."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
@@ -176,7 +192,9 @@ def _message(message: Message, name: str) -> Message:
         raise RequestRejected("invalid_value", f"{name} must be a message, got {type(message).__name__}", param=name)
     if message.get("role") not in ROLES:
         raise RequestRejected(
-            "invalid_value", f"{name}.role must be one of {', '.join(ROLES)}, got {message.get('role')!r:.60}", param=f"{name}.role"
+            "invalid_value",
+            f"{name}.role must be one of {', '.join(ROLES)}, got {message.get('role')!r:.60}",
+            param=f"{name}.role",
         )
     return {**message, "content": _content(message.get("content"), f"{name}.content")}
 
