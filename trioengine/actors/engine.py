@@ -372,12 +372,19 @@ async def open_engine(
     exception of the body comes out as it is, not in a group.
     """
     engine = Engine(config, ports=ports, on_progress=on_progress)
+    async with open_unwrapped_nursery() as nursery:
+        nursery.start_soon(engine.run)
+        await engine.ready()
+        yield engine
+        engine.close()
+
+
+@asynccontextmanager
+async def open_unwrapped_nursery() -> AsyncIterator[trio.Nursery]:
+    """A nursery out of which a single exception comes as it is, not in a group."""
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(engine.run)
-            await engine.ready()
-            yield engine
-            engine.close()
+            yield nursery
     except BaseExceptionGroup as group:
         error = _single_leaf(group)
         raise error from error.__cause__

@@ -140,6 +140,10 @@ async def _find_model(model: str, progress: Callable[[int, int], None] | None) -
     return await trio.to_thread.run_sync(resolve, model, report)
 
 
+def _mint_seed() -> int:
+    return random.SystemRandom().getrandbits(63)
+
+
 @dataclass(frozen=True)
 class Ports:
     """The outside world, as functions; the default is the real one.
@@ -152,4 +156,4 @@ class Ports:
     run_in_thread: Callable[..., Awaitable[Any]] = _run_in_thread
     find_model: Callable[[str, Callable[[int, int], None] | None], Awaitable[Path]] = _find_model
     read_model: Callable[[Path], ModelInfo] = read_model
-    mint_seed: Callable[[], int] = partial(random.SystemRandom().getrandbits, 63)
+    mint_seed: Callable[[], int] = _mint_seed

@@ -61,7 +61,7 @@ class Incarnation:
         self.process.kill()
 
     async def shut_down(self) -> None:
-        """Write what is posted, ask it to exit, then tell it to, then kill it. One that is not ready has nothing to lose."""
+        """Write what is posted, ask it to exit, then tell it to, then kill it; at once where it is not ready yet."""
         if not self.ready:
             self.process.kill()
             return
@@ -181,9 +181,8 @@ class Supervisor:
     async def _back_off(self) -> None:
         self._deaths += 1
         if self._deaths >= self._config.max_restarts:
-            raise WorkerLost(
-                f"the worker died {self._deaths} times without finishing a request"
-            ) from self._engine.last_loss
+            last = self._engine.last_loss
+            raise WorkerLost(f"the worker died {self._deaths} times without finishing a request; {last}") from last
         delays = self._config.restart_delays
         delay = delays[min(self._deaths - 1, len(delays) - 1)]
         self._engine.gate.retry_after = delay + 1.0

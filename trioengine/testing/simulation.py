@@ -11,7 +11,7 @@ from typing import Any
 
 import trio
 
-from trioengine.actors.engine import Engine, open_engine
+from trioengine.actors.engine import Engine, open_engine, open_unwrapped_nursery
 from trioengine.actors.ports import Ports, WorkerProcess
 from trioengine.core.config import EngineConfig
 from trioengine.testing.simulated_worker import Behaviour, SimulatedWorker
@@ -93,7 +93,7 @@ async def simulated_engine(
     thread_passes: int = 1,
 ) -> AsyncIterator[tuple[Engine, Simulation]]:
     """An engine that is ready, over a simulated worker. Use MockClock: a step takes simulated time."""
-    async with trio.open_nursery() as nursery:
+    async with open_unwrapped_nursery() as nursery:
         simulation = Simulation(nursery, limits=limits, behaviours=behaviours, thread_passes=thread_passes)
         config = EngineConfig(model="toy", max_num_seqs=limits.max_num_seqs) if config is None else config
         async with open_engine(config, ports=simulation.ports) as engine:

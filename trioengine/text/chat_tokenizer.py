@@ -52,7 +52,7 @@ class ChatTokenizer:
         return self._template.render(protected, add_generation_prompt=add_generation_prompt)
 
     def encode_rendering(self, rendering: str) -> TokenIds:
-        """Token ids of a rendering, or of a part of one that begins and ends beside a special token or with the text."""
+        """Token ids of a rendering, or of what follows a special token in one."""
         return self.tokenizer.encode_pieces(rendering, self._restore)
 
     def protect(self, content: str) -> str:
