@@ -1,0 +1,178 @@
+"""The block manager and the prefix cache: counts, sharing, eviction, and books that notice being cooked."""
+
+from __future__ import annotations
+
+import pytest
+from toy_runner import sequence_of
+
+from trioengine.core.errors import InvariantError
+from trioengine.worker.scheduling.block_manager import BlockManager
+from trioengine.worker.scheduling.prefix_cache import ROOT_DIGEST, PrefixCache, block_digest
+from trioengine.worker.scheduling.sequence import Sequence
+
+BLOCK_SIZE = 4
+
+
+def counts(blocks: BlockManager) -> tuple[int, int, int]:
+    return blocks.num_free, blocks.num_cached, blocks.num_held
+
+
+def compute(blocks: BlockManager, sequence: Sequence) -> None:
+    """All tokens are computed now."""
+    before = sequence.num_computed_tokens
+    sequence.num_computed_tokens = sequence.num_tokens
+    blocks.register(sequence, before)
+
+
+def computed(blocks: BlockManager, request: int, prompt: list[int]) -> Sequence:
+    sequence = sequence_of(request, prompt)
+    assert blocks.allocate(sequence, blocks.find_prefix(sequence))
+    compute(blocks, sequence)
+    return sequence
+
+
+def test_only_full_blocks_stay_cached() -> None:
+    blocks = BlockManager(8, BLOCK_SIZE)
+    sequence = computed(blocks, 1, list(range(10)))
+    assert counts(blocks) == (5, 0, 3)
+    blocks.release(sequence)
+    assert counts(blocks) == (6, 2, 0)
+    assert sequence.block_table == []
+    blocks.check_integrity([])
+
+
+def test_a_prefix_is_shared_while_held_and_found_after_release() -> None:
+    blocks = BlockManager(8, BLOCK_SIZE)
+    first = computed(blocks, 1, list(range(10)))
+    second = computed(blocks, 2, [*range(8), 30, 31])
+    assert second.block_table[:2] == first.block_table[:2]
+    assert counts(blocks) == (4, 0, 4)
+    blocks.check_integrity([first, second])
+    blocks.release(first)
+    blocks.release(second)
+    third = sequence_of(3, list(range(10)))
+    assert len(blocks.find_prefix(third)) == 2
+    assert blocks.allocate(third, blocks.find_prefix(third))
+    assert third.num_computed_tokens == 8
+
+
+def test_one_token_is_always_left_to_compute() -> None:
+    blocks = BlockManager(8, BLOCK_SIZE)
+    blocks.release(computed(blocks, 1, list(range(8))))
+    assert len(blocks.find_prefix(sequence_of(2, list(range(8))))) == 1
+    assert len(blocks.find_prefix(sequence_of(3, list(range(9))))) == 2
+
+
+def test_equal_blocks_after_different_prefixes_are_different() -> None:
+    blocks = BlockManager(8, BLOCK_SIZE)
+    blocks.release(computed(blocks, 1, [1, 1, 1, 1, 5, 5, 5, 5, 9]))
+    assert blocks.find_prefix(sequence_of(2, [2, 2, 2, 2, 5, 5, 5, 5, 9])) == []
+    assert block_digest(ROOT_DIGEST, [1, 2]) != block_digest(block_digest(ROOT_DIGEST, [1]), [2])
+
+
+def test_later_blocks_of_a_prefix_are_evicted_first_and_older_prefixes_before_newer() -> None:
+    blocks = BlockManager(6, BLOCK_SIZE)
+    blocks.release(computed(blocks, 1, [1] * 12))
+    blocks.release(computed(blocks, 2, [2] * 12))
+    assert counts(blocks) == (0, 6, 0)
+    assert blocks.allocate(sequence_of(3, [3] * 8), [])
+    assert len(blocks.find_prefix(sequence_of(4, [1] * 13))) == 1
+    assert len(blocks.find_prefix(sequence_of(5, [2] * 13))) == 3
+
+
+def test_a_block_computed_twice_is_registered_once() -> None:
+    blocks = BlockManager(8, BLOCK_SIZE)
+    first, second = sequence_of(1, [7] * 5), sequence_of(2, [7] * 5)
+    for sequence in (first, second):
+        assert blocks.allocate(sequence, [])
+    for sequence in (first, second):
+        compute(blocks, sequence)
+    assert set(first.block_table).isdisjoint(second.block_table)
+    blocks.release(second)
+    assert counts(blocks) == (6, 0, 2)
+    blocks.release(first)
+    assert counts(blocks) == (7, 1, 0)
+    blocks.check_integrity([])
+
+
+def test_nothing_changes_where_blocks_do_not_suffice() -> None:
+    blocks = BlockManager(4, BLOCK_SIZE)
+    first = computed(blocks, 1, [1] * 12)
+    late = sequence_of(2, [2] * 8)
+    assert not blocks.allocate(late, [])
+    assert late.block_table == []
+    first.token_ids += [1] * 12
+    assert not blocks.grow(first)
+    assert len(first.block_table) == 3
+    assert counts(blocks) == (1, 0, 3)
+    assert not blocks.allocate(sequence_of(3, [3]), [], reserve=1)
+    assert blocks.allocate(sequence_of(4, [4]), [])
+
+
+def test_blocks_that_are_revived_do_not_count_as_available() -> None:
+    blocks = BlockManager(3, BLOCK_SIZE)
+    blocks.release(computed(blocks, 1, [1] * 8))
+    longer = sequence_of(2, [1] * 16)
+    prefix = blocks.find_prefix(longer)
+    assert len(prefix) == 2
+    assert not blocks.allocate(longer, prefix)
+    assert counts(blocks) == (1, 2, 0)
+
+
+def test_what_is_discarded_is_found_by_nobody() -> None:
+    blocks = BlockManager(8, BLOCK_SIZE)
+    first, second = computed(blocks, 1, [1] * 9), computed(blocks, 2, [1] * 9)
+    blocks.discard(second)
+    assert blocks.find_prefix(sequence_of(3, [1] * 9)) == []
+    blocks.release(first)
+    assert counts(blocks) == (8, 0, 0)
+    blocks.check_integrity([])
+
+
+def test_caching_can_be_off() -> None:
+    blocks = BlockManager(8, BLOCK_SIZE, enable_prefix_caching=False)
+    blocks.release(computed(blocks, 1, [1] * 9))
+    assert counts(blocks) == (8, 0, 0)
+    assert blocks.find_prefix(sequence_of(2, [1] * 9)) == []
+
+
+def test_evicting_from_an_empty_cache_is_an_error() -> None:
+    with pytest.raises(KeyError, match="unused"):
+        PrefixCache().evict()
+
+
+def _leak(blocks: BlockManager, sequence: Sequence) -> None:
+    sequence.block_table.pop()
+
+
+def _free_twice(blocks: BlockManager, sequence: Sequence) -> None:
+    blocks._free.append(blocks._free[0])
+
+
+def _free_while_held(blocks: BlockManager, sequence: Sequence) -> None:
+    blocks._free.append(sequence.block_table[0])
+
+
+def _share_without_counting(blocks: BlockManager, sequence: Sequence) -> None:
+    sequence.block_table.append(sequence.block_table[0])
+
+
+def _lose_a_digest(blocks: BlockManager, sequence: Sequence) -> None:
+    blocks._cache._blocks.popitem()
+
+
+def _keep_what_holds_nothing(blocks: BlockManager, sequence: Sequence) -> None:
+    blocks._cache.mark_unused(blocks._free.pop())
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [_leak, _free_twice, _free_while_held, _share_without_counting, _lose_a_digest, _keep_what_holds_nothing],
+)
+def test_integrity_notices(harm) -> None:  # type: ignore[no-untyped-def]
+    blocks = BlockManager(8, BLOCK_SIZE)
+    sequence = computed(blocks, 1, [1] * 9)
+    blocks.check_integrity([sequence])
+    harm(blocks, sequence)
+    with pytest.raises(InvariantError):
+        blocks.check_integrity([sequence])

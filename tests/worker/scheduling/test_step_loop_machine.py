@@ -1,0 +1,230 @@
+"""Random sessions on a tiny KV cache: every token is the reference's, every block comes back.
+
+The machine keeps the engine's mirror of each session, checks each row against the toy model's answer for that mirror,
+and compares all books after every event. Few blocks and few distinct prompts make preemption, eviction and shared
+prefixes common.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from toy_runner import EOS, VOCAB_SIZE, ToyRunner, next_token
+
+from trioengine.core.messages import (
+    AddMessage,
+    AddSession,
+    Audit,
+    Audited,
+    EndSession,
+    FinishReason,
+    FromWorker,
+    RequestFailed,
+    SessionEnded,
+    StopSession,
+    Tokens,
+    TokensRow,
+    token_ids,
+)
+from trioengine.core.sampling_params import SamplingParams
+from trioengine.worker.scheduling.limits import Limits
+from trioengine.worker.scheduling.step_loop import StepLoop
+
+MAX_SESSIONS = 6
+
+
+@dataclass
+class Request:
+    number: int
+    params: SamplingParams
+    num_output: int = 0
+
+
+@dataclass
+class Mirror:
+    tokens: list[int] = field(default_factory=list)
+    request: Request | None = None
+
+
+class StepLoopMachine(RuleBasedStateMachine):
+    @initialize(
+        kv_blocks_total=st.integers(2, 12),
+        block_size=st.integers(1, 4),
+        max_num_seqs=st.integers(1, 4),
+        max_num_batched_tokens=st.integers(1, 16),
+        max_model_len=st.integers(2, 40),
+        enable_prefix_caching=st.booleans(),
+    )
+    def start(self, **limits: int) -> None:
+        self.limits = Limits(vocab_size=VOCAB_SIZE, **limits)  # type: ignore[arg-type]
+        self.runner = ToyRunner(self.limits)
+        self.step_loop = StepLoop(self.runner, self.limits, lambda: 0.0)
+        self.mirrors: dict[int, Mirror] = {}
+        self.last_session = 0
+        self.last_request = 0
+
+    @property
+    def idle(self) -> list[int]:
+        return [session for session, mirror in self.mirrors.items() if mirror.request is None]
+
+    @property
+    def busy(self) -> list[int]:
+        return [session for session, mirror in self.mirrors.items() if mirror.request is not None]
+
+    @precondition(lambda self: len(self.mirrors) < MAX_SESSIONS)
+    @rule()
+    def add_session(self) -> None:
+        self.last_session += 1
+        assert self.step_loop.handle(AddSession(self.last_session)) == []
+        self.mirrors[self.last_session] = Mirror()
+
+    @precondition(lambda self: self.idle)
+    @rule(
+        data=st.data(),
+        length=st.integers(0, 20),
+        token=st.integers(1, 2),
+        max_tokens=st.integers(1, 20),
+        min_tokens=st.integers(0, 3),
+        ignore_eos=st.booleans(),
+        stop_token_ids=st.sampled_from([(), (3,), (3, 4, 5, 6, 7)]),
+    )
+    def add_message(
+        self,
+        data: st.DataObject,
+        length: int,
+        token: int,
+        max_tokens: int,
+        min_tokens: int,
+        ignore_eos: bool,
+        stop_token_ids: tuple[int, ...],
+    ) -> None:
+        session = data.draw(st.sampled_from(self.idle))
+        mirror = self.mirrors[session]
+        base = data.draw(st.sampled_from([0, len(mirror.tokens)]) | st.integers(0, len(mirror.tokens)))
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min(min_tokens, max_tokens),
+            ignore_eos=ignore_eos,
+            stop_token_ids=stop_token_ids,
+            seed=1,
+        )
+        self.last_request += 1
+        mirror.tokens = [*mirror.tokens[:base], *[token] * length]
+        mirror.request = Request(self.last_request, params)
+        message = AddMessage(session, self.last_request, base, token_ids([token] * length), params, (EOS,))
+        replies = self.step_loop.handle(message)
+        fits = 0 < len(mirror.tokens) < self.limits.max_sequence_len
+        assert bool(replies) is not fits
+        self.take(replies)
+
+    @precondition(lambda self: self.mirrors)
+    @rule(data=st.data())
+    def stop(self, data: st.DataObject) -> None:
+        session = data.draw(st.sampled_from(sorted(self.mirrors)))
+        request = self.mirrors[session].request
+        replies = self.step_loop.handle(StopSession(session, request.number if request else self.last_request + 1))
+        assert len(replies) == (request is not None)
+        self.take(replies)
+
+    @precondition(lambda self: self.mirrors)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        session = data.draw(st.sampled_from(sorted(self.mirrors)))
+        assert self.step_loop.handle(EndSession(session)) == [SessionEnded(session)]
+        del self.mirrors[session]
+
+    @precondition(lambda self: self.busy)
+    @rule(data=st.data())
+    def break_sampling(self, data: st.DataObject) -> None:
+        request = self.mirrors[data.draw(st.sampled_from(self.busy))].request
+        assert request is not None
+        self.runner.failing.add(request.number)
+
+    @rule(num_steps=st.integers(1, 5))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.take(self.step_loop.step())
+            self.step_loop.check_integrity()
+
+    @rule()
+    def audit(self) -> None:
+        (audited,) = self.step_loop.handle(Audit(1))
+        assert isinstance(audited, Audited)
+        assert audited.sessions == tuple(sorted(self.mirrors))
+        requests = [mirror.request.number for mirror in self.mirrors.values() if mirror.request is not None]
+        assert audited.requests == tuple(sorted(requests))
+        counts = (audited.kv_blocks_free, audited.kv_blocks_cached, audited.kv_blocks_held)
+        assert min(counts) >= 0
+        assert sum(counts) == audited.kv_blocks_total
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.step_loop.check_integrity()
+        assert self.step_loop.has_work is bool(self.busy)
+        for session, mirror in self.mirrors.items():
+            assert self.step_loop.held_tokens(session).tolist() == mirror.tokens
+        listed = [*self.step_loop._scheduler._running, *self.step_loop._scheduler._waiting]
+        assert [sequence.request for sequence in listed] == sorted(sequence.request for sequence in listed)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "step_loop"):
+            return
+        steps_left = 100 * len(self.busy) * self.limits.max_sequence_len
+        while self.busy:
+            self.take(self.step_loop.step())
+            steps_left -= 1
+            assert steps_left > 0, "no progress"
+        for session in list(self.mirrors):
+            self.step_loop.handle(EndSession(session))
+        self.step_loop.check_integrity()
+        statistics = self.step_loop.statistics()
+        assert statistics.num_sessions == statistics.num_running == statistics.num_waiting == 0
+        assert statistics.kv_blocks_free + statistics.kv_blocks_cached == statistics.kv_blocks_total
+
+    def take(self, replies: list[FromWorker]) -> None:
+        for reply in replies:
+            match reply:
+                case Tokens(rows=rows):
+                    assert rows
+                    for row in rows:
+                        self.take_row(row)
+                case RequestFailed(session=session, request=number):
+                    request = self.mirrors[session].request
+                    assert request is not None
+                    assert request.number == number
+                    self.mirrors[session].request = None
+                case _:
+                    raise AssertionError(f"{reply} was not asked for")
+
+    def take_row(self, row: TokensRow) -> None:
+        mirror = self.mirrors[row.session]
+        request = mirror.request
+        assert request is not None
+        assert request.number == row.request
+        if row.finish_reason is not FinishReason.ABORT:
+            assert row.token_ids.tolist() == [next_token(mirror.tokens)]
+            mirror.tokens += row.token_ids
+            request.num_output += 1
+            assert row.finish_reason is self.expected_end(mirror.tokens, request)
+        if row.finish_reason is not None:
+            assert row.usage is not None
+            assert row.usage.completion_tokens == request.num_output
+            assert row.usage.prompt_tokens == len(mirror.tokens) - request.num_output
+            assert row.usage.cached_tokens < row.usage.prompt_tokens
+            mirror.request = None
+
+    def expected_end(self, tokens: list[int], request: Request) -> FinishReason | None:
+        params = request.params
+        stops = tokens[-1] in params.stop_token_ids or (tokens[-1] == EOS and not params.ignore_eos)
+        if stops and request.num_output >= params.min_tokens:
+            return FinishReason.STOP
+        if request.num_output == params.max_tokens or len(tokens) == self.limits.max_sequence_len:
+            return FinishReason.LENGTH
+        return None
+
+
+TestStepLoopMachine = StepLoopMachine.TestCase
+TestStepLoopMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
