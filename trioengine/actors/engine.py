@@ -391,8 +391,13 @@ async def open_unwrapped_nursery() -> AsyncIterator[trio.Nursery]:
 
 
 def _single_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one exception in nested groups; the group itself if there are several."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return group if isinstance(error, BaseExceptionGroup) else error
+    """The one exception in nested groups (it may be there twice); the group itself if there are several."""
+    leaves: dict[int, BaseException] = {}
+    todo: list[BaseException] = [group]
+    while todo:
+        error = todo.pop()
+        if isinstance(error, BaseExceptionGroup):
+            todo.extend(error.exceptions)
+        else:
+            leaves[id(error)] = error
+    return next(iter(leaves.values())) if len(leaves) == 1 else group

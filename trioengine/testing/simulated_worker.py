@@ -111,6 +111,7 @@ class SimulatedWorker:
         """Never end a step again; PING is still answered."""
         if self.health is Health.WELL:
             self.health = Health.STALLED
+            self._turn_to(Activity.STEPPING)
 
     def say(self, data: bytes) -> None:
         """Write these bytes, whatever they are."""
@@ -121,15 +122,13 @@ class SimulatedWorker:
 
     async def run(self) -> None:
         """Load, then step and answer until dead."""
-        while self.health is not Health.DEAD:
-            if self.health is Health.WELL and (self._queue or self.step_loop.has_work):
+        while self.health is Health.WELL:
+            if self._queue or self.step_loop.has_work:
                 await self._turn()
             else:
-                self._turn_to(Activity.STEPPING if self.health is Health.STALLED else Activity.IDLE)
+                self._turn_to(Activity.IDLE)
                 await self._arrived.wait()
                 self._arrived = trio.Event()
-            if self.health in (Health.HUNG, Health.STALLED):
-                await self._dead.wait()
 
     async def _turn(self) -> None:
         while self._queue and self.health is Health.WELL:
