@@ -79,7 +79,7 @@ class _Json:
         value = self._fields.get(field)
         if not is_count(value):
             raise self.bad(field, "must be a positive integer")
-        return int(value)
+        return value
 
     def token_ids(self, field: str, vocab_size: int) -> tuple[int, ...]:
         """A token id or a list of them; empty if it is absent or null."""
@@ -111,9 +111,10 @@ def _eos_token_ids(
 
 
 def _chat_template(directory: Path, config: _Json) -> ChatTemplate | None:
-    file = directory / "chat_template.jinja"
-    if file.exists():
-        path, source = file, _text(file)
+    path = directory / "chat_template.jinja"
+    source: str | None
+    if path.exists():
+        source = _text(path)
     else:
         path, source = directory / _TOKENIZER, _configured_template(config)
     if source is None:

@@ -10,7 +10,7 @@ import json
 import math
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from trioengine.core.errors import ModelError
 
@@ -27,7 +27,7 @@ _BITS = {
 
 
 def check_safetensors(path: Path) -> None:
-    """Return if the file is whole; its tensors' bytes are not read. Raises ModelError naming the file and the tensor."""
+    """Return if the file is whole; only its header is read. Raises ModelError, naming the file and the tensor."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -107,5 +107,5 @@ def _place(name: str, tensor: Any) -> tuple[int, int]:
     return begin, end
 
 
-def _are_sizes(value: Any) -> bool:
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(entry) is int and entry >= 0 for entry in value)
