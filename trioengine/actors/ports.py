@@ -34,7 +34,7 @@ class WorkerProcess(Protocol):
     receive_stream: trio.abc.ReceiveStream
 
     async def wait(self) -> None:
-        """Wait for the process's death (not for the end of its pipe: a grandchild may hold that open)."""
+        """Wait, in one task, for the process's death (not for its pipe's end: a grandchild may hold that open)."""
         ...
 
     def terminate(self) -> None:

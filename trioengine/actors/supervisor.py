@@ -40,6 +40,7 @@ class Incarnation:
         self._last_progress = trio.current_time()
         self._pong: trio.Event | None = None  # set: the PING was answered
         self._end_of_stream = trio.Event()
+        self._dead = trio.Event()
 
     async def run(self, config: WorkerConfig) -> None:
         """Run the process to its death; cancelled, it is killed. What was in flight is the caller's to settle."""
@@ -49,6 +50,7 @@ class Incarnation:
             nursery.start_soon(self._read)
             nursery.start_soon(self._watch)
             await self.process.wait()
+            self._dead.set()
             with trio.move_on_after(LAST_FRAMES_TIMEOUT):
                 await self._end_of_stream.wait()
             nursery.cancel_scope.cancel()
@@ -67,11 +69,11 @@ class Incarnation:
             return
         self.link.post(Shutdown())
         with trio.move_on_after(self._config.shutdown_timeout / 2):
-            await self.process.wait()
+            await self._dead.wait()
             return
         self.process.terminate()
         with trio.move_on_after(TERMINATE_TIMEOUT):
-            await self.process.wait()
+            await self._dead.wait()
             return
         self.kill("it did not end when told to")
 
