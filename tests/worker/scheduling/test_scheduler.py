@@ -179,14 +179,14 @@ def test_a_prompt_that_leaves_one_token_is_accepted() -> None:
 def test_a_failed_sequence_fails_alone_and_its_blocks_are_not_cached() -> None:
     scheduler, runner = make()
     runner.failing = {1}
-    scheduler.add(sequence_of(1, [1] * 9))
+    scheduler.add(sequence_of(1, [1] * 20))
     scheduler.add(sequence_of(2, [2] * 5))
     ends = {row.sequence.request: row for row in run_all(scheduler, runner)}
     assert ends[1].finish_reason is FinishReason.ERROR
-    assert ends[1].sequence.token_ids == [1] * 9
+    assert ends[1].sequence.token_ids == [1] * 20
     assert ends[2].finish_reason is FinishReason.LENGTH
     assert scheduler.blocks.num_cached == 2
-    scheduler.add(sequence_of(3, [1] * 9))
+    scheduler.add(sequence_of(3, [1] * 20))
     run_all(scheduler, runner)
     assert scheduler.statistics(0).prefix_cache_hits == 0
 
@@ -322,6 +322,11 @@ def test_the_oldest_always_makes_progress() -> None:
         run_step(scheduler, runner)
         assert oldest.num_tokens == length
     assert [row.sequence.request for row in run_all(scheduler, runner)] == [1, 2, 3, 4]
+
+
+def test_a_sequence_that_needs_every_block_runs() -> None:
+    reason, tokens = finish([1] * 15, params(5), kv_blocks_total=4)
+    assert (reason, len(tokens)) == (FinishReason.LENGTH, 1)
 
 
 def test_a_block_is_kept_back_for_each_that_runs() -> None:

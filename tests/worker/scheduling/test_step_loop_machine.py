@@ -33,7 +33,7 @@ from trioengine.core.sampling_params import SamplingParams
 from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.step_loop import StepLoop
 
-MAX_SESSIONS = 6
+MAX_SESSIONS = 8
 
 
 @dataclass
@@ -51,9 +51,9 @@ class Mirror:
 
 class StepLoopMachine(RuleBasedStateMachine):
     @initialize(
-        kv_blocks_total=st.integers(2, 12),
+        kv_blocks_total=st.integers(2, 16),
         block_size=st.integers(1, 4),
-        max_num_seqs=st.integers(1, 4),
+        max_num_seqs=st.integers(1, 6),
         max_num_batched_tokens=st.integers(1, 16),
         max_model_len=st.integers(2, 40),
         enable_prefix_caching=st.booleans(),
@@ -74,16 +74,10 @@ class StepLoopMachine(RuleBasedStateMachine):
     def busy(self) -> list[int]:
         return [session for session, mirror in self.mirrors.items() if mirror.request is not None]
 
-    @precondition(lambda self: len(self.mirrors) < MAX_SESSIONS)
-    @rule()
-    def add_session(self) -> None:
-        self.last_session += 1
-        assert self.step_loop.handle(AddSession(self.last_session)) == []
-        self.mirrors[self.last_session] = Mirror()
-
-    @precondition(lambda self: self.idle)
+    @precondition(lambda self: self.idle or len(self.mirrors) < MAX_SESSIONS)
     @rule(
         data=st.data(),
+        fresh=st.booleans(),
         length=st.integers(0, 20),
         token=st.integers(1, 2),
         max_tokens=st.integers(1, 20),
@@ -94,6 +88,7 @@ class StepLoopMachine(RuleBasedStateMachine):
     def add_message(
         self,
         data: st.DataObject,
+        fresh: bool,
         length: int,
         token: int,
         max_tokens: int,
@@ -101,7 +96,11 @@ class StepLoopMachine(RuleBasedStateMachine):
         ignore_eos: bool,
         stop_token_ids: tuple[int, ...],
     ) -> None:
-        session = data.draw(st.sampled_from(self.idle))
+        session = (
+            data.draw(st.sampled_from(self.idle))
+            if self.idle and not (fresh and len(self.mirrors) < MAX_SESSIONS)
+            else self.add_session()
+        )
         mirror = self.mirrors[session]
         base = data.draw(st.sampled_from([0, len(mirror.tokens)]) | st.integers(0, len(mirror.tokens)))
         params = SamplingParams(
@@ -143,14 +142,14 @@ class StepLoopMachine(RuleBasedStateMachine):
         assert request is not None
         self.runner.failing.add(request.number)
 
-    @rule(num_steps=st.integers(1, 5))
+    @rule(num_steps=st.integers(1, 8))
     def step(self, num_steps: int) -> None:
         for _ in range(num_steps):
             self.take(self.step_loop.step())
             self.step_loop.check_integrity()
 
-    @rule()
-    def audit(self) -> None:
+    @invariant()
+    def audit_agrees(self) -> None:
         (audited,) = self.step_loop.handle(Audit(1))
         assert isinstance(audited, Audited)
         assert audited.sessions == tuple(sorted(self.mirrors))
@@ -215,6 +214,12 @@ class StepLoopMachine(RuleBasedStateMachine):
             assert row.usage.prompt_tokens == len(mirror.tokens) - request.num_output
             assert row.usage.cached_tokens < row.usage.prompt_tokens
             mirror.request = None
+
+    def add_session(self) -> int:
+        self.last_session += 1
+        assert self.step_loop.handle(AddSession(self.last_session)) == []
+        self.mirrors[self.last_session] = Mirror()
+        return self.last_session
 
     def expected_end(self, tokens: list[int], request: Request) -> FinishReason | None:
         params = request.params

@@ -144,10 +144,11 @@ class Scheduler:
             if sequence.status is not SequenceStatus.RUNNING:
                 raise InvariantError(f"request {sequence.request} runs and is {sequence.status.value}")
         for sequence in self._waiting:
-            if sequence.status not in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED) or sequence.block_table:
+            waits = sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED)
+            if not waits or sequence.block_table or sequence.num_computed_tokens:
                 raise InvariantError(
-                    f"request {sequence.request} waits, is {sequence.status.value} "
-                    f"and holds {len(sequence.block_table)} blocks"
+                    f"request {sequence.request} waits, is {sequence.status.value}, holds {len(sequence.block_table)} "
+                    f"blocks and has {sequence.num_computed_tokens} tokens computed"
                 )
         self.blocks.check_integrity(listed)
 

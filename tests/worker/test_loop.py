@@ -1,0 +1,304 @@
+"""The main loop and the transport over real pipes, with a toy runner, in a thread of this process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from toy_worker import EngineEnd, ToyRunner, request
+
+from trioengine.core.config import WorkerConfig
+from trioengine.core.errors import InvalidConfig, ModelError
+from trioengine.core.messages import (
+    Activity,
+    AddSession,
+    Audit,
+    Audited,
+    Configure,
+    EndSession,
+    Fatal,
+    FinishReason,
+    Loading,
+    Ping,
+    Pong,
+    Ready,
+    RequestFailed,
+    SessionEnded,
+    Shutdown,
+    StopSession,
+    Tokens,
+)
+from trioengine.worker.loop import OnProgress, serve
+from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
+from trioengine.worker.transport import Progress, Transport
+
+
+class Worker:
+    """A worker in a thread: `engine` talks to it, `join` gives its exit status."""
+
+    def __init__(self) -> None:
+        to_worker, from_worker = os.pipe(), os.pipe()
+        self.engine = EngineEnd(from_worker[0], to_worker[1])
+        self.fds = (to_worker[0], from_worker[1])
+        self.lost = threading.Event()
+        self.runner = ToyRunner()
+        self.error: Exception | None = None
+        self.status: int | None = None
+        self.transport = Transport(*self.fds, Progress(time.monotonic), self.lost.set)
+        self.reader = self.transport.start()
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        self.status = serve(self.transport, self._load, time.monotonic)
+
+    def _load(self, config: WorkerConfig, on_progress: OnProgress) -> ToyRunner:
+        on_progress(1, 2)
+        if self.error is not None:
+            raise self.error
+        on_progress(2, 2)
+        return self.runner
+
+    def join(self) -> int | None:
+        self.thread.join()
+        return self.status
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    worker = Worker()
+    yield worker
+    if worker.thread.is_alive():
+        worker.engine.send(Shutdown())
+    worker.join()
+    worker.engine.close()
+    worker.reader.join()
+    for fd in worker.fds:
+        os.close(fd)
+
+
+def fatal(worker: Worker) -> Fatal:
+    """What it says last, all else skipped."""
+    while not isinstance(message := worker.engine.receive(), Fatal):
+        assert message is not None
+    assert worker.join() == 1
+    return message
+
+
+def test_a_whole_life(worker: Worker) -> None:
+    engine = worker.engine
+    engine.send(Configure(WorkerConfig("toy")))
+    assert [engine.receive(), engine.receive()] == [Loading(1, 2), Loading(2, 2)]
+    assert engine.receive() == Ready("toy", "cpu", "float32", 1000, 512, 128, 16)
+    engine.send(AddSession(1), request(1, 7, [4, 5]))
+    rows = []
+    for _ in range(3):
+        message = engine.receive()
+        assert isinstance(message, Tokens)
+        rows += message.rows
+    assert [row.token_ids.tolist() for row in rows] == [[6], [7], [8]]
+    assert [row.finish_reason for row in rows] == [None, None, FinishReason.LENGTH]
+    engine.send(EndSession(1), Audit(1))
+    assert engine.receive() == SessionEnded(1)
+    audited = engine.receive()
+    assert isinstance(audited, Audited)
+    assert (audited.sessions, audited.requests, audited.kv_blocks_held) == ((), (), 0)
+    engine.send(Shutdown())
+    assert worker.join() == 0
+
+
+def test_shutdown_before_configure(worker: Worker) -> None:
+    worker.engine.send(Shutdown())
+    assert worker.join() == 0
+
+
+def test_ping_is_answered_in_the_middle_of_a_step(worker: Worker) -> None:
+    entered, release = threading.Event(), threading.Event()
+
+    def block(output: SchedulerOutput) -> None:
+        entered.set()
+        release.wait()
+
+    worker.runner.before_step = block
+    engine = worker.engine
+    engine.send(Ping(1))
+    pong = engine.receive()
+    assert isinstance(pong, Pong)
+    assert (pong.ping, pong.activity) == (1, Activity.STARTING)
+    engine.configure()
+    engine.send(AddSession(1), request(1, 1, [1], max_tokens=1))
+    entered.wait()
+    engine.send(Ping(2))
+    later = engine.receive()
+    assert isinstance(later, Pong)
+    assert (later.ping, later.activity) == (2, Activity.STEPPING)
+    assert later.progress > pong.progress
+    assert later.seconds >= 0
+    release.set()
+    assert isinstance(engine.receive(), Tokens)
+
+
+def test_messages_that_came_during_a_step_are_applied_in_order_after_it(worker: Worker) -> None:
+    entered, release = threading.Event(), threading.Event()
+
+    def block(output: SchedulerOutput) -> None:
+        entered.set()
+        release.wait()
+
+    worker.runner.before_step = block
+    engine = worker.engine
+    engine.configure()
+    engine.send(AddSession(1), request(1, 1, [1]))
+    entered.wait()
+    engine.send(StopSession(1, 1), EndSession(1), AddSession(2), Audit(1), Ping(1))
+    assert isinstance(engine.receive(), Pong)  # the reader has queued what came before the PING
+    release.set()
+    first, second = engine.receive(), engine.receive()
+    assert isinstance(first, Tokens)
+    assert isinstance(second, Tokens)
+    assert [row.finish_reason for row in (*first.rows, *second.rows)] == [None, FinishReason.ABORT]
+    assert engine.receive() == SessionEnded(1)
+    audited = engine.receive()
+    assert isinstance(audited, Audited)
+    assert audited.sessions == (2,)
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch's."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ModelError("rope is missing"), "model"),
+        (InvalidConfig("device must be there"), "model"),
+        (MemoryError("no memory"), "memory"),
+        (OutOfMemoryError("CUDA out of memory"), "memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "memory"),
+        (KeyError("weight"), "internal"),
+        (ValueError("a file named \udcff"), "internal"),
+    ],
+)
+def test_an_error_while_loading_is_fatal(worker: Worker, error: Exception, code: str) -> None:
+    worker.error = error
+    worker.engine.send(Configure(WorkerConfig("toy")))
+    message = fatal(worker)
+    assert message.code == code
+    assert message.message.startswith(type(error).__name__)
+    assert "raise self.error" in message.traceback
+
+
+def test_a_step_that_raises_is_fatal(worker: Worker) -> None:
+    def fail(output: SchedulerOutput) -> None:
+        raise ZeroDivisionError("in the kernel")
+
+    worker.runner.before_step = fail
+    worker.engine.configure()
+    worker.engine.send(AddSession(1), request(1, 1, [1]))
+    message = fatal(worker)
+    assert (message.code, message.message) == ("internal", "ZeroDivisionError: in the kernel")
+    assert "in fail" in message.traceback
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\xff\xff\xff\xff", b"\x01\x00\x00\x00\xc1", b"\x03\x00\x00\x00abc"],
+    ids=["too long", "not msgpack", "not a map"],
+)
+def test_a_broken_frame_is_fatal_after_what_came_before_it(worker: Worker, garbage: bytes) -> None:
+    engine = worker.engine
+    engine.configure()
+    engine.write(engine.connection.send(Audit(1)) + garbage)
+    assert isinstance(engine.receive(), Audited)
+    message = fatal(worker)
+    assert message.code == "internal"
+    assert message.message.startswith("RemoteProtocolError")
+
+
+def test_a_message_before_configure_is_fatal(worker: Worker) -> None:
+    stranger = EngineEnd(-1, worker.engine.fd_out)
+    stranger.connection.stage = type(stranger.connection.stage).READY
+    stranger.send(Audit(1))
+    assert fatal(worker).message.startswith("RemoteProtocolError")
+
+
+def test_a_base_beyond_the_session_is_fatal(worker: Worker) -> None:
+    worker.engine.configure()
+    message = request(1, 1, [1])
+    worker.engine.send(AddSession(1), type(message)(1, 1, 5, message.token_ids, message.params, ()))
+    assert "base 5" in fatal(worker).message
+
+
+def test_books_that_do_not_balance_are_fatal_when_idle(worker: Worker) -> None:
+    def leak(output: SchedulerOutput) -> None:
+        output.scheduled[0].sequence.block_table.pop()
+
+    worker.runner.before_step = leak
+    worker.engine.configure()
+    worker.engine.send(AddSession(1), request(1, 1, [1], max_tokens=1))
+    assert fatal(worker).message.startswith("InvariantError")
+
+
+def test_rows_that_do_not_fit_a_frame_are_split(worker: Worker) -> None:
+    logprobs = dict.fromkeys(range(100000, 104000), -1.0)
+    worker.runner.describe = lambda number, token: SampledToken(number, token, logprobs)
+    engine = worker.engine
+    engine.configure()
+    for number in range(1, 33):
+        engine.send(AddSession(number))
+    for number in range(1, 33):
+        engine.send(request(number, number, [number], max_tokens=1))
+    rows = []
+    while len(rows) < 32:
+        message = engine.receive()
+        assert isinstance(message, Tokens)
+        rows += message.rows
+    assert sorted(row.session for row in rows) == list(range(1, 33))
+    assert all(row.logprobs == (logprobs,) for row in rows)
+
+
+def test_texts_that_do_not_fit_a_frame_are_truncated(worker: Worker) -> None:
+    worker.runner.describe = lambda number, token: SampledToken(number, token, error="x" * (3 << 20))
+    engine = worker.engine
+    engine.configure()
+    engine.send(AddSession(1), request(1, 1, [1]))
+    failed = engine.receive()
+    assert isinstance(failed, RequestFailed)
+    assert failed.code == "sampling_failed"
+    assert 1 << 18 < len(failed.message) < 1 << 20
+
+    def fail(output: SchedulerOutput) -> None:
+        raise RuntimeError("y" * (3 << 20) + "the end")
+
+    worker.runner.before_step = fail
+    engine.send(EndSession(1), AddSession(2), request(2, 2, [1]))
+    message = fatal(worker)
+    assert message.message.startswith("RuntimeError: yyy")
+    assert message.traceback.endswith("the end\n")
+
+
+def test_the_end_of_the_stream_is_noticed(worker: Worker) -> None:
+    worker.engine.configure()
+    os.close(worker.engine.fd_out)
+    worker.lost.wait()
+    worker.engine.fd_out = os.open(os.devnull, os.O_WRONLY)
+    worker.transport._inbox.put(Shutdown())  # in a process nothing runs after the loss
+    assert worker.join() == 0
+
+
+def test_an_engine_that_does_not_read_any_more_is_noticed(worker: Worker) -> None:
+    worker.engine.configure()
+    os.close(worker.engine.fd_in)
+    worker.engine.send(Audit(1))
+    worker.lost.wait()
+    worker.engine.fd_in = os.open(os.devnull, os.O_RDONLY)
+
+
+def test_importing_the_loop_is_light() -> None:
+    code = "import sys, trioengine.worker.process; print({'torch', 'trio', 'numpy'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"

@@ -1,0 +1,107 @@
+"""A worker process with a toy runner, and the engine's end of its pipes.
+
+Run as a script it is `python -m trioengine.worker` but for the model: the next token is the last one plus 1, and
+CONFIGURE's `model_path` says what loading does.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+from trioengine.core.config import WorkerConfig
+from trioengine.core.connection import Connection, Role
+from trioengine.core.errors import ModelError
+from trioengine.core.messages import AddMessage, Configure, FromWorker, Loading, Ready, ToWorker, token_ids
+from trioengine.core.sampling_params import SamplingParams
+from trioengine.worker.loop import OnProgress
+from trioengine.worker.process import run
+from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
+
+VOCAB_SIZE = 1000
+
+
+class ToyRunner:
+    """`before_step` is called at the start of each step; `describe` makes the sampled token of a sequence."""
+
+    def __init__(self) -> None:
+        self.model_type = "toy"
+        self.device = "cpu"
+        self.dtype = "float32"
+        self.vocab_size = VOCAB_SIZE
+        self.max_model_len = 512
+        self.kv_blocks_total = 128
+        self.block_size = 16
+        self.before_step: Callable[[SchedulerOutput], None] = lambda output: None
+        self.describe: Callable[[int, int], SampledToken] = SampledToken
+
+    def execute(self, output: SchedulerOutput) -> list[SampledToken]:
+        self.before_step(output)
+        return [
+            self.describe(entry.sequence.request, (entry.sequence.token_ids[-1] + 1) % VOCAB_SIZE)
+            for entry in output.scheduled
+            if entry.samples
+        ]
+
+
+class EngineEnd:
+    """The engine's end of two pipes, with blocking reads."""
+
+    def __init__(self, fd_in: int, fd_out: int) -> None:
+        self.fd_in = fd_in
+        self.fd_out = fd_out
+        self.connection = Connection(Role.ENGINE)
+
+    def send(self, *messages: ToWorker) -> None:
+        self.write(b"".join(self.connection.send(message) for message in messages))
+
+    def write(self, data: bytes) -> None:
+        os.write(self.fd_out, data)
+
+    def receive(self) -> FromWorker | None:
+        """The next message; None: the worker's end is closed."""
+        while (message := self.connection.next_message()) is None:
+            data = os.read(self.fd_in, 1 << 16)
+            if not data:
+                assert not self.connection.has_partial_frame
+                return None
+            self.connection.receive_data(data)
+        return message  # type: ignore[return-value]
+
+    def configure(self, model_path: str = "toy") -> Ready:
+        """CONFIGURE, and wait for READY."""
+        self.send(Configure(WorkerConfig(model_path)))
+        while isinstance(message := self.receive(), Loading):
+            pass
+        assert isinstance(message, Ready), message
+        return message
+
+    def close(self) -> None:
+        os.close(self.fd_in)
+        os.close(self.fd_out)
+
+
+def request(session: int, number: int, ids: list[int], max_tokens: int = 3) -> AddMessage:
+    """The first message of a session."""
+    return AddMessage(session, number, 0, token_ids(ids), SamplingParams(max_tokens=max_tokens, seed=1), ())
+
+
+def load(config: WorkerConfig, on_progress: OnProgress) -> ToyRunner:
+    """`model_path`: "bad" raises ModelError, "noisy" prints, "child" starts a process and names it in model_type."""
+    runner = ToyRunner()
+    on_progress(1, 2)
+    if config.model_path == "bad":
+        raise ModelError("no such model")
+    if config.model_path == "noisy":
+        print("printed while loading", flush=True)
+    if config.model_path == "child":
+        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        runner.model_type = str(child.pid)
+    on_progress(2, 2)
+    return runner
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:], load))
