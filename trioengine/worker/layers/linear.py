@@ -1,0 +1,48 @@
+"""Linear layers: weights packed once for oneDNN on the CPU, plain `F.linear` elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+Linear: TypeAlias = Callable[[Tensor], Tensor]  # [num_tokens, in_features] -> [num_tokens, out_features]
+
+_PACKED_FOR = 64  # rows that the packed layout is chosen for; it serves one row as well
+
+
+def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """The fastest linear layer for the weight [out_features, in_features] where it lies; the weight is consumed."""
+    if weight.device.type == "cpu" and _can_pack(weight.dtype):
+        return _packed_linear(weight, bias)
+    return plain_linear(weight, bias)
+
+
+def plain_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """The reference that every backend is checked against."""
+
+    def linear(x: Tensor) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    return linear
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    if not torch._C._has_mkldnn:
+        return False
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _packed_linear(weight: Tensor, bias: Tensor | None) -> Linear:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR)
+    run = torch.ops.mkldnn._linear_pointwise.default
+    no_scalars: list[float] = []
+
+    def linear(x: Tensor) -> Tensor:
+        result: Tensor = run(x, packed, bias, "none", no_scalars, "")
+        return result
+
+    return linear

@@ -1,0 +1,74 @@
+"""Rotary position embeddings, in Hugging Face's layout: dimension i turns with i + head_dim / 2."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class RopeType(enum.Enum):
+    """How the frequencies are scaled for long contexts."""
+
+    DEFAULT = "default"
+    LINEAR = "linear"
+    LLAMA3 = "llama3"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """The scaling, with config.json's names; `kind` tells which of the numbers count."""
+
+    kind: RopeType = RopeType.DEFAULT
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_position_embeddings: int = 0
+
+
+def inverse_frequencies(theta: float, head_dim: int, scaling: RopeScaling) -> Tensor:
+    """[head_dim / 2] in float32; the formulas are those of transformers' modeling_rope_utils."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / (theta**exponents)
+    if scaling.kind is RopeType.LINEAR:
+        return frequencies / scaling.factor
+    if scaling.kind is RopeType.LLAMA3:
+        return _llama3(frequencies, scaling)
+    return frequencies
+
+
+def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    old = scaling.original_max_position_embeddings
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (old / wavelengths - low) / (high - low)
+    blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+    scaled = torch.where(wavelengths > old / low, frequencies / scaling.factor, frequencies)
+    between = (wavelengths <= old / low) & (wavelengths >= old / high)
+    return torch.where(between, blended, scaled)
+
+
+class RotaryTable:
+    """Cosines and sines of all positions."""
+
+    def __init__(self, frequencies: Tensor, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
+        cos, sin = angles.cos(), angles.sin()
+        # The sine carries the rotation's sign: turning is two products, of the vector and of its swapped halves.
+        table = torch.cat((cos, cos, -sin, sin), dim=-1)
+        self._table = table.to(device=device, dtype=dtype)  # [max_positions, 2 * head_dim]
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines of some positions: two [num_tokens, 1, head_dim]."""
+        cos, sin = self._table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+        return cos, sin
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn every head of [num_tokens, num_heads, head_dim]."""
+    tokens, count, size = heads.shape
+    swapped = heads.view(tokens, count, 2, size // 2).flip(2).view(tokens, count, size)
+    return torch.addcmul(heads * cos, swapped, sin)

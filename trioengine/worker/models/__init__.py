@@ -1,0 +1,1 @@
+"""Models: a file per `model_type` of config.json."""

@@ -1,0 +1,136 @@
+"""Llama: grouped-query attention, rotary embeddings, SwiGLU, RMSNorm (arXiv 2302.13971, 2307.09288)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from trioengine.worker.layers.attention import Attention
+from trioengine.worker.layers.linear import Linear, make_linear
+from trioengine.worker.layers.rotary import RotaryTable, inverse_frequencies, rotate
+from trioengine.worker.models.llama_config import LlamaConfig
+from trioengine.worker.runner.batch import ForwardBatch
+
+ReadTensor = Callable[[str], Tensor]  # by name, in the model's dtype, on its device
+
+_FREQUENCY_DIVISORS = "rope_freqs.weight"  # [head_dim / 2]
+
+
+def wanted_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the model needs, with its shape."""
+    vocabulary = (config.vocab_size, config.hidden_size)
+    wanted: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": vocabulary, "model.norm.weight": vocabulary[1:]}
+    if not config.tie_word_embeddings:
+        wanted["lm_head.weight"] = vocabulary
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}."
+        wanted[prefix + "input_layernorm.weight"] = vocabulary[1:]
+        wanted[prefix + "post_attention_layernorm.weight"] = vocabulary[1:]
+        for name, shape, has_bias in _projections(config):
+            wanted[f"{prefix}{name}.weight"] = shape
+            if has_bias:
+                wanted[f"{prefix}{name}.bias"] = shape[:1]
+    return wanted
+
+
+def optional_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Tensors that may be there; a tied head is not read."""
+    return {
+        "lm_head.weight": (config.vocab_size, config.hidden_size),
+        _FREQUENCY_DIVISORS: (config.head_dim // 2,),
+    }
+
+
+def _projections(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, int], bool]]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    yield "self_attn.q_proj", (queries, hidden), config.attention_bias
+    yield "self_attn.k_proj", (keys, hidden), config.attention_bias
+    yield "self_attn.v_proj", (keys, hidden), config.attention_bias
+    yield "self_attn.o_proj", (hidden, queries), config.attention_bias
+    yield "mlp.gate_proj", (inner, hidden), config.mlp_bias
+    yield "mlp.up_proj", (inner, hidden), config.mlp_bias
+    yield "mlp.down_proj", (hidden, inner), config.mlp_bias
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaLayer:
+    """The weights of one decoder layer; projections that share their input are one."""
+
+    input_norm: Tensor  # [hidden_size], float32
+    qkv: Linear
+    output: Linear
+    post_attention_norm: Tensor  # [hidden_size], float32
+    gate_up: Linear
+    down: Linear
+
+
+class LlamaModel:
+    """The forward pass. The residual stream is kept in float32, whatever the dtype of the weights."""
+
+    def __init__(self, config: LlamaConfig, read: ReadTensor, has_divisors: bool, max_model_len: int) -> None:
+        """Read the weights, one layer at a time."""
+        self.config = config
+        self._embedding = read("model.embed_tokens.weight")
+        self.dtype, self.device = self._embedding.dtype, self._embedding.device
+        head = self._embedding if config.tie_word_embeddings else read("lm_head.weight")
+        self._head = make_linear(head)
+        self._norm = read("model.norm.weight").float()
+        frequencies = inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
+        if has_divisors:
+            frequencies = frequencies / read(_FREQUENCY_DIVISORS).float().cpu()
+        self._rotary = RotaryTable(frequencies, max_model_len, self.dtype, self.device)
+        self._layers = [_read_layer(config, f"model.layers.{index}.", read) for index in range(config.num_layers)]
+
+    def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
+        """Compute the batch and store its keys and values: logits [num_samples, vocab_size] of the sampled rows."""
+        cos, sin = self._rotary.at(batch.positions)
+        hidden = F.embedding(batch.token_ids, self._embedding).float()  # [num_tokens, hidden_size]
+        for index, layer in enumerate(self._layers):
+            attended = self._attend(index, layer, self._normalize(hidden, layer.input_norm), cos, sin, attention)
+            hidden.add_(layer.output(attended))
+            hidden.add_(_mlp(layer, self._normalize(hidden, layer.post_attention_norm)))
+        return self._head(self._normalize(hidden.index_select(0, batch.sample_rows), self._norm))
+
+    def _normalize(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(hidden, weight.shape, weight, self.config.rms_norm_eps).to(self.dtype)
+
+    def _attend(
+        self, index: int, layer: LlamaLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Attention
+    ) -> Tensor:
+        config = self.config
+        rotated = config.num_heads + config.num_kv_heads
+        heads = layer.qkv(hidden).view(-1, rotated + config.num_kv_heads, config.head_dim)
+        turned = rotate(heads[:, :rotated], cos, sin)
+        query, key = turned[:, : config.num_heads], turned[:, config.num_heads :]
+        return attention.forward(index, query, key, heads[:, rotated:])
+
+
+def _mlp(layer: LlamaLayer, hidden: Tensor) -> Tensor:
+    gate, up = layer.gate_up(hidden).chunk(2, dim=-1)
+    return layer.down(F.silu(gate).mul_(up))
+
+
+def _read_layer(config: LlamaConfig, prefix: str, read: ReadTensor) -> LlamaLayer:
+    def linear(has_bias: bool, *names: str) -> Linear:
+        weight = _joined([read(f"{prefix}{name}.weight") for name in names])
+        bias = _joined([read(f"{prefix}{name}.bias") for name in names]) if has_bias else None
+        return make_linear(weight, bias)
+
+    attention, mlp = config.attention_bias, config.mlp_bias
+    return LlamaLayer(
+        input_norm=read(prefix + "input_layernorm.weight").float(),
+        qkv=linear(attention, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        output=linear(attention, "self_attn.o_proj"),
+        post_attention_norm=read(prefix + "post_attention_layernorm.weight").float(),
+        gate_up=linear(mlp, "mlp.gate_proj", "mlp.up_proj"),
+        down=linear(mlp, "mlp.down_proj"),
+    )
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

@@ -1,0 +1,1 @@
+"""How quantized tensors become ordinary ones; models know nothing of it."""

@@ -1,0 +1,1 @@
+"""The model runner: a step of the scheduler in, sampled tokens out."""

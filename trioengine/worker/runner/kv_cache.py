@@ -1,0 +1,68 @@
+"""The paged KV cache: how large it is, and the tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trioengine.core.config import WorkerConfig
+from trioengine.core.errors import ModelError
+from trioengine.worker.models.llama_config import LlamaConfig
+
+_CPU_SHARE = 4  # a quarter of the free memory,
+_CPU_LIMIT = 4 << 30  # and at most 4 GiB
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Keys and values of all layers, each [num_blocks, num_kv_heads, block_size, head_dim].
+
+    The memory is not touched before a block is used, and holds anything at all until then.
+    """
+
+    num_blocks: int
+    block_size: int
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+    @staticmethod
+    def allocate(
+        model: LlamaConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> KVCache:
+        """Reserve the memory."""
+        shape = (num_blocks, model.num_kv_heads, block_size, model.head_dim)
+
+        def tensors() -> tuple[Tensor, ...]:
+            return tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(model.num_layers))
+
+        return KVCache(num_blocks, block_size, tensors(), tensors())
+
+
+def count_blocks(config: WorkerConfig, model: LlamaConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """How many blocks the memory holds; ModelError where it holds none."""
+    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
+    per_block = per_token * config.block_size
+    memory = config.kv_cache_memory
+    if memory is None:
+        memory = _free_on_cuda(config, device) if device.type == "cuda" else _free_on_cpu()
+    if memory < per_block:
+        raise ModelError(
+            f"kv_cache_memory is too small: {memory} bytes hold no block of {config.block_size} tokens, "
+            f"which takes {per_block} bytes"
+        )
+    return memory // per_block
+
+
+def _free_on_cpu() -> int:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return min(int(line.split()[1]) * 1024 // _CPU_SHARE, _CPU_LIMIT)
+    return _CPU_LIMIT
+
+
+def _free_on_cuda(config: WorkerConfig, device: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(total * config.gpu_memory_utilization) - (total - free))

@@ -1,0 +1,58 @@
+"""A GGUF file: the header by `core.gguf`, the tensors dequantized one at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from trioengine.core.errors import ModelError
+from trioengine.core.gguf import parse_gguf
+from trioengine.worker.models.registry import find_model
+from trioengine.worker.quantization.gguf import dequantize_gguf
+from trioengine.worker.weights.checkpoint import TensorShape
+
+TOKENIZER_KEYS = frozenset({"tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"})
+
+
+class GGUFCheckpoint:
+    """Tensors of a GGUF file under their Hugging Face names, in the Hugging Face layout."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path} cannot be read: {error}") from error
+        self._buffer = memoryview(self._mapped)
+        self._executor = ThreadPoolExecutor(max_workers=max(1, torch.get_num_threads()))
+        try:
+            self._read_header()
+        except ModelError:
+            self.close()
+            raise
+
+    def _read_header(self) -> None:
+        path = self.path
+        header = parse_gguf(self._buffer, str(path), skip=TOKENIZER_KEYS)
+        self._model = find_model(header.metadata.get("general.architecture"), path)
+        shapes = {info.name: info.shape for info in header.tensors}
+        self.config = self._model.config_from_gguf(header.metadata, shapes, path)
+        self._stored = {self._model.hf_name(info.name): info for info in header.tensors}
+        self.tensors = {name: TensorShape(info.shape, info.nbytes) for name, info in self._stored.items()}
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        info = self._stored[name]
+        data = self._buffer[info.offset : info.offset + info.nbytes]
+        values = dequantize_gguf(data, info.type.name, info.shape, dtype, self._executor)
+        return self._model.from_gguf_layout(name, values, self.config)
+
+    def close(self) -> None:
+        self._executor.shutdown()
+        with contextlib.suppress(BufferError):  # a traceback still holds a view: the last one unmaps the file
+            self._buffer.release()
+            self._mapped.close()
