@@ -103,12 +103,11 @@ class Engine:
         task_status.started(self)
         try:
             path = await self.ports.find_model(self.config.model, self._on_progress)
+            self._model = await self.ports.run_in_thread(self.ports.read_model, path)
+            self._tokenizer = ChatTokenizer(self._model.tokenizer, self._model.chat_template)
             async with trio.open_nursery() as services:
                 services.start_soon(self._supervise, str(path))
                 try:
-                    self._model = await self.ports.run_in_thread(self.ports.read_model, path)
-                    self._tokenizer = ChatTokenizer(self._model.tokenizer, self._model.chat_template)
-                    self._check_ready()
                     async with trio.open_nursery() as self._nursery:
                         await self._closing.wait()
                         self._nursery.cancel_scope.cancel()
@@ -293,11 +292,7 @@ class Engine:
     def on_ready(self, limits: Ready, link: Link) -> None:
         self._limits = limits
         self.gate.link = link
-        self._check_ready()
-
-    def _check_ready(self) -> None:
-        if self.gate.link is not None and self._model is not None and self.gate.power is not Power.AWAKE:
-            self.gate.change_power(PowerEvent.READY)
+        self.gate.change_power(PowerEvent.READY)
 
     def on_message(self, message: Message) -> None:
         """A frame of the worker; a bug in one session's handling ends that session alone."""
