@@ -1,0 +1,58 @@
+"""The pages are true: the generated one is up to date, and the examples run, on the real model."""
+
+import asyncio
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import trio
+
+from trioengine import EngineConfig, open_engine
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def examples(page):
+    """The functions that the python blocks of a page define, by name; blocks marked `py` are not run."""
+    functions = {}
+    for block in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL):
+        namespace = {}
+        exec(compile(block, page, "exec"), namespace)
+        functions |= {name: value for name, value in namespace.items() if asyncio.iscoroutinefunction(value)}
+    return functions
+
+
+def test_the_lifecycle_page_is_what_the_tables_say():
+    spec = importlib.util.spec_from_file_location("make_lifecycle", DOCS / "make_lifecycle.py")
+    make_lifecycle = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_lifecycle)
+    assert (DOCS / "lifecycle.md").read_text() == make_lifecycle.page(), "run python docs/make_lifecycle.py"
+
+
+@pytest.fixture
+def config(smollm2):
+    return EngineConfig(model=str(smollm2), kv_cache_memory=64 << 20, max_model_len=1024)
+
+
+async def test_the_embedding_examples_run(config):
+    functions = examples("embedding.md")
+    assert len(functions) == 6
+    async with open_engine(config) as engine:
+        for function in functions.values():
+            with trio.fail_after(120):
+                await function(engine)
+        await engine.check_invariants()
+
+
+def test_the_asyncio_example_runs(config):
+    (function,) = (value for name, value in examples("asyncio.md").items() if name == "ask_from_asyncio")
+    completion = asyncio.run(function(config, "What is the capital of France?"))
+    assert "Paris" in completion.text
+
+
+@pytest.mark.parametrize("page", ["README.md", *sorted(path.name for path in DOCS.glob("*.md"))])
+def test_links_lead_somewhere(page):
+    path = DOCS.parent / page if page == "README.md" else DOCS / page
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+        assert target.startswith("https://") or (path.parent / target).exists(), f"{page}: {target}"
