@@ -76,7 +76,7 @@ def test_an_answer_is_rows_and_its_last_row_has_the_end() -> None:
     rows = bench.rows()
     assert [row.token_ids.tolist() for row in rows] == [[token] for token in answer([1, 2], PARAMS, 64)]
     assert [row.finish_reason for row in rows] == [None, None, FinishReason.LENGTH]
-    assert [row.usage is None for row in rows] == [True, True, False]
+    assert [row.usage is None for row in rows] == [False, True, False]
     assert bench.step_loop.held_tokens(1).tolist() == [1, 2, *answer([1, 2], PARAMS, 64)]
     assert bench.step_loop.step() == []
 

@@ -205,9 +205,10 @@ class StepLoop:
     def _row(self, row: SampledRow, now: float) -> TokensRow:
         sequence, sampled = row.sequence, row.sampled
         usage = None
+        if row.finish_reason is not None or sequence.num_output_tokens == 1:
+            usage = _usage(sequence, now)
         if row.finish_reason is not None:
             self._settle(sequence)
-            usage = _usage(sequence, now)
         return TokensRow(
             session=sequence.session,
             request=sequence.request,

@@ -1,0 +1,145 @@
+"""The turns: what the next prompt is, after answers that ended in every way."""
+
+import pytest
+
+from trioengine import ModelError, RequestRejected
+from trioengine.core.messages import token_ids
+from trioengine.testing import toy_model
+from trioengine.testing.toy_model import CHAT_TEMPLATE, END_OF_TEXT, IM_END, IM_START
+from trioengine.text.chat_template import ChatTemplate
+from trioengine.text.chat_tokenizer import ChatTokenizer
+from trioengine.text.conversation import Conversation
+
+TOY = toy_model()
+CHAT = ChatTokenizer(TOY.tokenizer, TOY.chat_template)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+def answered(conversation, prompt, output, text=None):
+    prepared = conversation.prepare(prompt)
+    text = CHAT.decode(output) if text is None else text
+    conversation.commit(prepared, token_ids(output), text)
+    return text
+
+
+ENDS = {
+    "by its end token": [*b"fine", IM_END],
+    "by length": [*b"fine"],
+    "by another end token": [*b"fine", END_OF_TEXT],
+    "at once": [IM_END],
+    "in the middle of a character": [*b"fine", 0xC3],
+}
+
+
+@pytest.mark.parametrize("output", ENDS.values(), ids=ENDS)
+def test_the_next_prompt_is_one_rendering_of_all(output):
+    """Every token of the toy is a byte, so ids that are kept and ids of the whole rendering are the same."""
+    conversation = Conversation(CHAT)
+    text = answered(conversation, "how are you?", output, CHAT.decode(output).removesuffix("\ufffd"))
+    messages = [user("how are you?"), assistant(text), user("and now?")]
+    assert conversation.prepare("and now?").token_ids.tolist() == CHAT.apply_chat_template(messages)
+    assert conversation.history == messages[:2]
+
+
+def test_generated_ids_are_kept_though_the_tokenizer_would_choose_others(smollm2):
+    from trioengine.hub.model_files import read_model
+
+    model = read_model(smollm2)
+    chat = ChatTokenizer(model.tokenizer, model.chat_template)
+    conversation = Conversation(chat)
+    letters = [id for letter in "hello" for id in chat.encode(letter)]
+    prepared = conversation.prepare("hi")
+    conversation.commit(prepared, token_ids(letters), "hello")
+    following = conversation.prepare("more").token_ids.tolist()
+    assert following[: len(prepared.token_ids) + 5] == [*prepared.token_ids, *letters]
+    closing = chat.encode("<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n")
+    assert following[len(prepared.token_ids) + 5 :] == closing
+
+
+def test_a_stop_string_within_a_token_leaves_the_text_that_was_seen(smollm2):
+    from trioengine.hub.model_files import read_model
+
+    model = read_model(smollm2)
+    chat = ChatTokenizer(model.tokenizer, model.chat_template)
+    conversation = Conversation(chat)
+    output = chat.encode("The capital is Paris indeed")
+    conversation.commit(conversation.prepare("hi"), token_ids(output), "The capital is Par")
+    following = conversation.prepare("more").token_ids.tolist()
+    text = chat.decode(following, skip_special_tokens=False)
+    assert "assistant\nThe capital is Par<|im_end|>\n<|im_start|>user\nmore" in text
+    head = len(conversation.prepare("x").token_ids)
+    assert output[:3] == following[following.index(output[0]) :][:3]
+    assert head < len(following) + 20
+
+
+def test_a_template_that_changes_earlier_turns_is_tokenized_whole():
+    source = "{% for m in messages %}[{{ m.role }}:{{ m.content | trim }}]{% endfor %}{{ messages | length }}"
+    chat = ChatTokenizer(TOY.tokenizer, ChatTemplate(source))
+    conversation = Conversation(chat)
+    conversation.commit(conversation.prepare("one"), token_ids([*b" two "]), " two ")
+    expected = chat.encode("[user:one][assistant:two][user:three]3")
+    assert conversation.prepare("three").token_ids.tolist() == expected
+
+
+def test_prepare_changes_nothing_and_contents_are_checked():
+    conversation = Conversation(CHAT, [user("a"), assistant("b")])
+    before = conversation.history
+    for bad, where in [
+        ([user("x"), {"role": "user"}], r"messages\[1\]\.content"),
+        ([{"role": "user", "content": [{"type": "image"}]}], r"messages\[0\]\.content\[0\]"),
+        ([{"content": "x"}], r"messages\[0\]\.role"),
+        ([user("x"), "y"], r"messages\[1\]"),
+        (object(), "prompt"),
+        ("", "empty"),
+        ([], "empty"),
+        ([1], "chat messages"),
+    ]:
+        with pytest.raises(RequestRejected, match=where):
+            conversation.prepare(bad)
+    conversation.prepare([{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]}])
+    assert conversation.history == before
+    with pytest.raises(RequestRejected, match="history must be"):
+        conversation.replace("text")
+    assert conversation.history == before
+    conversation.replace([])
+    assert conversation.prepare([IM_START]).token_ids.tolist() == [IM_START]
+
+
+def test_special_strings_in_answers_and_prompts_stay_text():
+    conversation = Conversation(CHAT)
+    answered(conversation, "<|im_end|>", [*b"<|im_start|>", IM_END])
+    ids = conversation.prepare("x").token_ids.tolist()
+    assert (ids.count(IM_START), ids.count(IM_END)) == (4, 3)
+
+
+def test_templates_that_refuse_or_break():
+    raising = ChatTemplate("{{ raise_exception('roles must alternate') }}")
+    broken = ChatTemplate("{{ messages[7].content.x() }}")
+    for template, why in [(raising, "roles must alternate"), (broken, "cannot render")]:
+        with pytest.raises(RequestRejected, match=why):
+            Conversation(ChatTokenizer(TOY.tokenizer, template)).prepare("x")
+    with pytest.raises(RequestRejected, match="no chat template"):
+        Conversation(ChatTokenizer(TOY.tokenizer, None)).prepare("x")
+    with pytest.raises(RequestRejected, match="nothing"):
+        Conversation(ChatTokenizer(TOY.tokenizer, ChatTemplate(""))).prepare("x")
+    with pytest.raises(ModelError, match="does not compile"):
+        ChatTemplate("{% for %}")
+
+
+def test_the_template_cannot_reach_out_and_can_write_json():
+    with pytest.raises(RequestRejected, match="cannot render"):
+        ChatTemplate("{{ messages.__class__.__mro__ }}").render([], add_generation_prompt=True)
+    with pytest.raises(RequestRejected, match="cannot render"):
+        ChatTemplate("{{ messages.append(1) }}").render([], add_generation_prompt=True)
+    rendered = ChatTemplate("{{ bos_token }}{{ messages | tojson }}", bos_token="<s>").render(
+        [user("é")], add_generation_prompt=True
+    )
+    assert rendered == '<s>[{"role": "user", "content": "é"}]'
+    assert "im_start" in CHAT_TEMPLATE

@@ -1,0 +1,186 @@
+"""Tokens are those of the reference; texts come back whole, however they are cut."""
+
+import json
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from trioengine import ModelError
+from trioengine.hub.model_files import read_model
+from trioengine.testing import toy_model
+from trioengine.text.chat_tokenizer import ChatTokenizer
+from trioengine.text.detokenizer import Detokenizer
+from trioengine.text.stop_strings import StopMatcher
+from trioengine.text.tokenizer import Tokenizer
+
+REFERENCE = json.loads((Path(__file__).parents[1] / "data" / "tokenizer_reference.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def model(smollm2):
+    return read_model(smollm2)
+
+
+@pytest.fixture(scope="module")
+def chat(model):
+    return ChatTokenizer(model.tokenizer, model.chat_template)
+
+
+@pytest.mark.parametrize("entry", REFERENCE["texts"], ids=lambda entry: ascii(entry["text"])[:40])
+def test_texts(chat, entry):
+    assert chat.encode(entry["text"]) == entry["ids"]
+    assert chat.tokenizer.encode_ordinary(entry["text"]) == entry["ordinary"]
+    assert chat.decode(entry["ids"], skip_special_tokens=False) == entry["text"]
+    assert list(chat.encode_rendering(chat.protect(entry["text"]))) == entry["ordinary"]
+
+
+@pytest.mark.parametrize("entry", REFERENCE["conversations"], ids=["one", "system", "three", "empty"])
+def test_conversations(chat, entry):
+    assert chat.apply_chat_template(entry["messages"]) == entry["ids"]
+
+
+@pytest.mark.parametrize("entry", REFERENCE["texts"], ids=lambda entry: ascii(entry["text"])[:40])
+def test_contents_never_become_special(chat, entry):
+    ids = chat.apply_chat_template([{"role": "user", "content": entry["text"]}])
+    empty = chat.apply_chat_template([{"role": "user", "content": ""}])
+    special = chat.tokenizer.special_ids
+    assert [id for id in ids if id in special] == [id for id in empty if id in special]
+    assert entry["text"] in chat.decode(ids, skip_special_tokens=False)
+
+
+@given(st.text())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_content_is_ordinary_text(chat, text):
+    ids = chat.encode_rendering(chat.protect(text))
+    assert list(ids) == chat.tokenizer.encode_ordinary(text)
+    assert not chat.tokenizer.special_ids & set(ids)
+
+
+@given(st.text(st.sampled_from("a\U00100000\U00100001\U0010fffc\U0010fffd<|im_end|>")))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_private_use_characters_come_back(chat, text):
+    ids = chat.encode_rendering(chat.protect(text))
+    assert chat.decode(ids, skip_special_tokens=False) == text
+
+
+@given(st.lists(st.integers(0, 49151), max_size=40), st.booleans(), st.integers(1, 5))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_detokenizer_adds_up_to_the_whole(model, ids, skip, step):
+    detokenizer = Detokenizer(model.tokenizer, skip_special_tokens=skip)
+    pieces = [detokenizer.feed(ids[at : at + step]) for at in range(0, len(ids), step)]
+    whole = model.tokenizer.decode(ids, skip_special_tokens=skip)
+    assert "".join([*pieces, detokenizer.flush()]) == whole
+
+
+def test_no_part_of_a_character_is_given(model):
+    detokenizer = Detokenizer(model.tokenizer)
+    pieces = [detokenizer.feed((id,)) for id in model.tokenizer.encode("👨‍👩‍👧‍👦 漢字")]
+    assert "\ufffd" not in "".join(pieces)
+    assert "".join(pieces) == "👨‍👩‍👧‍👦 漢字"
+
+
+@pytest.fixture(scope="module")
+def sentencepiece():
+    """A tokenizer in SentencePiece's manner: spaces at the front of words, unknown characters as bytes."""
+    words = ["▁hello", "▁world", "a", "▁", "!"]
+    vocabulary = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    vocabulary |= {word: 257 + index for index, word in enumerate(words)}
+    raw = RawTokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return Tokenizer(raw)
+
+
+def test_a_tokenizer_with_byte_fallback(sentencepiece):
+    ids = [257, 258, *(byte + 1 for byte in "é😀".encode()), 261, 259]
+    detokenizer = Detokenizer(sentencepiece)
+    pieces = [detokenizer.feed((id,)) for id in ids]
+    assert "".join([*pieces, detokenizer.flush()]) == sentencepiece.decode(ids) == "hello worldé😀!a"
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+@given(
+    st.lists(st.sampled_from("ab"), max_size=30),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4),
+)
+def test_stop_strings_whatever_the_pieces(characters, stops):
+    """Fed one character at a time, the first stop to be complete ends the text right before it."""
+    text = "".join(characters)
+    ends = [(end, start) for end in range(len(text) + 1) for start in range(end) if text[start:end] in stops]
+    expected = text[: min(ends)[1]] if ends else text
+    for step in (1, 3):
+        matcher, seen, stopped = StopMatcher(tuple(stops)), "", False
+        for at in range(0, len(text), step):
+            piece, stopped = matcher.feed(text[at : at + step])
+            seen += piece
+            if stopped:
+                break
+        assert stopped == bool(ends)
+        assert seen + ("" if stopped else matcher.flush()) == expected
+
+
+BYTES = toy_model().tokenizer
+
+
+def metadata(**changes):
+    tokens = [token for token, _ in sorted(BYTES._tokenizer.get_vocab().items(), key=lambda item: item[1])]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [*tokens, "12", "123", "1234", "<user>"],
+        "tokenizer.ggml.merges": ["1 2", "12 3", "123 4"],
+        "tokenizer.ggml.token_type": [1] * 256 + [3] * 3 + [1] * 3 + [4],
+    } | changes
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["1234"]),
+        ("llama-bpe", ["123", "4"]),
+        ("qwen2", ["1", "2", "3", "4"]),
+        ("smollm", ["1", "2", "3", "4"]),
+    ],
+)
+def test_pre_decides_the_splitting(pre, pieces):
+    tokenizer = Tokenizer.from_gguf(metadata(**{"tokenizer.ggml.pre": pre}))
+    assert [tokenizer.decode([id]) for id in tokenizer.encode("1234")] == pieces
+    assert tokenizer.encode("<user>") == tokenizer.encode_ordinary("<user>") == [262]
+    assert set(tokenizer.special_tokens) == {"<|endoftext|>", "<|im_start|>", "<|im_end|>"}
+
+
+def test_qwen2_normalizes():
+    tokenizer = Tokenizer.from_gguf(metadata(**{"tokenizer.ggml.pre": "qwen2"}))
+    assert tokenizer.encode("e\u0301") == tokenizer.encode("é")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"tokenizer.ggml.model": "t5"}, "'t5'.*supported: 'gpt2'"),
+        ({"tokenizer.ggml.pre": "viking"}, "'viking'.*llama-bpe"),
+        ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens"),
+        ({"tokenizer.ggml.tokens": [1]}, "tokenizer.ggml.tokens"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "no pair"),
+        ({"tokenizer.ggml.merges": ["x nothere"]}, "tokenizer.ggml.merges"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_used_is_named(change, why):
+    with pytest.raises(ModelError, match=why):
+        Tokenizer.from_gguf(metadata(**change))
+
+
+def test_a_tokenizer_json_that_is_none():
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        Tokenizer.from_json("{}")
+
+
+def test_unknown_ids_are_no_text():
+    assert BYTES.token_bytes(10_000) == b""
+    assert BYTES.max_token_bytes >= len("<|endoftext|>")
