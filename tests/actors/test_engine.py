@@ -544,7 +544,7 @@ async def test_a_worker_that_makes_no_progress_while_loading(autojump_clock):
 async def test_ten_deaths_without_a_finished_request(autojump_clock):
     dying = Behaviour(fatal=Fatal("internal", "bug", ""))
     with pytest.raises(WorkerLost, match="10 times"):
-        async with simulated_engine(behaviours=[Behaviour(), dying]) as (engine, simulation):
+        async with simulated_engine(behaviours=[Behaviour(), dying]) as (_, simulation):
             simulation.worker.kill()
             await trio.sleep_forever()
     assert len(simulation.workers) == 10
@@ -554,7 +554,7 @@ async def test_waiting_for_the_restart_has_a_limit(autojump_clock):
     async with simulated_engine(behaviours=[Behaviour(), Behaviour(load_time=50)]) as (engine, simulation):
         simulation.worker.kill()
         while engine.statistics().power is Power.AWAKE:
-            await trio.sleep(0.1)
+            await engine.gate.changed()
         with pytest.raises(EngineOverloaded, match="restarting"):
             await engine.generate("x", wait=True, timeout=5)
         with pytest.raises(EngineOverloaded, match="no worker"):

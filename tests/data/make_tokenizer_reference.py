@@ -1,8 +1,8 @@
 """Write tokenizer_reference.json: transformers' token ids of SmolLM2-135M-Instruct for many texts and conversations.
 
-Needs transformers and gguf, which are no test dependencies. The conversion from GGUF in transformers leaves the splitting
-of digits out; here it is put back as SmolLM2's own tokenizer.json has it: every digit alone, then GPT-2's splitting.
-Usage: python make_tokenizer_reference.py SmolLM2-135M-Instruct.Q4_1.gguf
+Needs transformers and gguf, which are no test dependencies. The conversion from GGUF in transformers leaves the
+splitting of digits out; here it is put back as SmolLM2's own tokenizer.json has it: every digit alone, then GPT-2's
+splitting. Usage: python make_tokenizer_reference.py SmolLM2-135M-Instruct.Q4_1.gguf
 """
 
 import json

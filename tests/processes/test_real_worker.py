@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import trio
@@ -32,7 +33,7 @@ async def in_time():
 
 
 def descriptors():
-    return sorted(os.listdir("/proc/self/fd"))
+    return sorted(Path("/proc/self/fd").iterdir())
 
 
 async def test_killed_at_any_moment_and_stopped(in_time, config):

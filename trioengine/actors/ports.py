@@ -29,9 +29,14 @@ PIPE_SIZE = 1 << 20  # bytes; what an unprivileged process may ask for by defaul
 class WorkerProcess(Protocol):
     """One worker incarnation as the engine sees it."""
 
-    pid: int
-    send_stream: trio.abc.SendStream
-    receive_stream: trio.abc.ReceiveStream
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def send_stream(self) -> trio.abc.SendStream: ...
+
+    @property
+    def receive_stream(self) -> trio.abc.ReceiveStream: ...
 
     async def wait(self) -> None:
         """Wait, in one task, for the process's death (not for its pipe's end: a grandchild may hold that open)."""

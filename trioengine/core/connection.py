@@ -110,7 +110,7 @@ class Connection:
             raise FrameTooLarge(f"{name} takes {len(payload)} bytes, a frame at most {self.max_frame_bytes}")
         return payload
 
-    def receive_data(self, data: bytes) -> None:
+    def receive_data(self, data: bytes | bytearray) -> None:
         """Take bytes as they came from the pipe, in any portions."""
         self._buffer += data
 

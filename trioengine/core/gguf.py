@@ -112,7 +112,7 @@ class _Reader:
             raise _Bad(f"general.alignment must be a power of two, got {alignment!r}")
         infos = [self._tensor_info() for _ in range(tensor_count)]
         start = (self._at + alignment - 1) // alignment * alignment
-        tensors: tuple[GGUFTensor, ...] = {}
+        tensors: dict[str, GGUFTensor] = {}
         for tensor_name, shape, tensor_type, offset in infos:
             if tensor_name in tensors:
                 raise _Bad(f"tensor {tensor_name} is there twice")

@@ -56,9 +56,7 @@ class Tokenizer:
             known = ", ".join(sorted(_SPLITTINGS))
             raise ModelError(f"tokenizer.ggml.pre is {splitting!r}, which is not supported; supported: {known}")
         tokens = _strings(metadata, "tokenizer.ggml.tokens")
-        merges = [tuple(merge.split(" ", 1)) for merge in _strings(metadata, "tokenizer.ggml.merges")]
-        if any(len(merge) != 2 for merge in merges):
-            raise ModelError("tokenizer.ggml.merges has an entry that is no pair")
+        merges = [_pair(merge) for merge in _strings(metadata, "tokenizer.ggml.merges")]
         vocabulary = {token: id for id, token in enumerate(tokens)}
         try:
             model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitting == "llama-bpe")
@@ -123,6 +121,13 @@ def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
         raise ModelError(f"{key} is missing or no list of strings")
     return value
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, space, right = merge.partition(" ")
+    if not space:
+        raise ModelError(f"tokenizer.ggml.merges has the entry {merge[:40]!r}, which is no pair")
+    return left, right
 
 
 def _added(tokens: list[str], metadata: Mapping[str, Any], kind: int, *, special: bool) -> list[AddedToken]:
