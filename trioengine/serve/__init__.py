@@ -1,0 +1,4 @@
+"""The network front: one port for HTTP and WebSocket."""
+
+from trioengine.serve.server import Server as Server
+from trioengine.serve.server import serve as serve

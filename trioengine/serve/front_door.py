@@ -1,0 +1,169 @@
+"""The front door: one port, on which each connection is read as HTTP until it asks to become a WebSocket."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar, cast
+
+import trio
+from trio_websocket import ConnectionClosed, WebSocketConnection, wrap_server_stream
+from wsproto.utilities import ProtocolError
+
+from trioengine.serve.access import Access
+from trioengine.serve.http import (
+    BODY_TIMEOUT,
+    HANDSHAKE_TIMEOUT,
+    IDLE_TIMEOUT,
+    BadRequest,
+    Disconnected,
+    HttpConnection,
+    Request,
+    Response,
+    problem_response,
+)
+from trioengine.serve.problem import INVALID_REQUEST, ClientError, Problem, problem_of
+from trioengine.serve.replay_stream import ReplayStream
+from trioengine.serve.routes import REALTIME, Routes, find, upgrade_required
+from trioengine.serve.sockets import CHUNK, guard, linger
+
+logger = logging.getLogger("trioengine")
+E = TypeVar("E", bound=BaseException)
+MAX_MESSAGE = 1 << 20  # characters of a WebSocket message
+SUBPROTOCOL = "realtime"
+
+CheckUpgrade = Callable[[Request], None]  # raises ClientError
+WebSocketHandler = Callable[[WebSocketConnection], Awaitable[None]]
+
+
+class FrontDoor:
+    """Serves accepted streams. `check_upgrade` may refuse a WebSocket, `realtime` gets those it does not."""
+
+    def __init__(self, routes: Routes, access: Access, check_upgrade: CheckUpgrade, realtime: WebSocketHandler) -> None:
+        self._routes = routes
+        self._access = access
+        self._check_upgrade = check_upgrade
+        self._realtime = realtime
+        self._idle: set[trio.CancelScope] = set()
+        self._closing = False
+
+    def close_idle(self) -> None:
+        """Close the HTTP connections that wait for a request, now and from now on."""
+        self._closing = True
+        for scope in self._idle:
+            scope.cancel()
+
+    async def handle(self, stream: trio.abc.Stream) -> None:
+        """Serve one connection to its end. Nothing but cancellation comes out; the stream is closed in any case."""
+        guard(stream)
+        async with stream:
+            try:
+                await self._serve(stream)
+            except* (Disconnected, ConnectionClosed, trio.BrokenResourceError, trio.ClosedResourceError) as group:
+                logger.info("a client went away: %s", _first(group))
+            except* (trio.TooSlowError, ProtocolError) as group:
+                logger.info("a client was disconnected: %r", _first(group))
+            except* Exception as group:
+                logger.error("a connection crashed and was closed", exc_info=group)
+
+    async def _serve(self, stream: trio.abc.Stream) -> None:
+        connection = HttpConnection(stream)
+        try:
+            while (request := await self._next_request(connection)) is not None:
+                refusal = self._refusal(request)
+                if refusal is not None:
+                    raise BadRequest(refusal)
+                if request.wants_websocket and request.path == REALTIME:
+                    await self._become_websocket(request, connection.seen, stream)
+                    break
+                if not await self._exchange(connection, request):
+                    break
+        except* BadRequest as group:
+            await connection.refuse(_first(group).response)
+            await linger(stream)
+
+    async def _next_request(self, connection: HttpConnection) -> Request | None:
+        """The head of the next request; None to close."""
+        idle = trio.move_on_after(HANDSHAKE_TIMEOUT if connection.is_new else IDLE_TIMEOUT)
+        self._idle.add(idle)
+        try:
+            with idle:
+                if self._closing or not await connection.begun():
+                    return None
+        finally:
+            self._idle.discard(idle)
+        if idle.cancelled_caught:
+            return None
+        with trio.fail_after(HANDSHAKE_TIMEOUT):
+            return await connection.next_head()
+
+    def _refusal(self, request: Request) -> Response | None:
+        """Why this request is not even looked at, if so."""
+        reason = self._access(request.headers)
+        if reason is not None:
+            return problem_response(403, Problem(INVALID_REQUEST, "forbidden", reason))
+        if not (request.wants_websocket and request.path == REALTIME):
+            return None
+        if not _is_handshake(request):
+            return upgrade_required()
+        try:
+            self._check_upgrade(request)
+        except ClientError as exc:
+            return problem_response(404 if exc.problem.code == "model_not_found" else 400, exc.problem)
+        return None
+
+    async def _exchange(self, connection: HttpConnection, request: Request) -> bool:
+        with trio.fail_after(BODY_TIMEOUT):
+            request = dataclasses.replace(request, body=await connection.read_body())
+        found = find(self._routes, request)
+
+        async def handler(request: Request) -> Response:
+            if isinstance(found, Response):
+                return found
+            try:
+                return await found(request)
+            except Exception as exc:
+                logger.exception("the handler of %s crashed", request.path)
+                return problem_response(500, problem_of(exc))
+
+        return await connection.exchange(request, handler)
+
+    async def _become_websocket(self, request: Request, seen: bytes, stream: trio.abc.Stream) -> None:
+        async with trio.open_nursery() as nursery:
+            with trio.fail_after(HANDSHAKE_TIMEOUT):
+                proposal = await wrap_server_stream(
+                    nursery,
+                    ReplayStream(seen, stream),
+                    message_queue_size=1,
+                    max_message_size=MAX_MESSAGE,
+                    receive_buffer_size=CHUNK,
+                )
+                subprotocol = SUBPROTOCOL if SUBPROTOCOL in proposal.proposed_subprotocols else None
+                websocket = await proposal.accept(subprotocol=subprotocol)
+            await self._realtime(websocket)
+            nursery.cancel_scope.cancel()
+        await linger(stream)
+
+
+def _is_handshake(request: Request) -> bool:
+    """What RFC 6455 asks of a client's handshake; anything else would make trio-websocket wait for ever."""
+    connection = (request.header(b"connection") or b"").lower()
+    try:
+        key = base64.b64decode(request.header(b"sec-websocket-key") or b"", validate=True)
+    except ValueError:
+        return False
+    return (
+        request.method == "GET"
+        and b"upgrade" in [token.strip() for token in connection.split(b",")]
+        and request.header(b"sec-websocket-version") == b"13"
+        and len(key) == 16
+    )
+
+
+def _first(group: BaseExceptionGroup[E]) -> E:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return cast("E", error)

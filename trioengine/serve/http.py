@@ -1,0 +1,217 @@
+"""HTTP/1.1 on one connection: requests in, responses out, limits on both, and a watch for clients that go away."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+
+import h11
+import trio
+
+from trioengine.serve.problem import INVALID_REQUEST, Problem
+from trioengine.serve.sockets import CHUNK
+
+MAX_HEAD = 32 << 10  # bytes
+MAX_BODY = 4 << 20
+MAX_PIPELINED = 64 << 10
+HANDSHAKE_TIMEOUT = 10.0  # seconds for a request's head
+BODY_TIMEOUT = 60.0
+IDLE_TIMEOUT = 300.0  # between two requests
+SEND_TIMEOUT = 20.0  # a client that does not read for so long is gone
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request; header names are in lower case."""
+
+    method: str
+    path: str
+    query: str
+    headers: tuple[tuple[bytes, bytes], ...]
+    body: bytes = field(default=b"", repr=False)
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first value of a header."""
+        return next((value for key, value in self.headers if key == name), None)
+
+    @property
+    def wants_websocket(self) -> bool:
+        return (self.header(b"upgrade") or b"").lower() == b"websocket"
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A whole response."""
+
+    status: int
+    body: bytes
+    content_type: bytes = b"application/json"
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+
+Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
+
+
+class BadRequest(Exception):
+    """A request that is not served; the connection is closed after this response."""
+
+    def __init__(self, response: Response) -> None:
+        super().__init__(response.status)
+        self.response = response
+
+
+class Disconnected(Exception):
+    """The client went away, or does not read."""
+
+
+def json_response(status: int, content: Any) -> Response:
+    return Response(status, json.dumps(content).encode())
+
+
+def problem_response(status: int, problem: Problem) -> Response:
+    """An error in OpenAI's shape."""
+    headers = ((b"retry-after", b"%d" % max(1, round(problem.retry_after))),) if problem.retry_after else ()
+    content = {"message": problem.message, "type": problem.type, "param": problem.param, "code": problem.code}
+    return Response(status, json.dumps({"error": content}).encode(), headers=headers)
+
+
+def _bad(status: int, code: str, message: str) -> BadRequest:
+    return BadRequest(problem_response(status, Problem(INVALID_REQUEST, code, message)))
+
+
+def _head_too_large() -> BadRequest:
+    return _bad(431, "head_too_large", f"the header block is larger than {MAX_HEAD} bytes")
+
+
+class HttpConnection:
+    """One accepted connection until it closes, or becomes a WebSocket.
+
+    `seen` holds the bytes that were read since the beginning of the latest request.
+    """
+
+    def __init__(self, stream: trio.abc.Stream) -> None:
+        self._stream = stream
+        self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD)
+        self.seen = b""
+        self.is_new = True  # no request was read yet
+
+    async def begun(self) -> bool:
+        """Wait for the first bytes of the next request; False when the client has no more."""
+        self.seen = self._h11.trailing_data[0]
+        if not self.seen:
+            self.seen = bytes(await self._stream.receive_some(CHUNK))
+            if self.seen:
+                self._h11.receive_data(self.seen)
+        return bool(self.seen)
+
+    async def next_head(self) -> Request | None:
+        """The next request without its body; None when the client has no more. Raises BadRequest."""
+        self.is_new = False
+        event = await self._next_event(MAX_HEAD + CHUNK)
+        if not isinstance(event, h11.Request):
+            return None
+        ahead = len(self._h11.trailing_data[0])
+        if len(self.seen) - ahead > MAX_HEAD:
+            raise _head_too_large()
+        try:
+            url = urlsplit(event.target.decode("ascii"))
+        except ValueError:
+            raise _bad(400, "bad_request", "the request's target is not a URL") from None
+        headers = tuple((bytes(name), bytes(value)) for name, value in event.headers)
+        return Request(event.method.decode("ascii"), url.path, url.query, headers)
+
+    async def read_body(self) -> bytes:
+        """The rest of the request. Raises BadRequest when it is too long."""
+        if self._h11.they_are_waiting_for_100_continue:
+            await self._send(h11.InformationalResponse(status_code=100, headers=[]))
+        parts: list[bytes] = []
+        size = 0
+        while isinstance(event := await self._next_event(0), h11.Data):
+            size += len(event.data)
+            if size > MAX_BODY:
+                raise _bad(413, "body_too_large", f"the body is larger than {MAX_BODY} bytes")
+            parts.append(bytes(event.data))
+        return b"".join(parts)
+
+    async def _next_event(self, keep: int) -> Any:
+        """h11's next event; up to about `keep` bytes of it are added to `seen`."""
+        try:
+            while (event := self._h11.next_event()) is h11.NEED_DATA:
+                data = bytes(await self._stream.receive_some(CHUNK))
+                if len(self.seen) < keep:
+                    self.seen += data
+                self._h11.receive_data(data)
+        except h11.RemoteProtocolError as exc:
+            status = exc.error_status_hint
+            if status == 431:
+                raise _head_too_large() from exc
+            if self._h11.trailing_data[1]:
+                raise Disconnected("closed in the middle of a request") from exc
+            raise _bad(status, "bad_request", "the bytes are not an HTTP/1.1 request") from exc
+        return event
+
+    async def exchange(self, request: Request, handler: Handler) -> bool:
+        """Handle one request and send the response; True if another may follow.
+
+        The handler is cancelled when the client goes away (Disconnected) or sends too much ahead (BadRequest).
+        """
+        blame: list[Exception] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch, blame, nursery.cancel_scope)
+            response = await handler(request)
+            await self.respond(response, head_only=request.method == "HEAD")
+            blame.clear()
+            nursery.cancel_scope.cancel()
+        if blame:
+            raise blame[0]
+        if self._h11.our_state is not h11.DONE or self._h11.their_state is not h11.DONE:
+            return False
+        self._h11.start_next_cycle()
+        return True
+
+    async def _watch(self, blame: list[Exception], scope: trio.CancelScope) -> None:
+        try:
+            while data := await self._stream.receive_some(CHUNK):
+                self._h11.receive_data(data)
+                if len(self._h11.trailing_data[0]) > MAX_PIPELINED:
+                    message = f"more than {MAX_PIPELINED} bytes came while a request was handled"
+                    blame.append(_bad(400, "pipelined_too_much", message))
+                    break
+            else:
+                blame.append(Disconnected("the client went away"))
+        except trio.BrokenResourceError:
+            blame.append(Disconnected("the client went away"))
+        scope.cancel()
+
+    async def respond(self, response: Response, *, head_only: bool = False) -> None:
+        """Send a whole response, in one piece. Raises Disconnected."""
+        headers = [
+            (b"content-type", response.content_type),
+            (b"content-length", b"%d" % len(response.body)),
+            *response.headers,
+        ]
+        reason = HTTPStatus(response.status).phrase.encode()
+        events = [h11.Response(status_code=response.status, headers=headers, reason=reason)]
+        await self._send(*events, *(() if head_only else (h11.Data(data=response.body),)), h11.EndOfMessage())
+
+    async def refuse(self, response: Response) -> None:
+        """Send a response if none has begun; the connection is of no further use."""
+        if self._h11.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            closing = Response(
+                response.status, response.body, response.content_type, (*response.headers, (b"connection", b"close"))
+            )
+            await self.respond(closing)
+
+    async def _send(self, *events: Any) -> None:
+        data = b"".join(self._h11.send(event) or b"" for event in events)
+        with trio.move_on_after(SEND_TIMEOUT) as scope:
+            try:
+                await self._stream.send_all(data)
+            except (trio.BrokenResourceError, trio.ClosedResourceError) as exc:
+                raise Disconnected("the client went away") from exc
+        if scope.cancelled_caught:
+            raise Disconnected("the client does not read")

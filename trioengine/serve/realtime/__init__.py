@@ -1,0 +1,1 @@
+"""OpenAI's Realtime protocol over WebSocket: its text part."""

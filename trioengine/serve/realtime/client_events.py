@@ -1,0 +1,131 @@
+"""The events that a client may send, read from the text of a message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
+
+from trioengine.serve.problem import ClientError
+from trioengine.serve.realtime.items import Item, parse_item
+
+MAX_EVENT_ID = 512
+
+
+@dataclass(frozen=True, slots=True)
+class SessionUpdate:
+    session: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ItemCreate:
+    item: Item
+    previous_item_id: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRetrieve:
+    item_id: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ItemDelete:
+    item_id: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseCreate:
+    response: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseCancel:
+    response_id: Any
+
+
+ClientEvent: TypeAlias = SessionUpdate | ItemCreate | ItemRetrieve | ItemDelete | ResponseCreate | ResponseCancel
+
+_FIELDS = {  # beside event_id and type
+    "session.update": ("session",),
+    "conversation.item.create": ("item", "previous_item_id"),
+    "conversation.item.retrieve": ("item_id",),
+    "conversation.item.delete": ("item_id",),
+    "response.create": ("response",),
+    "response.cancel": ("response_id",),
+}
+
+
+class EventError(Exception):
+    """A message that is no event, or one we cannot act on; `event_id` is the client's, where it has one."""
+
+    def __init__(self, cause: ClientError, event_id: str | None) -> None:
+        super().__init__(str(cause))
+        self.problem = cause.problem
+        self.event_id = event_id
+
+
+def parse(text: str | bytes) -> tuple[ClientEvent, str | None]:
+    """The event in a message, and the client's id of it. Raises EventError."""
+    event_id = None
+    try:
+        fields = _load(text)
+        event_id = _event_id(fields)
+        return _event(fields), event_id
+    except ClientError as exc:
+        raise EventError(exc, event_id) from exc
+
+
+def _load(text: str | bytes) -> Mapping[str, Any]:
+    if isinstance(text, bytes):
+        raise ClientError("invalid_event", "events are text messages, this one is binary")
+    try:
+        fields = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        raise ClientError("invalid_json", "the message is not JSON") from None
+    if not isinstance(fields, dict):
+        raise ClientError("invalid_event", "the message is not a JSON object")
+    return fields
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _event_id(fields: Mapping[str, Any]) -> str | None:
+    event_id = fields.get("event_id")
+    if event_id is not None and (not isinstance(event_id, str) or len(event_id) > MAX_EVENT_ID):
+        raise ClientError(
+            "invalid_value", f"event_id must be a string of up to {MAX_EVENT_ID} characters", param="event_id"
+        )
+    return event_id
+
+
+def _event(fields: Mapping[str, Any]) -> ClientEvent:
+    type = fields.get("type")
+    names = _FIELDS.get(type) if isinstance(type, str) else None
+    if names is None:
+        known = ", ".join(_FIELDS)
+        raise ClientError("unknown_event", f"type must be one of {known}, got {type!r:.80}", param="type")
+    for name in fields.keys() - {"event_id", "type", *names}:
+        raise ClientError("unsupported_parameter", f"{name[:80]} is not a field of {type}", param=name[:80])
+    match type:
+        case "session.update":
+            return SessionUpdate(_required(fields, "session"))
+        case "conversation.item.create":
+            return ItemCreate(parse_item(_required(fields, "item")), fields.get("previous_item_id"))
+        case "conversation.item.retrieve":
+            return ItemRetrieve(_required(fields, "item_id"))
+        case "conversation.item.delete":
+            return ItemDelete(_required(fields, "item_id"))
+        case "response.create":
+            return ResponseCreate(fields.get("response"))
+        case _:
+            return ResponseCancel(fields.get("response_id"))
+
+
+def _required(fields: Mapping[str, Any], name: str) -> Any:
+    value = fields.get(name)
+    if value is None:
+        raise ClientError("missing_parameter", f"{name} is missing", param=name)
+    return value

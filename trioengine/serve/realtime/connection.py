@@ -1,0 +1,154 @@
+"""One Realtime connection: who reads, who acts, who sends, and how all of it ends together."""
+
+from __future__ import annotations
+
+import logging
+
+import trio
+from trio_websocket import ConnectionClosed, WebSocketConnection
+
+from trioengine.actors.engine import Engine
+from trioengine.serve.problem import ClientError, Problem, problem_of
+from trioengine.serve.realtime.client_events import (
+    ClientEvent,
+    EventError,
+    ItemCreate,
+    ItemDelete,
+    ItemRetrieve,
+    ResponseCancel,
+    ResponseCreate,
+    SessionUpdate,
+    parse,
+)
+from trioengine.serve.realtime.items import Items
+from trioengine.serve.realtime.outbox import Outbox, new_id
+from trioengine.serve.realtime.responder import Responder
+from trioengine.serve.realtime.response import Order, Response
+from trioengine.serve.realtime.settings import Settings
+
+logger = logging.getLogger("trioengine")
+MAX_UNHANDLED = 64  # events
+PING_INTERVAL = 20.0  # seconds; the answer may take as long
+CLOSE_TIMEOUT = 5.0
+THREAD_THRESHOLD = 1 << 16  # characters; a longer message is parsed in a thread
+GOING_AWAY, POLICY_VIOLATION = 1001, 1008
+
+
+class RealtimeConnection:
+    """A client's session. `run` returns, or raises, when the client is gone; then the engine session has ended.
+
+    `closing` asks for the end: a response in progress is finished and sent, and the WebSocket closed.
+    """
+
+    def __init__(self, engine: Engine, websocket: WebSocketConnection, model: str, closing: trio.Event) -> None:
+        self.id = new_id("sess")
+        self._conversation_id = new_id("conv")
+        self._engine = engine
+        self._websocket = websocket
+        self._model = model
+        self._closing = closing
+        self._settings = Settings()
+        self._items = Items()
+        self._outbox = Outbox()
+        self._responder = Responder(engine, self.id)
+        self._close_code, self._close_reason = 1000, ""
+
+    async def run(self) -> None:
+        """The sender outlives the work, so that the last events are followed by a clean close."""
+        self._outbox.put("session.created", session=self._settings.to_json(self.id, self._model))
+        async with trio.open_nursery() as sending:
+            sending.start_soon(self._outbox.send_to, self._websocket)
+            sending.start_soon(self._ping)
+            async with trio.open_nursery() as work:
+                send_channel, inbox = trio.open_memory_channel[str | bytes](MAX_UNHANDLED)
+                work.start_soon(self._receive, send_channel, work.cancel_scope)
+                work.start_soon(self._handle, inbox)
+                work.start_soon(self._responder.run)
+                work.start_soon(self._close_when_asked, work.cancel_scope)
+            with trio.move_on_after(CLOSE_TIMEOUT):
+                await self._websocket.aclose(self._close_code, self._close_reason)
+            sending.cancel_scope.cancel()
+
+    async def _receive(self, inbox: trio.MemorySendChannel[str | bytes], work: trio.CancelScope) -> None:
+        """Read always, also while nobody handles: only so is it noticed that the client has gone."""
+        try:
+            while True:
+                inbox.send_nowait(await self._websocket.get_message())
+        except ConnectionClosed:
+            logger.info("%s: the client has gone", self.id)
+        except trio.WouldBlock:
+            logger.info("%s: too many unhandled events", self.id)
+            self._close_code, self._close_reason = POLICY_VIOLATION, f"more than {MAX_UNHANDLED} unhandled events"
+        work.cancel()
+
+    async def _ping(self) -> None:
+        """A client that does not answer is gone. Raises TooSlowError."""
+        while True:
+            await trio.sleep(PING_INTERVAL)
+            try:
+                with trio.fail_after(PING_INTERVAL):
+                    await self._websocket.ping()
+            except ConnectionClosed:
+                return
+
+    async def _close_when_asked(self, work: trio.CancelScope) -> None:
+        await self._closing.wait()
+        await self._responder.idle()
+        await self._outbox.flushed()
+        self._close_code, self._close_reason = GOING_AWAY, "the server is shutting down"
+        work.cancel()
+
+    # ---- the client's events --------------------------------------------------------------------------------------
+
+    async def _handle(self, inbox: trio.MemoryReceiveChannel[str | bytes]) -> None:
+        async for message in inbox:
+            await self._outbox.room()
+            try:
+                event, event_id = await self._parse(message)
+            except EventError as exc:
+                self._put_error(exc.problem, exc.event_id)
+                continue
+            try:
+                self._act(event, event_id)
+            except Exception as exc:
+                if not isinstance(exc, ClientError):
+                    logger.exception("%s: a %s crashed", self.id, type(event).__name__)
+                self._put_error(problem_of(exc), event_id)
+
+    async def _parse(self, message: str | bytes) -> tuple[ClientEvent, str | None]:
+        if len(message) <= THREAD_THRESHOLD:
+            return parse(message)
+        parsed: tuple[ClientEvent, str | None] = await self._engine.ports.run_in_thread(parse, message)
+        return parsed
+
+    def _act(self, event: ClientEvent, event_id: str | None) -> None:
+        match event:
+            case SessionUpdate():
+                self._settings = self._settings.for_session(event.session, self._model)
+                self._outbox.put("session.updated", session=self._settings.to_json(self.id, self._model))
+            case ItemCreate():
+                previous = self._items.add(event.item, event.previous_item_id)
+                for type in ("conversation.item.added", "conversation.item.done"):
+                    self._outbox.put(type, previous_item_id=previous, item=event.item.to_json())
+            case ItemRetrieve():
+                item = self._items.get(event.item_id, "item_id")
+                self._outbox.put("conversation.item.retrieved", item=item.to_json())
+            case ItemDelete():
+                self._outbox.put("conversation.item.deleted", item_id=self._items.delete(event.item_id))
+            case ResponseCreate():
+                self._respond(event, event_id)
+            case ResponseCancel():
+                self._responder.cancel(event.response_id)
+
+    def _respond(self, event: ResponseCreate, event_id: str | None) -> None:
+        self._responder.check_idle()
+        settings = self._settings.for_response(event.response)
+        messages = self._items.messages(settings.instructions)
+        if not messages:
+            raise ClientError("empty_conversation", "there is nothing to respond to: create an item first")
+        params = settings.params("response")
+        order = Order(messages, params, settings.max_output_tokens, settings.metadata, event_id)
+        self._responder.begin(Response(order, self._items, self._outbox, self._conversation_id))
+
+    def _put_error(self, problem: Problem, event_id: str | None) -> None:
+        self._outbox.put("error", error={**problem.to_json(), "event_id": event_id})

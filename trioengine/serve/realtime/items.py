@@ -1,0 +1,166 @@
+"""The conversation of a connection: its items, in order. The connection owns them; the engine's session caches them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trioengine.serve.problem import ClientError
+from trioengine.serve.realtime.fields import known_fields, text_of
+from trioengine.serve.realtime.outbox import new_id
+
+MAX_ITEMS = 4096
+MAX_CONVERSATION = 8 << 20  # characters
+MAX_ID = 128
+ROOT = "root"  # as previous_item_id: at the beginning
+
+
+class ItemStatus(enum.Enum):
+    IN_PROGRESS = "in_progress"
+    COMPLETED = "completed"
+    INCOMPLETE = "incomplete"
+
+
+class Role(enum.Enum):
+    SYSTEM = "system"
+    USER = "user"
+    ASSISTANT = "assistant"
+
+
+_PART_TYPES = {
+    Role.SYSTEM: ("input_text",),
+    Role.USER: ("input_text",),
+    Role.ASSISTANT: ("output_text", "text"),
+}
+
+
+@dataclass(slots=True)
+class Item:
+    """A message; `texts` are its parts. An assistant's item that is in progress grows at its only part."""
+
+    role: Role
+    texts: list[str]
+    id: str = field(default_factory=lambda: new_id("item"))
+    status: ItemStatus = ItemStatus.COMPLETED
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def to_json(self) -> dict[str, Any]:
+        part = _PART_TYPES[self.role][0]
+        return {
+            "id": self.id,
+            "object": "realtime.item",
+            "type": "message",
+            "status": self.status.value,
+            "role": self.role.value,
+            "content": [{"type": part, "text": text} for text in self.texts],
+        }
+
+
+def parse_item(fields: object) -> Item:
+    """The item of a conversation.item.create. Raises ClientError, naming what we cannot take."""
+    item = known_fields(fields, ("id", "object", "type", "status", "role", "content"), "item")
+    if item.get("type") != "message":
+        raise ClientError(
+            "unsupported_item", f"item.type must be message, got {item.get('type')!r:.60}", param="item.type"
+        )
+    role = next((role for role in Role if role.value == item.get("role")), None)
+    if role is None:
+        names = ", ".join(role.value for role in Role)
+        raise ClientError(
+            "invalid_value", f"item.role must be one of {names}, got {item.get('role')!r:.60}", param="item.role"
+        )
+    content = item.get("content")
+    if not isinstance(content, list) or not content:
+        raise ClientError("invalid_value", "item.content must be a list of at least one part", param="item.content")
+    texts = [_part_text(part, _PART_TYPES[role], f"item.content[{index}]") for index, part in enumerate(content)]
+    id = item.get("id")
+    if id is None:
+        return Item(role, texts)
+    if not isinstance(id, str) or not 0 < len(id) <= MAX_ID or id == ROOT:
+        raise ClientError("invalid_value", f"item.id must be a string of 1 to {MAX_ID} characters", param="item.id")
+    return Item(role, texts, id)
+
+
+def _part_text(part: object, types: tuple[str, ...], where: str) -> str:
+    if isinstance(part, Mapping) and part.get("type") not in types:
+        shown = f"{part.get('type')!r:.60}"
+        raise ClientError("unsupported_content", f"{where}.type must be {types[0]}, got {shown}", param=f"{where}.type")
+    return text_of(known_fields(part, ("type", "text"), where).get("text"), f"{where}.text")
+
+
+class Items:
+    """The items, by id and in order."""
+
+    def __init__(self) -> None:
+        self._items: dict[str, Item] = {}
+        self._order: list[str] = []
+        self._size = 0  # characters, of finished items
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[Item]:
+        return (self._items[id] for id in self._order)
+
+    def get(self, id: object, param: str) -> Item:
+        """The item of this id. Raises ClientError."""
+        item = self._items.get(id) if isinstance(id, str) else None
+        if item is None:
+            raise ClientError("item_not_found", f"{param}: there is no item {id!r:.80}", param=param)
+        return item
+
+    def add(self, item: Item, previous: object = None) -> str | None:
+        """Insert after the item of the id `previous`; None: at the end. Returns the id of the item before it."""
+        if item.id in self._items:
+            raise ClientError("duplicate_item", f"item.id: there is an item {item.id!r} already", param="item.id")
+        if len(self) >= MAX_ITEMS or self._size + len(item.text) > MAX_CONVERSATION:
+            message = f"the conversation is full: {MAX_ITEMS} items or {MAX_CONVERSATION} characters"
+            raise ClientError("conversation_too_large", message, param="item")
+        index = self._index_after(previous)
+        return self._insert(item, index)
+
+    def append_answer(self, item: Item) -> str | None:
+        """An item of the model's own; it has room in any case. Returns the id of the item before it."""
+        return self._insert(item, len(self))
+
+    def finish_answer(self, item: Item, status: ItemStatus) -> None:
+        """The model's item is as it will stay."""
+        item.status = status
+        self._size += len(item.text)
+
+    def delete(self, id: object) -> str:
+        """Remove an item that is not in progress, and return its id. Raises ClientError."""
+        item = self.get(id, "item_id")
+        if item.status is ItemStatus.IN_PROGRESS:
+            raise ClientError("item_in_progress", f"item_id: {item.id!r} is being generated", param="item_id")
+        del self._items[item.id]
+        self._order.remove(item.id)
+        self._size -= len(item.text)
+        return item.id
+
+    def before(self, item: Item) -> str | None:
+        """The id of the item before this one."""
+        index = self._order.index(item.id)
+        return self._order[index - 1] if index else None
+
+    def messages(self, instructions: str) -> list[dict[str, str]]:
+        """The conversation as chat messages; an item without text is left out."""
+        messages = [{"role": item.role.value, "content": item.text} for item in self if item.text]
+        return [{"role": "system", "content": instructions}, *messages] if instructions else messages
+
+    def _index_after(self, previous: object) -> int:
+        if previous is None:
+            return len(self)
+        return 0 if previous == ROOT else self._order.index(self.get(previous, "previous_item_id").id) + 1
+
+    def _insert(self, item: Item, index: int) -> str | None:
+        self._items[item.id] = item
+        self._order.insert(index, item.id)
+        if item.status is not ItemStatus.IN_PROGRESS:
+            self._size += len(item.text)
+        return self._order[index - 1] if index else None

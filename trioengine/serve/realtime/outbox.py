@@ -1,0 +1,67 @@
+"""What a connection is going to send: events, numbered in the order in which they were put here."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import deque
+from typing import Any
+
+import trio
+from trio_websocket import ConnectionClosed, WebSocketConnection
+
+SEND_TIMEOUT = 20.0  # a client that reads nothing for so long is disconnected
+ROOM = 1 << 16  # characters that may be unsent before whoever has more to say waits
+
+
+def new_id(prefix: str) -> str:
+    """An id that no other connection has."""
+    return f"{prefix}_{secrets.token_hex(12)}"
+
+
+class Outbox:
+    """Events are put in synchronously; one task sends them. Who can wait, waits for room before it puts more."""
+
+    def __init__(self) -> None:
+        self._events: deque[str] = deque()
+        self._size = 0  # characters that are not sent yet
+        self._sequence_number = 0
+        self._changed = trio.Event()
+
+    def put(self, type: str, **fields: Any) -> None:
+        """Send this event when its turn has come."""
+        event = {"event_id": new_id("event"), "type": type, "sequence_number": self._sequence_number, **fields}
+        self._sequence_number += 1
+        text = json.dumps(event)
+        self._events.append(text)
+        self._size += len(text)
+        self._notify()
+
+    async def room(self) -> None:
+        """Wait until the client has read enough for more."""
+        await trio.lowlevel.checkpoint()
+        while self._size > ROOM:
+            await self._changed.wait()
+
+    async def flushed(self) -> None:
+        """Wait until everything is sent."""
+        while self._size:
+            await self._changed.wait()
+
+    async def send_to(self, websocket: WebSocketConnection) -> None:
+        """Send until cancelled, or until the WebSocket is closed. Raises TooSlowError for a client that does not read."""
+        while True:
+            while not self._events:
+                await self._changed.wait()
+            text = self._events.popleft()
+            try:
+                with trio.fail_after(SEND_TIMEOUT):
+                    await websocket.send_message(text)
+            except ConnectionClosed:
+                return
+            self._size -= len(text)
+            self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()

@@ -1,0 +1,135 @@
+"""A response: what was asked, how far it is, and how the client is told."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trioengine.actors.generation import Completion
+from trioengine.core.lifecycle import Cause
+from trioengine.core.messages import FinishReason, Usage
+from trioengine.core.sampling_params import SamplingParams
+from trioengine.serve.problem import SERVER_ERROR, Problem
+from trioengine.serve.realtime.items import Item, Items, ItemStatus, Role
+from trioengine.serve.realtime.outbox import Outbox, new_id
+
+
+class ResponseStatus(enum.Enum):
+    IN_PROGRESS = "in_progress"
+    COMPLETED = "completed"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    INCOMPLETE = "incomplete"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a response.create asked for: the conversation as it was then, and how to go on from it."""
+
+    messages: list[dict[str, str]]
+    params: SamplingParams
+    max_output_tokens: int | str
+    metadata: Mapping[str, str] | None = None
+    event_id: str | None = None  # the client's
+
+
+@dataclass(slots=True)
+class Response:
+    """One response; every change of it is told to the client in the same step."""
+
+    order: Order
+    items: Items
+    outbox: Outbox
+    conversation_id: str
+    id: str = field(default_factory=lambda: new_id("resp"))
+    status: ResponseStatus = ResponseStatus.IN_PROGRESS
+    status_details: dict[str, Any] | None = None
+    usage: dict[str, Any] | None = None
+    item: Item | None = None
+    cancelled: bool = False  # by its client; a finish that is on its way wins
+    _texts: list[str] = field(default_factory=list)
+
+    def begin(self) -> None:
+        self.outbox.put("response.created", response=self.to_json())
+
+    def begin_item(self) -> None:
+        """The engine has taken the request: its item is there, still empty."""
+        self.item = item = Item(Role.ASSISTANT, [], status=ItemStatus.IN_PROGRESS)
+        previous = self.items.append_answer(item)
+        self.outbox.put("response.output_item.added", response_id=self.id, output_index=0, item=item.to_json())
+        self.outbox.put("conversation.item.added", previous_item_id=previous, item=item.to_json())
+        self._put("response.content_part.added", item, part=_part(""))
+
+    def add_text(self, delta: str) -> None:
+        assert self.item is not None, "text comes after begin_item"
+        self._texts.append(delta)
+        self._put("response.output_text.delta", self.item, delta=delta)
+
+    def finish(self, completion: Completion) -> None:
+        """The engine's outcome, whatever it is but an error."""
+        self.usage = _usage(completion.usage)
+        match completion.finish_reason:
+            case FinishReason.STOP:
+                self._end(ResponseStatus.COMPLETED)
+            case FinishReason.LENGTH:
+                self._end(ResponseStatus.INCOMPLETE, reason="max_output_tokens")
+            case _ if completion.cause is Cause.CLIENT:
+                self._end(ResponseStatus.CANCELLED, reason="client_cancelled")
+            case _:
+                cause = completion.cause.value if completion.cause is not None else "unknown"
+                self.fail(Problem(SERVER_ERROR, cause, f"the request was aborted: {cause}"))
+
+    def fail(self, problem: Problem) -> None:
+        """It ends with an error event; what was sent until then stays, as an incomplete item."""
+        self.outbox.put("error", error={**problem.to_json(), "event_id": self.order.event_id})
+        self._end(ResponseStatus.FAILED, error={"type": problem.type, "code": problem.code, "message": problem.message})
+
+    def _end(self, status: ResponseStatus, **details: Any) -> None:
+        self.status = status
+        self.status_details = {"type": status.value, **details} if details else None
+        if self.item is not None:
+            self._end_item(self.item)
+        self.outbox.put("response.done", response=self.to_json())
+
+    def _end_item(self, item: Item) -> None:
+        item.texts = ["".join(self._texts)]
+        is_whole = self.status is ResponseStatus.COMPLETED
+        self.items.finish_answer(item, ItemStatus.COMPLETED if is_whole else ItemStatus.INCOMPLETE)
+        self._put("response.output_text.done", item, text=item.text)
+        self._put("response.content_part.done", item, part=_part(item.text))
+        self.outbox.put("conversation.item.done", previous_item_id=self.items.before(item), item=item.to_json())
+        self.outbox.put("response.output_item.done", response_id=self.id, output_index=0, item=item.to_json())
+
+    def _put(self, type: str, item: Item, **fields: Any) -> None:
+        self.outbox.put(type, response_id=self.id, item_id=item.id, output_index=0, content_index=0, **fields)
+
+    def to_json(self) -> dict[str, Any]:
+        is_done = self.item is not None and self.status is not ResponseStatus.IN_PROGRESS
+        return {
+            "id": self.id,
+            "object": "realtime.response",
+            "status": self.status.value,
+            "status_details": self.status_details,
+            "output": [self.item.to_json()] if is_done and self.item is not None else [],
+            "conversation_id": self.conversation_id,
+            "output_modalities": ["text"],
+            "max_output_tokens": self.order.max_output_tokens,
+            "usage": self.usage,
+            "metadata": self.order.metadata,
+        }
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "output_text", "text": text}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "input_tokens": usage.prompt_tokens,
+        "output_tokens": usage.completion_tokens,
+        "input_token_details": {"cached_tokens": usage.cached_tokens, "text_tokens": usage.prompt_tokens},
+        "output_token_details": {"text_tokens": usage.completion_tokens},
+    }

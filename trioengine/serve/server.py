@@ -1,0 +1,124 @@
+"""The server: an engine and its front door, from the first accepted connection to the last."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from functools import partial
+from urllib.parse import parse_qsl
+
+import trio
+from trio_websocket import WebSocketConnection
+
+from trioengine.actors.engine import Engine, open_unwrapped_nursery
+from trioengine.actors.ports import Ports
+from trioengine.core.config import EngineConfig
+from trioengine.core.errors import EngineError, InvalidConfig
+from trioengine.core.lifecycle import Cause
+from trioengine.serve.access import anyone, is_loopback, loopback_only
+from trioengine.serve.front_door import FrontDoor
+from trioengine.serve.http import Request
+from trioengine.serve.problem import ClientError
+from trioengine.serve.realtime.connection import CLOSE_TIMEOUT, RealtimeConnection
+from trioengine.serve.routes import routes
+
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
+
+
+class Server:
+    """An engine that is served. `front_door.handle(stream)` serves one stream, wherever it comes from."""
+
+    def __init__(self, engine: Engine, *, model_name: str | None = None, insecure: bool = False) -> None:
+        self.engine = engine
+        self.model_name = engine.config.model if model_name is None else model_name
+        self.port = 0  # once it listens
+        self.front_door = FrontDoor(
+            routes(engine), anyone if insecure else loopback_only, self._check_upgrade, self._realtime
+        )
+        self._closing = trio.Event()
+        self._accepting = trio.CancelScope()
+        self._connections = trio.CancelScope()
+
+    async def run(
+        self, listeners: list[trio.SocketListener], *, task_status: trio.TaskStatus[Server] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Accept and serve until `drain` or `abort`; returns when every connection has ended."""
+        self.port = listeners[0].socket.getsockname()[1]
+        with self._connections:
+            async with trio.open_nursery() as connections:
+                task_status.started(self)
+                with self._accepting:
+                    await trio.serve_listeners(self.front_door.handle, listeners, handler_nursery=connections)
+        await trio.lowlevel.checkpoint()
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Accept nothing more, finish what is in flight within `timeout` seconds, then close every connection.
+
+        True if nothing had to be aborted.
+        """
+        self._accepting.cancel()
+        finished = await self.engine.drain(timeout)
+        self.front_door.close_idle()
+        self._closing.set()
+        self._connections.deadline = trio.current_time() + 2 * CLOSE_TIMEOUT
+        return finished
+
+    def abort(self) -> None:
+        """Abort every request and end every connection, at once."""
+        self.engine.abort_all(Cause.SHUTDOWN)
+        self._accepting.cancel()
+        self._connections.cancel()
+
+    async def _realtime(self, websocket: WebSocketConnection) -> None:
+        await RealtimeConnection(self.engine, websocket, self.model_name, self._closing).run()
+
+    def _check_upgrade(self, request: Request) -> None:
+        for name, value in parse_qsl(request.query, keep_blank_values=True):
+            if name != "model":
+                raise ClientError("unsupported_parameter", f"{name[:80]} is not supported", param=name[:80])
+            if value != self.model_name:
+                message = f"there is no model {value[:80]!r}, this is {self.model_name!r}"
+                raise ClientError("model_not_found", message, param="model")
+
+
+async def serve(
+    config: EngineConfig | None = None,
+    host: str = DEFAULT_HOST,
+    port: int = DEFAULT_PORT,
+    *,
+    model_name: str | None = None,
+    insecure: bool = False,
+    ports: Ports | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+    task_status: trio.TaskStatus[Server] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Serve an engine until the server is drained or aborted, or this is cancelled. The listener starts before it is ready.
+
+    `model_name` is what clients call the model (default: as the configuration does). Raises InvalidConfig for an
+    address that other machines reach, unless `insecure`; EngineError when it cannot listen, or the engine cannot run.
+    """
+    if not insecure and not is_loopback(host):
+        raise InvalidConfig(f"host {host} is reachable from other machines and no key is configured: use --insecure")
+    listeners = await _listen(host, port)
+    engine = Engine(config, ports=ports, on_progress=on_progress)
+    server = Server(engine, model_name=model_name, insecure=insecure)
+    async with open_unwrapped_nursery() as nursery:
+        nursery.start_soon(partial(_run_engine, engine, nursery.cancel_scope))
+        try:
+            await server.run(listeners, task_status=task_status)
+        finally:
+            engine.close()
+
+
+async def _run_engine(engine: Engine, scope: trio.CancelScope) -> None:
+    await engine.run()
+    scope.cancel()
+
+
+async def _listen(host: str, port: int) -> list[trio.SocketListener]:
+    try:
+        return await trio.open_tcp_listeners(port, host=host)
+    except OSError as exc:
+        reason = os.strerror(exc.errno) if exc.errno in errno.errorcode else str(exc)
+        raise EngineError(f"cannot listen on {host}:{port}: {reason}") from exc

@@ -1,0 +1,33 @@
+"""What every accepted connection gets, and how one is closed so that the client can still read what was said."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+
+import trio
+
+USER_TIMEOUT = 20.0  # seconds that sent bytes may stay unacknowledged
+LINGER_TIMEOUT = 2.0
+LINGER_BYTES = 8 << 20
+CHUNK = 1 << 16
+_TCP_USER_TIMEOUT = 18  # linux/tcp.h; socket.TCP_USER_TIMEOUT exists on Linux only
+
+
+def guard(stream: trio.abc.Stream) -> None:
+    """Let the kernel notice a peer that is gone without a word."""
+    if isinstance(stream, trio.SocketStream):
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        with suppress(OSError):
+            stream.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, int(USER_TIMEOUT * 1000))
+
+
+async def linger(stream: trio.abc.Stream) -> None:
+    """Say the end and read what is still coming: closing with unread bytes resets, and the last answer would be lost."""
+    if not isinstance(stream, trio.abc.HalfCloseableStream):
+        return
+    with trio.move_on_after(LINGER_TIMEOUT), suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+        await stream.send_eof()
+        received = 0
+        while received < LINGER_BYTES and (data := await stream.receive_some(CHUNK)):
+            received += len(data)
