@@ -1,18 +1,24 @@
-"""The real model that tests may use."""
+"""The real model that tests may use, and how Hypothesis searches: the same examples every time, however slow."""
 
 import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from trioengine.core.errors import ModelError
 from trioengine.hub.pull import resolve
 
+settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
+settings.load_profile("deterministic")
+
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct's GGUF file, fetched once into the user's cache; without it the test is skipped, or fails
-    where CI=true."""
+    """SmolLM2-135M-Instruct's GGUF file, fetched once into the user's cache.
+
+    Where it cannot be had, the test is skipped, or fails if the environment says CI=true.
+    """
     try:
         return resolve("smollm2-135m-instruct")
     except ModelError as exc:

@@ -60,6 +60,8 @@ class _Metadata:
         context_length = self._metadata.get(f"{model_type}.context_length")
         if not is_count(context_length):
             raise ModelError(f"{model_type}.context_length must be a positive integer, got {context_length!r:.60}")
+        if not isinstance(self._metadata.get("tokenizer.ggml.token_type", []), list):
+            raise ModelError("tokenizer.ggml.token_type is no list")
         tokenizer = Tokenizer.from_gguf(self._metadata)
         self._tokens = self._metadata["tokenizer.ggml.tokens"]
         if self._rows is not None and len(self._tokens) > self._rows:
