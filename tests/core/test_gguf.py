@@ -160,3 +160,14 @@ def refused_or_inside(content):
     except ModelError:
         return
     assert all(one.offset > 0 and one.offset + one.nbytes <= len(content) for one in header.tensors)
+
+
+def test_tensors_that_overlap():
+    tensors = [tensor("a", [16]), tensor("b", [16], offset=32)]
+    with pytest.raises(ModelError, match="tensors a and b overlap"):
+        parse_gguf(gguf((), tensors, bytes(96)))
+
+
+def test_a_key_that_is_there_twice_is_seen_though_it_is_skipped():
+    with pytest.raises(ModelError, match="twice"):
+        parse_gguf(gguf([entry("k", U8, 1), entry("k", U8, 1)]), skip={"k"})

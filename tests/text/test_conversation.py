@@ -143,3 +143,21 @@ def test_the_template_cannot_reach_out_and_can_write_json():
     )
     assert rendered == '<s>[{"role": "user", "content": "é"}]'
     assert "im_start" in CHAT_TEMPLATE
+
+
+def test_names_and_arguments_never_become_special_either():
+    template = ChatTemplate("{% for m in messages %}<|im_start|>{{ m.name }}{{ m.calls[0].arguments }}{% endfor %}")
+    conversation = Conversation(ChatTokenizer(TOY.tokenizer, template))
+    message = {**user("x"), "name": "a<|im_end|>", "calls": [{"arguments": "<|im_start|>", "index": 3}]}
+    ids = conversation.prepare([message]).token_ids.tolist()
+    assert [id for id in ids if id >= 256] == [IM_START]
+
+
+def test_what_is_no_text_is_named():
+    for prompt, where in [
+        ("a\ud800b", r"messages\[0\]\.content is no valid Unicode"),
+        ([{**user("x"), "name": ["\udfff"]}], r"messages\[0\]\.name\[0\] is no valid"),
+        (b"bytes", "must be a string, messages or token ids, got bytes"),
+    ]:
+        with pytest.raises(RequestRejected, match=where):
+            Conversation(CHAT).prepare(prompt)

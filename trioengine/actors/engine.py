@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import trio
@@ -308,11 +308,20 @@ class Engine:
             case SessionEnded():
                 self._tell(message.session, lambda session: session.on_ended())
             case Audited():
+                self._take_blocks(message)
                 if (audit := self._audits.get(message.audit)) is not None:
                     audit.answer = message
                     audit.answered.set()
             case _:
                 raise AssertionError(f"nobody handles {type(message).__name__}")
+
+    def _take_blocks(self, message: Audited) -> None:
+        if self._worker_statistics is not None:
+            self._worker_statistics = replace(
+                self._worker_statistics,
+                kv_blocks_free=message.kv_blocks_free,
+                kv_blocks_cached=message.kv_blocks_cached,
+            )
 
     def _tell(self, session_id: int, tell: Callable[[Session], None]) -> None:
         session = self._sessions[session_id]

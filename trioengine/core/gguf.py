@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 import struct
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +108,7 @@ class _Reader:
         tensor_count = self._count("tensors", 24)
         metadata = self._metadata(self._count("metadata entries", 13), skip)
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise _Bad(f"general.alignment must be a power of two, got {alignment!r}")
         infos = [self._tensor_info() for _ in range(tensor_count)]
         start = (self._at + alignment - 1) // alignment * alignment
@@ -117,14 +117,17 @@ class _Reader:
             if tensor_name in tensors:
                 raise _Bad(f"tensor {tensor_name} is there twice")
             tensors[tensor_name] = self._place(tensor_name, shape, tensor_type, offset, start, alignment)
+        _check_overlaps(tensors.values())
         return GGUFHeader(metadata, tuple(tensors.values()))
 
     def _metadata(self, count: int, skip: Container[str]) -> dict[str, Any]:
         metadata: dict[str, Any] = {}
+        keys: set[str] = set()
         for _ in range(count):
             key = self._string("a metadata key", MAX_NAME)
-            if key in metadata:
+            if key in keys:
                 raise _Bad(f"metadata key {key} is there twice")
+            keys.add(key)
             kind = self._u32(f"the type of {key}")
             if key in skip:
                 self._value(kind, key, decode=False)
@@ -222,6 +225,14 @@ class _Reader:
             raise _Bad(f"the file ends in {what}")
         self._at += count
         return self._view[self._at - count : self._at]
+
+
+def _check_overlaps(tensors: Iterable[GGUFTensor]) -> None:
+    end, last = 0, ""
+    for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
+        if tensor.offset < end:
+            raise _Bad(f"tensors {last} and {tensor.name} overlap")
+        end, last = tensor.offset + tensor.nbytes, tensor.name
 
 
 def _decode(data: memoryview, what: str) -> str:

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from trioengine.core.messages import token_ids
 from trioengine.hub.model_files import ModelFormat, ModelInfo
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
@@ -29,9 +28,14 @@ _LETTERS = b"abcdefghijklmnopqrstuvwxyz     "
 _END_EVERY = 24  # one token in so many ends the answer
 
 
-def toy_next(history: array[int]) -> int:
-    """The token after a history."""
-    digest = zlib.crc32(history.tobytes())
+def toy_value(token_id: int, before: int) -> int:
+    """What the KV cache holds for a token: like real keys and values, it depends on everything before the token."""
+    return zlib.crc32(token_id.to_bytes(4, "little"), before)
+
+
+def toy_next(values: array[int]) -> int:
+    """The token after a history, given what the KV cache holds for each of its tokens."""
+    digest = zlib.crc32(values.tobytes())
     if digest % _END_EVERY == 0:
         return IM_END
     return _LETTERS[(digest >> 8) % len(_LETTERS)]
@@ -39,16 +43,18 @@ def toy_next(history: array[int]) -> int:
 
 def toy_answer(prompt: Iterable[int], max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
     """The reference: what the toy model answers, the end token included."""
-    history = token_ids(prompt)
+    values = array("L")
     answer: list[int] = []
+    for token_id in prompt:
+        values.append(toy_value(token_id, values[-1] if values else 0))
     while len(answer) < max_tokens and (ignore_eos or not answer or answer[-1] != IM_END):
-        answer.append(toy_next(history))
-        history.append(answer[-1])
+        answer.append(toy_next(values))
+        values.append(toy_value(answer[-1], values[-1]))
     return answer
 
 
 class ToyRunner:
-    """A ModelRunner whose keys and values are the token ids themselves, in blocks."""
+    """A ModelRunner whose keys and values are `toy_value`s, in the slots that the block tables name."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -61,12 +67,13 @@ class ToyRunner:
             sequence = entry.sequence
             slots = [self._slot(sequence.block_table, position) for position in range(sequence.num_tokens)]
             for position in range(sequence.num_computed_tokens, sequence.num_computed_tokens + entry.num_new_tokens):
-                self._slots[slots[position]] = sequence.token_ids[position]
+                before = self._slots[slots[position - 1]] if position else 0
+                self._slots[slots[position]] = toy_value(sequence.token_ids[position], before)
             if not entry.samples:
                 continue
             error = "told to fail" if sequence.request in self.fail_requests else None
-            history = token_ids(self._slots[slot] for slot in slots)
-            sampled.append(SampledToken(sequence.request, toy_next(history), error=error))
+            values = array("L", [self._slots[slot] for slot in slots])
+            sampled.append(SampledToken(sequence.request, toy_next(values), error=error))
         return sampled
 
     def _slot(self, block_table: list[int], position: int) -> int:

@@ -8,6 +8,7 @@ is tokenized.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -19,6 +20,7 @@ from trioengine.text.chat_tokenizer import ChatTokenizer
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -73,7 +75,7 @@ class Conversation:
 
     def prepare(self, prompt: Prompt) -> Prepared:
         """The whole prompt with this added. Raises RequestRejected, naming what is wrong with it."""
-        if not isinstance(prompt, str) and not isinstance(prompt, Sequence):
+        if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
             raise RequestRejected(
                 "invalid_value",
                 f"prompt must be a string, messages or token ids, got {type(prompt).__name__}",
@@ -196,7 +198,21 @@ def _message(message: Message, name: str) -> Message:
             f"{name}.role must be one of {', '.join(ROLES)}, got {message.get('role')!r:.60}",
             param=f"{name}.role",
         )
+    _check_unicode(message, name)
     return {**message, "content": _content(message.get("content"), f"{name}.content")}
+
+
+def _check_unicode(value: object, name: str) -> None:
+    """JSON can carry lone surrogates, which are no text: no tokenizer takes them."""
+    if isinstance(value, str):
+        if _SURROGATE.search(value):
+            raise RequestRejected("invalid_value", f"{name} is no valid Unicode: it has a lone surrogate", param=name)
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            _check_unicode(entry, f"{name}.{key}")
+    elif isinstance(value, Sequence):
+        for index, entry in enumerate(value):
+            _check_unicode(entry, f"{name}[{index}]")
 
 
 def _content(content: object, name: str) -> str:
