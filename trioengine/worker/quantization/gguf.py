@@ -9,23 +9,16 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from trioengine.core.errors import ModelError
-
-SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-
 _PIECE = 1 << 19  # elements: 2 MiB in float32, which the caches hold
-
-
-def check_type(file: str, tensor: str, kind: str) -> None:
-    """Raise ModelError unless tensors of this type can be dequantized; `kind` is ggml's name of it."""
-    if kind not in SUPPORTED_TYPES:
-        raise ModelError(f"{file}: tensor {tensor} has the type {kind}; supported: {', '.join(SUPPORTED_TYPES)}")
 
 
 def dequantize_gguf(
     data: memoryview, kind: str, shape: tuple[int, ...], dtype: torch.dtype, executor: Executor
 ) -> torch.Tensor:
-    """The tensor of `shape` (row-major: the last dimension varies fastest) in `dtype`, on the CPU."""
+    """The tensor of `shape` (row-major: the last dimension varies fastest) in `dtype`, on the CPU.
+
+    `kind` is ggml's name of a type; `core.gguf` has refused those that the gguf package cannot dequantize.
+    """
     quantization = GGMLQuantizationType[kind]
     elements, size = GGML_QUANT_SIZES[quantization]
     columns = shape[-1]

@@ -39,11 +39,11 @@ def _has_penalties(params: SamplingParams) -> bool:
 def _penalize(logits: Tensor, sequence: Sequence) -> None:
     params = sequence.params
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sequence.token_ids, device=logits.device).unique()
+        seen = torch.unique(torch.tensor(sequence.token_ids, device=logits.device))
         values = logits[seen]
         scale = params.repetition_penalty
         logits[seen] = torch.where(values > 0, values / scale, values * scale)
     output = sequence.token_ids[sequence.num_prompt_tokens :]
     if output and (params.presence_penalty != 0.0 or params.frequency_penalty != 0.0):
-        seen, counts = torch.tensor(output, device=logits.device).unique(return_counts=True)
+        seen, counts = torch.unique(torch.tensor(output, device=logits.device), return_counts=True)
         logits[seen] -= params.frequency_penalty * counts + params.presence_penalty

@@ -43,7 +43,7 @@ class SafetensorsCheckpoint:
         if not file.exists():
             raise ModelError(f"no file {file}")
         try:
-            opened: Any = safe_open(str(file), framework="pt", device="cpu")  # type: ignore[no-untyped-call]
+            opened: Any = safe_open(str(file), framework="pt", device="cpu")
             for name in opened.keys():  # noqa: SIM118 -- not a mapping
                 if not name.endswith(_IGNORED):
                     self._add(file, opened, name)

@@ -1,0 +1,85 @@
+"""Tiny Llama checkpoints with random weights: the same numbers wherever they are written."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+BASE = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 200,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+VARIANTS = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True, "num_key_value_heads": 6},
+    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "llama3": {"rope_scaling": LLAMA3, "num_key_value_heads": 1},
+    "bias": {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
+}
+PROMPT = [(7 * i * i + 3 * i + 5) % 200 for i in range(90)]
+
+
+def tensors(config: dict) -> dict[str, torch.Tensor]:
+    """Every tensor of the model, by its Hugging Face name, in float32."""
+    random = np.random.default_rng(0)
+    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim", hidden // heads)
+    queries, keys = heads * head_dim, config["num_key_value_heads"] * head_dim
+    result: dict[str, torch.Tensor] = {}
+
+    def add(name: str, *shape: int, mean: float = 0.0, scale: float = 0.15) -> None:
+        values = (mean + scale * random.standard_normal(shape)).astype(np.float32)
+        result[name] = torch.from_numpy(values)
+
+    add("model.embed_tokens.weight", config["vocab_size"], hidden, scale=1.0)
+    add("model.norm.weight", hidden, mean=1.0)
+    if not config["tie_word_embeddings"]:
+        add("lm_head.weight", config["vocab_size"], hidden, scale=1.0)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        add(prefix + "input_layernorm.weight", hidden, mean=1.0)
+        add(prefix + "post_attention_layernorm.weight", hidden, mean=1.0)
+        for name, rows, columns in (
+            ("q", queries, hidden),
+            ("k", keys, hidden),
+            ("v", keys, hidden),
+            ("o", hidden, queries),
+        ):
+            add(f"{prefix}self_attn.{name}_proj.weight", rows, columns)
+            if config.get("attention_bias"):
+                add(f"{prefix}self_attn.{name}_proj.bias", rows)
+        for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+            add(f"{prefix}mlp.{name}_proj.weight", rows, columns)
+            if config.get("mlp_bias"):
+                add(f"{prefix}mlp.{name}_proj.bias", rows)
+    return result
+
+
+def write(path: Path, variant: str, **changes: object) -> Path:
+    """A Hugging Face directory of the variant."""
+    config = {**BASE, **VARIANTS[variant], **changes}
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors(config), path / "model.safetensors", metadata={"format": "pt"})
+    return path

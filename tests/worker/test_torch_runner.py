@@ -1,0 +1,131 @@
+"""The torch runner on tiny checkpoints: against transformers, against itself in pieces, and where it must refuse."""
+
+import math
+import random
+
+import pytest
+import torch
+from torch_driver import generate, load, reference
+
+from trioengine.core.config import WorkerConfig
+from trioengine.core.errors import ModelError
+from trioengine.core.sampling_params import SamplingParams
+from trioengine.worker.runner.model_runner import TorchModelRunner, choose_device, choose_dtype
+from trioengine.worker.scheduling.output import ScheduledSequence, SchedulerOutput
+from trioengine.worker.scheduling.sequence import Sequence
+
+VARIANTS = reference("tiny_reference.json")
+GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=48, ignore_eos=True)
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request):
+    return request.param
+
+
+@pytest.fixture
+def runner(tiny_llama, tmp_path, variant):
+    return load(tiny_llama.write(tmp_path, variant), kv_cache_memory=4 << 20)
+
+
+@pytest.mark.parametrize("budget", [2048, 33, 7, 1])
+def test_greedy_is_that_of_transformers(tiny_llama, runner, variant, budget):
+    params = SamplingParams(temperature=0.0, max_tokens=48, seed=0, ignore_eos=True, logprobs=0)
+    answers, _ = generate(runner, [tiny_llama.PROMPT], 48, params, max_num_batched_tokens=budget, max_num_seqs=1)
+    assert answers == [VARIANTS[variant]["output"]]
+
+
+def test_logprob_is_that_of_transformers(tiny_llama, runner, variant):
+    sequence = Sequence(
+        0, 0, list(tiny_llama.PROMPT), 90, SamplingParams(temperature=0.0, seed=0, logprobs=0), frozenset()
+    )
+    sequence.block_table = [3, 1, 4, 2, 9, 6]
+    (token,) = runner.execute(SchedulerOutput((ScheduledSequence(sequence, 90),)))
+    assert token.logprobs == pytest.approx({VARIANTS[variant]["output"][0]: VARIANTS[variant]["logprob"]}, abs=1e-4)
+
+
+def test_batches_of_every_kind(tiny_llama, tmp_path):
+    """Lengths of every kind together, with prefix cache and preemption: each answer is the one it has alone."""
+    runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20, block_size=4)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(200) for _ in range(rng.choice([1, 2, 3, 4, 5, 30, 70]))] for _ in range(24)]
+    prompts += [prompts[-1] + [5], prompts[-1] + [6, 7]]
+    alone = [generate(runner, [prompt], 20, enable_prefix_caching=False)[0][0] for prompt in prompts]
+    together, statistics = generate(runner, prompts, 20, max_num_batched_tokens=50, max_num_seqs=20, kv_blocks_total=80)
+    assert together == alone
+    assert statistics.num_preemptions > 0
+
+
+def test_bfloat16_runs(tiny_llama, tmp_path):
+    runner = load(tiny_llama.write(tmp_path, "plain"), dtype="bfloat16", kv_cache_memory=4 << 20)
+    answers, _ = generate(runner, [tiny_llama.PROMPT, tiny_llama.PROMPT[:5]], 8)
+    assert [len(answer) for answer in answers] == [8, 8]
+    assert answers[0][0] == VARIANTS["plain"]["output"][0]
+
+
+def test_what_lay_in_a_block_does_not_matter(tiny_llama, tmp_path):
+    """A sequence that went bad leaves nan in its blocks; the next ones there, and its neighbours, do not see it."""
+    runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20)
+    with torch.inference_mode():
+        for tensor in (*runner.cache.keys, *runner.cache.values):
+            tensor.fill_(math.nan)
+    prompts = [tiny_llama.PROMPT, tiny_llama.PROMPT[:3], tiny_llama.PROMPT[:17]]
+    answers, _ = generate(runner, prompts, 48)
+    assert answers[0] == VARIANTS["plain"]["output"]
+
+
+def test_a_bad_row_fails_alone(tiny_llama, tmp_path):
+    """Weights of one token are nan: who uses it fails, who does not goes on."""
+    runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20)
+    with torch.inference_mode():
+        runner.model._embedding[198] = math.nan
+    good = Sequence(0, 10, list(tiny_llama.PROMPT), 90, GREEDY, frozenset(), block_table=[0, 1, 2, 3, 4, 5])
+    bad = Sequence(1, 11, [198, 3], 2, GREEDY, frozenset(), block_table=[6])
+    good_token, bad_token = runner.execute(SchedulerOutput((ScheduledSequence(good, 90), ScheduledSequence(bad, 2))))
+    assert (good_token.request, good_token.error) == (10, None)
+    assert good_token.token_id == VARIANTS["plain"]["output"][0]
+    assert (bad_token.request, bad_token.error) == (11, "logits are not finite")
+
+
+def test_a_step_without_samples(tiny_llama, tmp_path):
+    runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20)
+    sequence = Sequence(0, 0, list(tiny_llama.PROMPT), 90, GREEDY, frozenset(), block_table=[0, 1])
+    assert runner.execute(SchedulerOutput((ScheduledSequence(sequence, 20),))) == []
+
+
+def test_what_the_runner_says_of_itself(tiny_llama, tmp_path):
+    path = tiny_llama.write(tmp_path, "plain")
+    progress = []
+    config = WorkerConfig(str(path), dtype="float32", kv_cache_memory=1 << 20, max_model_len=100)
+    runner = TorchModelRunner.load(config, lambda done, total: progress.append((done, total)))
+    per_block = 2 * 3 * 2 * 8 * 4 * 16  # keys and values, layers, heads, head size, float32, tokens
+    assert runner.kv_blocks_total == (1 << 20) // per_block
+    assert (runner.model_type, runner.device, runner.dtype) == ("llama", "cpu", "float32")
+    assert (runner.vocab_size, runner.max_model_len, runner.block_size) == (200, 100, 16)
+    assert progress[0][0] == 0
+    assert progress[-1][0] == progress[-1][1] == sum(t.nbytes for t in tiny_llama.tensors(tiny_llama.BASE).values())
+    assert load(path, kv_cache_memory=3 * per_block).max_model_len == 48  # what the cache holds
+    assert load(path).max_model_len == 256  # the model's own
+    assert load(path, kv_cache_memory=None).kv_blocks_total > 0
+
+
+def test_kv_cache_memory_that_holds_no_block(tiny_llama, tmp_path):
+    with pytest.raises(ModelError, match="kv_cache_memory is too small: 100 bytes"):
+        load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=100)
+
+
+def test_devices_and_dtypes():
+    cpu = torch.device("cpu")
+    assert choose_dtype("float32", cpu) is torch.float32
+    assert choose_dtype("bfloat16", cpu) is torch.bfloat16
+    assert choose_dtype("auto", torch.device("cuda")) is torch.bfloat16
+    assert choose_dtype("auto", cpu) in (torch.float32, torch.bfloat16)
+    with pytest.raises(ModelError, match="cuda:99"):
+        choose_device("cuda:99")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("variant", ["plain", "llama3"])
+def test_on_cuda(tiny_llama, tmp_path, variant):
+    runner = load(tiny_llama.write(tmp_path, variant), device="cuda", kv_cache_memory=4 << 20)
+    assert generate(runner, [tiny_llama.PROMPT] * 3, 48)[0] == [VARIANTS[variant]["output"]] * 3

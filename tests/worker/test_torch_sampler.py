@@ -1,0 +1,198 @@
+"""The sampler: every parameter, alone and in a batch."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from trioengine.core.sampling_params import SamplingParams
+from trioengine.worker.runner.random import uniform
+from trioengine.worker.runner.sampler import best_tokens, sample
+from trioengine.worker.scheduling.sequence import Sequence
+
+VOCAB = 300  # more than a bucket, and no multiple of one
+EOS = 7
+
+
+def sequence(prompt=(1, 2), output=(), request=0, **params):
+    params = {"seed": 0, "temperature": 0.0, **params}
+    return Sequence(request, request, [*prompt, *output], len(prompt), SamplingParams(**params), frozenset({EOS}))
+
+
+def logits(*rows):
+    """Rows of {token: logit}; every other logit is 0."""
+    result = torch.zeros(len(rows), VOCAB)
+    for row, values in enumerate(rows):
+        for token, value in values.items():
+            result[row, token] = value
+    return result
+
+
+def chosen(row, **params):
+    (token,) = sample(logits(row), [sequence(**params)])
+    assert token.error is None
+    return token.token_id
+
+
+def drawn(row, draws=400, **params):
+    """How often each token is drawn, over as many seeds."""
+    sequences = [sequence(seed=seed, **{"temperature": 1.0, **params}) for seed in range(draws)]
+    return Counter(token.token_id for token in sample(logits(row).expand(draws, -1), sequences))
+
+
+def peaked(*probabilities):
+    """Logits of tokens 10, 11, … with these probabilities; the other tokens together have next to nothing."""
+    return dict.fromkeys(range(VOCAB), -100.0) | {
+        10 + index: math.log(probability) for index, probability in enumerate(probabilities)
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [5, 256, 300, 1024])
+def test_best_token_is_the_first_maximum(dtype, vocab_size):
+    rows = torch.randn(9, vocab_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows[3, 2] = rows[3, 4] = 50.0
+    best, ids = best_tokens(rows)
+    assert torch.equal(best, rows.amax(-1))
+    assert ids.tolist() == [row.tolist().index(max(row.tolist())) for row in rows]
+
+
+def test_greedy():
+    assert chosen({5: 1.0, 299: 2.0}) == 299
+    assert chosen({5: 1.0, 299: 2.0}, temperature=1e-6) == 299
+
+
+def test_temperature_spreads():
+    row = peaked(0.7, 0.2, 0.1)
+    assert set(drawn(row)) == {10, 11, 12}
+    assert drawn(row)[10] == pytest.approx(280, abs=40)
+    assert set(drawn(row, temperature=0.05)) == {10}
+    hot = drawn(row, temperature=3.0)
+    assert hot[12] > drawn(row)[12]
+
+
+def test_the_same_seed_and_position_draw_the_same():
+    row = dict.fromkeys(range(VOCAB), 0.0)
+    again = [chosen(row, temperature=1.0, seed=5) for _ in range(3)]
+    assert len(set(again)) == 1
+    assert len({chosen(row, temperature=1.0, seed=5, output=[1] * length) for length in range(20)}) > 10
+    assert len({chosen(row, temperature=1.0, seed=seed) for seed in range(-10, 10)}) > 10
+
+
+def test_uniform_is_uniform():
+    draws = [uniform(seed, position) for seed in (-(2**63), -1, 0, 1, 2**63 - 1) for position in range(4000)]
+    assert all(0.0 <= draw < 1.0 for draw in draws)
+    counts = Counter(int(draw * 10) for draw in draws)
+    assert all(abs(counts[digit] - 2000) < 200 for digit in range(10))
+
+
+def test_alone_and_in_a_batch():
+    """Rows of every kind, in any company: the same tokens."""
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 3},
+        {"temperature": 1.3, "top_p": 0.9},
+        {"temperature": 1.3, "top_p": 0.999999},
+        {"temperature": 1.0, "min_p": 0.1},
+        {"temperature": 1.0, "top_k": 290, "top_p": 0.5, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+        {"temperature": 0.9, "frequency_penalty": 1.0, "logit_bias": {4: 3.0}, "min_tokens": 5, "logprobs": 2},
+    ] * 5
+    sequences = [
+        sequence(request=index, output=[3, 3, 4], seed=index * 17, **params) for index, params in enumerate(kinds)
+    ]
+    rows = torch.randn(len(kinds), VOCAB, generator=torch.Generator().manual_seed(1)) * 2
+    before = rows.clone()
+    together = sample(rows, sequences)
+    alone = [sample(rows[index : index + 1], [one])[0] for index, one in enumerate(sequences)]
+    assert together == alone
+    order = list(reversed(range(len(kinds))))
+    assert sample(rows[order], [sequences[index] for index in order]) == [alone[index] for index in order]
+    assert torch.equal(rows, before)
+
+
+def test_top_k():
+    row = peaked(0.4, 0.3, 0.2, 0.1)
+    assert set(drawn(row, top_k=2)) == {10, 11}
+    assert set(drawn(row, top_k=1)) == {10}
+    assert set(drawn(row, top_k=-1)) == {10, 11, 12, 13}
+
+
+def test_top_p():
+    row = peaked(0.4, 0.3, 0.2, 0.1)
+    assert set(drawn(row, top_p=0.39)) == {10}
+    assert set(drawn(row, top_p=0.69)) == {10, 11}
+    assert set(drawn(row, top_p=0.71)) == {10, 11, 12}
+    assert set(drawn(row, top_k=2, top_p=0.56)) == {10}  # 0.4 of 0.7: top_p looks at what top_k left
+    assert set(drawn(row, top_k=2, top_p=0.58)) == {10, 11}
+
+
+def test_a_nucleus_larger_than_the_first_candidates():
+    """Nearly uniform over 300 tokens: 0.95 of the mass are 285 of them."""
+    row = {token: -0.001 * token for token in range(VOCAB)}
+    seen = drawn(row, draws=4000, top_p=0.95)
+    assert 260 < max(seen) < 290
+
+
+def test_min_p():
+    row = peaked(0.4, 0.3, 0.2, 0.1)
+    assert set(drawn(row, min_p=0.6)) == {10, 11}
+    assert set(drawn(row, min_p=1.0)) == {10}
+
+
+def test_repetition_penalty_covers_prompt_and_output():
+    row = {5: 2.0, 6: 1.9, 8: 1.5}
+    assert chosen(row, repetition_penalty=1.2) == 5
+    assert chosen(row, prompt=[5], repetition_penalty=1.2) == 6
+    assert chosen(row, prompt=[5], output=[6], repetition_penalty=1.5) == 8
+    negative = dict.fromkeys(range(VOCAB), -5.0) | {5: -1.0, 6: -1.1}
+    assert chosen(negative, prompt=[5], repetition_penalty=1.2) == 6
+
+
+def test_presence_and_frequency_penalties_cover_the_output_only():
+    row = {5: 2.0, 6: 1.2}
+    assert chosen(row, prompt=[5], presence_penalty=1.0, frequency_penalty=1.0) == 5
+    assert chosen(row, output=[5], presence_penalty=1.0) == 6
+    assert chosen(row, output=[5], frequency_penalty=0.5) == 5
+    assert chosen(row, output=[5, 5], frequency_penalty=0.5) == 6
+
+
+def test_logit_bias():
+    assert chosen({5: 2.0}, logit_bias={9: 3.0}) == 9
+    assert chosen({5: 2.0, 6: 1.0}, logit_bias={5: -100.0}) == 6
+    assert chosen({5: 2.0}, logit_bias={VOCAB + 5: 100.0}) == 5  # no such token
+
+
+def test_min_tokens_bans_every_stop_token():
+    row = {EOS: 5.0, 8: 4.0, 9: 3.0}
+    assert chosen(row, min_tokens=2, stop_token_ids=(8, VOCAB + 1)) == 9
+    assert chosen(row, min_tokens=2, output=[1], stop_token_ids=(8,)) == 9
+    assert chosen(row, min_tokens=2, output=[1, 1], stop_token_ids=(8,)) == EOS
+
+
+def test_logprobs_are_of_the_raw_logits():
+    """Before temperature, bias and penalties; the chosen token first, even where it is not among the best."""
+    row = peaked(0.5, 0.3, 0.2)
+    (token,) = sample(logits(row), [sequence(logprobs=2, logit_bias={12: 50.0}, temperature=0.5)])
+    assert token.token_id == 12
+    assert list(token.logprobs) == [12, 10, 11]
+    assert list(token.logprobs.values()) == pytest.approx([math.log(0.2), math.log(0.5), math.log(0.3)], abs=1e-5)
+    (token,) = sample(logits(row), [sequence(logprobs=0)])
+    assert list(token.logprobs) == [10]
+    (token,) = sample(logits(row), [sequence(logprobs=2)])
+    assert list(token.logprobs) == [10, 11]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "top_p": 0.9, "logprobs": 1, "presence_penalty": 1.0}])
+def test_rows_that_are_not_finite_fail_alone(bad, params):
+    rows = logits({5: 50.0}, {5: 50.0, 6: bad}, {8: 50.0})
+    tokens = sample(rows, [sequence(request=request, **params) for request in range(3)])
+    assert [token.error for token in tokens] == [None, "logits are not finite", None]
+    assert [token.request for token in tokens] == [0, 1, 2]
+    assert (tokens[0].token_id, tokens[2].token_id) == (5, 8)
+
+
+def test_nothing_to_sample():
+    assert sample(torch.empty(0, VOCAB), []) == []

@@ -1,0 +1,284 @@
+"""Model files: GGUF types, sharded safetensors, and files that lie."""
+
+import json
+import struct
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch_driver import generate, load, reference
+
+from trioengine.core.errors import ModelError
+from trioengine.worker.weights import open_checkpoint
+
+TYPES = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+EXPECTED = reference("tiny_reference.json")
+
+
+def permuted(weight, heads):
+    """llama.cpp's layout of query and key rows: rotary pairs side by side."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def gguf_name(name):
+    for theirs, ours in (
+        ("model.embed_tokens", "token_embd"),
+        ("model.norm", "output_norm"),
+        ("lm_head", "output"),
+        ("model.layers", "blk"),
+        ("post_attention_layernorm", "ffn_norm"),
+        ("input_layernorm", "attn_norm"),
+        ("self_attn.o_proj", "attn_output"),
+        ("self_attn.", "attn_"),
+        ("mlp.", "ffn_"),
+        ("_proj", ""),
+    ):
+        name = name.replace(theirs, ours)
+    return name
+
+
+def write_gguf(tiny_llama, path, variant, architecture="llama", kinds=None, extra=None, **changes):
+    """The variant as a GGUF file; `kinds` gives the stored type of some tensors."""
+    config = {**tiny_llama.BASE, **tiny_llama.VARIANTS[variant], **changes}
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    if "head_dim" in config:
+        writer.add_key_length(config["head_dim"])
+    if variant == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(4.0)
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    tensors = {name: tensor.numpy() for name, tensor in tiny_llama.tensors(config).items()}
+    for name, array in {**tensors, **(extra or {})}.items():
+        for projection, count in heads.items():
+            array = permuted(array, count) if projection in name else array
+        kind = gguf.GGMLQuantizationType[(kinds or {}).get(name, "F32")]
+        stored = gguf.quants.quantize(np.ascontiguousarray(array), kind)
+        writer.add_tensor(gguf_name(name), stored, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("variant", ["plain", "tied", "linear", "llama3", "bias"])
+def test_gguf_says_what_transformers_says(tiny_llama, tmp_path, variant):
+    """llama3 scaling travels as frequency divisors; the other kinds as metadata."""
+    extra = {}
+    if variant == "llama3":
+        from trioengine.worker.layers.rotary import RopeScaling, inverse_frequencies
+        from trioengine.worker.models.llama_config import config_from_hf
+
+        scaling = config_from_hf({**tiny_llama.BASE, **tiny_llama.VARIANTS[variant]}).rope_scaling
+        plain = inverse_frequencies(10000.0, 8, RopeScaling())
+        extra["rope_freqs.weight"] = (plain / inverse_frequencies(10000.0, 8, scaling)).numpy()
+    runner = load(write_gguf(tiny_llama, tmp_path / "tiny.gguf", variant, extra=extra))
+    assert generate(runner, [tiny_llama.PROMPT], 48)[0] == [EXPECTED[variant]["output"]]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_gguf_type_is_dequantized(tiny_llama, tmp_path, kind):
+    """Bit for bit what the gguf package says; types that it cannot write are filled with random bytes."""
+    kind_type = gguf.GGMLQuantizationType[kind]
+    elements, size = gguf.GGML_QUANT_SIZES[kind_type]
+    rng = np.random.default_rng(0)
+    changes = {"hidden_size": 256, "num_hidden_layers": 1, "vocab_size": 40, "tie_word_embeddings": True}
+    path = tmp_path / "tiny.gguf"
+    try:
+        write_gguf(tiny_llama, path, "plain", kinds={"model.embed_tokens.weight": kind}, **changes)
+    except NotImplementedError:
+        write_gguf(tiny_llama, path, "plain", **changes)
+        blocks = rng.integers(0, 256, (40, 256 // elements * size), dtype=np.uint8) & 0xBF  # no scale is infinite
+        path.write_bytes(_replace_embedding(path, blocks, kind_type))
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}["token_embd.weight"]
+    assert stored.tensor_type.name == kind
+    expected = gguf.quants.dequantize(stored.data, stored.tensor_type).astype(np.float32)
+    checkpoint = open_checkpoint(str(path))
+    values = checkpoint.read("model.embed_tokens.weight", torch.float32)
+    assert values.shape == (40, 256)
+    np.testing.assert_array_equal(values.numpy(), expected)
+    rounded = checkpoint.read("model.embed_tokens.weight", torch.bfloat16)
+    assert torch.equal(rounded.nan_to_num(), values.bfloat16().nan_to_num())
+    checkpoint.close()
+
+
+def _replace_embedding(path, blocks, kind):
+    """The same file with other data for the embedding: rewritten from its reader."""
+    reader = gguf.GGUFReader(path)
+    other = path.with_suffix(".new")
+    writer = gguf.GGUFWriter(other, "llama")
+    for field in reader.fields.values():
+        if field.name.startswith("llama."):
+            writer.add_key_value(field.name, field.contents(), field.types[0])
+    for tensor in reader.tensors:
+        embedding = tensor.name == "token_embd.weight"
+        writer.add_tensor(tensor.name, blocks if embedding else tensor.data, raw_dtype=kind if embedding else None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return other.read_bytes()
+
+
+def test_gguf_that_is_cut(tiny_llama, tmp_path):
+    path = write_gguf(tiny_llama, tmp_path / "tiny.gguf", "plain")
+    whole = path.read_bytes()
+    for length in (0, 3, 100, len(whole) // 2, len(whole) - 100):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ModelError, match=r"tiny\.gguf"):
+            load(path)
+
+
+def test_gguf_of_another_architecture(tiny_llama, tmp_path):
+    path = write_gguf(tiny_llama, tmp_path / "tiny.gguf", "plain", architecture="mamba")
+    with pytest.raises(ModelError, match=r"'mamba' is not supported; supported: llama"):
+        load(path)
+
+
+def test_gguf_with_a_tensor_too_many(tiny_llama, tmp_path):
+    extra = {"blk.0.attn_sinks.weight": np.zeros(6, dtype=np.float32)}
+    path = write_gguf(tiny_llama, tmp_path / "tiny.gguf", "plain", extra=extra)
+    with pytest.raises(ModelError, match=r"unexpected tensors: blk\.0\.attn_sinks\.weight"):
+        load(path)
+
+
+def test_shards(tiny_llama, tmp_path):
+    path = tiny_llama.write(tmp_path, "plain")
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[:10], names[10:])):
+        file = f"model-{number + 1:05}-of-00002.safetensors"
+        save_file({name: tensors[name].half() for name in part}, path / file)
+        weight_map |= dict.fromkeys(part, file)
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert generate(load(path), [tiny_llama.PROMPT], 4)[0][0] == EXPECTED["plain"]["output"][:4]
+    index.write_text(json.dumps({"weight_map": {**weight_map, "model.more.weight": file}}))
+    with pytest.raises(ModelError, match=r"the index names the tensor model\.more\.weight"):
+        load(path)
+    index.write_text(json.dumps({"weight_map": {**weight_map, "model.norm.weight": "../up.safetensors"}}))
+    with pytest.raises(ModelError, match=r"up\.safetensors.*no file name"):
+        load(path)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(weight_map, "gone.safetensors")}))
+    with pytest.raises(ModelError, match=r"no file .*gone\.safetensors"):
+        load(path)
+
+
+def _header(size, **changes):
+    entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16], **changes}
+    text = json.dumps({"model.norm.weight": entry}).encode()
+    return struct.pack("<Q", len(text) if size is None else size) + text + bytes(16)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\0" * 7,
+        _header(1 << 40),
+        _header(None, shape=[5]),
+        _header(None, data_offsets=[0, 1 << 40]),
+        _header(None, data_offsets=[16, 0]),
+        _header(None, dtype="F99"),
+        struct.pack("<Q", 2) + b"[]",
+    ],
+)
+def test_a_lying_safetensors_header(tiny_llama, tmp_path, data):
+    path = tiny_llama.write(tmp_path, "plain")
+    (path / "model.safetensors").write_bytes(data)
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
+        load(path)
+
+
+def test_tensors_that_are_missing_unexpected_or_of_another_shape(tiny_llama, tmp_path):
+    path = tiny_llama.write(tmp_path, "plain")
+    tensors = load_file(path / "model.safetensors")
+
+    def refusal(changed):
+        save_file(changed, path / "model.safetensors")
+        with pytest.raises(ModelError) as caught:
+            load(path)
+        return str(caught.value)
+
+    assert "missing tensors: model.norm.weight" in refusal(
+        {k: v for k, v in tensors.items() if k != "model.norm.weight"}
+    )
+    assert "unexpected tensors: model.more" in refusal({**tensors, "model.more": torch.zeros(1)})
+    shape = refusal({**tensors, "model.norm.weight": torch.zeros(47)})
+    assert "model.norm.weight has the shape [47], not [48]" in shape
+    dtype = refusal({**tensors, "model.norm.weight": torch.zeros(48, dtype=torch.int64)})
+    assert "model.norm.weight has the dtype I64; supported: F32, F16, BF16" in dtype
+    several = refusal({k: v for k, v in tensors.items() if "layers.1" not in k})
+    assert several.endswith("and 4 more")
+
+
+def test_buffers_and_tied_heads_are_passed_over(tiny_llama, tmp_path):
+    path = tiny_llama.write(tmp_path, "tied")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path / "model.safetensors")
+    assert generate(load(path), [tiny_llama.PROMPT], 4)[0][0] == EXPECTED["tied"]["output"][:4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, "'mamba' is not supported; supported: llama"),
+        ({"model_type": None}, "None is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+            "rope scaling 'yarn' is not supported; supported: default",
+        ),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope scaling linear needs a positive factor, got None"),
+        ({"rope_scaling": [1]}, "rope parameters"),
+        ({"num_key_value_heads": 4}, "6 heads cannot share 4"),
+        ({"num_hidden_layers": "3"}, "num_layers must be a positive integer, got '3'"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be a positive number"),
+        ({"head_dim": 7}, "head_dim must be even"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is not supported"),
+    ],
+)
+def test_configurations_that_are_refused(tiny_llama, tmp_path, changes, message):
+    path = tiny_llama.write(tmp_path, "plain")
+    (path / "config.json").write_text(json.dumps({**tiny_llama.BASE, **changes}))
+    with pytest.raises(ModelError) as caught:
+        load(path)
+    assert message in str(caught.value)
+
+
+def test_paths_that_hold_no_model(tiny_llama, tmp_path):
+    for path, message in (
+        (tmp_path / "gone", "no model at"),
+        (tmp_path, r"no file .*config\.json"),
+        (__file__, "neither a .gguf file nor a directory"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            load(path)
+    path = tiny_llama.write(tmp_path / "model", "plain")
+    (path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+        load(path)
+    (path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"config\.json is not a JSON object"):
+        load(path)
+    (path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelError, match=r"config\.json lacks vocab_size"):
+        load(path)
+    path = tiny_llama.write(tmp_path / "other", "plain")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no file .*model\.safetensors"):
+        load(path)

@@ -1,0 +1,43 @@
+"""Run prompts through the real scheduler and the torch runner, without a worker around them."""
+
+import json
+from pathlib import Path
+
+from trioengine.core.config import WorkerConfig
+from trioengine.core.sampling_params import SamplingParams
+from trioengine.worker.runner.model_runner import TorchModelRunner
+from trioengine.worker.scheduling.limits import Limits
+from trioengine.worker.scheduling.scheduler import Scheduler
+from trioengine.worker.scheduling.sequence import Sequence
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+def reference(name):
+    return json.loads((DATA / name).read_text())
+
+
+def load(path, dtype="float32", **config):
+    config = {"kv_cache_memory": 64 << 20, **config}
+    return TorchModelRunner.load(WorkerConfig(str(path), dtype=dtype, **config), lambda done, total: None)
+
+
+def generate(runner, prompts, max_tokens, params=None, **limits):
+    """Greedy answers of all prompts at once, and the scheduler's statistics."""
+    limits = {
+        "vocab_size": runner.vocab_size,
+        "max_model_len": runner.max_model_len,
+        "kv_blocks_total": runner.kv_blocks_total,
+        "block_size": runner.block_size,
+        **limits,
+    }
+    params = params or SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=0, ignore_eos=True)
+    scheduler = Scheduler(Limits(**limits))
+    sequences = [Sequence(i, i, list(prompt), len(prompt), params, frozenset()) for i, prompt in enumerate(prompts)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    while scheduler.has_work:
+        output = scheduler.schedule()
+        scheduler.update(output, runner.execute(output))
+    scheduler.check_integrity()
+    return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences], scheduler.statistics(0)
