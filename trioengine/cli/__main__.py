@@ -1,0 +1,5 @@
+"""`python -m trioengine.cli`."""
+
+from trioengine.cli import main
+
+main()

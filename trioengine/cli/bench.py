@@ -1,0 +1,89 @@
+"""`trioengine bench offline`: requests that come all at once, through the engine's public API."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from dataclasses import asdict, dataclass
+
+import trio
+
+from trioengine.actors.engine import Engine, open_engine
+from trioengine.cli.progress import download_bar
+from trioengine.core.config import EngineConfig
+from trioengine.core.sampling_params import SamplingParams
+
+WARM_UP = (4, 16, 16)  # requests, prompt length, output length
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run; times in seconds. TTFT: to the first token; TPOT: a token after the first."""
+
+    seconds: float
+    output_tps: float
+    ttft_median: float
+    ttft_p99: float
+    tpot_median: float
+    tpot_p99: float
+
+
+def bench_offline(
+    config: EngineConfig, requests: int, prompt_len: int, output_len: int, *, repeat: int, as_json: bool
+) -> None:
+    """Print the run whose throughput is the median of all."""
+    runs, dtype = trio.run(_bench, config, (requests, prompt_len, output_len), repeat)
+    median = sorted(runs, key=lambda run: run.output_tps)[len(runs) // 2]
+    figures = {key: round(value, 4) for key, value in asdict(median).items()}
+    every = [round(run.output_tps, 1) for run in runs]
+    work = {"requests": requests, "prompt_len": prompt_len, "output_len": output_len}
+    report = {
+        "engine": "trioengine",
+        "model": config.model,
+        "dtype": dtype,
+        **work,
+        **figures,
+        "output_tps_of_runs": every,
+    }
+    if as_json:
+        print(json.dumps(report))
+    else:
+        print("\n".join(f"{key:20} {value}" for key, value in report.items()))
+
+
+async def _bench(config: EngineConfig, work: tuple[int, int, int], repeat: int) -> tuple[list[Run], str]:
+    with download_bar() as progress:
+        async with open_engine(config, on_progress=progress) as engine:
+            await _run(engine, *WARM_UP)
+            return [await _run(engine, *work) for _ in range(repeat)], engine.limits.dtype
+
+
+async def _run(engine: Engine, requests: int, prompt_len: int, output_len: int) -> Run:
+    rng = random.Random(0)
+    last = min(49_000, engine.limits.vocab_size)
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+    times: list[tuple[float, float]] = []
+
+    async def ask(prompt: list[int]) -> None:
+        began = trio.current_time()
+        async with engine.open_session(wait=True) as session, session.generate(prompt, params, wait=True) as generation:
+            await anext(generation)
+            first = trio.current_time() - began
+            await generation.result()
+            times.append((first, (trio.current_time() - began - first) / max(1, output_len - 1)))
+
+    began = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        for _ in range(requests):
+            nursery.start_soon(ask, [rng.randrange(min(100, last - 1), last) for _ in range(prompt_len)])
+    seconds = trio.current_time() - began
+    ttft, tpot = sorted(first for first, _ in times), sorted(token for _, token in times)
+    return Run(
+        seconds=seconds,
+        output_tps=requests * output_len / seconds,
+        ttft_median=statistics.median(ttft),
+        ttft_p99=ttft[int(0.99 * (len(ttft) - 1))],
+        tpot_median=statistics.median(tpot),
+        tpot_p99=tpot[int(0.99 * (len(tpot) - 1))],
+    )
