@@ -175,7 +175,7 @@ class HttpConnection:
 
     async def _watch(self, blame: list[Exception], scope: trio.CancelScope) -> None:
         try:
-            while data := await self._stream.receive_some(CHUNK):
+            while data := bytes(await self._stream.receive_some(CHUNK)):
                 self._h11.receive_data(data)
                 if len(self._h11.trailing_data[0]) > MAX_PIPELINED:
                     message = f"more than {MAX_PIPELINED} bytes came while a request was handled"

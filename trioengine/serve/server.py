@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable
 from functools import partial
 from urllib.parse import parse_qsl
@@ -93,7 +91,7 @@ async def serve(
     on_progress: Callable[[int, int], None] | None = None,
     task_status: trio.TaskStatus[Server] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve an engine until the server is drained or aborted, or this is cancelled. The listener starts before it is ready.
+    """Serve an engine until the server is drained or aborted, or this is cancelled. It listens at once.
 
     `model_name` is what clients call the model (default: as the configuration does). Raises InvalidConfig for an
     address that other machines reach, unless `insecure`; EngineError when it cannot listen, or the engine cannot run.
@@ -120,5 +118,4 @@ async def _listen(host: str, port: int) -> list[trio.SocketListener]:
     try:
         return await trio.open_tcp_listeners(port, host=host)
     except OSError as exc:
-        reason = os.strerror(exc.errno) if exc.errno in errno.errorcode else str(exc)
-        raise EngineError(f"cannot listen on {host}:{port}: {reason}") from exc
+        raise EngineError(f"cannot listen on {host}:{port}: {exc.strerror or exc}") from exc

@@ -23,7 +23,7 @@ def guard(stream: trio.abc.Stream) -> None:
 
 
 async def linger(stream: trio.abc.Stream) -> None:
-    """Say the end and read what is still coming: closing with unread bytes resets, and the last answer would be lost."""
+    """Say the end and read what still comes: closing with unread bytes resets, and the last answer is lost."""
     if not isinstance(stream, trio.abc.HalfCloseableStream):
         return
     with trio.move_on_after(LINGER_TIMEOUT), suppress(trio.BrokenResourceError, trio.ClosedResourceError):

@@ -102,14 +102,14 @@ def _event_id(fields: Mapping[str, Any]) -> str | None:
 
 
 def _event(fields: Mapping[str, Any]) -> ClientEvent:
-    type = fields.get("type")
-    names = _FIELDS.get(type) if isinstance(type, str) else None
+    name = fields.get("type")
+    names = _FIELDS.get(name) if isinstance(name, str) else None
     if names is None:
         known = ", ".join(_FIELDS)
-        raise ClientError("unknown_event", f"type must be one of {known}, got {type!r:.80}", param="type")
-    for name in fields.keys() - {"event_id", "type", *names}:
-        raise ClientError("unsupported_parameter", f"{name[:80]} is not a field of {type}", param=name[:80])
-    match type:
+        raise ClientError("unknown_event", f"type must be one of {known}, got {name!r:.80}", param="type")
+    for field in fields.keys() - {"event_id", "type", *names}:
+        raise ClientError("unsupported_parameter", f"{field[:80]} is not a field of {name}", param=field[:80])
+    match name:
         case "session.update":
             return SessionUpdate(_required(fields, "session"))
         case "conversation.item.create":

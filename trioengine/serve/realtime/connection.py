@@ -128,8 +128,8 @@ class RealtimeConnection:
                 self._outbox.put("session.updated", session=self._settings.to_json(self.id, self._model))
             case ItemCreate():
                 previous = self._items.add(event.item, event.previous_item_id)
-                for type in ("conversation.item.added", "conversation.item.done"):
-                    self._outbox.put(type, previous_item_id=previous, item=event.item.to_json())
+                for name in ("conversation.item.added", "conversation.item.done"):
+                    self._outbox.put(name, previous_item_id=previous, item=event.item.to_json())
             case ItemRetrieve():
                 item = self._items.get(event.item_id, "item_id")
                 self._outbox.put("conversation.item.retrieved", item=item.to_json())

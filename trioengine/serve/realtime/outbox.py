@@ -28,9 +28,9 @@ class Outbox:
         self._sequence_number = 0
         self._changed = trio.Event()
 
-    def put(self, type: str, **fields: Any) -> None:
-        """Send this event when its turn has come."""
-        event = {"event_id": new_id("event"), "type": type, "sequence_number": self._sequence_number, **fields}
+    def put(self, name: str, **fields: Any) -> None:
+        """Send the event of this type when its turn has come."""
+        event = {"event_id": new_id("event"), "type": name, "sequence_number": self._sequence_number, **fields}
         self._sequence_number += 1
         text = json.dumps(event)
         self._events.append(text)
@@ -49,7 +49,7 @@ class Outbox:
             await self._changed.wait()
 
     async def send_to(self, websocket: WebSocketConnection) -> None:
-        """Send until cancelled, or until the WebSocket is closed. Raises TooSlowError for a client that does not read."""
+        """Send until cancelled, or until the WebSocket is closed. Raises TooSlowError when the client does not read."""
         while True:
             while not self._events:
                 await self._changed.wait()

@@ -91,9 +91,12 @@ class Responder:
                     if chunk.text:
                         response.add_text(chunk.text)
                     await response.outbox.room()  # what comes meanwhile is merged into the next chunk
+            except trio.Cancelled:
+                session.end(Cause.DISCONNECT)  # before the generation is left, so that this is its cause
+                raise
             finally:
                 self._generation = None
-            response.finish(generation.completion)
+        response.finish(generation.completion)
 
     def _notify(self) -> None:
         self._changed.set()

@@ -102,8 +102,8 @@ class Response:
         self.outbox.put("conversation.item.done", previous_item_id=self.items.before(item), item=item.to_json())
         self.outbox.put("response.output_item.done", response_id=self.id, output_index=0, item=item.to_json())
 
-    def _put(self, type: str, item: Item, **fields: Any) -> None:
-        self.outbox.put(type, response_id=self.id, item_id=item.id, output_index=0, content_index=0, **fields)
+    def _put(self, name: str, item: Item, **fields: Any) -> None:
+        self.outbox.put(name, response_id=self.id, item_id=item.id, output_index=0, content_index=0, **fields)
 
     def to_json(self) -> dict[str, Any]:
         is_done = self.item is not None and self.status is not ResponseStatus.IN_PROGRESS
