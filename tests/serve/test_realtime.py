@@ -204,7 +204,11 @@ BAD_EVENTS = [
         "unsupported_parameter",
         "response.output_modalities",
     ),
-    ('{"type": "response.create", "response": {"conversation": "none"}}', "unsupported_parameter", "response.conversation"),
+    (
+        '{"type": "response.create", "response": {"conversation": "none"}}',
+        "unsupported_parameter",
+        "response.conversation",
+    ),
     ('{"type": "response.create", "response": {"temperature": -1}}', "invalid_value", "response.temperature"),
     (
         '{"type": "response.create", "response": {"max_output_tokens": 0}}',

@@ -1,0 +1,121 @@
+"""A server over a simulated engine, and clients of it: in memory, under MockClock."""
+
+import json
+from contextlib import asynccontextmanager
+
+import trio
+from trio.testing import memory_stream_pair
+from trio_websocket import wrap_client_stream
+
+from trioengine.serve import Server
+
+HOST = "localhost"
+
+
+class Client:
+    """A Realtime client: every event it gets is checked for its number, and kept."""
+
+    def __init__(self, websocket):
+        self.websocket = websocket
+        self.events = []
+
+    async def send(self, name, **fields):
+        await self.websocket.send_message(json.dumps({"type": name, **fields}))
+
+    async def say(self, text, role="user", **fields):
+        part = "output_text" if role == "assistant" else "input_text"
+        item = {"type": "message", "role": role, "content": [{"type": part, "text": text}], **fields}
+        await self.send("conversation.item.create", item=item)
+
+    async def next(self):
+        event = json.loads(await self.websocket.get_message())
+        assert event["sequence_number"] == len(self.events)
+        assert event["event_id"] not in {earlier["event_id"] for earlier in self.events}
+        self.events.append(event)
+        return event
+
+    async def until(self, name):
+        """The next event of this type, the others are skipped."""
+        while (event := await self.next())["type"] != name:
+            pass
+        return event
+
+    async def respond(self, **options):
+        """A whole response."""
+        await self.send("response.create", response=options)
+        return (await self.until("response.done"))["response"]
+
+    async def ask(self, text, **options):
+        await self.say(text)
+        return await self.respond(**options)
+
+
+class Clients:
+    """A server, and ways to reach it."""
+
+    def __init__(self, engine, simulation, nursery):
+        self.engine = engine
+        self.simulation = simulation
+        self.server = Server(engine, model_name="toy")
+        self._nursery = nursery
+        self._num_open = 0
+        self._closed = trio.Event()
+
+    def stream(self, ours=None, theirs=None):
+        """A connection as bytes; returns the client's end."""
+        if ours is None:
+            ours, theirs = memory_stream_pair()
+        self._num_open += 1
+        self._nursery.start_soon(self._serve, theirs)
+        return ours
+
+    async def _serve(self, stream):
+        await self.server.front_door.handle(stream)
+        self._num_open -= 1
+        self._closed.set()
+        self._closed = trio.Event()
+
+    async def all_closed(self):
+        while self._num_open:
+            await self._closed.wait()
+
+    @asynccontextmanager
+    async def realtime(self, stream=None, path="/v1/realtime", **options):
+        """A Realtime client whose session.created was read."""
+        async with trio.open_nursery() as nursery:
+            stream = self.stream() if stream is None else stream
+            websocket = await wrap_client_stream(nursery, stream, HOST, path, **options)
+            client = Client(websocket)
+            assert (await client.next())["type"] == "session.created"
+            yield client
+            with trio.move_on_after(5):
+                await websocket.aclose()
+            nursery.cancel_scope.cancel()
+
+    async def http(self, request):
+        """What the server says to these bytes until it closes or falls silent."""
+        stream = self.stream()
+        await stream.send_all(request)
+        return await read_all(stream)
+
+    async def everything_is_given_back(self):
+        while self.engine.statistics().sessions:
+            await self.engine.gate.changed()
+        await self.engine.check_invariants()
+        statistics = self.engine.statistics()
+        assert (statistics.preparing, statistics.waiting, statistics.running) == (0, 0, 0)
+        assert statistics.worker_sessions == 0
+
+
+async def read_all(stream, silence=1):
+    data = b""
+    with trio.move_on_after(silence) as scope:
+        while received := await stream.receive_some():
+            data += received
+            scope.deadline = trio.current_time() + silence
+    return data
+
+
+def status_and_body(data):
+    head, _, body = data.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body) if body.startswith(b"{") else body

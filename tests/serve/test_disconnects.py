@@ -1,0 +1,271 @@
+"""Clients that leave, stall, flood or break the rules: their session ends, and nobody else notices."""
+
+import json
+
+import pytest
+import trio
+from clients import status_and_body
+from trio.testing import lockstep_stream_pair, memory_stream_pair, wait_all_tasks_blocked
+from trio_websocket import ConnectionClosed
+
+from trioengine.core.lifecycle import Cause
+
+LONG = {"temperature": 0, "max_output_tokens": 400, "ignore_eos": True}
+HANDSHAKE = (
+    b"GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+)
+MASK = b"\0\0\0\0"
+
+
+def frame(payload, opcode=1):
+    """A WebSocket frame from a client; the mask changes nothing."""
+    length = len(payload)
+    head = bytes([0x80 | opcode, 0x80 | length]) if length < 126 else bytes([0x80 | opcode, 0xFE]) + length.to_bytes(2)
+    return head + MASK + payload
+
+
+def event(name, **fields):
+    return frame(json.dumps({"type": name, **fields}).encode())
+
+
+SAY = event(
+    "conversation.item.create",
+    item={"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+)
+
+
+async def read_until(stream, text):
+    data = b""
+    while text not in data:
+        received = await stream.receive_some()
+        assert received, f"closed without {text!r}"
+        data += received
+    return data
+
+
+async def streaming(clients, pair=memory_stream_pair):
+    """A raw connection in the middle of a long response."""
+    stream = clients.stream(*pair())
+    await stream.send_all(HANDSHAKE)
+    await read_until(stream, b"session.created")
+    await stream.send_all(SAY + event("response.create", response=LONG))
+    await read_until(stream, b"output_text.delta")
+    assert clients.engine.statistics().running == 1
+    return stream
+
+
+async def nobody_is_left(clients):
+    """At once: no timeout may have to pass for it."""
+    before = trio.current_time()
+    while clients.engine.statistics().sessions:
+        await clients.engine.gate.changed()
+    assert trio.current_time() - before < 0.1
+    statistics = clients.engine.statistics()
+    assert (statistics.finished, statistics.aborted, statistics.failed) == (0, 1, 0)
+    await clients.engine.check_invariants()
+
+
+async def test_a_client_that_is_cut_off_ends_its_session(autojump_clock, clients):
+    """Both directions are closed without a word, as by a reset: the request is aborted, the session ended."""
+    stream = await streaming(clients)
+    await stream.aclose()
+    await nobody_is_left(clients)
+
+
+async def test_half_close_is_a_disconnect(autojump_clock, clients):
+    stream = await streaming(clients)
+    await stream.send_eof()
+    await nobody_is_left(clients)
+
+
+async def test_a_clean_close_in_the_middle_of_a_response(autojump_clock, clients):
+    async with clients.realtime() as client:
+        await client.say("hello")
+        await client.send("response.create", response=LONG)
+        await client.until("response.output_text.delta")
+        await client.websocket.aclose()
+        await nobody_is_left(clients)
+
+
+async def test_the_cause_is_the_disconnect(autojump_clock, clients):
+    stream = await streaming(clients)
+    (session,) = clients.engine._sessions.values()
+    generation = session.generation
+    await stream.aclose()
+    await nobody_is_left(clients)
+    assert session.end_cause is Cause.DISCONNECT
+    assert generation.outcome.cause is Cause.DISCONNECT
+
+
+async def test_a_client_that_leaves_while_idle(autojump_clock, clients):
+    async with clients.realtime() as client:
+        await client.ask("hello")
+        assert clients.engine.statistics().sessions == 1
+    while clients.engine.statistics().sessions:
+        await clients.engine.gate.changed()
+
+
+async def test_a_client_that_leaves_before_its_first_request_never_had_a_session(autojump_clock, clients):
+    async with clients.realtime():
+        assert clients.engine.statistics().sessions == 0
+
+
+async def test_a_client_that_never_reads_is_disconnected_and_delays_nobody(autojump_clock, clients):
+    """Its unread answer is merged; after 20 s of a send that does not move, the connection is closed."""
+    stream = clients.stream(*lockstep_stream_pair())
+    await stream.send_all(HANDSHAKE)
+    await read_until(stream, b"session.created")
+    await stream.send_all(SAY + event("response.create", response=LONG))
+    before = trio.current_time()
+    async with clients.realtime() as other:
+        assert (await other.ask("hello", temperature=0, max_output_tokens=5))["status"] in ("completed", "incomplete")
+    assert trio.current_time() - before < 1
+    while clients.engine.statistics().sessions:
+        await clients.engine.gate.changed()
+    assert 19 < trio.current_time() - before < 30
+
+
+async def test_a_slow_reader_costs_one_merged_delta(autojump_clock, clients):
+    stream = clients.stream(*lockstep_stream_pair())
+    await stream.send_all(HANDSHAKE)
+    await read_until(stream, b"session.created")
+    await stream.send_all(SAY)
+    await read_until(stream, b"item.done")
+    long = event("response.create", response=LONG | {"metadata": {str(i): "x" * 500 for i in range(16)}})
+    data = b""
+    for _ in range(9):  # 9 × 8 kB of metadata a response, twice: more than the outbox has room for
+        await stream.send_all(long)
+        data += await read_until(stream, b"response.created")
+        await trio.sleep(10)  # the whole answer is there, and nobody reads
+        data += await read_until(stream, b"response.done")
+        data += await drain(stream)
+        num_deltas = data.count(b"output_text.delta")
+        if num_deltas:
+            break
+    assert 0 < num_deltas < 400
+    await stream.aclose()
+
+
+async def drain(stream):
+    data = b""
+    with trio.move_on_after(0.5):
+        while received := await stream.receive_some():
+            data += received
+    return data
+
+
+async def test_more_than_64_unhandled_events(autojump_clock, clients):
+    """Nothing is read of what they cause, so they pile up: the connection is closed with 1008, as a client can see."""
+    stream = clients.stream(*lockstep_stream_pair())
+    await stream.send_all(HANDSHAKE)
+    await read_until(stream, b"session.created")
+    retrieve = event("conversation.item.retrieve", item_id="x" * 80)
+    say = event(
+        "conversation.item.create",
+        item={"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x" * 60_000}]},
+    )
+    await stream.send_all(say + say + retrieve * 65)
+    await wait_all_tasks_blocked()
+    data = await read_until(stream, b"\x88")
+    while b"more than 64 unhandled events" not in data:
+        data += await stream.receive_some()
+    assert (1008).to_bytes(2) + b"more than 64 unhandled events" in data
+    await stream.aclose()
+
+
+async def test_many_events_that_are_read_are_fine(autojump_clock, clients):
+    async with clients.realtime() as client, trio.open_nursery() as nursery:
+
+        async def send():
+            for _ in range(300):
+                await client.send("session.update", session={"instructions": "x"})
+
+        nursery.start_soon(send)
+        for _ in range(300):
+            assert (await client.next())["type"] == "session.updated"
+
+
+async def test_a_message_that_is_too_large(autojump_clock, clients):
+    async with clients.realtime() as client:
+        await client.websocket.send_message("x" * ((1 << 20) + 1))
+        with pytest.raises(ConnectionClosed) as closed:
+            await client.next()
+        assert closed.value.reason.code == 1009
+
+
+async def test_a_message_of_one_mebibyte(autojump_clock, clients):
+    async with clients.realtime() as client:
+        await client.websocket.send_message("x" * (1 << 20))
+        assert (await client.next())["error"]["code"] == "invalid_json"
+
+
+async def test_garbage_instead_of_frames(autojump_clock, clients):
+    stream = await streaming(clients)
+    await stream.send_all(b"\xff" * 100)
+    await nobody_is_left(clients)
+
+
+async def test_a_client_that_does_not_answer_pings(autojump_clock, clients):
+    """It reads all, says nothing: after two ping intervals it is taken for gone."""
+    stream = clients.stream()
+    await stream.send_all(HANDSHAKE)
+    before = trio.current_time()
+    with trio.fail_after(100):
+        while await stream.receive_some():
+            pass
+    assert 39 < trio.current_time() - before < 50
+
+
+async def test_a_bug_in_one_connection_stays_there(autojump_clock, clients, monkeypatch, caplog):
+    async with clients.realtime() as other:
+        with monkeypatch.context() as patch:
+            patch.setattr("trioengine.serve.realtime.items.Items.messages", lambda self, instructions: 1 / 0)
+            async with clients.realtime() as client:
+                await client.say("hello")
+                await client.send("response.create")
+                error = (await client.until("error"))["error"]
+                assert (error["type"], error["code"]) == ("server_error", "internal_error")
+                assert "division" not in error["message"]
+        assert "ZeroDivisionError" in caplog.text
+        assert (await other.ask("hello", temperature=0))["status"] == "completed"
+
+
+REFUSED = [
+    (b"/v1/realtime?model=other", b"", 404, "model_not_found"),
+    (b"/v1/realtime?resume=10", b"", 400, "unsupported_parameter"),
+    (b"/v1/nothing", b"", 404, "not_found"),
+    (b"/v1/realtime", b"Origin: https://example.com\r\n", 403, "forbidden"),
+    (b"/v1/realtime", b"Origin: null\r\n", 403, "forbidden"),
+]
+
+
+@pytest.mark.parametrize(("path", "header", "status", "code"), REFUSED)
+async def test_a_handshake_that_is_refused(autojump_clock, clients, path, header, status, code):
+    handshake = HANDSHAKE.replace(b"/v1/realtime", path).replace(b"Upgrade: ", header + b"Upgrade: ", 1)
+    answered, body = status_and_body(await clients.http(handshake))
+    assert (answered, body["error"]["code"]) == (status, code)
+
+
+@pytest.mark.parametrize("origin", [b"http://localhost:3000", b"http://127.0.0.1", b"http://[::1]:8000"])
+async def test_pages_of_this_machine_may_connect(autojump_clock, clients, origin):
+    async with clients.realtime(extra_headers=[(b"Origin", origin)]) as client:
+        assert client.websocket.closed is None
+
+
+async def test_half_a_handshake(autojump_clock, clients):
+    for missing in (b"Sec-WebSocket-Key", b"Sec-WebSocket-Version", b"Connection"):
+        lines = [line for line in HANDSHAKE.split(b"\r\n") if not line.startswith(missing)]
+        assert (await clients.http(b"\r\n".join(lines))).startswith(b"HTTP/1.1 426 ")
+
+
+async def test_a_handshake_right_behind_a_request(autojump_clock, clients):
+    """They came in the same bytes: h11 has read the handshake's head, too, and trio-websocket still gets all of it."""
+    stream = clients.stream()
+    await stream.send_all(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + HANDSHAKE)
+    data = await read_until(stream, b"session.created")
+    assert data.startswith(b"HTTP/1.1 200 ")
+    assert b"HTTP/1.1 101 " in data
+    await stream.send_all(event("response.cancel"))
+    await read_until(stream, b"response_cancel_not_active")
+    await stream.aclose()

@@ -1,0 +1,270 @@
+"""The HTTP routes and the limits of the front door."""
+
+import dataclasses
+
+import pytest
+import trio
+from clients import Clients, read_all, status_and_body
+from trio.testing import memory_stream_pair
+
+from trioengine import EngineConfig, __version__
+from trioengine.core.lifecycle import PowerEvent
+from trioengine.serve import Server
+from trioengine.serve.access import is_loopback, loopback_only
+from trioengine.serve.front_door import FrontDoor
+from trioengine.serve.http import json_response
+from trioengine.serve.replay_stream import ReplayStream
+from trioengine.testing import simulated_engine
+
+
+def request(path, method="GET", host="localhost", more="", body=b""):
+    length = f"Content-Length: {len(body)}\r\n" if body else ""
+    return f"{method} {path} HTTP/1.1\r\nHost: {host}\r\n{length}{more}\r\n".encode() + body
+
+
+ROUTES = [
+    ("/health", 200, {"status": "ok"}),
+    ("/ready", 200, {"state": "awake"}),
+    ("/version", 200, {"version": __version__}),
+]
+
+
+@pytest.mark.parametrize(("path", "status", "body"), ROUTES)
+async def test_routes(autojump_clock, clients, path, status, body):
+    assert status_and_body(await clients.http(request(path))) == (status, body)
+    assert status_and_body(await clients.http(request(path + "?x=1"))) == (status, body)
+
+
+async def test_home_is_plain_text(autojump_clock, clients):
+    data = await clients.http(request("/"))
+    assert b"content-type: text/plain" in data.lower()
+    assert b"/v1/realtime" in data
+
+
+async def test_what_is_not_there(autojump_clock, clients):
+    status, body = status_and_body(await clients.http(request("/v1/chat/completions", "POST", body=b"{}")))
+    assert status == 404
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    assert body["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_method_that_is_not_allowed(autojump_clock, clients):
+    data = await clients.http(request("/health", "POST"))
+    assert status_and_body(data)[0] == 405
+    assert b"allow: GET, HEAD" in data
+
+
+async def test_head_has_no_body(autojump_clock, clients):
+    data = await clients.http(request("/health", "HEAD"))
+    assert data.startswith(b"HTTP/1.1 200 ")
+    assert data.endswith(b"\r\n\r\n")
+
+
+async def test_the_websocket_route_without_an_upgrade(autojump_clock, clients):
+    data = await clients.http(request("/v1/realtime"))
+    assert status_and_body(data)[0] == 426
+    assert b"upgrade: websocket" in data
+
+
+async def test_requests_on_one_connection(autojump_clock, clients):
+    data = await clients.http(request("/health") + request("/nothing") + request("/ready"))
+    assert data.count(b"HTTP/1.1 ") == 3
+    assert data.count(b"HTTP/1.1 200 ") == 2
+
+
+async def test_ready_follows_the_engine(autojump_clock):
+    config = EngineConfig(model="toy", max_num_seqs=8, restart_delays=(1.0,))
+    async with simulated_engine(config) as (engine, simulation), trio.open_nursery() as nursery:
+        clients = Clients(engine, simulation, nursery)
+        stream = clients.stream()
+
+        async def ready():
+            await stream.send_all(request("/ready"))
+            return status_and_body(await read_all(stream, 0.1))
+
+        assert await ready() == (200, {"state": "awake"})
+        simulation.worker.exit(-9)
+        await engine.gate.changed()
+        assert await ready() == (503, {"state": "restarting"})
+        await engine.ready()
+        assert await ready() == (200, {"state": "awake"})
+        engine.gate.change_power(PowerEvent.DRAIN)
+        assert await ready() == (503, {"state": "draining"})
+        assert status_and_body(await clients.http(request("/health"))) == (200, {"status": "ok"})
+        engine.gate.change_power(PowerEvent.CLOSE)
+        assert await ready() == (503, {"state": "closed"})
+        assert status_and_body(await clients.http(request("/health")))[0] == 503
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("host", ["example.com", "example.com:8000", "localhost.example.com", "192.168.0.1", "[::2]"])
+async def test_a_host_that_is_not_this_machine(autojump_clock, clients, host):
+    status, body = status_and_body(await clients.http(request("/health", host=host)))
+    assert (status, body["error"]["code"]) == (403, "forbidden")
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.0.0.1:8000", "127.8.0.1", "[::1]:8000"])
+async def test_a_host_that_is_this_machine(autojump_clock, clients, host):
+    assert status_and_body(await clients.http(request("/health", host=host)))[0] == 200
+
+
+async def test_no_host_at_all(autojump_clock, clients):
+    assert status_and_body(await clients.http(b"GET /health HTTP/1.0\r\n\r\n"))[0] == 403
+
+
+def test_loopback():
+    assert is_loopback("::1")
+    assert not is_loopback("0.0.0.0")
+    assert not is_loopback("")
+    assert loopback_only([(b"host", b"[::1")]) is not None
+
+
+async def test_insecure_serves_every_host(autojump_clock):
+    async with simulated_engine() as (engine, _), trio.open_nursery() as nursery:
+        ours, theirs = memory_stream_pair()
+        nursery.start_soon(Server(engine, insecure=True).front_door.handle, theirs)
+        await ours.send_all(request("/health", host="example.com"))
+        assert status_and_body(await read_all(ours))[0] == 200
+        await ours.aclose()
+
+
+LIMITS = [
+    (request("/health", more="X: " + "x" * (33 << 10) + "\r\n"), 431),
+    (b"GET /" + b"x" * (100 << 10), 431),
+    (b"\0\1\2\3\r\n\r\n", 400),
+    (b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
+    (request("/health", "POST", body=b"x" * ((4 << 20) + 1)), 413),
+    (request("http://[/", "GET"), 400),
+]
+
+
+@pytest.mark.parametrize(("data", "status"), LIMITS, ids=range(len(LIMITS)))
+async def test_limits_are_answered_and_the_connection_is_closed(autojump_clock, clients, data, status):
+    stream = clients.stream()
+    await stream.send_all(data)
+    answer = b""
+    while received := await stream.receive_some():
+        answer += received
+    answered, body = status_and_body(answer)
+    assert answered == status
+    assert body["error"]["type"] == "invalid_request_error"
+    assert b"connection: close" in answer
+
+
+async def test_a_body_of_four_mebibytes_is_read(autojump_clock, clients):
+    assert status_and_body(await clients.http(request("/health", "POST", body=b"x" * (4 << 20))))[0] == 405
+
+
+async def test_expect_100_continue(autojump_clock, clients):
+    stream = clients.stream()
+    await stream.send_all(request("/health", "POST", more="Content-Length: 2\r\nExpect: 100-continue\r\n"))
+    assert (await read_all(stream)).startswith(b"HTTP/1.1 100 ")
+    await stream.send_all(b"{}")
+    assert status_and_body(await read_all(stream))[0] == 405
+    await stream.aclose()
+
+
+async def test_a_head_that_does_not_come(autojump_clock, clients):
+    stream = clients.stream()
+    before = trio.current_time()
+    await stream.send_all(b"GET /health HTTP/1.1\r\n")
+    assert await stream.receive_some() == b""
+    assert trio.current_time() - before == pytest.approx(10)
+
+
+async def test_nothing_at_all(autojump_clock, clients):
+    stream = clients.stream()
+    before = trio.current_time()
+    assert await stream.receive_some() == b""
+    assert trio.current_time() - before == pytest.approx(10)
+
+
+async def test_an_idle_connection(autojump_clock, clients):
+    stream = clients.stream()
+    await stream.send_all(request("/health"))
+    await read_all(stream, 0.1)
+    before = trio.current_time()
+    assert await stream.receive_some() == b""
+    assert 299 < trio.current_time() - before < 301
+
+
+async def test_a_client_that_goes_in_the_middle_of_a_head(autojump_clock, clients):
+    stream = clients.stream()
+    await stream.send_all(b"GET /hea")
+    await stream.send_eof()
+    assert await stream.receive_some() == b""
+
+
+def slow_door(engine, log):
+    """A front door with one more route, whose handler takes an hour."""
+
+    async def slow(request):
+        try:
+            await trio.sleep(3600)
+        except trio.Cancelled:
+            log.append("cancelled")
+            raise
+        return json_response(200, {})
+
+    async def broken(request):
+        raise ZeroDivisionError("a secret")
+
+    door = Server(engine).front_door
+    routes = {**door._routes, "/slow": {"GET": slow}, "/broken": {"GET": broken}}
+    return FrontDoor(routes, loopback_only, door._check_upgrade, door._realtime)
+
+
+async def test_a_client_that_goes_cancels_its_handler(autojump_clock, clients):
+    log = []
+    stream, theirs = memory_stream_pair()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(slow_door(clients.engine, log).handle, theirs)
+        await stream.send_all(request("/slow"))
+        await trio.sleep(1)
+        await stream.aclose()
+    assert log == ["cancelled"]
+
+
+async def test_too_much_ahead(autojump_clock, clients):
+    log = []
+    stream, theirs = memory_stream_pair()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(slow_door(clients.engine, log).handle, theirs)
+        await stream.send_all(request("/slow"))
+        await trio.sleep(1)
+        await stream.send_all(b"x" * ((64 << 10) + 1))
+        assert status_and_body(await read_all(stream))[0] == 400
+        assert log == ["cancelled"]
+        await stream.aclose()
+
+
+async def test_a_handler_that_crashes(autojump_clock, clients, caplog):
+    stream, theirs = memory_stream_pair()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(slow_door(clients.engine, []).handle, theirs)
+        await stream.send_all(request("/broken") + request("/health"))
+        data = await read_all(stream)
+        await stream.aclose()
+    assert data.startswith(b"HTTP/1.1 500 ")
+    assert b"internal_error" in data
+    assert b"secret" not in data
+    assert b"HTTP/1.1 200 " in data
+    assert "ZeroDivisionError" in caplog.text
+
+
+async def test_a_replayed_stream_is_whole():
+    ours, theirs = memory_stream_pair()
+    stream = ReplayStream(b"abc", theirs)
+    assert await stream.receive_some(2) == b"ab"
+    assert await stream.receive_some(2) == b"c"
+    await ours.send_all(b"def")
+    assert await stream.receive_some() == b"def"
+    await stream.send_all(b"xyz")
+    assert await ours.receive_some() == b"xyz"
+    await stream.aclose()
+    assert await ours.receive_some() == b""
+
+
+def test_responses_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        json_response(200, {}).status = 1
