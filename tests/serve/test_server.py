@@ -1,0 +1,225 @@
+"""The server as a whole, on a loopback port: it listens before it is ready, drains, aborts, says why it cannot run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from functools import partial
+
+import pytest
+import trio
+import trio.testing
+from clients import Client, read_all, status_and_body
+from trio_websocket import ConnectionClosed, wrap_client_stream
+
+from trioengine import EngineConfig, EngineError, InvalidConfig, WorkerLost
+from trioengine.actors.engine import open_unwrapped_nursery
+from trioengine.core.messages import Fatal
+from trioengine.serve import serve
+from trioengine.serve.signals import obey_signals
+from trioengine.testing import Simulation
+from trioengine.testing.simulated_worker import Behaviour
+
+QUICK = Behaviour(load_time=0, step_time=0.001)
+CONFIG = EngineConfig(model="toy", max_num_seqs=8)
+SHORT = {"temperature": 0, "max_output_tokens": 5, "ignore_eos": True}
+LONG = {"temperature": 0, "max_output_tokens": 400, "ignore_eos": True}
+
+
+class Running:
+    """A server that runs, and what is known of it."""
+
+    def __init__(self, server, simulation):
+        self.server = server
+        self.simulation = simulation
+        self.ended = trio.Event()
+
+
+@asynccontextmanager
+async def running(behaviour=QUICK):
+    async with open_unwrapped_nursery() as nursery:
+        simulation = Simulation(nursery, behaviours=[behaviour])
+        serving = partial(serve, CONFIG, "127.0.0.1", 0, ports=simulation.ports)
+        state = Running(None, simulation)
+
+        async def run(task_status):
+            await serving(task_status=task_status)
+            state.ended.set()
+
+        state.server = await nursery.start(run)
+        yield state
+        state.server.abort()
+        await state.ended.wait()
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def realtime(server):
+    async with await trio.open_tcp_stream("127.0.0.1", server.port) as stream, open_unwrapped_nursery() as nursery:
+        websocket = await wrap_client_stream(nursery, stream, "127.0.0.1", "/v1/realtime")
+        client = Client(websocket)
+        assert (await client.next())["type"] == "session.created"
+        yield client
+        await websocket.aclose()
+        nursery.cancel_scope.cancel()
+
+
+async def get(server, path):
+    async with await trio.open_tcp_stream("127.0.0.1", server.port) as stream:
+        await stream.send_all(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:1\r\nConnection: close\r\n\r\n".encode())
+        return status_and_body(await read_all(stream, silence=60))
+
+
+async def test_it_listens_before_the_engine_is_ready():
+    async with running(Behaviour(load_time=1000)) as state:
+        assert await get(state.server, "/health") == (200, {"status": "ok"})
+        assert await get(state.server, "/ready") == (503, {"state": "loading"})
+        async with realtime(state.server) as client:
+            response = await client.ask("hello")
+            assert response["status_details"]["error"]["code"] == "overloaded"
+            error = next(event["error"] for event in client.events if event["type"] == "error")
+            assert error["retry_after"] > 0
+
+
+async def test_a_conversation_over_a_real_socket():
+    async with running() as state:
+        await state.server.engine.ready()
+        async with realtime(state.server) as client:
+            assert (await client.ask("hello", **SHORT))["status"] == "incomplete"
+        while state.server.engine.statistics().sessions:
+            await state.server.engine.gate.changed()
+        await state.server.engine.check_invariants()
+
+
+async def test_drain_finishes_what_is_in_flight():
+    """Idle connections are closed, the busy one gets its answer and a clean close; then the server is over."""
+    async with running() as state:
+        await state.server.engine.ready()
+        async with realtime(state.server) as busy, realtime(state.server) as idle:
+            await busy.say("hello")
+            await busy.send("response.create", response=LONG)
+            await busy.until("response.output_text.delta")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(state.server.drain)
+                response = (await busy.until("response.done"))["response"]
+            assert response["usage"]["output_tokens"] == 400
+            for client in (busy, idle):
+                with pytest.raises(ConnectionClosed) as closed:
+                    await client.next()
+                assert closed.value.reason.code == 1001
+        await state.ended.wait()
+        with pytest.raises(OSError, match="all attempts to connect"):
+            await trio.open_tcp_stream("127.0.0.1", state.server.port)
+        assert state.server.engine.statistics().finished == 1
+
+
+async def test_drain_aborts_what_takes_too_long():
+    async with running(Behaviour(load_time=0, step_time=0.05)) as state:
+        await state.server.engine.ready()
+        async with realtime(state.server) as client:
+            await client.say("hello")
+            await client.send("response.create", response=LONG)
+            await client.until("response.output_text.delta")
+            assert not await state.server.drain(0.01)
+            response = (await client.until("response.done"))["response"]
+            assert response["status_details"]["error"]["code"] == "shutdown"
+        await state.ended.wait()
+
+
+async def test_a_request_while_it_drains_is_refused():
+    async with running(Behaviour(load_time=0, step_time=0.01)) as state:
+        await state.server.engine.ready()
+        async with realtime(state.server) as busy, realtime(state.server) as late:
+            await busy.say("hello")
+            await busy.send("response.create", response=LONG | {"max_output_tokens": 50})
+            await busy.until("response.output_text.delta")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(state.server.drain)
+                await trio.testing.wait_all_tasks_blocked()
+                response = await late.ask("hello", **SHORT)
+                assert response["status_details"]["error"]["code"] == "shutting_down"
+                assert (await busy.until("response.done"))["response"]["status"] == "incomplete"
+        await state.ended.wait()
+
+
+async def test_the_first_signal_drains_and_the_second_aborts():
+    async with running(Behaviour(load_time=0, step_time=0.05)) as state, trio.open_nursery() as nursery:
+        await state.server.engine.ready()
+        nursery.start_soon(obey_signals, state.server, 1000.0)
+        async with realtime(state.server) as client:
+            await client.say("hello")
+            await client.send("response.create", response=LONG)
+            await client.until("response.output_text.delta")
+            signal.raise_signal(signal.SIGTERM)
+            await client.until("response.output_text.delta")
+            assert not state.ended.is_set()
+            signal.raise_signal(signal.SIGINT)
+            with pytest.raises(ConnectionClosed):
+                await client.until("response.done")
+        await state.ended.wait()
+        assert state.server.engine.statistics().aborted == 1
+        nursery.cancel_scope.cancel()
+
+
+STUBBORN = """
+import trio
+import trio.testing
+from trioengine.serve.signals import obey_signals
+
+class Stubborn:
+    async def drain(self, timeout):
+        print("draining", flush=True)
+        await trio.sleep_forever()
+
+    def abort(self):
+        print("aborting", flush=True)
+
+async def main():
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(obey_signals, Stubborn(), 1.0)
+        await trio.testing.wait_all_tasks_blocked()
+        print("ready", flush=True)
+
+import trio.testing
+trio.run(main)
+"""
+
+
+def test_the_third_signal_kills():
+    process = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, text=True)
+    try:
+        for line in ("ready", "draining", "aborting"):
+            assert process.stdout.readline().strip() == line
+            os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(60) == -signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+async def test_an_engine_that_cannot_start_ends_the_server(autojump_clock):
+    with pytest.raises(WorkerLost, match="no such thing"):
+        async with running(Behaviour(fatal=Fatal("worker_lost", "no such thing", ""))) as state:
+            await state.ended.wait()
+
+
+async def test_an_address_that_others_reach_is_refused():
+    for host in ("0.0.0.0", "::", "192.168.0.1", "example.com"):
+        with pytest.raises(InvalidConfig, match=f"host {host} .* --insecure"):
+            await serve(CONFIG, host, 0)
+
+
+async def test_a_port_that_is_taken():
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    async with listener:
+        with pytest.raises(EngineError, match=r"cannot listen on 127\.0\.0\.1:\d+: .*in use"):
+            await serve(CONFIG, "127.0.0.1", listener.socket.getsockname()[1])
+
+
+async def test_events_are_json_on_the_wire():
+    async with running() as state, realtime(state.server) as client:
+        await client.websocket.send_message(json.dumps({"type": "session.update", "session": {"instructions": "ä€😀"}}))
+        assert (await client.until("session.updated"))["session"]["instructions"] == "ä€😀"
