@@ -37,7 +37,7 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except typer.TyperException as exc:
-        message = getattr(exc, "format_message", lambda: str(exc))()
+        message = exc.format_message() if hasattr(exc, "format_message") else str(exc)
         return _fail(message, 2) if message else 0
     except typer.Exit as exc:
         return int(exc.exit_code)

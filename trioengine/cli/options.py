@@ -1,5 +1,7 @@
-"""Options made from the fields of the configuration's dataclasses: one a field, with its type, its default and a variable
-TRIOENGINE_<FIELD>."""
+"""Options made from the fields of the configuration's dataclasses.
+
+One a field, with its type, its default and an environment variable TRIOENGINE_<FIELD>.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def _option(field: dataclasses.Field[Any], hint: Any, panel: str) -> inspect.Par
         show_default=False,
         rich_help_panel=panel,
     )
-    annotation = Annotated[kind | None, option]
+    annotation: Any = Annotated[kind | None, option]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
