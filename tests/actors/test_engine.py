@@ -678,3 +678,40 @@ async def go_wrong(engine, round_number):
 
 def test_the_toy_model_knows_its_end():
     assert toy_model().eos_token_ids[0] == IM_END
+
+
+async def test_the_engine_dies_for_good_while_others_knock(autojump_clock):
+    """Whoever opens a session in any pass of the engine's end is refused with a typed error, and one error comes out."""
+    dying = Behaviour(fatal=Fatal("internal", "bug", ""))
+    refusals = []
+
+    async def knock(engine):
+        while not refusals or not isinstance(refusals[-1], EngineClosed):
+            try:
+                async with engine.open_session() as session, session.generate("x", LONG) as generation:
+                    await trio.lowlevel.checkpoint()
+                    generation.abort()
+            except (EngineOverloaded, EngineClosed, WorkerLost) as exc:
+                refusals.append(exc)
+                await trio.sleep(0.05)
+
+    async with trio.open_nursery() as outside:
+        with pytest.raises(WorkerLost, match="10 times"):
+            async with simulated_engine(behaviours=[Behaviour(), dying]) as (engine, simulation):
+                for _ in range(3):
+                    outside.start_soon(knock, engine)
+                simulation.worker.kill()
+                await trio.sleep_forever()
+
+
+async def test_a_body_that_fails_with_the_engine_gives_one_error(autojump_clock):
+    dying = Behaviour(fatal=Fatal("internal", "bug", ""))
+    with pytest.raises(WorkerLost, match="2 times"):
+        async with simulated_engine(
+            EngineConfig(model="toy", max_restarts=2, restart_delays=(0.0,)), behaviours=[Behaviour(), dying]
+        ) as (engine, simulation):
+            simulation.worker.kill()
+            while True:
+                await engine.gate.changed()
+                if engine.gate.failure is not None:
+                    raise WorkerLost("mine")

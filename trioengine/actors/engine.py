@@ -109,7 +109,10 @@ class Engine:
                 services.start_soon(self._supervise, str(path))
                 try:
                     async with trio.open_nursery() as self._nursery:
-                        await self._closing.wait()
+                        try:
+                            await self._closing.wait()
+                        finally:  # before the nursery is: nothing is admitted that could not be adopted
+                            self.gate.change_power(PowerEvent.CLOSE)
                         self._nursery.cancel_scope.cancel()
                 finally:
                     self._end_sessions()
@@ -132,14 +135,13 @@ class Engine:
 
     def _end_sessions(self) -> None:
         """No session outlives the engine, also one whose task never ran."""
-        if self.gate.power is not Power.CLOSED:
-            self.gate.change_power(PowerEvent.CLOSE)
         for session in list(self._sessions.values()):
             session.end(Cause.SHUTDOWN)
 
     def close(self) -> None:
         """End the engine: sessions are ended, requests in flight are aborted. Harmless when closed."""
         self._closing.set()
+        self.gate.change_power(PowerEvent.CLOSE)
 
     async def ready(self) -> None:
         """Wait until requests are admitted. Raises why, if that will never be."""
@@ -372,15 +374,21 @@ async def open_engine(
 ) -> AsyncIterator[Engine]:
     """An engine that is ready; leaving ends its sessions and its worker, whatever happens in the body.
 
-    Raises ModelError or WorkerLost when it cannot start, or dies for good later (the body is cancelled then). A single
-    exception of the body comes out as it is, not in a group.
+    Raises ModelError or WorkerLost when it cannot start, or dies for good later (the body is cancelled then, and what it
+    raises of its requests that died with it is not told apart). A single exception of the body comes out as it is, not
+    in a group.
     """
     engine = Engine(config, ports=ports, on_progress=on_progress)
-    async with open_unwrapped_nursery() as nursery:
-        nursery.start_soon(engine.run)
-        await engine.ready()
-        yield engine
-        engine.close()
+    try:
+        async with open_unwrapped_nursery() as nursery:
+            nursery.start_soon(engine.run)
+            await engine.ready()
+            yield engine
+            engine.close()
+    except BaseExceptionGroup as group:
+        if engine.gate.failure is not None and group.split(EngineError)[1] is None:
+            raise engine.gate.failure from engine.gate.failure.__cause__
+        raise
 
 
 @asynccontextmanager
