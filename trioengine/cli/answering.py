@@ -36,9 +36,15 @@ async def _print_answer(config: EngineConfig, prompt: str, params: SamplingParam
 async def _stream(session: Session, prompt: str, params: SamplingParams) -> None:
     async with session.generate(prompt, params, wait=True) as generation:
         async for chunk in generation:
-            sys.stdout.write(chunk.text)
-            sys.stdout.flush()
-    sys.stdout.write("\n")
+            await _write(chunk.text)
+    await _write("\n")
+
+
+async def _write(text: str) -> None:
+    """In a thread: a pager that stops reading must not stop the engine."""
+    stdout = trio.wrap_file(sys.stdout)
+    await stdout.write(text)
+    await stdout.flush()
 
 
 def _as_object(completion: Completion) -> dict[str, object]:

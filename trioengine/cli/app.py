@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from trioengine import __version__
 from trioengine.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, build, with_options
 from trioengine.core.config import DEFAULT_MODEL, EngineConfig
 from trioengine.core.errors import EngineError, InvalidConfig, RequestRejected
@@ -17,11 +18,10 @@ from trioengine.core.sampling_params import SamplingParams
 app = typer.Typer(
     name="trioengine",
     help="Runs large language models for programs that must never leak a session.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
 )
-bench_app = typer.Typer(help="Measure the engine.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure the engine.", rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
 
 MODEL_HELP = "A name that `pull` knows, a .gguf file, a Hugging Face directory or a hub id."
@@ -33,23 +33,38 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 def run(arguments: Sequence[str]) -> int:
     """Run a command; returns the exit code."""
     try:
-        result = app(args=list(arguments), standalone_mode=False)
+        result = app(args=list(arguments), prog_name="trioengine", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
-    except typer.TyperException as exc:
-        message = exc.format_message() if hasattr(exc, "format_message") else str(exc)
-        return _fail(message, 2) if message else 0
-    except typer.Exit as exc:
-        return int(exc.exit_code)
-    except (InvalidConfig, RequestRejected) as exc:
-        return _fail(str(exc), 2)
-    except (EngineError, OSError) as exc:
-        if isinstance(exc, BrokenPipeError):
+    except (Exception, KeyboardInterrupt, BaseExceptionGroup) as exc:
+        return _exit_code(_leaf(exc))
+
+
+def _exit_code(error: BaseException) -> int:
+    match error:
+        case typer.Exit():
+            return int(error.exit_code)
+        case KeyboardInterrupt() | typer.Abort():
+            return 130
+        case typer.TyperException():
+            return _fail(getattr(error, "format_message", error.__str__)(), 2)
+        case InvalidConfig() | RequestRejected():
+            return _fail(str(error), 2)
+        case BrokenPipeError():
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its exit
             return 1
-        return _fail(str(exc), 1)
-    except (KeyboardInterrupt, typer.Abort):
-        return 130
+        case EngineError() | OSError():
+            return _fail(str(error), 1)
+        case _:
+            return _fail(f"internal error: {type(error).__name__}: {error}", 1)
+
+
+def _leaf(error: BaseException) -> BaseException:
+    """The first exception in nested groups; an interrupt before any other."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    interrupts = error.subgroup(KeyboardInterrupt)
+    return _leaf((error if interrupts is None else interrupts).exceptions[0])
 
 
 def _fail(message: str, code: int) -> int:
@@ -57,17 +72,54 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Runs large language models for programs that must never leak a session."""
+
+
 @app.command()
 @with_options(ENGINE_OPTIONS)
 def serve(
     model: Model = DEFAULT_MODEL,
-    host: Annotated[str, typer.Option(envvar="TRIOENGINE_HOST", show_envvar=False)] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, envvar="TRIOENGINE_PORT", show_envvar=False)] = 8000,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on.", envvar="TRIOENGINE_HOST", show_envvar=False)
+    ] = "127.0.0.1",
+    port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, help="0: a free one.", envvar="TRIOENGINE_PORT", show_envvar=False),
+    ] = 8000,
     served_model_name: Annotated[
-        str | None, typer.Option(help="What clients call the model.", envvar="TRIOENGINE_SERVED_MODEL_NAME")
+        str | None,
+        typer.Option(help="What clients call the model.", envvar="TRIOENGINE_SERVED_MODEL_NAME", show_envvar=False),
     ] = None,
-    drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that requests have after SIGTERM.")] = 30.0,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Allow other addresses than loopback.")] = False,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds that requests have after the first SIGTERM or SIGINT.",
+            envvar="TRIOENGINE_DRAIN_TIMEOUT",
+            show_envvar=False,
+        ),
+    ] = 30.0,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            help="Serve other machines, and whoever can connect: there is no key.",
+            envvar="TRIOENGINE_INSECURE",
+            show_envvar=False,
+        ),
+    ] = False,
     **fields: object,
 ) -> None:
     """Serve a model over WebSocket and HTTP, until SIGINT or SIGTERM."""

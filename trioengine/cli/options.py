@@ -1,6 +1,6 @@
 """Options made from the fields of the configuration's dataclasses.
 
-One a field, with its type, its default and an environment variable TRIOENGINE_<FIELD>.
+One a field, with its type, its default and an environment variable TRIOENGINE_<FIELD>, which the command line beats.
 """
 
 from __future__ import annotations
@@ -20,6 +20,40 @@ from trioengine.core.sampling_params import SamplingParams
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
+_HELP = {
+    "device": "auto, cpu, cuda or cuda:N.",
+    "dtype": "auto, float32 or bfloat16.",
+    "max_model_len": "Tokens of prompt and answer together; without it the model's own limit.",
+    "max_num_seqs": "Sequences in one step.",
+    "max_num_queued_reqs": "Requests that may wait beside those that run; more are refused.",
+    "max_sessions": "Sessions at a time.",
+    "max_num_batched_tokens": "Tokens in one step.",
+    "block_size": "Tokens in a block of the KV cache.",
+    "kv_cache_memory": "Bytes; without it a quarter of the free memory, at most 4 GiB, on the CPU.",
+    "gpu_memory_utilization": "Share of a GPU's memory, without --kv-cache-memory.",
+    "enable_prefix_caching": "Use again what was computed for prompts that begin alike.",
+    "num_threads": "Threads of the worker; without it torch's own choice.",
+    "startup_timeout": "Seconds without progress while the worker loads.",
+    "step_timeout": "Seconds that one step may take.",
+    "unresponsive_timeout": "Seconds that the worker may leave a ping unanswered.",
+    "ping_interval": "Seconds between two pings of the worker.",
+    "shutdown_timeout": "Seconds that the engine may take to end.",
+    "max_restarts": "Deaths of the worker without one finished request until the engine gives up.",
+    "max_tokens": "Tokens of the answer; without it up to the context.",
+    "temperature": "0 is greedy.",
+    "top_k": "Choose among that many tokens; 0: all.",
+    "top_p": "Choose among the likeliest tokens that add up to this.",
+    "min_p": "Least probability of a token, relative to the likeliest one's.",
+    "repetition_penalty": "Over prompt and answer, multiplicative.",
+    "presence_penalty": "Over the answer, additive.",
+    "frequency_penalty": "Over the answer, additive, times the count.",
+    "seed": "For answers that can be repeated.",
+    "stop": "A string that ends the answer; may be given several times.",
+    "stop_token_ids": "A token id that ends the answer; may be given several times.",
+    "min_tokens": "No end before that many tokens.",
+    "ignore_eos": "Do not end at the model's end token.",
+    "skip_special_tokens": "Leave special tokens out of the text.",
+}
 _NOT_OPTIONS = ("model", "restart_delays", "logit_bias", "logprobs")
 
 
@@ -35,10 +69,10 @@ def _option(field: dataclasses.Field[Any], hint: Any, panel: str) -> inspect.Par
     kind = _kind(hint)
     flag = "--" + field.name.replace("_", "-")
     declarations = [f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag]
-    default = "" if field.default in (None, (), dataclasses.MISSING) else f"[default: {field.default}]"
+    default = "" if field.default in (None, (), dataclasses.MISSING) else f" [default: {field.default}]"
     option = typer.Option(
         *declarations,
-        help=default,
+        help=_HELP[field.name] + default,
         envvar=f"TRIOENGINE_{field.name.upper()}",
         show_envvar=False,
         show_default=False,

@@ -1,0 +1,153 @@
+"""What is typed, and what comes of it: exit codes, errors of one line, options made from the configuration."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from trioengine import EngineConfig, ModelError, SamplingParams, WorkerLost, __version__
+from trioengine.cli import app as app_module
+from trioengine.cli.app import run
+
+NOT_OPTIONS = {"model", "restart_delays", "logit_bias", "logprobs"}
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for field in (*dataclasses.fields(EngineConfig), *dataclasses.fields(SamplingParams)):
+        monkeypatch.delenv(f"TRIOENGINE_{field.name.upper()}", raising=False)
+
+
+BAD = [
+    ([], 2, "Missing command"),
+    (["nope"], 2, "nope"),
+    (["bench"], 2, "Missing command"),
+    (["serve", "--nope"], 2, "--nope"),
+    (["serve", "--port", "70000"], 2, "--port"),
+    (["serve", "--max-num-seqs", "many"], 2, "--max-num-seqs"),
+    (["serve", "--max-num-seqs", "0"], 2, "max_num_seqs"),
+    (["serve", "--dtype", "float13"], 2, "dtype"),
+    (["serve", "--host", "0.0.0.0"], 2, "--insecure"),
+    (["generate"], 2, "prompt"),
+    (["generate", " "], 2, "prompt is empty"),
+    (["generate", "hi", "--temperature", "-1"], 2, "temperature"),
+    (["generate", "hi", "--max-tokens", "0"], 2, "max_tokens"),
+    (["generate", "hi", "--model", "no-such-model"], 1, "no-such-model"),
+    (["generate", "hi", "--model", "/no/such/file.gguf"], 1, "/no/such/file.gguf"),
+    (["chat", "no-such-model"], 1, "no-such-model"),
+    (["pull", "no-such-model"], 1, "no-such-model"),
+    (["bench", "offline", "--requests", "0"], 2, "--requests"),
+    (["bench", "offline", "no-such-model"], 1, "no-such-model"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "exit_code", "named"), BAD)
+def test_a_mistake_is_one_line(capsys, arguments, exit_code, named):
+    assert run(arguments) == exit_code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("trioengine: error: ")
+    assert printed.err.count("\n") == 1
+    assert named in printed.err
+
+
+def test_version_and_help(capsys):
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == __version__
+    assert run(["--help"]) == 0
+    assert "serve" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sources"),
+    [
+        (["serve"], [EngineConfig]),
+        (["generate"], [EngineConfig, SamplingParams]),
+        (["chat"], [EngineConfig, SamplingParams]),
+        (["bench", "offline"], [EngineConfig]),
+    ],
+)
+def test_every_field_is_an_option(capsys, arguments, sources):
+    assert run([*arguments, "--help"]) == 0
+    shown = capsys.readouterr().out
+    for source in sources:
+        for field in dataclasses.fields(source):
+            if field.name not in NOT_OPTIONS:
+                assert "--" + field.name.replace("_", "-") in shown
+
+
+class Seen(Exception):
+    """Ends a command where its work would begin."""
+
+
+@pytest.fixture
+def configured(monkeypatch):
+    """Runs `generate` up to the point where everything is read, and gives the config and the parameters."""
+    seen = []
+
+    def stop(config, prompt, params, *, as_json):
+        seen.append((config, prompt, params))
+        raise Seen
+
+    monkeypatch.setattr("trioengine.cli.answering.print_answer", stop)
+
+    def configured(*arguments):
+        assert run(["generate", *arguments]) == 1
+        return seen.pop()
+
+    return configured
+
+
+def test_without_options_the_defaults_count(configured):
+    config, prompt, params = configured("hi")
+    assert (config, prompt, params) == (EngineConfig(), "hi", SamplingParams())
+
+
+def test_options_have_their_types(configured):
+    config, _, params = configured(
+        *("hi", "--model", "m", "--max-num-seqs", "7", "--gpu-memory-utilization", "0.5", "--no-enable-prefix-caching"),
+        *("--temperature", "0", "--stop", "a", "--stop", "b", "--stop-token-ids", "3", "--seed", "-1", "--ignore-eos"),
+    )
+    assert config == EngineConfig("m", max_num_seqs=7, gpu_memory_utilization=0.5, enable_prefix_caching=False)
+    assert params == SamplingParams(temperature=0, stop=("a", "b"), stop_token_ids=(3,), seed=-1, ignore_eos=True)
+
+
+def test_the_command_line_beats_the_environment(configured, monkeypatch):
+    monkeypatch.setenv("TRIOENGINE_MODEL", "theirs")
+    monkeypatch.setenv("TRIOENGINE_MAX_NUM_SEQS", "5")
+    monkeypatch.setenv("TRIOENGINE_BLOCK_SIZE", "32")
+    config, _, _ = configured("hi", "--max-num-seqs", "6")
+    assert config == EngineConfig("theirs", max_num_seqs=6, block_size=32)
+
+
+ENDS = [
+    (KeyboardInterrupt(), 130, ""),
+    (BaseExceptionGroup("", [ExceptionGroup("", [ValueError("no")]), KeyboardInterrupt()]), 130, ""),
+    (ModelError("bad\nmodel"), 1, "trioengine: error: bad model\n"),
+    (ExceptionGroup("", [WorkerLost("gone")]), 1, "trioengine: error: gone\n"),
+    (PermissionError(13, "Permission denied", "/x"), 1, "trioengine: error: [Errno 13] Permission denied: '/x'\n"),
+    (ZeroDivisionError("oh"), 1, "trioengine: error: internal error: ZeroDivisionError: oh\n"),
+]
+
+
+@pytest.mark.parametrize(("error", "exit_code", "printed"), ENDS, ids=range(len(ENDS)))
+def test_whatever_is_raised(monkeypatch, capsys, error, exit_code, printed):
+    def fail(**options):
+        raise error
+
+    monkeypatch.setattr(app_module, "app", fail)
+    assert run([]) == exit_code
+    assert capsys.readouterr().err == printed
+
+
+def test_help_loads_neither_trio_nor_torch():
+    program = """
+import sys
+from trioengine.cli.app import run
+run(["--help"])
+run(["serve", "--help"])
+sys.exit(",".join({"trio", "torch", "numpy", "rich", "tokenizers"} & sys.modules.keys()) or 0)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
