@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from trioengine.actors.engine import open_unwrapped_nursery
 from trioengine.core.messages import Fatal
 from trioengine.serve import serve
 from trioengine.serve.signals import obey_signals
+from trioengine.serve.sockets import guard
 from trioengine.testing import Simulation
 from trioengine.testing.simulated_worker import Behaviour
 
@@ -167,6 +169,7 @@ STUBBORN = """
 import trio
 import trio.testing
 from trioengine.serve.signals import obey_signals
+from trioengine.serve.sockets import guard
 
 class Stubborn:
     async def drain(self, timeout):
@@ -223,3 +226,12 @@ async def test_events_are_json_on_the_wire():
     async with running() as state, realtime(state.server) as client:
         await client.websocket.send_message(json.dumps({"type": "session.update", "session": {"instructions": "ä€😀"}}))
         assert (await client.until("session.updated"))["session"]["instructions"] == "ä€😀"
+
+
+async def test_the_kernel_watches_accepted_sockets():
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    async with listener, await trio.open_tcp_stream("127.0.0.1", listener.socket.getsockname()[1]):
+        async with await listener.accept() as accepted:
+            guard(accepted)
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 20_000

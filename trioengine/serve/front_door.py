@@ -76,7 +76,7 @@ class FrontDoor:
                 if refusal is not None:
                     raise BadRequest(refusal)
                 if request.wants_websocket and request.path == REALTIME:
-                    await self._become_websocket(request, connection.seen, stream)
+                    await self._become_websocket(connection.seen, stream)
                     break
                 if not await self._exchange(connection, request):
                     break
@@ -130,7 +130,7 @@ class FrontDoor:
 
         return await connection.exchange(request, handler)
 
-    async def _become_websocket(self, request: Request, seen: bytes, stream: trio.abc.Stream) -> None:
+    async def _become_websocket(self, seen: bytes, stream: trio.abc.Stream) -> None:
         async with trio.open_nursery() as nursery:
             with trio.fail_after(HANDSHAKE_TIMEOUT):
                 proposal = await wrap_server_stream(
