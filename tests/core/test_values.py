@@ -61,7 +61,7 @@ BAD_CONFIG = {
     "step_timeout": [-1],
     "unresponsive_timeout": [float("inf")],
     "ping_interval": [0],
-    "shutdown_timeout": [None],
+    "worker_shutdown_timeout": [None],
     "restart_delays": [(), (-1.0,), ("1",)],
 }
 

@@ -11,9 +11,10 @@ from typing import Any
 import trio
 
 from trioengine.actors.gate import Gate
-from trioengine.actors.generation import Completion
+from trioengine.actors.generation import Completion, deadline_after
 from trioengine.actors.invariants import check_audit, check_books
 from trioengine.actors.link import Link
+from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.ports import Ports
 from trioengine.actors.session import Session
 from trioengine.actors.supervisor import Supervisor
@@ -23,7 +24,6 @@ from trioengine.core.lifecycle import Cause, Power, PowerEvent
 from trioengine.core.messages import (
     Audit,
     Audited,
-    FinishReason,
     Message,
     Ready,
     RequestFailed,
@@ -98,14 +98,14 @@ class Engine:
         """Run the engine until `close`, or until cancelled; then every session is ended and the worker is gone.
 
         Raises ModelError when the model cannot be used, WorkerLost when no worker can be kept running. Cancelled, it
-        still writes what the sessions posted last, within `shutdown_timeout`.
+        still writes what the sessions posted last, within `worker_shutdown_timeout`.
         """
         task_status.started(self)
         try:
             path = await self.ports.find_model(self.config.model, self._on_progress)
             self._model = await self.ports.run_in_thread(self.ports.read_model, path)
             self._tokenizer = ChatTokenizer(self._model.tokenizer, self._model.chat_template)
-            async with trio.open_nursery() as services:
+            async with open_unwrapped_nursery() as services:
                 services.start_soon(self._supervise, str(path))
                 try:
                     async with trio.open_nursery() as self._nursery:
@@ -117,10 +117,7 @@ class Engine:
                 finally:
                     self._end_sessions()
                     self._supervisor.shut_down()
-        except BaseExceptionGroup as group:
-            error = _single_leaf(group)
-            raise error from error.__cause__
-        except EngineError as exc:
+        except Exception as exc:
             self.gate.failure = exc
             raise
         finally:
@@ -146,8 +143,8 @@ class Engine:
     async def ready(self) -> None:
         """Wait until requests are admitted. Raises why, if that will never be."""
         while self.gate.power is not Power.AWAKE:
-            if self.gate.power is Power.CLOSED:
-                raise self.gate.failure or EngineClosed("the engine is closed")
+            if self.gate.power in (Power.DRAINING, Power.CLOSED):
+                raise self.gate.failure or EngineClosed(f"the engine is {self.gate.power.value}")
             await self.gate.changed()
 
     # ---- what users call ------------------------------------------------------------------------------------------
@@ -166,10 +163,9 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams | None = None, *, timeout: float | None = None, wait: bool = False
     ) -> Completion:
         """One answer, in a session of its own. Errors, timeout and wait as in Session.generate."""
-        async with (
-            self.open_session(wait=wait) as session,
-            session.generate(prompt, params, timeout=timeout, wait=wait) as generation,
-        ):
+        deadline = deadline_after(timeout)
+        session = Session(self, label=None, history=None, wait=wait, deadline=deadline)
+        async with session, session.generate_until(deadline, prompt, params, wait=wait) as generation:
             return await generation.result()
 
     def abort(self, request_id: int) -> bool:
@@ -190,14 +186,18 @@ class Engine:
     async def drain(self, timeout: float | None = None) -> bool:
         """Admit nothing more, and wait for what is in flight; after `timeout` seconds abort the rest.
 
-        True if everything ended by itself. Cancelled, the engine goes on draining.
+        True if everything ended by itself. What a hung worker does not let go of is left after
+        `worker_shutdown_timeout` more. Cancelled, the engine goes on draining.
         """
+        if timeout is not None and timeout < 0:
+            raise ValueError(f"timeout must not be negative, got {timeout}")
         self.gate.change_power(PowerEvent.DRAIN)
         with trio.move_on_after(float("inf") if timeout is None else timeout):
             await self._quiet()
             return True
         self.abort_all(Cause.SHUTDOWN)
-        await self._quiet()
+        with trio.move_on_after(self.config.worker_shutdown_timeout):
+            await self._quiet()
         return False
 
     async def _quiet(self) -> None:
@@ -236,6 +236,8 @@ class Engine:
         """
         check_books(self.gate.ledger, self._sessions)
         link = self.gate.link
+        if self.gate.power is Power.CLOSED:
+            raise EngineClosed("the engine is closed")
         if link is None:
             raise EngineOverloaded("there is no worker to ask", code=self.gate.power.value)
         audit = _Audit(self.gate.mint(), link.connection.open_sessions, self._attached())
@@ -291,6 +293,10 @@ class Engine:
         del self._sessions[session.id]
         self.gate.free_session()
 
+    def request_finished(self) -> None:
+        """A request ran to its end."""
+        self._supervisor.request_finished()
+
     def on_ready(self, limits: Ready, link: Link) -> None:
         self._limits = limits
         self.gate.link = link
@@ -303,8 +309,6 @@ class Engine:
                 self._worker_statistics = message.statistics
                 for row in message.rows:
                     self._tell(row.session, lambda session, row=row: session.on_row(row))  # type: ignore[misc]
-                    if row.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                        self._supervisor.request_finished()
             case RequestFailed():
                 self._tell(message.session, lambda session: session.on_failed(message))
             case SessionEnded():
@@ -339,8 +343,8 @@ class Engine:
         self._worker_statistics = None
         if self.gate.power is not Power.CLOSED:
             self.gate.change_power(PowerEvent.WORKER_LOST)
-        for session in list(self._sessions.values()):
-            session.on_worker_lost(_copy(error))
+        for session_id in list(self._sessions):
+            self._tell(session_id, lambda session: session.on_worker_lost(_copy(error)))
         for audit in self._audits.values():
             audit.lost = _copy(error)
             audit.answered.set()
@@ -389,27 +393,3 @@ async def open_engine(
         if engine.gate.failure is not None and group.split(EngineError)[1] is None:
             raise engine.gate.failure from engine.gate.failure.__cause__
         raise
-
-
-@asynccontextmanager
-async def open_unwrapped_nursery() -> AsyncIterator[trio.Nursery]:
-    """A nursery out of which a single exception comes as it is, not in a group."""
-    try:
-        async with trio.open_nursery() as nursery:
-            yield nursery
-    except BaseExceptionGroup as group:
-        error = _single_leaf(group)
-        raise error from error.__cause__
-
-
-def _single_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one exception in nested groups (it may be there twice); the group itself if there are several."""
-    leaves: dict[int, BaseException] = {}
-    todo: list[BaseException] = [group]
-    while todo:
-        error = todo.pop()
-        if isinstance(error, BaseExceptionGroup):
-            todo.extend(error.exceptions)
-        else:
-            leaves[id(error)] = error
-    return next(iter(leaves.values())) if len(leaves) == 1 else group

@@ -24,7 +24,7 @@ class Gate:
         self.power = Power.LOADING
         self.ledger = Ledger()
         self.retry_after = 1.0  # seconds; what a refused caller is told while the worker restarts
-        self.failure: EngineError | None = None  # why the engine closed by itself
+        self.failure: Exception | None = None  # why the engine closed by itself
         self.link: Link | None = None  # to the incarnation that is READY
         self._config = config
         self._changed = trio.Event()
@@ -94,8 +94,9 @@ class Gate:
 
     def committing_link(self) -> Link:
         """The link for a request that was admitted: a draining engine still runs it. Raises as `admit_request`."""
-        if self.link is None or self.power is Power.CLOSED:
+        if self.power is Power.CLOSED:
             self._check_open()
+        if self.link is None:
             raise self._not_awake()
         return self.link
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import trio
 
+from trioengine.core.errors import RequestRejected
 from trioengine.core.ledger import Stand
 from trioengine.core.lifecycle import Cause, Outcome
 from trioengine.core.messages import FinishReason, Logprobs, TokenIds, TokensRow, Usage, token_ids
@@ -39,6 +41,16 @@ class Completion:
     finish_reason: FinishReason
     cause: Cause | None
     usage: Usage
+
+
+def deadline_after(timeout: float | None) -> float:
+    """The moment `timeout` seconds from now, on trio's clock; None: never. Raises RequestRejected for no such number."""
+    if timeout is None:
+        return math.inf
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        message = f"timeout must be positive seconds, got {timeout!r}"
+        raise RequestRejected("invalid_value", message, param="timeout")
+    return trio.current_time() + timeout
 
 
 class _Mailbox:
@@ -87,7 +99,7 @@ class Generation:
         self.settled = trio.Event()  # the worker is done with it, and its slot is free
         # The session's part: it alone writes these.
         self.stand = Stand.PREPARING
-        self.preparing = trio.CancelScope()
+        self.entering = trio.CancelScope()  # an abort ends the waiting and preparing
         self.prepared: Prepared | None = None
         self.answer: Answer | None = None
         self.abort_cause = Cause.CLIENT
@@ -98,6 +110,7 @@ class Generation:
         self._mailbox = _Mailbox()
         self._news = trio.Event()
         self._reading = False
+        self._entered = False
 
     def __repr__(self) -> str:
         state = self.stand.value if self.outcome is None else self.outcome.finish_reason.value
@@ -147,8 +160,9 @@ class Generation:
         return self.completion
 
     async def __aenter__(self) -> Generation:
-        if self._request_id is not None:
+        if self._entered:
             raise RuntimeError("a generation is entered once")
+        self._entered = True
         await self._session.start(self)
         return self
 
@@ -165,9 +179,9 @@ class Generation:
     async def __anext__(self) -> Chunk:
         if self._reading:
             raise trio.BusyResourceError("another task reads this generation")
-        await trio.lowlevel.checkpoint()
         self._reading = True
         try:
+            await trio.lowlevel.checkpoint()
             while not self._mailbox and self.outcome is None:
                 self._news = trio.Event()
                 await self._news.wait()

@@ -8,8 +8,9 @@ import random
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,12 +62,9 @@ class LocalWorkerProcess:
     def __init__(self) -> None:
         if sys.platform != "linux":
             raise EngineError(f"the worker needs Linux 5.4 or newer, not {sys.platform}")
-        child_in, ours_out = os.pipe2(os.O_CLOEXEC)
-        ours_in, child_out = os.pipe2(os.O_CLOEXEC)
-        try:
-            for fd in (ours_out, ours_in):
-                with suppress(OSError):  # over the user's limit for pipes: the default size works, too
-                    fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
+        with ExitStack() as children, ExitStack() as ours:
+            child_in, ours_out = _pipe(children, ours)
+            ours_in, child_out = _pipe(ours, children)
             self._process = subprocess.Popen(
                 _command(child_in, child_out),
                 stdin=subprocess.DEVNULL,
@@ -74,24 +72,24 @@ class LocalWorkerProcess:
                 start_new_session=True,
                 env=_environment(),
             )
-        except BaseException:
-            os.close(ours_out)
-            os.close(ours_in)
-            raise
-        finally:
-            os.close(child_in)
-            os.close(child_out)
-        self.pid = self._process.pid
-        self._pidfd = os.pidfd_open(self.pid)
-        self.send_stream = trio.lowlevel.FdStream(ours_out)
-        self.receive_stream = trio.lowlevel.FdStream(ours_in)
+            ours.callback(self._discard)
+            self.pid = self._process.pid
+            self._pidfd = os.pidfd_open(self.pid)
+            self.send_stream = trio.lowlevel.FdStream(ours_out)
+            self.receive_stream = trio.lowlevel.FdStream(ours_in)
+            ours.pop_all()  # the streams' from here on
+
+    def _discard(self) -> None:
+        """The process was started, and something after that failed."""
+        self.kill()
+        self._process.wait()
 
     async def wait(self) -> None:
         await trio.lowlevel.wait_readable(self._pidfd)
 
     def terminate(self) -> None:
-        with suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
+        with suppress(ProcessLookupError):  # by the pidfd: Popen.send_signal would reap a dead leader
+            signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
 
     def kill(self) -> None:
         if self._process.returncode is None:  # not reaped: the group's id cannot belong to anyone else
@@ -108,14 +106,26 @@ class LocalWorkerProcess:
         return exit_code
 
 
+def _pipe(reader: ExitStack, writer: ExitStack) -> tuple[int, int]:
+    """A large pipe, each end closed with its owner's stack."""
+    fd_out, fd_in = os.pipe2(os.O_CLOEXEC)
+    reader.callback(os.close, fd_out)
+    writer.callback(os.close, fd_in)
+    with suppress(OSError):  # over the user's limit for pipes: the default size works, too
+        fcntl.fcntl(fd_in, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
+    return fd_out, fd_in
+
+
 def _command(child_in: int, child_out: int) -> list[str]:
     options = ["--in", str(child_in), "--out", str(child_out), "--parent", str(os.getpid())]
     return [sys.executable, "-P", "-m", "trioengine.worker", *options]
 
 
 def _environment() -> dict[str, str]:
-    """The parent's, with this trioengine first on the path, and idle OpenMP threads that do not spin for long."""
+    """The parent's; where trioengine is not installed but lies in a checkout, the worker finds it there, too."""
     package = str(Path(trioengine.__file__).resolve().parent.parent)
+    if package == sysconfig.get_path("purelib"):
+        return dict(os.environ)
     path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
     return os.environ | {"PYTHONPATH": path}
 

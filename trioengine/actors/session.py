@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from trioengine.actors.generation import Generation
+from trioengine.actors.generation import Generation, deadline_after
 from trioengine.core.errors import (
     EngineError,
     EngineOverloaded,
@@ -60,7 +60,13 @@ class Session:
     """
 
     def __init__(
-        self, engine: Engine, *, label: str | None, history: Sequence[dict[str, Any]] | None, wait: bool
+        self,
+        engine: Engine,
+        *,
+        label: str | None,
+        history: Sequence[dict[str, Any]] | None,
+        wait: bool,
+        deadline: float = math.inf,
     ) -> None:
         self.label = label
         self.id: int | None = None  # minted when entered
@@ -69,6 +75,8 @@ class Session:
         self._gate = engine.gate
         self._initial_history = history
         self._wait = wait
+        self._deadline = deadline  # of the admission
+        self._entered = False
         self._lifecycle = SessionLifecycle()
         self._link: Link | None = None  # of the attachment
         self._held: TokenIds = token_ids()  # what the attachment is known to hold
@@ -109,14 +117,16 @@ class Session:
     # ---- the handle -----------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Session:
-        if self.id is not None:
+        if self._entered:
             raise RuntimeError("a session is entered once")
-        self.id = await self._gate.admit(self._gate.admit_session, wait=self._wait)
+        self._entered = True
+        session_id = await self._gate.admit(self._gate.admit_session, wait=self._wait, deadline=self._deadline)
         try:
             self._conversation = Conversation(self._engine.tokenizer, self._initial_history)
         except BaseException:
             self._gate.free_session()
             raise
+        self.id = session_id
         self._engine.adopt(self)
         return self
 
@@ -140,12 +150,23 @@ class Session:
         `timeout`) where the engine restarts or is full, instead of raising EngineOverloaded. Entering raises
         SessionBusy while another request runs, SessionEnded, EngineClosed, and RequestRejected for a bad prompt.
         """
-        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-            raise RequestRejected(
-                "invalid_value", f"timeout must be positive seconds, got {timeout!r}", param="timeout"
-            )
-        deadline = math.inf if timeout is None else trio.current_time() + timeout
+        deadline = deadline_after(timeout)
+        return self.generate_until(deadline, prompt, params, keep_partial=keep_partial, wait=wait)
+
+    def generate_until(
+        self,
+        deadline: float,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        keep_partial: bool = False,
+        wait: bool = False,
+    ) -> Generation:
+        """`generate` with the moment, on trio's clock, instead of a timeout."""
         params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            shown = type(params).__name__
+            raise RequestRejected("invalid_value", f"params must be SamplingParams, got {shown}", param="params")
         return Generation(self, prompt, params, keep_partial=keep_partial, deadline=deadline, wait=wait)
 
     def replace_history(self, messages: Sequence[dict[str, Any]]) -> None:
@@ -163,6 +184,7 @@ class Session:
             self._generation.decide(Outcome(FinishReason.ABORT, cause))
         self._apply(Event.END)
         self._wake.set()
+        self._gate.notify()  # a request of ours may wait there
 
     async def ended(self) -> None:
         """Wait until the worker has let go of the session and its slot is free."""
@@ -191,29 +213,36 @@ class Session:
 
     async def start(self, generation: Generation) -> None:
         """Generation.__aenter__."""
-        with trio.move_on_at(generation.deadline):
-            while self.phase is Phase.STOPPING and self._generation is not None:
-                await self._generation.settled.wait()
-        reserve = partial(self._reserve, generation)
-        await self._gate.admit(reserve, wait=generation.wait, deadline=generation.deadline)
-        try:
-            with generation.preparing:
+        with generation.entering:
+            with trio.move_on_at(generation.deadline):
+                while self.phase is Phase.STOPPING and self._generation is not None:
+                    await self._generation.settled.wait()
+            if self.phase is Phase.STOPPING:
+                self.abort_request(generation, Cause.TIMEOUT)
+                return
+            reserve = partial(self._reserve, generation)
+            await self._gate.admit(reserve, wait=generation.wait, deadline=generation.deadline)
+            try:
                 await self._prepare(generation)
                 await self._commit_when_open(generation)
-        except Exception as exc:
-            self._refuse(generation, exc)
-            raise
-        except BaseException:
-            self.abort_request(generation, Cause.CLIENT)
-            raise
+            except Exception as exc:
+                self._refuse(generation, exc)
+                raise
+            except BaseException:
+                self.abort_request(generation, Cause.CLIENT)
+                raise
 
     def _check_idle(self) -> None:
+        if self.id is None:
+            raise RuntimeError("the session was not entered: use `async with engine.open_session()`")
         if self.end_cause is not None:
             raise SessionEnded(f"the session has ended ({self.end_cause.value})", cause=self.end_cause.value)
         if self.phase is not Phase.IDLE:
             raise SessionBusy(f"the session is busy: its request is {self.phase.value}")
 
     def _reserve(self, generation: Generation) -> int:
+        if generation.outcome is not None:
+            return generation.request_id  # aborted while it waited
         self._check_idle()
         generation.request_id = self._gate.admit_request()
         self._generation = generation
@@ -223,7 +252,8 @@ class Session:
 
     async def _prepare(self, generation: Generation) -> None:
         prompt = generation.prompt
-        assert prompt is not None, "a generation is prepared once"
+        if self._generation is not generation or prompt is None:
+            return  # aborted while it waited
         generation.prompt = None
         limit = self._engine.limits.max_model_len
         self._committed.check_length(prompt, limit)
@@ -307,20 +337,28 @@ class Session:
     # ---- the request's reader -------------------------------------------------------------------------------------
 
     def abort_request(self, generation: Generation, cause: Cause) -> None:
-        """Abort this request if it is still the session's; a finish on its way wins."""
-        if self._generation is not generation or generation.outcome is not None:
+        """Abort this request if it has no outcome yet; a finish on its way wins, and the first cause."""
+        if generation.outcome is not None:
             return
-        generation.abort_cause = cause
-        self._apply(Event.ABORT)
+        if self._generation is generation:
+            if self.phase in (Phase.PREPARING, Phase.RUNNING):
+                generation.abort_cause = cause
+            self._apply(Event.ABORT)
+        else:  # it waits to be admitted: the books know nothing of it
+            generation.request_id = self._gate.mint()
+            generation.decide(Outcome(FinishReason.ABORT, cause))
+            generation.settled.set()
+            generation.entering.cancel()
 
     def leave(self, generation: Generation) -> None:
         """The reader goes: without an outcome, the turn is taken back (or kept in part) at once."""
         if self._generation is not generation or generation.outcome is not None:
             return
-        if generation.keep_partial:
-            self._commit_turn(generation)
         generation.decide(Outcome(FinishReason.ABORT, generation.abort_cause))
         self._apply(Event.ABORT)
+        if generation.keep_partial and generation.answer is not None:
+            generation.answer.flush()  # what a stop string or a character still held back belongs to these tokens
+            self._commit_turn(generation)
 
     def _commit_turn(self, generation: Generation) -> None:
         prepared, answer = generation.prepared, generation.answer
@@ -413,11 +451,14 @@ class Session:
     def _settle(self) -> None:
         """The request is over for the worker, too; undecided, it was aborted."""
         generation = self._in_flight()
-        generation.decide(Outcome(FinishReason.ABORT, generation.abort_cause))
+        if generation.outcome is None:
+            self._finish(generation, FinishReason.ABORT)
         assert generation.outcome is not None, "just decided"
         self._gate.ledger.settle(generation.stand, generation.outcome.finish_reason)
+        if generation.outcome.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._engine.request_finished()
         self._generation = None
-        generation.preparing.cancel()
+        generation.entering.cancel()
         generation.settled.set()
         self._gate.notify()
 

@@ -41,6 +41,7 @@ class Incarnation:
         self._pong: trio.Event | None = None  # set: the PING was answered
         self._end_of_stream = trio.Event()
         self._dead = trio.Event()
+        self._shutting_down = False
 
     async def run(self, config: WorkerConfig) -> None:
         """Run the process to its death; cancelled, it is killed. What was in flight is the caller's to settle."""
@@ -64,11 +65,12 @@ class Incarnation:
 
     async def shut_down(self) -> None:
         """Write what is posted, ask it to exit, then tell it to, then kill it; at once where it is not ready yet."""
+        self._shutting_down = True
         if not self.ready:
             self.process.kill()
             return
         self.link.post(Shutdown())
-        with trio.move_on_after(self._config.shutdown_timeout / 2):
+        with trio.move_on_after(self._config.worker_shutdown_timeout / 2):
             await self._dead.wait()
             return
         self.process.terminate()
@@ -83,6 +85,10 @@ class Incarnation:
         except RemoteProtocolError as exc:
             self.kill(f"it broke the protocol: {exc}")
         self._end_of_stream.set()
+        with trio.move_on_after(LAST_FRAMES_TIMEOUT):
+            await self._dead.wait()
+        if not self._dead.is_set() and not self._shutting_down:
+            self.kill("it closed its pipe")
 
     def _route(self, message: Message) -> None:
         match message:
@@ -135,10 +141,10 @@ class Supervisor:
         self._scope = trio.CancelScope(shield=True)
 
     def shut_down(self) -> None:
-        """Begin the shutdown; harmless when begun. From now on `shutdown_timeout` bounds `run`."""
+        """Begin the shutdown; harmless when begun. From now on `worker_shutdown_timeout` bounds `run`."""
         if not self._shutdown.is_set():
             self._shutdown.set()
-            self._scope.deadline = trio.current_time() + self._config.shutdown_timeout
+            self._scope.deadline = trio.current_time() + self._config.worker_shutdown_timeout
 
     def request_finished(self) -> None:
         """A request ran to its end: the worker is worth restarting."""
@@ -192,6 +198,13 @@ class Supervisor:
             await self._shutdown.wait()
 
 
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {number}"
+
+
 def _loss(incarnation: Incarnation, exit_code: int) -> EngineError:
     """Why the incarnation is gone: from inside it where it said so."""
     fatal = incarnation.fatal
@@ -202,7 +215,7 @@ def _loss(incarnation: Incarnation, exit_code: int) -> EngineError:
     elif incarnation.reason is not None:
         reason = f"it was killed: {incarnation.reason}"
     elif exit_code < 0:
-        reason = f"killed by {signal.Signals(-exit_code).name}"
+        reason = f"killed by {_signal_name(-exit_code)}"
     else:
         reason = f"exit status {exit_code}"
     traceback = fatal.traceback if fatal is not None else None

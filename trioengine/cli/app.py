@@ -102,7 +102,7 @@ def serve(
         str | None,
         typer.Option(help="What clients call the model.", envvar="TRIOENGINE_SERVED_MODEL_NAME", show_envvar=False),
     ] = None,
-    drain_timeout: Annotated[
+    shutdown_timeout: Annotated[
         float,
         typer.Option(
             min=0,
@@ -126,7 +126,9 @@ def serve(
     from trioengine.cli.serving import serve_until_told
 
     config = build(EngineConfig, fields, model=model)
-    serve_until_told(config, host, port, model_name=served_model_name, drain_timeout=drain_timeout, insecure=insecure)
+    serve_until_told(
+        config, host, port, model_name=served_model_name, shutdown_timeout=shutdown_timeout, insecure=insecure
+    )
 
 
 @app.command()

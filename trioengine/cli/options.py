@@ -37,7 +37,7 @@ _HELP = {
     "step_timeout": "Seconds that one step may take.",
     "unresponsive_timeout": "Seconds that the worker may leave a ping unanswered.",
     "ping_interval": "Seconds between two pings of the worker.",
-    "shutdown_timeout": "Seconds that the engine may take to end.",
+    "worker_shutdown_timeout": "Seconds that the engine may take to end.",
     "max_restarts": "Deaths of the worker without one finished request until the engine gives up.",
     "max_tokens": "Tokens of the answer; without it up to the context.",
     "temperature": "0 is greedy.",

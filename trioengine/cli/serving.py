@@ -8,7 +8,7 @@ from functools import partial
 
 import trio
 
-from trioengine.actors.engine import open_unwrapped_nursery
+from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.cli.progress import download_bar
 from trioengine.core.config import EngineConfig
 from trioengine.serve.server import serve
@@ -16,21 +16,21 @@ from trioengine.serve.signals import obey_signals
 
 
 def serve_until_told(
-    config: EngineConfig, host: str, port: int, *, model_name: str | None, drain_timeout: float, insecure: bool
+    config: EngineConfig, host: str, port: int, *, model_name: str | None, shutdown_timeout: float, insecure: bool
 ) -> None:
     """Serve until SIGINT or SIGTERM. Raises EngineError when it cannot."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    trio.run(partial(_serve, config, host, port, model_name, drain_timeout, insecure))
+    trio.run(partial(_serve, config, host, port, model_name, shutdown_timeout, insecure))
 
 
 async def _serve(
-    config: EngineConfig, host: str, port: int, model_name: str | None, drain_timeout: float, insecure: bool
+    config: EngineConfig, host: str, port: int, model_name: str | None, shutdown_timeout: float, insecure: bool
 ) -> None:
     with download_bar() as progress:
         async with open_unwrapped_nursery() as nursery:
             run = partial(serve, config, host, port, model_name=model_name, insecure=insecure, on_progress=progress)
             server = await nursery.start(_and_then_cancel, run, nursery.cancel_scope)
-            nursery.start_soon(obey_signals, server, drain_timeout)
+            nursery.start_soon(obey_signals, server, shutdown_timeout)
             logging.getLogger("trioengine").info("listening on http://%s:%d", host, server.port)
             await server.engine.ready()
             logging.getLogger("trioengine").info("ready: %s on %s", server.model_name, server.engine.limits.device)

@@ -52,7 +52,7 @@ class EngineConfig:
     step_timeout: float = 300.0  # one step longer than that is death
     unresponsive_timeout: float = 10.0  # no answer to a PING for that long is death
     ping_interval: float = 2.0
-    shutdown_timeout: float = 5.0  # bounds the whole shutdown, the worker's end included
+    worker_shutdown_timeout: float = 5.0  # bounds the whole shutdown, the worker's end included
     restart_delays: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0)  # the last one repeats
     max_restarts: int = 10  # deaths without one finished request until the engine gives up
 
@@ -77,7 +77,9 @@ class EngineConfig:
             raise InvalidConfig(
                 f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}"
             )
-        for name in ("startup_timeout", "step_timeout", "unresponsive_timeout", "ping_interval", "shutdown_timeout"):
+        for name in ("startup_timeout", "step_timeout", "unresponsive_timeout"):
+            self._seconds(name, getattr(self, name))
+        for name in ("ping_interval", "worker_shutdown_timeout"):
             self._seconds(name, getattr(self, name))
         if not self.restart_delays or any(not _is_finite(delay) or delay < 0 for delay in self.restart_delays):
             raise InvalidConfig(f"restart_delays must be seconds, at least one, got {self.restart_delays!r}")

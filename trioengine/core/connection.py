@@ -29,6 +29,7 @@ from trioengine.core.messages import (
     Configure,
     EndSession,
     Fatal,
+    FinishReason,
     Loading,
     Message,
     Ping,
@@ -77,6 +78,7 @@ class Connection:
         self.role = role
         self.stage = Stage.NEW
         self.max_frame_bytes = MIN_FRAME_LIMIT
+        self._vocab_size = 0  # said in READY
         self._attachments: dict[int, _Attachment] = {}
         self._audits: deque[int] = deque()
         self._ping: int | None = None
@@ -162,6 +164,7 @@ class Connection:
         def apply() -> None:
             self.stage = Stage.READY
             self.max_frame_bytes = max(MIN_FRAME_LIMIT, 8 * message.max_model_len)
+            self._vocab_size = message.vocab_size
 
         return apply
 
@@ -204,6 +207,10 @@ class Connection:
             if row.session in seen:
                 raise blame(f"TOKENS: two rows of session {row.session}")
             seen.add(row.session)
+            if row.finish_reason is FinishReason.ERROR:
+                raise blame("TOKENS: a row ends in an error, which is REQUEST_FAILED's to say")
+            if row.token_ids and not 0 <= min(row.token_ids) <= max(row.token_ids) < self._vocab_size:
+                raise blame(f"TOKENS: a token beyond the vocabulary of {self._vocab_size}")
             if row.finish_reason is not None and row.usage is None:
                 raise blame("TOKENS: a last row has no usage")
             if row.finish_reason is not None:

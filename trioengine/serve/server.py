@@ -9,7 +9,8 @@ from urllib.parse import parse_qsl
 import trio
 from trio_websocket import WebSocketConnection
 
-from trioengine.actors.engine import Engine, open_unwrapped_nursery
+from trioengine.actors.engine import Engine
+from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.ports import Ports
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, InvalidConfig

@@ -11,7 +11,8 @@ from typing import Any
 
 import trio
 
-from trioengine.actors.engine import Engine, open_engine, open_unwrapped_nursery
+from trioengine.actors.engine import Engine, open_engine
+from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.ports import Ports, WorkerProcess
 from trioengine.core.config import EngineConfig
 from trioengine.testing.simulated_worker import Behaviour, SimulatedWorker

@@ -8,6 +8,7 @@ is tokenized.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, TypeAlias
 from trioengine.core.errors import RequestRejected
 from trioengine.core.messages import TokenIds, token_ids
 from trioengine.text.chat_tokenizer import ChatTokenizer
+from trioengine.text.detokenizer import Detokenizer
 
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
@@ -54,7 +56,7 @@ class Conversation:
     @property
     def size(self) -> int:
         """Characters and tokens that are there already, roughly what the next `prepare` has to go through."""
-        return len(self._rendering) + len(self._token_ids)
+        return sum(len(message["content"]) for message in self._messages) + len(self._token_ids)
 
     def replace(self, history: Sequence[Message]) -> None:
         """Make these messages the conversation. Raises RequestRejected, and changes nothing, for bad ones."""
@@ -96,15 +98,10 @@ class Conversation:
             self._is_raw = True
             self._token_ids.extend(output)
             return
-        closing = self._special(output[-1]) if output else ""
-        body = output[:-1] if closing else output
-        kept = self._matching(body, text)
-        closing = closing if kept == body else ""
+        kept, self._closing = self._fitting(output, text)
         self._token_ids.extend(kept)
-        self._token_ids.extend(output[-1:] if closing else ())
         self._messages = (*prepared.messages, {"role": "assistant", "content": text})
         self._rendering = prepared.rendering + self._tokenizer.protect(text)
-        self._closing = closing
 
     # ---- chat -----------------------------------------------------------------------------------------------------
 
@@ -137,18 +134,33 @@ class Conversation:
         specials = self._tokenizer.tokenizer.special_tokens
         return next((text for text, id in specials.items() if id == token_id), "")
 
-    def _matching(self, body: TokenIds, text: str) -> TokenIds:
-        """Ids of exactly this text that begin as `body`: a stop string may have cut it within a token."""
-        decode = self._tokenizer.decode
-        if text in (decode(body), decode(body, skip_special_tokens=False)):
-            return body
-        for length in range(len(body) - 1, -1, -1):
-            begun = decode(body[:length])
-            if text.startswith(begun):
-                kept = body[:length]
-                kept.extend(self._tokenizer.tokenizer.encode_ordinary(text[len(begun) :]))
-                return kept
-        raise AssertionError("the empty text begins every text")
+    def _fitting(self, output: TokenIds, text: str) -> tuple[TokenIds, str]:
+        """The ids of exactly this text, and the special token behind it, if the answer ended with one.
+
+        They are the output's own, but for the end of an answer that a stop string cut within a token.
+        """
+        closing = self._special(output[-1]) if output else ""
+        for ids, end in [(output, ""), (output[:-1], closing)] if closing else [(output, "")]:
+            for skip in (False, True):
+                if self._tokenizer.decode(ids, skip_special_tokens=skip) == text and (end or not (closing and skip)):
+                    return output, end
+        count, length = max(self._agreement(output, text, skip) for skip in (False, True))
+        kept = output[:count]
+        kept.extend(self._tokenizer.tokenizer.encode_ordinary(text[length:]))
+        return kept, ""
+
+    def _agreement(self, output: TokenIds, text: str, skip: bool) -> tuple[int, int]:
+        """How many of the ids begin the text, and how many of its characters they are."""
+        detokenizer = Detokenizer(self._tokenizer.tokenizer, skip_special_tokens=skip)
+        agreed, at = (0, 0), 0
+        for count, token_id in enumerate(output, 1):
+            piece = detokenizer.feed((token_id,))
+            if not text.startswith(piece, at):
+                break
+            at += len(piece)
+            if not detokenizer.is_pending:
+                agreed = (count, at)
+        return agreed
 
     # ---- raw token ids --------------------------------------------------------------------------------------------
 
@@ -176,10 +188,17 @@ def prompt_length(prompt: Prompt) -> int:
         return len(prompt)
     if not isinstance(prompt, Sequence):
         return 0
-    if not any(isinstance(entry, Mapping) for entry in prompt[:1]):
+    if not isinstance(next(iter(prompt), None), Mapping):
         return len(prompt)
-    contents = [entry.get("content") for entry in prompt if isinstance(entry, Mapping)]
-    return sum(len(content) for content in contents if isinstance(content, str))
+    return sum(_content_length(entry.get("content")) for entry in prompt if isinstance(entry, Mapping))
+
+
+def _content_length(content: object) -> int:
+    if isinstance(content, str):
+        return len(content)
+    parts = content if isinstance(content, Sequence) else ()
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _messages(messages: Sequence[Message], name: str) -> tuple[Message, ...]:
@@ -199,7 +218,7 @@ def _message(message: Message, name: str) -> Message:
             param=f"{name}.role",
         )
     _check_unicode(message, name)
-    return {**message, "content": _content(message.get("content"), f"{name}.content")}
+    return {**copy.deepcopy(dict(message)), "content": _content(message.get("content"), f"{name}.content")}
 
 
 def _check_unicode(value: object, name: str) -> None:

@@ -21,6 +21,11 @@ class Detokenizer:
         self._context: list[int] = []  # ids whose text was given, kept for what follows them
         self._pending: list[int] = []  # ids whose text was not
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether ids were fed whose text is not given yet."""
+        return bool(self._decoder.getstate()[0]) if self._decoder is not None else bool(self._pending)
+
     def feed(self, ids: Iterable[int]) -> str:
         """The text that these ids complete."""
         if self._decoder is not None:
