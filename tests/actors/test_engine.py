@@ -681,7 +681,7 @@ def test_the_toy_model_knows_its_end():
 
 
 async def test_the_engine_dies_for_good_while_others_knock(autojump_clock):
-    """Whoever opens a session in any pass of the engine's end is refused with a typed error, and one error comes out."""
+    """Whoever opens a session in any pass of the engine's end is refused with a typed error; one error comes out."""
     dying = Behaviour(fatal=Fatal("internal", "bug", ""))
     refusals = []
 

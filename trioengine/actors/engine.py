@@ -378,9 +378,9 @@ async def open_engine(
 ) -> AsyncIterator[Engine]:
     """An engine that is ready; leaving ends its sessions and its worker, whatever happens in the body.
 
-    Raises ModelError or WorkerLost when it cannot start, or dies for good later (the body is cancelled then, and what it
-    raises of its requests that died with it is not told apart). A single exception of the body comes out as it is, not
-    in a group.
+    Raises ModelError or WorkerLost when it cannot start, or dies for good later (the body is cancelled then, and what
+    it raises of requests that died with the engine is not told apart). A single exception of the body comes out as it
+    is, not in a group.
     """
     engine = Engine(config, ports=ports, on_progress=on_progress)
     try:

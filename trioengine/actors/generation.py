@@ -44,7 +44,7 @@ class Completion:
 
 
 def deadline_after(timeout: float | None) -> float:
-    """The moment `timeout` seconds from now, on trio's clock; None: never. Raises RequestRejected for no such number."""
+    """The moment `timeout` seconds from now, on trio's clock; None: never. Raises RequestRejected for a bad number."""
     if timeout is None:
         return math.inf
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:

@@ -187,8 +187,9 @@ class Session:
         self._gate.notify()  # a request of ours may wait there
 
     async def ended(self) -> None:
-        """Wait until the worker has let go of the session and its slot is free."""
-        await self._released.wait()
+        """Wait until the worker has let go of the session and its slot is free; at once if it never was entered."""
+        if self.id is not None:
+            await self._released.wait()
 
     # ---- the task -------------------------------------------------------------------------------------------------
 
@@ -356,8 +357,9 @@ class Session:
             return
         generation.decide(Outcome(FinishReason.ABORT, generation.abort_cause))
         self._apply(Event.ABORT)
-        if generation.keep_partial and generation.answer is not None:
+        if generation.answer is not None:
             generation.answer.flush()  # what a stop string or a character still held back belongs to these tokens
+        if generation.keep_partial:
             self._commit_turn(generation)
 
     def _commit_turn(self, generation: Generation) -> None:

@@ -113,6 +113,12 @@ class SimulatedWorker:
             self.health = Health.STALLED
             self._turn_to(Activity.STEPPING)
 
+    def close_pipe(self) -> None:
+        """Close the pipe to the engine and live on."""
+        if self.health is not Health.DEAD:
+            self.health = Health.HUNG
+            self.receive_stream.put_eof()
+
     def say(self, data: bytes) -> None:
         """Write these bytes, whatever they are."""
         if self.health is not Health.DEAD:

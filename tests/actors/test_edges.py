@@ -1,0 +1,269 @@
+"""The edges: waiting at the gate, spawning that fails, exceptions that must come out as they were."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trioengine import (
+    EngineClosed,
+    EngineConfig,
+    EngineOverloaded,
+    FinishReason,
+    RequestRejected,
+    SamplingParams,
+    SessionEnded,
+    WorkerLost,
+)
+from trioengine.actors import ports
+from trioengine.core.lifecycle import Cause, Power
+from trioengine.testing import simulated_engine
+from trioengine.testing.simulated_worker import Behaviour
+from trioengine.testing.toy_model import IM_END
+
+GREEDY = SamplingParams(max_tokens=40)
+LONG = SamplingParams(max_tokens=200, ignore_eos=True)
+ONE_SLOT = EngineConfig(model="toy", max_num_seqs=1, max_num_queued_reqs=0, max_num_batched_tokens=64)
+
+
+async def test_an_abort_while_waiting_at_the_gate(autojump_clock):
+    """It never is admitted: the books know nothing of it."""
+    async with (
+        simulated_engine(ONE_SLOT) as (engine, _),
+        engine.open_session() as first,
+        engine.open_session() as second,
+    ):
+        async with first.generate("one", LONG), trio.open_nursery() as nursery:
+            waiting = second.generate("two", LONG, wait=True)
+            nursery.start_soon(waiting.__aenter__)
+            await wait_all_tasks_blocked()
+            waiting.abort()
+        assert waiting.completion.cause is Cause.CLIENT
+        assert engine.statistics().received == 1
+        await waiting.__aexit__(None, None, None)
+
+
+async def test_a_session_that_ends_while_its_request_waits(autojump_clock):
+    async with (
+        simulated_engine(ONE_SLOT) as (engine, _),
+        engine.open_session() as first,
+        engine.open_session() as second,
+    ):
+        async with first.generate("one", LONG), trio.open_nursery() as nursery:
+
+            async def enter():
+                with pytest.raises(SessionEnded):
+                    await second.generate("two", wait=True).__aenter__()
+
+            nursery.start_soon(enter)
+            await wait_all_tasks_blocked()
+            second.end()
+
+
+async def test_a_one_shot_waits_for_a_session_no_longer_than_its_timeout(autojump_clock):
+    config = EngineConfig(model="toy", max_sessions=1)
+    async with simulated_engine(config) as (engine, _), engine.open_session():
+        began = trio.current_time()
+        with pytest.raises(EngineOverloaded):
+            await engine.generate("x", wait=True, timeout=3)
+        assert trio.current_time() - began == pytest.approx(3)
+
+
+async def test_a_session_is_entered_by_one_task(autojump_clock):
+    config = EngineConfig(model="toy", max_sessions=1)
+    async with simulated_engine(config) as (engine, _), trio.open_nursery() as nursery:
+        session = engine.open_session(wait=True)
+        async with engine.open_session():
+            nursery.start_soon(session.__aenter__)
+            await wait_all_tasks_blocked()
+            with pytest.raises(RuntimeError, match="once"):
+                await session.__aenter__()
+        await wait_all_tasks_blocked()
+        session.end()
+        await session.ended()
+        assert engine.statistics().sessions == 0
+
+
+async def test_two_readers_that_begin_in_the_same_pass(autojump_clock):
+    async with simulated_engine() as (engine, _), engine.open_session() as session:
+        async with session.generate("one", LONG) as generation:
+            busy = []
+
+            async def read():
+                try:
+                    await generation.result()
+                except trio.BusyResourceError as exc:
+                    busy.append(exc)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(read)
+                nursery.start_soon(read)
+            assert len(busy) == 1
+
+
+@pytest.mark.parametrize("keep_partial", [False, True])
+async def test_an_answer_of_special_tokens_that_are_shown(autojump_clock, keep_partial):
+    params = SamplingParams(max_tokens=40, ignore_eos=True, skip_special_tokens=False)
+    async with simulated_engine() as (engine, _), engine.open_session() as session:
+        number = 0
+        while await first_token(engine, f"say {number}") != IM_END:
+            number += 1
+        async with session.generate(f"say {number}", params, keep_partial=keep_partial) as generation:
+            assert (await anext(generation)).text.startswith("<|im_end|>")
+            if not keep_partial:
+                await generation.result()
+        assert session.history[-1]["content"].startswith("<|im_end|>")
+        async with session.generate("next", GREEDY) as generation:
+            await generation.result()
+
+
+async def first_token(engine, prompt):
+    return (await engine.generate(prompt, SamplingParams(max_tokens=1, ignore_eos=True))).token_ids[0]
+
+
+async def test_long_parts_are_refused_before_tokenizing(autojump_clock):
+    async with simulated_engine() as (engine, _), engine.open_session() as session:
+        parts = [{"type": "text", "text": "x" * 100_000}]
+        with pytest.raises(RequestRejected, match="at least"):
+            async with session.generate([{"role": "user", "content": parts}]):
+                pass
+
+
+async def test_ready_does_not_wait_for_what_drains(autojump_clock):
+    async with simulated_engine() as (engine, _):
+        with pytest.raises(ValueError, match="negative"):
+            await engine.drain(-1)
+        await engine.drain()
+        with pytest.raises(EngineClosed, match="draining"):
+            await engine.ready()
+
+
+async def test_drain_is_bounded_though_the_worker_hangs(autojump_clock):
+    async with simulated_engine() as (engine, simulation), engine.open_session() as session:
+        async with session.generate("one", LONG) as generation:
+            await anext(generation)
+            simulation.worker.stall()
+            began = trio.current_time()
+            assert not await engine.drain(1)
+            assert trio.current_time() - began <= 1 + engine.config.worker_shutdown_timeout
+            simulation.worker.kill()
+
+
+async def test_a_request_that_is_preparing_survives_a_restart_while_draining(autojump_clock, monkeypatch):
+    """It was admitted before the drain: with `wait` it runs on the next incarnation."""
+    monkeypatch.setattr("trioengine.actors.session.THREAD_THRESHOLD", 0)
+    async with simulated_engine(thread_passes=8) as (engine, simulation), trio.open_nursery() as nursery:
+        answers = []
+
+        async def ask():
+            answers.append(await engine.generate([3], SamplingParams(max_tokens=3, ignore_eos=True), wait=True))
+
+        nursery.start_soon(ask)
+        while not engine.statistics().preparing:
+            await trio.lowlevel.checkpoint()
+        simulation.worker.kill()
+        while engine.statistics().power is Power.AWAKE:
+            await trio.lowlevel.checkpoint()
+        assert engine.statistics().preparing == 1
+        assert await engine.drain()
+    assert answers[0].finish_reason is FinishReason.LENGTH
+    assert engine.statistics().incarnation == 2
+
+
+async def test_the_end_of_the_stream_is_death(autojump_clock):
+    async with simulated_engine() as (engine, simulation), engine.open_session() as session:
+        async with session.generate("one", LONG) as generation:
+            await anext(generation)
+            simulation.worker.close_pipe()
+            began = trio.current_time()
+            with pytest.raises(WorkerLost, match="closed its pipe"):
+                await generation.result()
+            assert trio.current_time() - began < 1
+
+
+async def test_stop_strings_count_as_finished(autojump_clock):
+    config = EngineConfig(model="toy", max_restarts=2, restart_delays=(0.0,))
+    params = SamplingParams(max_tokens=200, ignore_eos=True, stop=" ")
+    async with simulated_engine(config, behaviours=[Behaviour()]) as (engine, simulation):
+        for _ in range(4):
+            completion = await engine.generate("x", params, wait=True)
+            assert completion.finish_reason is FinishReason.STOP
+            lost = engine.statistics().incarnation
+            simulation.worker.kill()
+            while engine.statistics().incarnation == lost:
+                await engine.gate.changed()
+
+
+@pytest.mark.parametrize("exit_code", [-40, 3])
+async def test_odd_ends_of_a_worker(autojump_clock, exit_code):
+    async with simulated_engine() as (engine, simulation), engine.open_session() as session:
+        async with session.generate("one", LONG) as generation:
+            simulation.worker.exit(exit_code)
+            with pytest.raises(WorkerLost, match=r"signal 40|exit status 3"):
+                await generation.result()
+
+
+async def test_the_first_cause_of_an_abort_wins(autojump_clock):
+    async with simulated_engine() as (engine, _), engine.open_session() as session:
+        async with session.generate("one", LONG) as generation:
+            await anext(generation)
+            generation.abort()
+            engine.abort_all()
+            assert (await generation.result()).cause is Cause.CLIENT
+
+
+async def test_exceptions_keep_their_context_and_groups_stay_groups(autojump_clock):
+    with pytest.raises(ValueError, match="second") as caught:
+        async with simulated_engine():
+            try:
+                raise KeyError("first")
+            except KeyError:
+                raise ValueError("second")  # noqa: B904
+    assert isinstance(caught.value.__context__, KeyError)
+    with pytest.raises(ExceptionGroup, match="mine"):
+        async with simulated_engine():
+            raise ExceptionGroup("mine", [ValueError("only one")])
+
+
+async def test_parameters_of_another_type_are_refused(autojump_clock):
+    async with simulated_engine() as (engine, _), engine.open_session() as session:
+        with pytest.raises(RequestRejected, match="params"):
+            session.generate("x", {"max_tokens": 3})
+        with pytest.raises(RequestRejected, match="timeout"):
+            session.generate("x", timeout=True)
+        with pytest.raises(RuntimeError, match="not entered"):
+            await engine.open_session().generate("x").__aenter__()
+        assert engine.statistics().received == 0
+
+
+def descriptors():
+    return sorted(path.name for path in Path("/proc/self/fd").iterdir())
+
+
+async def test_a_spawn_that_fails_half_way_leaves_nothing(monkeypatch):
+    """Out of descriptors at the pidfd: the process that was started is gone, and both pipes are closed."""
+    started = []
+
+    def no_pidfd(pid):
+        started.append(pid)
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(ports.os, "pidfd_open", no_pidfd)
+    before = descriptors()
+    with pytest.raises(WorkerLost, match="Too many open files"):
+        await ports.Ports().spawn_worker()
+    assert descriptors() == before
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[0], 0)
+
+
+async def test_terminating_a_dead_leader_does_not_reap_it():
+    process = await ports.Ports().spawn_worker()
+    os.kill(process.pid, signal.SIGKILL)
+    await process.wait()
+    process.terminate()
+    os.kill(process.pid, 0)  # not reaped: the group can still be killed
+    assert process.reap() == -signal.SIGKILL
