@@ -181,7 +181,8 @@ class Generation:
             raise trio.BusyResourceError("another task reads this generation")
         self._reading = True
         try:
-            await trio.lowlevel.checkpoint()
+            if self._mailbox or self.outcome is not None:
+                await trio.lowlevel.checkpoint()
             while not self._mailbox and self.outcome is None:
                 self._news = trio.Event()
                 await self._news.wait()
