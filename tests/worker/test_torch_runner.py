@@ -67,7 +67,7 @@ def test_what_lay_in_a_block_does_not_matter(tiny_llama, tmp_path):
     """A sequence that went bad leaves nan in its blocks; the next ones there, and its neighbours, do not see it."""
     runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20)
     with torch.inference_mode():
-        for tensor in (*runner.cache.keys, *runner.cache.values):
+        for tensor in runner.cache.layers:
             tensor.fill_(math.nan)
     prompts = [tiny_llama.PROMPT, tiny_llama.PROMPT[:3], tiny_llama.PROMPT[:17]]
     answers, _ = generate(runner, prompts, 48)

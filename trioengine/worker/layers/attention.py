@@ -19,10 +19,10 @@ _GATHER_BYTES = 3 << 20  # keys and values gathered at a time, so that they are 
 class Attention(Protocol):
     """One step's attention: a backend lays out the batch once, and then runs every layer."""
 
-    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
         """Store the new keys and values, and attend to the context.
 
-        query [num_tokens, num_heads, head_dim]; key, value [num_tokens, num_kv_heads, head_dim];
+        query [num_tokens, num_heads, head_dim]; key_value [num_tokens, 2 * num_kv_heads, head_dim], keys first;
         returns [num_tokens, num_heads * head_dim].
         """
         ...
@@ -34,7 +34,7 @@ class _DecodeGroup:
 
     start: int  # rows of the batch
     stop: int
-    rows: Tensor  # [num_seqs * num_kv_heads * num_blocks]: rows of the cache as [blocks * heads, block_size * head_dim]
+    rows: Tensor  # [2 * num_seqs * num_kv_heads * num_blocks]: of the cache as [blocks * heads, block_size * head_dim]
     mask: Tensor  # [num_seqs * num_kv_heads, 1, num_blocks * block_size]: 0, or -inf beyond the context
     longest: int  # tokens
 
@@ -46,7 +46,7 @@ class _Prefill:
     start: int
     stop: int
     context_len: int
-    rows: Tensor  # [num_kv_heads * num_blocks]; empty where there is nothing but the new tokens
+    rows: Tensor  # [2 * num_kv_heads * num_blocks]; empty where there is nothing but the new tokens
     mask: Tensor | None  # [num_new, context_len]: 0, or -inf for later tokens; None: causal
 
 
@@ -55,10 +55,10 @@ class TorchAttention:
 
     def __init__(self, batch: ForwardBatch, cache: KVCache, num_heads: int) -> None:
         self._cache = cache
-        _, self._kv_heads, self._block_size, self._head_dim = cache.keys[0].shape
+        self._kv_heads, self._block_size, self._head_dim = cache.num_kv_heads, *cache.layers[0].shape[2:]
         self._group_size = num_heads // self._kv_heads
         self._scale = self._head_dim**-0.5
-        self._dtype, self._device = cache.keys[0].dtype, cache.keys[0].device
+        self._dtype, self._device = cache.layers[0].dtype, cache.layers[0].device
         self._slots = self._slot_rows(batch)
         self._fresh = self._fresh_blocks(batch)
         self._groups = list(self._decode_groups(batch))
@@ -67,11 +67,11 @@ class TorchAttention:
     # ---- layout, once a step ----
 
     def _slot_rows(self, batch: ForwardBatch) -> Tensor:
-        """[num_tokens * num_kv_heads]: rows of the cache as [blocks * heads * block_size, head_dim]."""
+        """[num_tokens * 2 * num_kv_heads]: rows of the cache as [blocks * heads * block_size, head_dim]."""
         blocks = torch.div(batch.slot_mapping, self._block_size, rounding_mode="floor")
         offsets = batch.slot_mapping - blocks * self._block_size
-        heads = torch.arange(self._kv_heads, device=self._device)
-        return ((blocks[:, None] * self._kv_heads + heads) * self._block_size + offsets[:, None]).view(-1)
+        heads = torch.arange(2 * self._kv_heads, device=self._device)
+        return ((blocks[:, None] * len(heads) + heads) * self._block_size + offsets[:, None]).view(-1)
 
     def _fresh_blocks(self, batch: ForwardBatch) -> Tensor | None:
         """Blocks that this step begins and does not fill.
@@ -108,8 +108,9 @@ class TorchAttention:
         return _DecodeGroup(start, stop, self._block_rows(tables), mask, int(batch.context_lens[start]))
 
     def _block_rows(self, tables: Tensor) -> Tensor:
-        heads = torch.arange(self._kv_heads, device=self._device)
-        return (tables[:, None, :] * self._kv_heads + heads[:, None]).view(-1)
+        """Keys of all sequences and heads, then values: tables [num_seqs, num_blocks]."""
+        heads = torch.arange(2 * self._kv_heads, device=self._device).view(2, 1, -1, 1)
+        return (tables[:, None, :] * heads.numel() + heads).view(-1)
 
     def _make_prefills(self, batch: ForwardBatch) -> list[_Prefill]:
         prefills = []
@@ -130,60 +131,55 @@ class TorchAttention:
 
     # ---- every layer ----
 
-    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        for cache, new in ((keys, key), (values, value)):
-            if self._fresh is not None:
-                cache.index_fill_(0, self._fresh, 0.0)
-            cache.view(-1, self._head_dim).index_copy_(0, self._slots, new.reshape(-1, self._head_dim))
+    def forward(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+        cache = self._cache.layers[layer]
+        if self._fresh is not None:
+            cache.index_fill_(0, self._fresh, 0.0)
+        cache.view(-1, self._head_dim).index_copy_(0, self._slots, key_value.reshape(-1, self._head_dim))
         if len(self._groups) == 1 and not self._prefills:
-            return self._decode(self._groups[0], query, keys, values)
+            return self._decode(self._groups[0], query, cache)
         result = query.new_empty((query.shape[0], query.shape[1] * self._head_dim))
         for group in self._groups:
-            result[group.start : group.stop] = self._decode(group, query[group.start : group.stop], keys, values)
+            result[group.start : group.stop] = self._decode(group, query[group.start : group.stop], cache)
         for prefill in self._prefills:
             rows = slice(prefill.start, prefill.stop)
-            result[rows] = self._prefill(prefill, query[rows], key[rows], value[rows], keys, values)
+            result[rows] = self._prefill(prefill, query[rows], key_value[rows], cache)
         return result
 
-    def _gather(self, cache: Tensor, rows: Tensor, pairs: int) -> Tensor:
-        """[pairs, num_blocks * block_size, head_dim], where a pair is a sequence and a head."""
+    def _gather(self, cache: Tensor, rows: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
+        """Keys and values, each [pairs, num_blocks * block_size, head_dim]; a pair is a sequence and a head."""
         flat = cache.view(-1, self._block_size * self._head_dim)
-        return flat.index_select(0, rows).view(pairs, -1, self._head_dim)
+        keys, values = flat.index_select(0, rows).view(2, pairs, -1, self._head_dim).unbind()
+        return keys, values
 
-    def _decode(self, group: _DecodeGroup, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        if group.stop - group.start == 1:
-            return self._decode_one(group, query, keys, values)
-        pairs = (group.stop - group.start) * self._kv_heads
-        dense = self._gather(keys, group.rows, pairs).transpose(1, 2)
+    def _decode(self, group: _DecodeGroup, query: Tensor, cache: Tensor) -> Tensor:
+        sequences = group.stop - group.start
+        pairs = sequences * self._kv_heads
+        keys, values = self._gather(cache, group.rows, pairs)
+        if sequences == 1:
+            return self._decode_one(query, keys[:, : group.longest], values[:, : group.longest])
         heads = query.reshape(pairs, self._group_size, self._head_dim)
-        scores = torch.baddbmm(group.mask, heads, dense, alpha=self._scale)  # [pairs, group_size, context]
-        result = torch.bmm(torch.softmax(scores, dim=-1), self._gather(values, group.rows, pairs))
-        return result.view(group.stop - group.start, -1)
+        scores = torch.baddbmm(group.mask, heads, keys.transpose(1, 2), alpha=self._scale)  # [pairs, group, context]
+        return torch.bmm(torch.softmax(scores, dim=-1), values).view(sequences, -1)
 
-    def _decode_one(self, group: _DecodeGroup, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _decode_one(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """One call instead of three products: what counts for a single stream."""
-        result = F.scaled_dot_product_attention(
-            query.reshape(1, self._kv_heads, self._group_size, self._head_dim),
-            self._gather(keys, group.rows, self._kv_heads)[None, :, : group.longest],
-            self._gather(values, group.rows, self._kv_heads)[None, :, : group.longest],
-        )
-        return result.reshape(1, -1)
+        heads = query.reshape(1, self._kv_heads, self._group_size, self._head_dim)
+        return F.scaled_dot_product_attention(heads, keys[None], values[None]).view(1, -1)
 
-    def _prefill(
-        self, prefill: _Prefill, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
+    def _prefill(self, prefill: _Prefill, query: Tensor, key_value: Tensor, cache: Tensor) -> Tensor:
         heads = query.view(len(query), self._kv_heads, self._group_size, self._head_dim).permute(1, 2, 0, 3)
         if prefill.mask is None:
-            key, value = key.transpose(0, 1), value.transpose(0, 1)
+            keys, values = key_value.transpose(0, 1).chunk(2)
         else:
-            key = self._gather(keys, prefill.rows, self._kv_heads)[:, : prefill.context_len]
-            value = self._gather(values, prefill.rows, self._kv_heads)[:, : prefill.context_len]
+            keys, values = (
+                part[:, : prefill.context_len] for part in self._gather(cache, prefill.rows, self._kv_heads)
+            )
         shape = (-1, self._group_size, -1, -1)  # heads of a group share their keys and values: a view
         result = F.scaled_dot_product_attention(
             heads,
-            key.unsqueeze(1).expand(shape),
-            value.unsqueeze(1).expand(shape),
+            keys.unsqueeze(1).expand(shape),
+            values.unsqueeze(1).expand(shape),
             attn_mask=prefill.mask,
             is_causal=prefill.mask is None,
         )

@@ -67,8 +67,8 @@ class RotaryTable:
         return cos, sin
 
 
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn every head of [num_tokens, num_heads, head_dim]."""
+def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turn every head of [num_tokens, num_heads, head_dim], in place; a view will do."""
     tokens, count, size = heads.shape
     swapped = heads.view(tokens, count, 2, size // 2).flip(2).view(tokens, count, size)
-    return torch.addcmul(heads * cos, swapped, sin)
+    torch.addcmul(heads * cos, swapped, sin, out=heads)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from trioengine.worker.layers.attention import Attention
 from trioengine.worker.layers.linear import Linear, make_linear
-from trioengine.worker.layers.rotary import RotaryTable, inverse_frequencies, rotate
+from trioengine.worker.layers.norm import Norm, make_rms_norm
+from trioengine.worker.layers.rotary import RotaryTable, inverse_frequencies, rotate_
 from trioengine.worker.models.llama_config import LlamaConfig
 from trioengine.worker.runner.batch import ForwardBatch
 
@@ -61,10 +62,10 @@ def _projections(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, int], bo
 class LlamaLayer:
     """The weights of one decoder layer; projections that share their input are one."""
 
-    input_norm: Tensor  # [hidden_size], float32
+    input_norm: Norm
     qkv: Linear
     output: Linear
-    post_attention_norm: Tensor  # [hidden_size], float32
+    post_attention_norm: Norm
     gate_up: Linear
     down: Linear
 
@@ -79,7 +80,7 @@ class LlamaModel:
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
         head = self._embedding if config.tie_word_embeddings else read("lm_head.weight")
         self._head = make_linear(head)
-        self._norm = read("model.norm.weight").float()
+        self._norm = make_rms_norm(read("model.norm.weight"), config.rms_norm_eps, self.dtype)
         frequencies = inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
         if has_divisors:
             frequencies = frequencies / read(_FREQUENCY_DIVISORS).float().cpu()
@@ -91,13 +92,10 @@ class LlamaModel:
         cos, sin = self._rotary.at(batch.positions)
         hidden = F.embedding(batch.token_ids, self._embedding).float()  # [num_tokens, hidden_size]
         for index, layer in enumerate(self._layers):
-            attended = self._attend(index, layer, self._normalize(hidden, layer.input_norm), cos, sin, attention)
+            attended = self._attend(index, layer, layer.input_norm(hidden), cos, sin, attention)
             hidden.add_(layer.output(attended))
-            hidden.add_(_mlp(layer, self._normalize(hidden, layer.post_attention_norm)))
-        return self._head(self._normalize(hidden.index_select(0, batch.sample_rows), self._norm))
-
-    def _normalize(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(hidden, weight.shape, weight, self.config.rms_norm_eps).to(self.dtype)
+            hidden.add_(_mlp(layer, layer.post_attention_norm(hidden)))
+        return self._head(self._norm(hidden.index_select(0, batch.sample_rows)))
 
     def _attend(
         self, index: int, layer: LlamaLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Attention
@@ -105,9 +103,8 @@ class LlamaModel:
         config = self.config
         rotated = config.num_heads + config.num_kv_heads
         heads = layer.qkv(hidden).view(-1, rotated + config.num_kv_heads, config.head_dim)
-        turned = rotate(heads[:, :rotated], cos, sin)
-        query, key = turned[:, : config.num_heads], turned[:, config.num_heads :]
-        return attention.forward(index, query, key, heads[:, rotated:])
+        rotate_(heads[:, :rotated], cos, sin)
+        return attention.forward(index, heads[:, : config.num_heads], heads[:, config.num_heads :])
 
 
 def _mlp(layer: LlamaLayer, hidden: Tensor) -> Tensor:
@@ -121,12 +118,16 @@ def _read_layer(config: LlamaConfig, prefix: str, read: ReadTensor) -> LlamaLaye
         bias = _joined([read(f"{prefix}{name}.bias") for name in names]) if has_bias else None
         return make_linear(weight, bias)
 
+    def norm(name: str) -> Norm:
+        weight = read(f"{prefix}{name}.weight")
+        return make_rms_norm(weight, config.rms_norm_eps, weight.dtype)
+
     attention, mlp = config.attention_bias, config.mlp_bias
     return LlamaLayer(
-        input_norm=read(prefix + "input_layernorm.weight").float(),
+        input_norm=norm("input_layernorm"),
         qkv=linear(attention, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         output=linear(attention, "self_attn.o_proj"),
-        post_attention_norm=read(prefix + "post_attention_layernorm.weight").float(),
+        post_attention_norm=norm("post_attention_layernorm"),
         gate_up=linear(mlp, "mlp.gate_proj", "mlp.up_proj"),
         down=linear(mlp, "mlp.down_proj"),
     )

@@ -18,27 +18,24 @@ _CPU_LIMIT = 4 << 30  # and at most 4 GiB
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Keys and values of all layers, each [num_blocks, num_kv_heads, block_size, head_dim].
+    """Keys and values, a tensor a layer: [num_blocks, 2 * num_kv_heads, block_size, head_dim], keys first.
 
     The memory is not touched before a block is used, and holds anything at all until then.
     """
 
     num_blocks: int
     block_size: int
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+    num_kv_heads: int
+    layers: tuple[Tensor, ...]
 
     @staticmethod
     def allocate(
         model: LlamaConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> KVCache:
         """Reserve the memory."""
-        shape = (num_blocks, model.num_kv_heads, block_size, model.head_dim)
-
-        def tensors() -> tuple[Tensor, ...]:
-            return tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(model.num_layers))
-
-        return KVCache(num_blocks, block_size, tensors(), tensors())
+        shape = (num_blocks, 2 * model.num_kv_heads, block_size, model.head_dim)
+        layers = tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(model.num_layers))
+        return KVCache(num_blocks, block_size, model.num_kv_heads, layers)
 
 
 def count_blocks(config: WorkerConfig, model: LlamaConfig, dtype: torch.dtype, device: torch.device) -> int:
