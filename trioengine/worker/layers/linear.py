@@ -1,4 +1,4 @@
-"""Linear layers: weights packed once for oneDNN on the CPU, plain `F.linear` elsewhere."""
+"""Linear layers: on the CPU, weights packed once for its kernels; plain `F.linear` elsewhere."""
 
 from __future__ import annotations
 
@@ -9,16 +9,27 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from trioengine.worker.quantization.four_bit import GROUP, FourBitWeight
+
 Linear: TypeAlias = Callable[[Tensor], Tensor]  # [num_tokens, in_features] -> [num_tokens, out_features]
 
-_PACKED_FOR = 64  # rows that the packed layout is chosen for; it serves one row as well
+FEW_ROWS = 4  # up to here the four-bit kernel is faster: it reads less, and computes more
+
+_PACKED_FOR = 64  # rows that oneDNN's layout is chosen for; it serves one row as well
+_FOUR_BIT_ROWS = 16  # the four-bit kernel takes multiples of these output features
 
 
-def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """The fastest linear layer for the weight [out_features, in_features] where it lies; the weight is consumed."""
-    if weight.device.type == "cpu" and _can_pack(weight.dtype):
-        return _packed_linear(weight, bias)
-    return plain_linear(weight, bias)
+def make_linear(weight: Tensor, bias: Tensor | None = None, four_bit: FourBitWeight | None = None) -> Linear:
+    """The fastest linear layer for the weight [out_features, in_features] where it lies; the weight is consumed.
+
+    `four_bit` is the same weight as it was stored, where it was stored in four bits.
+    """
+    if weight.device.type != "cpu":
+        return plain_linear(weight, bias)
+    many = _packed_linear(weight, bias) if _can_pack(weight.dtype) else plain_linear(weight, bias)
+    if four_bit is None or not _takes_four_bit(weight):
+        return many
+    return _by_rows(_four_bit_linear(four_bit, bias), many)
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -26,6 +37,18 @@ def plain_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
     def linear(x: Tensor) -> Tensor:
         return F.linear(x, weight, bias)
+
+    return linear
+
+
+def has_four_bit_kernel() -> bool:
+    """Whether this CPU multiplies four-bit weights faster than bfloat16."""
+    return bool(torch.cpu._is_avx512_bf16_supported())
+
+
+def _by_rows(few: Linear, many: Linear) -> Linear:
+    def linear(x: Tensor) -> Tensor:
+        return few(x) if len(x) <= FEW_ROWS else many(x)
 
     return linear
 
@@ -44,5 +67,23 @@ def _packed_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     def linear(x: Tensor) -> Tensor:
         result: Tensor = run(x, packed, bias, "none", no_scalars, "")
         return result
+
+    return linear
+
+
+def _takes_four_bit(weight: Tensor) -> bool:
+    return weight.dtype == torch.bfloat16 and len(weight) % _FOUR_BIT_ROWS == 0 and has_four_bit_kernel()
+
+
+def _four_bit_linear(weight: FourBitWeight, bias: Tensor | None) -> Linear:
+    """torch's kernel computes `(code - 8) * scale + zero` in bfloat16 pairs, and sums in float32."""
+    packed = torch._convert_weight_to_int4pack_for_cpu(weight.codes.int(), 1)  # the tiling is CUDA's, unused here
+    zeros = weight.minima + 8 * weight.scales
+    scales_and_zeros = torch.stack((weight.scales.t(), zeros.t()), dim=-1).bfloat16()  # [in / GROUP, out, 2]
+    run = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+
+    def linear(x: Tensor) -> Tensor:
+        result: Tensor = run(x.contiguous(), packed, GROUP, scales_and_zeros)
+        return result if bias is None else result.add_(bias)
 
     return linear

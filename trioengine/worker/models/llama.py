@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
@@ -15,8 +14,7 @@ from trioengine.worker.layers.norm import Norm, make_rms_norm
 from trioengine.worker.layers.rotary import RotaryTable, inverse_frequencies, rotate_
 from trioengine.worker.models.llama_config import LlamaConfig
 from trioengine.worker.runner.batch import ForwardBatch
-
-ReadTensor = Callable[[str], Tensor]  # by name, in the model's dtype, on its device
+from trioengine.worker.weights.reader import WeightReader
 
 _FREQUENCY_DIVISORS = "rope_freqs.weight"  # [head_dim / 2]
 
@@ -73,19 +71,18 @@ class LlamaLayer:
 class LlamaModel:
     """The forward pass. The residual stream is kept in float32, whatever the dtype of the weights."""
 
-    def __init__(self, config: LlamaConfig, read: ReadTensor, has_divisors: bool, max_model_len: int) -> None:
+    def __init__(self, config: LlamaConfig, weights: WeightReader, max_model_len: int) -> None:
         """Read the weights, one layer at a time."""
         self.config = config
-        self._embedding = read("model.embed_tokens.weight")
+        self._embedding = weights.tensor("model.embed_tokens.weight")
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
-        head = self._embedding if config.tie_word_embeddings else read("lm_head.weight")
-        self._head = make_linear(head)
-        self._norm = make_rms_norm(read("model.norm.weight"), config.rms_norm_eps, self.dtype)
+        self._head = make_linear(self._embedding) if config.tie_word_embeddings else weights.linear("lm_head")
+        self._norm = make_rms_norm(weights.tensor("model.norm.weight"), config.rms_norm_eps, self.dtype)
         frequencies = inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
-        if has_divisors:
-            frequencies = frequencies / read(_FREQUENCY_DIVISORS).float().cpu()
+        if weights.has(_FREQUENCY_DIVISORS):
+            frequencies = frequencies / weights.tensor(_FREQUENCY_DIVISORS).float().cpu()
         self._rotary = RotaryTable(frequencies, max_model_len, self.dtype, self.device)
-        self._layers = [_read_layer(config, f"model.layers.{index}.", read) for index in range(config.num_layers)]
+        self._layers = [_read_layer(config, f"model.layers.{index}.", weights) for index in range(config.num_layers)]
 
     def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
         """Compute the batch and store its keys and values: logits [num_samples, vocab_size] of the sampled rows."""
@@ -112,14 +109,12 @@ def _mlp(layer: LlamaLayer, hidden: Tensor) -> Tensor:
     return layer.down(F.silu(gate).mul_(up))
 
 
-def _read_layer(config: LlamaConfig, prefix: str, read: ReadTensor) -> LlamaLayer:
+def _read_layer(config: LlamaConfig, prefix: str, weights: WeightReader) -> LlamaLayer:
     def linear(has_bias: bool, *names: str) -> Linear:
-        weight = _joined([read(f"{prefix}{name}.weight") for name in names])
-        bias = _joined([read(f"{prefix}{name}.bias") for name in names]) if has_bias else None
-        return make_linear(weight, bias)
+        return weights.linear(*(prefix + name for name in names), has_bias=has_bias)
 
     def norm(name: str) -> Norm:
-        weight = read(f"{prefix}{name}.weight")
+        weight = weights.tensor(f"{prefix}{name}.weight")
         return make_rms_norm(weight, config.rms_norm_eps, weight.dtype)
 
     attention, mlp = config.attention_bias, config.mlp_bias
@@ -131,7 +126,3 @@ def _read_layer(config: LlamaConfig, prefix: str, read: ReadTensor) -> LlamaLaye
         gate_up=linear(mlp, "mlp.gate_proj", "mlp.up_proj"),
         down=linear(mlp, "mlp.down_proj"),
     )
-
-
-def _joined(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
@@ -18,8 +16,7 @@ from trioengine.worker.runner.sampler import sample
 from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
 from trioengine.worker.weights import Checkpoint, open_checkpoint
 from trioengine.worker.weights.checkpoint import check_tensors
-
-OnProgress = Callable[[int, int], None]  # bytes of weights read, bytes in all
+from trioengine.worker.weights.reader import OnProgress, WeightReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +82,9 @@ def _load(
     num_blocks = count_blocks(config, model, dtype, device)
     limits = (model.max_position_embeddings, num_blocks * config.block_size, config.max_model_len)
     max_model_len = min(limit for limit in limits if limit is not None)
-    total, done = sum(info.nbytes for name, info in checkpoint.tensors.items() if name in wanted), 0
-
-    def read(name: str) -> Tensor:
-        nonlocal done
-        tensor = checkpoint.read(name, dtype).to(device)
-        if name in wanted:
-            done += checkpoint.tensors[name].nbytes
-            on_progress(done, total)
-        return tensor
-
-    on_progress(0, total)
     with torch.inference_mode():
-        loaded = LlamaModel(model, read, "rope_freqs.weight" in checkpoint.tensors, max_model_len)
+        weights = WeightReader(checkpoint, wanted, dtype, device, on_progress)
+        loaded = LlamaModel(model, weights, max_model_len)
         cache = KVCache.allocate(model, num_blocks, config.block_size, dtype, device)
     return TorchModelRunner(
         model=loaded,

@@ -11,6 +11,7 @@ import torch
 
 from trioengine.core.errors import ModelError
 from trioengine.worker.models.llama_config import LlamaConfig
+from trioengine.worker.quantization.four_bit import FourBitWeight
 
 _SHOWN = 5  # names in an error message
 
@@ -36,6 +37,10 @@ class Checkpoint(Protocol):
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """The tensor in `dtype`, on the CPU; never a view of the file."""
+        ...
+
+    def read_four_bit(self, name: str) -> FourBitWeight | None:
+        """The tensor as it is stored, where that is in four bits; else None."""
         ...
 
     def close(self) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from trioengine.core.errors import ModelError
-from trioengine.core.gguf import parse_gguf
+from trioengine.core.gguf import GGUFTensor, parse_gguf
 from trioengine.worker.models.registry import find_model
+from trioengine.worker.quantization.four_bit import FourBitWeight, read_four_bit
 from trioengine.worker.quantization.gguf import dequantize_gguf
 from trioengine.worker.weights.checkpoint import TensorShape
 
@@ -47,9 +48,16 @@ class GGUFCheckpoint:
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         info = self._stored[name]
-        data = self._buffer[info.offset : info.offset + info.nbytes]
-        values = dequantize_gguf(data, info.type.name, info.shape, dtype, self._executor)
+        values = dequantize_gguf(self._bytes(info), info.type.name, info.shape, dtype, self._executor)
         return self._model.from_gguf_layout(name, values, self.config)
+
+    def read_four_bit(self, name: str) -> FourBitWeight | None:
+        info = self._stored[name]
+        weight = read_four_bit(self._bytes(info), info.type.name, info.shape)
+        return weight and weight.map_rows(lambda rows: self._model.from_gguf_layout(name, rows, self.config))
+
+    def _bytes(self, info: GGUFTensor) -> memoryview:
+        return self._buffer[info.offset : info.offset + info.nbytes]
 
     def close(self) -> None:
         self._executor.shutdown()

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from trioengine.core.errors import ModelError
 from trioengine.worker.models.registry import find_model
+from trioengine.worker.quantization.four_bit import FourBitWeight
 from trioengine.worker.weights.checkpoint import TensorShape
 
 _DTYPES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes an element
@@ -66,6 +67,9 @@ class SafetensorsCheckpoint:
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         tensor: torch.Tensor = self._files[name].get_tensor(name)
         return tensor.to(dtype, copy=True)
+
+    def read_four_bit(self, name: str) -> FourBitWeight | None:
+        return None
 
     def close(self) -> None:
         self._files.clear()

@@ -1,0 +1,53 @@
+"""What a model takes its weights from: a checkpoint, in one dtype, on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor
+
+from trioengine.worker.layers.linear import Linear, make_linear
+from trioengine.worker.quantization.four_bit import join_four_bit
+from trioengine.worker.weights.checkpoint import Checkpoint
+
+OnProgress = Callable[[int, int], None]  # bytes of weights read, bytes in all
+
+
+class WeightReader:
+    """Reads tensors and makes layers of them; models know nothing of files, dtypes or quantization."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        wanted: Collection[str],
+        dtype: torch.dtype,
+        device: torch.device,
+        on_progress: OnProgress,
+    ) -> None:
+        """`wanted` are the tensors that the progress is told of."""
+        self._checkpoint = checkpoint
+        self._dtype, self._device = dtype, device
+        self._sizes = {name: info.nbytes for name, info in checkpoint.tensors.items() if name in wanted}
+        self._total, self._done = sum(self._sizes.values()), 0
+        self._on_progress = on_progress
+        on_progress(0, self._total)
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds the tensor."""
+        return name in self._checkpoint.tensors
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor, in the model's dtype, on its device."""
+        tensor = self._checkpoint.read(name, self._dtype).to(self._device)
+        if name in self._sizes:
+            self._done += self._sizes[name]
+            self._on_progress(self._done, self._total)
+        return tensor
+
+    def linear(self, *names: str, has_bias: bool = False) -> Linear:
+        """One layer of all the named projections, which share their input: `NAME.weight`, perhaps `NAME.bias`."""
+        weight = torch.cat([self.tensor(f"{name}.weight") for name in names])
+        bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
+        four_bit = join_four_bit([self._checkpoint.read_four_bit(f"{name}.weight") for name in names])
+        return make_linear(weight, bias, four_bit)
