@@ -1,5 +1,6 @@
 """The real worker, as a process: killed, stopped, orphaned, fed with bad models."""
 
+import contextlib
 import os
 import select
 import signal
@@ -10,8 +11,18 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
-from trioengine import EngineConfig, EngineOverloaded, FinishReason, ModelError, SamplingParams, WorkerLost, open_engine
+from trioengine import (
+    EngineConfig,
+    EngineOverloaded,
+    FinishReason,
+    ModelError,
+    SamplingParams,
+    SessionBusy,
+    WorkerLost,
+    open_engine,
+)
 from trioengine.core.lifecycle import Cause, Power
 
 PATIENCE = 300  # seconds; a guard against hanging, far beyond what is needed
@@ -82,30 +93,91 @@ async def strike(engine, session, moment):
                 await generation.result()
 
 
-async def test_cancelled_in_many_ways_under_load(in_time, config):
-    """Callers leave while the real worker computes; then the worker holds nothing and the books balance."""
+ROUNDS = 200
+WAYS = ("cancel", "leave", "abort twice", "end twice", "exception", "two tasks", "last token", "stay")
+
+
+class Oops(Exception):
+    """What a caller's body raises."""
+
+
+async def leave(engine, number):
+    """Use a session in one of the ways to leave it, after as many tokens as the number says."""
+    way, tokens = WAYS[number % len(WAYS)], number // len(WAYS) % 5
+    params = SamplingParams(
+        max_tokens=tokens + 1 if way in ("last token", "stay") else 400, ignore_eos=True, seed=number
+    )
+    with trio.CancelScope() as scope, contextlib.suppress(Oops):
+        async with engine.open_session(wait=True) as session:
+            generation = session.generate(f"Question {number}?", params, wait=True)
+            if way == "cancel" and tokens == 0:
+                scope.cancel()  # while it is prepared
+            async with generation:
+                await some_tokens(generation, tokens)
+                if way == "cancel" or way == "last token":
+                    scope.cancel()
+                elif way == "abort twice":
+                    generation.abort()
+                    generation.abort()
+                    assert (await generation.result()).finish_reason is FinishReason.ABORT
+                elif way == "end twice":
+                    session.end()
+                    session.end()
+                elif way == "exception":
+                    raise Oops
+                elif way == "two tasks":
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(ask_a_busy, session)
+                elif way == "stay":
+                    assert len((await generation.result()).token_ids) == tokens + 1
+                await trio.lowlevel.checkpoint()
+    with trio.CancelScope(shield=True):
+        await session.ended()
+    assert generation.outcome is not None
+
+
+async def some_tokens(generation, count):
+    seen = 0
+    while seen < count:
+        seen += len((await anext(generation)).token_ids)
+
+
+async def ask_a_busy(session):
+    with pytest.raises(SessionBusy):
+        await session.generate("And I?", SHORT).__aenter__()
+
+
+async def test_two_hundred_callers_leave_in_every_way_under_load(in_time, config):
+    """Nothing else is disturbed; then the worker holds nothing, the books balance, tasks and descriptors are back."""
     async with open_engine(config) as engine:
-        before = descriptors()
+        async with engine.open_session() as session, session.generate("Hello.", SHORT) as generation:
+            await generation.result()
+        await session.ended()
+        before, tasks = descriptors(), trio.lowlevel.current_statistics().tasks_living
+        slots, left = trio.CapacityLimiter(12), []
 
         async def caller(number):
-            with trio.move_on_after(0.05 * (number % 9)):
-                async with engine.open_session() as session:
-                    async with session.generate(f"Question {number}?", LONG) as generation:
-                        async for _ in generation:
-                            if number % 4 == 0:
-                                generation.abort()
-                            elif number % 4 == 1:
-                                session.end()
+            async with slots:
+                await leave(engine, number)
+                left.append(number)
 
         async with trio.open_nursery() as nursery:
-            for number in range(40):
+            for number in range(ROUNDS):
                 nursery.start_soon(caller, number)
+            while len(left) < ROUNDS:
+                answer = await engine.generate("Count.", SamplingParams(max_tokens=20, ignore_eos=True, seed=1))
+                assert answer.finish_reason is FinishReason.LENGTH and len(answer.token_ids) == 20
+                await engine.check_invariants()
         while engine.statistics().sessions:
             await engine.gate.changed()
         await engine.check_invariants()
         statistics = engine.statistics()
+        assert statistics.worker_sessions == statistics.running == statistics.waiting == statistics.preparing == 0
+        assert statistics.received == statistics.finished + statistics.aborted + statistics.failed
         assert statistics.kv_blocks_free + statistics.kv_blocks_cached == statistics.kv_blocks_total
         assert descriptors() == before
+        await trio.testing.wait_all_tasks_blocked()
+        assert trio.lowlevel.current_statistics().tasks_living == tasks
 
 
 ORPHAN = """
