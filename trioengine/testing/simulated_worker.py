@@ -1,13 +1,15 @@
-"""A worker without a process: the real connection, the real scheduling, a toy model, and memory for a pipe.
+"""A worker without a process: the real connection, the real scheduling, a toy model, and memory for its pipes.
 
-It is a `WorkerProcess` as the engine knows it. Its methods `kill`, `hang`, `stall` and `say` are the faults. Time is
-trio's clock, so that under MockClock nothing waits.
+It is a `WorkerProcess` as the engine knows it. Its methods `kill`, `hang`, `stall` and `say` are the faults. It is run
+in one of two ways: by its task `run`, in trio's time, so that under MockClock nothing waits; or by hand, with wires
+that move when told and `turn`, as the fuzzer does.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import trio
@@ -32,7 +34,9 @@ from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.step_loop import StepLoop
 
 SIGTERM, SIGKILL = 15, 9
-CHUNK = 4096  # bytes that a write moves between two checkpoints
+PORTION = 4096  # bytes that a write moves between two checkpoints
+PIPE_SIZE = 1 << 20  # bytes that a wire holds before a write blocks
+SMALL_PORTION, SMALL_PIPE = 32, 256  # the same where bytes are moved by hand, so that frames are torn and writes block
 
 
 @dataclass(frozen=True)
@@ -53,26 +57,80 @@ class Health(enum.Enum):
     DEAD = "dead"
 
 
-class SimulatedWorker:
-    """One incarnation. `run` is its main thread; what the engine writes arrives as it would by a reader thread."""
+class Wire:
+    """Bytes on their way in one direction: they arrive at once, or when they are moved."""
 
-    def __init__(self, pid: int, limits: Limits, behaviour: Behaviour) -> None:
+    def __init__(self, arrive: Callable[[bytes], None], size: int, *, by_hand: bool) -> None:
+        self.by_hand = by_hand
+        self._arrive = arrive
+        self._size = size
+        self._bytes = bytearray()
+        self._moved = trio.Event()
+
+    def __len__(self) -> int:
+        return len(self._bytes)
+
+    def put(self, data: bytes) -> None:
+        """Write, whatever the wire holds."""
+        self._bytes += data
+        if not self.by_hand:
+            self.move()
+
+    async def room(self) -> None:
+        """Wait until a write would not block."""
+        while len(self._bytes) >= self._size:
+            self._moved = trio.Event()
+            await self._moved.wait()
+
+    def move(self, count: int | None = None) -> None:
+        """Let so many bytes arrive, or all."""
+        data = bytes(self._bytes[:count])
+        del self._bytes[:count]
+        self._moved.set()
+        if data:
+            self._arrive(data)
+
+    def cut(self) -> None:
+        """What is on its way is lost."""
+        self._bytes.clear()
+        self._moved.set()
+
+
+class SimulatedWorker:
+    """One incarnation. What the engine writes arrives as it would by a reader thread.
+
+    `clock` gives seconds. With `by_hand` nothing happens by itself: `receive`, `turn` and `deliver` are called.
+    """
+
+    def __init__(
+        self,
+        pid: int,
+        limits: Limits,
+        behaviour: Behaviour,
+        clock: Callable[[], float] = trio.current_time,
+        *,
+        by_hand: bool = False,
+    ) -> None:
         self.pid = pid
         self.runner = ToyRunner(limits.block_size)
-        self.step_loop = StepLoop(self.runner, limits, trio.current_time)
+        self.step_loop = StepLoop(self.runner, limits, clock)
         self.connection = Connection(Role.WORKER)
-        self.send_stream: trio.abc.SendStream = _Inbox(self)
         self.receive_stream = MemoryReceiveStream()
+        size = SMALL_PIPE if by_hand else PIPE_SIZE
+        self.to_worker = Wire(self._arrive, size, by_hand=by_hand)
+        self.to_engine = Wire(self.receive_stream.put_data, size, by_hand=by_hand)
+        self.send_stream: trio.abc.SendStream = _Inbox(self, SMALL_PORTION if by_hand else PORTION)
         self.health = Health.WELL
         self.received: list[Message] = []  # everything the engine said, in order
         self.reaped = False
         self._limits = limits
         self._behaviour = behaviour
+        self._clock = clock
         self._queue: deque[ToWorker] = deque()
         self._arrived = trio.Event()
         self._dead = trio.Event()
         self._exit_code = 0
-        self._activity, self._since, self._progress = Activity.STARTING, trio.current_time(), 0
+        self._activity, self._since, self._progress = Activity.STARTING, clock(), 0
 
     # ---- WorkerProcess --------------------------------------------------------------------------------------------
 
@@ -94,18 +152,26 @@ class SimulatedWorker:
     # ---- faults ---------------------------------------------------------------------------------------------------
 
     def exit(self, exit_code: int) -> None:
-        """Die, at once; the first exit code stays."""
+        """Die, at once; the first exit code stays. What was written still arrives."""
         if self.health is not Health.DEAD:
             self.health = Health.DEAD
             self._exit_code = exit_code
             self._dead.set()
-            self.receive_stream.put_eof()
             self._arrived.set()
+            self.to_worker.cut()
+            if not self.to_engine:
+                self.end_stream()
+
+    def end_stream(self) -> None:
+        """The engine reads the end of the stream; what is still on its way to it is lost."""
+        self.to_engine.cut()
+        self.receive_stream.put_eof()
 
     def hang(self) -> None:
         """Stop doing anything, as under SIGSTOP."""
         if self.health is not Health.DEAD:
             self.health = Health.HUNG
+            self.to_worker.by_hand = True
 
     def stall(self) -> None:
         """Never end a step again; PING is still answered."""
@@ -116,47 +182,75 @@ class SimulatedWorker:
     def close_pipe(self) -> None:
         """Close the pipe to the engine and live on."""
         if self.health is not Health.DEAD:
-            self.health = Health.HUNG
-            self.receive_stream.put_eof()
+            self.hang()
+            self.end_stream()
 
     def say(self, data: bytes) -> None:
         """Write these bytes, whatever they are."""
         if self.health is not Health.DEAD:
-            self.receive_stream.put_data(data)
+            self.to_engine.put(data)
+
+    # ---- by hand --------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `turn` would do anything."""
+        return self.health is Health.WELL and (bool(self._queue) or self.step_loop.has_work)
+
+    @property
+    def reads(self) -> bool:
+        """Whether its reader is alive."""
+        return self.health in (Health.WELL, Health.STALLED)
+
+    def receive(self, count: int | None = None) -> None:
+        """Let so many bytes from the engine arrive, or all."""
+        if self.reads:
+            self.to_worker.move(count)
+
+    def deliver(self, count: int | None = None) -> None:
+        """Let so many bytes arrive at the engine, or all; after a dead worker's last one, the end of the stream."""
+        self.to_engine.move(count)
+        if self.health is Health.DEAD and not self.to_engine:
+            self.end_stream()
+
+    def turn(self) -> None:
+        """Handle the next message, or run a step if there is none."""
+        if self.has_work and self._queue:
+            self._handle(self._queue.popleft())
+        elif self.has_work:
+            self._step()
 
     # ---- the worker's work ----------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Load, then step and answer until dead."""
         while self.health is Health.WELL:
-            if self._queue or self.step_loop.has_work:
-                await self._turn()
-            else:
+            if not self.has_work:
                 self._turn_to(Activity.IDLE)
                 await self._arrived.wait()
                 self._arrived = trio.Event()
-
-    async def _turn(self) -> None:
-        while self._queue and self.health is Health.WELL:
-            await self._handle(self._queue.popleft())
-        if self.step_loop.has_work and self.health is Health.WELL:
-            self._turn_to(Activity.STEPPING)
-            await trio.sleep(self._behaviour.step_time)
+                continue
+            step = not self._queue
+            if step:
+                self._turn_to(Activity.STEPPING)
+                await trio.sleep(self._behaviour.step_time)
+            elif isinstance(self._queue[0], Configure):
+                self._turn_to(Activity.LOADING)
+                await trio.sleep(self._behaviour.load_time)
             if self.health is Health.WELL:
-                self._send_all(self.step_loop.step())
+                self._step() if step else self._handle(self._queue.popleft())
+
+    def _step(self) -> None:
+        self._send_all(self.step_loop.step())
         if not self.step_loop.has_work:
             self.step_loop.check_integrity()
 
-    async def _handle(self, message: ToWorker) -> None:
+    def _handle(self, message: ToWorker) -> None:
         self._progress += 1
         if isinstance(message, Configure):
-            self._turn_to(Activity.LOADING)
-            await trio.sleep(self._behaviour.load_time)
+            self._send_all([self._behaviour.fatal or self._ready()])
             if self._behaviour.fatal is not None:
-                self._send_all([self._behaviour.fatal])
                 self.exit(1)
-            else:
-                self._send_all([self._ready()])
         elif isinstance(message, Shutdown):
             self.exit(0)
         else:
@@ -176,14 +270,14 @@ class SimulatedWorker:
 
     def _send_all(self, messages: list[FromWorker]) -> None:
         for message in messages:
-            if self.health in (Health.WELL, Health.STALLED):
-                self.receive_stream.put_data(self.connection.send(message))
+            if self.reads:
+                self.to_engine.put(self.connection.send(message))
 
     def _turn_to(self, activity: Activity) -> None:
         if activity is not self._activity:
-            self._activity, self._since = activity, trio.current_time()
+            self._activity, self._since = activity, self._clock()
 
-    def receive(self, data: bytes) -> None:
+    def _arrive(self, data: bytes) -> None:
         """The reader thread's part: decode, answer PING, queue the rest."""
         self.connection.receive_data(data)
         try:
@@ -199,24 +293,24 @@ class SimulatedWorker:
         self._arrived.set()
 
     def _pong(self, message: Ping) -> None:
-        seconds = trio.current_time() - self._since
+        seconds = self._clock() - self._since
         self._send_all([Pong(message.ping, self._progress, self._activity, seconds)])
 
 
 class _Inbox(trio.abc.SendStream):
-    """The engine's end of the pipe to a simulated worker: a write moves in portions, like one to a pipe that fills."""
+    """The engine's end of the wire to a simulated worker: a write moves in portions, like one to a pipe that fills."""
 
-    def __init__(self, worker: SimulatedWorker) -> None:
+    def __init__(self, worker: SimulatedWorker, portion: int) -> None:
         self._worker = worker
+        self._portion = portion
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        for start in range(0, len(data), CHUNK):
+        for start in range(0, len(data), self._portion):
             await trio.lowlevel.checkpoint()
+            await self._worker.to_worker.room()
             if self._worker.health is Health.DEAD:
                 raise trio.BrokenResourceError("the worker is dead")
-            if self._worker.health is Health.HUNG:
-                await trio.sleep_forever()
-            self._worker.receive(bytes(data[start : start + CHUNK]))
+            self._worker.to_worker.put(bytes(data[start : start + self._portion]))
 
     async def wait_send_all_might_not_block(self) -> None:
         await trio.lowlevel.checkpoint()
