@@ -12,18 +12,20 @@ import trio
 async def open_unwrapped_nursery() -> AsyncIterator[trio.Nursery]:
     """`trio.open_nursery`, but one exception (be it raised by several tasks) is not wrapped in the nursery's group.
 
-    A group that the body itself raised stays a group, and the exception keeps its cause and its context.
+    Cancellations beside it do not count: what failed is told, whether or not the scope was left anyway. A group that
+    the body itself raised stays a group, and the exception keeps its cause and its context.
     """
     try:
         async with trio.open_nursery() as nursery:
             yield nursery
     except BaseExceptionGroup as group:
-        error = group.exceptions[0]
-        if any(other is not error for other in group.exceptions):
+        failures = group.split(trio.Cancelled)[1]
+        if failures is None or any(other is not failures.exceptions[0] for other in failures.exceptions):
             raise
+        error = failures.exceptions[0]
         context = error.__context__
         try:
             raise error
         finally:
             error.__context__ = context
-            del error, group  # no cycle through this frame
+            del error, failures, group  # no cycle through this frame

@@ -99,7 +99,7 @@ class Wire:
 class SimulatedWorker:
     """One incarnation. What the engine writes arrives as it would by a reader thread.
 
-    `clock` gives seconds. With `by_hand` nothing happens by itself: `receive`, `turn` and `deliver` are called.
+    With `by_hand` nothing happens by itself: `receive`, `turn` and `deliver` are called.
     """
 
     def __init__(
@@ -107,30 +107,29 @@ class SimulatedWorker:
         pid: int,
         limits: Limits,
         behaviour: Behaviour,
-        clock: Callable[[], float] = trio.current_time,
         *,
         by_hand: bool = False,
     ) -> None:
         self.pid = pid
         self.runner = ToyRunner(limits.block_size)
-        self.step_loop = StepLoop(self.runner, limits, clock)
+        self.step_loop = StepLoop(self.runner, limits, trio.current_time)
         self.connection = Connection(Role.WORKER)
         self.receive_stream = MemoryReceiveStream()
         size = SMALL_PIPE if by_hand else PIPE_SIZE
         self.to_worker = Wire(self._arrive, size, by_hand=by_hand)
-        self.to_engine = Wire(self.receive_stream.put_data, size, by_hand=by_hand)
+        self.to_engine = Wire(self._reach_engine, size, by_hand=by_hand)
         self.send_stream: trio.abc.SendStream = _Inbox(self, SMALL_PORTION if by_hand else PORTION)
         self.health = Health.WELL
         self.received: list[Message] = []  # everything the engine said, in order
         self.reaped = False
         self._limits = limits
         self._behaviour = behaviour
-        self._clock = clock
         self._queue: deque[ToWorker] = deque()
         self._arrived = trio.Event()
         self._dead = trio.Event()
         self._exit_code = 0
-        self._activity, self._since, self._progress = Activity.STARTING, clock(), 0
+        self._stream_ended = False
+        self._activity, self._since, self._progress = Activity.STARTING, trio.current_time(), 0
 
     # ---- WorkerProcess --------------------------------------------------------------------------------------------
 
@@ -165,6 +164,7 @@ class SimulatedWorker:
     def end_stream(self) -> None:
         """The engine reads the end of the stream; what is still on its way to it is lost."""
         self.to_engine.cut()
+        self._stream_ended = True
         self.receive_stream.put_eof()
 
     def hang(self) -> None:
@@ -275,7 +275,11 @@ class SimulatedWorker:
 
     def _turn_to(self, activity: Activity) -> None:
         if activity is not self._activity:
-            self._activity, self._since = activity, self._clock()
+            self._activity, self._since = activity, trio.current_time()
+
+    def _reach_engine(self, data: bytes) -> None:
+        if not self._stream_ended:
+            self.receive_stream.put_data(data)
 
     def _arrive(self, data: bytes) -> None:
         """The reader thread's part: decode, answer PING, queue the rest."""
@@ -293,7 +297,7 @@ class SimulatedWorker:
         self._arrived.set()
 
     def _pong(self, message: Ping) -> None:
-        seconds = self._clock() - self._since
+        seconds = trio.current_time() - self._since
         self._send_all([Pong(message.ping, self._progress, self._activity, seconds)])
 
 

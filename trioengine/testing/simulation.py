@@ -15,6 +15,7 @@ from trioengine.actors.engine import Engine, open_engine
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.ports import Ports, WorkerProcess
 from trioengine.core.config import EngineConfig
+from trioengine.core.errors import WorkerLost
 from trioengine.testing.simulated_worker import Behaviour, SimulatedWorker
 from trioengine.testing.toy_model import VOCAB_SIZE, toy_model
 from trioengine.worker.scheduling.limits import Limits
@@ -30,15 +31,15 @@ DEFAULT_LIMITS = Limits(
 
 
 class Simulation:
-    """The outside world of one engine: its workers, one an incarnation, run in `nursery`.
+    """The outside world of one engine: its workers, one an incarnation, run in `nursery`, or are moved by hand.
 
     `behaviours` are those of the incarnations in turn; the last one stays. `thread_passes` is how many scheduler
-    passes a call in a thread takes.
+    passes a call in a thread takes. The next `failing_starts` workers cannot be started.
     """
 
     def __init__(
         self,
-        nursery: trio.Nursery,
+        nursery: trio.Nursery | None = None,
         *,
         limits: Limits = DEFAULT_LIMITS,
         behaviours: Iterable[Behaviour] = (Behaviour(),),
@@ -46,9 +47,10 @@ class Simulation:
     ) -> None:
         self.limits = limits
         self.workers: list[SimulatedWorker] = []
+        self.thread_passes = thread_passes
+        self.failing_starts = 0
         self._nursery = nursery
         self._behaviours = list(behaviours)
-        self._thread_passes = thread_passes
         self._seeds = itertools.count(1)
 
     @property
@@ -68,15 +70,19 @@ class Simulation:
         )
 
     async def _spawn_worker(self) -> WorkerProcess:
+        if self.failing_starts:
+            self.failing_starts -= 1
+            raise WorkerLost("told not to start")
         incarnation = len(self.workers)
         behaviour = self._behaviours[min(incarnation, len(self._behaviours) - 1)]
-        worker = SimulatedWorker(1001 + incarnation, self.limits, behaviour)
+        worker = SimulatedWorker(1001 + incarnation, self.limits, behaviour, by_hand=self._nursery is None)
         self.workers.append(worker)
-        self._nursery.start_soon(worker.run, name=f"simulated worker {worker.pid}")
+        if self._nursery is not None:
+            self._nursery.start_soon(worker.run, name=f"simulated worker {worker.pid}")
         return worker
 
     async def _run_in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
-        for _ in range(self._thread_passes):
+        for _ in range(self.thread_passes):
             await trio.lowlevel.checkpoint()
         return function(*args)
 

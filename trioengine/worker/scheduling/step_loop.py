@@ -66,6 +66,11 @@ class StepLoop:
         """Whether `step` has something to do."""
         return self._scheduler.has_work
 
+    @property
+    def sessions(self) -> frozenset[int]:
+        """The live sessions."""
+        return frozenset(self._sessions)
+
     def statistics(self) -> WorkerStatistics:
         """The counts now."""
         return self._scheduler.statistics(len(self._sessions))

@@ -1,0 +1,160 @@
+"""Programs that use the engine, as tasks: one holds a session, one reads an answer, one calls something once.
+
+They do what the machine tells them to, and remember what they saw. What they judge by themselves is what only they can
+see: that the deltas add up, that nothing comes after the end, that an error is one of those documented.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import trio
+
+from trioengine.actors.engine import Engine
+from trioengine.actors.generation import Chunk, Completion, Generation
+from trioengine.actors.session import Session
+from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded
+from trioengine.core.lifecycle import Outcome
+from trioengine.core.sampling_params import SamplingParams
+
+
+class Style(enum.Enum):
+    """How a reader reads."""
+
+    ALL = "all"  # chunk by chunk, to the end
+    RESULT = "result"  # `await generation.result()`
+    FIRST = "first"  # leaves after the first chunk
+    NONE = "none"  # leaves at once
+    STALLED = "stalled"  # reads nothing until told to go on
+    RAISES = "raises"  # its body raises after the first chunk
+
+
+class Oops(Exception):
+    """What a reader's body raises."""
+
+
+@dataclass
+class Holder:
+    """A task that opens a session and holds it until it is told to leave."""
+
+    engine: Engine
+    wait: bool
+    session: Session | None = None
+    error: EngineError | None = None
+    over: bool = False
+    readers: list[Reader] = field(default_factory=list)
+    leave: trio.Event = field(default_factory=trio.Event)
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+    async def run(self) -> None:
+        try:
+            with self.scope:
+                async with self.engine.open_session(wait=self.wait) as self.session:
+                    await self.leave.wait()
+        except (EngineOverloaded, EngineClosed) as exc:
+            assert self.session is None, "only entering is refused"
+            self.error = exc
+        finally:
+            self.over = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a request can be asked for."""
+        return self.session is not None and self.session.end_cause is None
+
+
+@dataclass
+class Reader:
+    """A task with one request of a session."""
+
+    holder: Holder
+    prompt: str
+    params: SamplingParams
+    style: Style
+    keep_partial: bool
+    timeout: float | None
+    wait: bool
+    generation: Generation | None = None
+    error: EngineError | None = None
+    chunks: list[Chunk] = field(default_factory=list)
+    outcome_at_leaving: Outcome | None = None
+    entered: bool = False
+    over: bool = False
+    checked: bool = False
+    go_on: trio.Event = field(default_factory=trio.Event)
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+    async def run(self) -> None:
+        session = self.holder.session
+        assert session is not None, "readers are started on open sessions"
+        try:
+            with self.scope:
+                self.generation = session.generate(
+                    self.prompt, self.params, keep_partial=self.keep_partial, timeout=self.timeout, wait=self.wait
+                )
+                async with self.generation as generation:
+                    self.entered = True
+                    try:
+                        await self._read(generation)
+                    finally:
+                        self.outcome_at_leaving = generation.outcome
+        except EngineError as exc:
+            self.error = exc
+        except Oops:
+            pass
+        finally:
+            self.over = True
+
+    async def _read(self, generation: Generation) -> None:
+        if self.style is Style.STALLED:
+            await self.go_on.wait()
+        if self.style is Style.NONE:
+            return
+        if self.style is Style.RESULT:
+            completion = await generation.result()
+            assert completion == generation.completion, "result() is the completion"
+            return
+        async for chunk in generation:
+            self.chunks.append(chunk)
+            if self.style is Style.FIRST:
+                return
+            if self.style is Style.RAISES:
+                raise Oops
+        self._check_sum(generation)
+
+    def _check_sum(self, generation: Generation) -> None:
+        completion = generation.completion
+        text = "".join(chunk.text for chunk in self.chunks)
+        token_ids = tuple(token for chunk in self.chunks for token in chunk.token_ids)
+        assert text == completion.text, f"the chunks give {text!r}, the completion {completion.text!r}"
+        assert token_ids == completion.token_ids, "the chunks give other tokens than the completion"
+
+    @property
+    def waits_for_its_own(self) -> bool:
+        """Whether it waits for something that nobody but its own program can give."""
+        return self.style is Style.STALLED and not self.go_on.is_set() and self.entered
+
+
+@dataclass
+class Call:
+    """A task that awaits one call; `allowed` are the errors that are documented for it."""
+
+    name: str
+    function: Callable[[], Awaitable[Any]]
+    allowed: tuple[type[EngineError], ...]
+    result: Completion | bool | None = None
+    error: EngineError | None = None
+    over: bool = False
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+    async def run(self) -> None:
+        try:
+            with self.scope:
+                self.result = await self.function()
+        except self.allowed as exc:
+            self.error = exc
+        finally:
+            self.over = True

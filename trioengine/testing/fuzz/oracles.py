@@ -1,0 +1,127 @@
+"""What must hold, whatever happened. Each raises AssertionError that says what does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from trioengine.actors.engine import Engine
+from trioengine.actors.generation import Completion
+from trioengine.core.lifecycle import Cause
+from trioengine.core.messages import FinishReason
+from trioengine.core.sampling_params import SamplingParams
+from trioengine.testing.fuzz.callers import Holder, Reader
+from trioengine.testing.simulated_worker import SimulatedWorker
+from trioengine.testing.toy_model import IM_END, toy_answer, toy_model
+from trioengine.text.chat_tokenizer import ChatTokenizer
+
+Turn = tuple[str, str]  # role and content
+
+
+def check_books(engine: Engine, holders: Sequence[Holder], readers: Sequence[Reader]) -> None:
+    """At every moment: the counters balance, and nothing is counted twice or forgotten."""
+    engine.gate.ledger.check()
+
+
+def check_reader(reader: Reader, max_model_len: int) -> None:
+    """A request that is over: one outcome, and the text that the model gives for its history, as far as it goes."""
+    generation = reader.generation
+    if generation is None or not reader.entered:
+        return
+    outcome = generation.outcome
+    assert outcome is not None, f"{reader} is over without an outcome"
+    if reader.outcome_at_leaving is not None:
+        assert outcome is reader.outcome_at_leaving, f"{reader.outcome_at_leaving} became {outcome}"
+    if outcome.finish_reason is FinishReason.ERROR:
+        assert reader.error is outcome.error or reader.error is None, f"{reader.error!r} instead of {outcome.error!r}"
+        return
+    prompt = _prompt_ids((*_committed_before(reader), ("user", reader.prompt)))
+    _check_answer(generation.completion, prompt, reader.params, max_model_len)
+
+
+def check_history(holder: Holder) -> None:
+    """The session's history is what its requests committed, in their order."""
+    session = holder.session
+    if session is None or session.generation is not None or any(not reader.over for reader in holder.readers):
+        return
+    found = tuple((message["role"], message["content"]) for message in session.history)
+    expected = _committed(holder.readers)
+    assert found == expected, f"the history is {found}, committed was {expected}"
+
+
+def check_worker(engine: Engine, worker: SimulatedWorker, holders: Sequence[Holder]) -> None:
+    """At rest with a healthy worker: both sides know the same sessions, and nothing is held that nobody uses."""
+    attached = {holder.session.id for holder in holders if holder.session is not None and holder.session.attached}
+    there = set(worker.step_loop.sessions)
+    assert there == attached, f"the worker holds sessions {there}, attached are {attached}"
+    worker.step_loop.check_integrity()
+    statistics = worker.step_loop.statistics()
+    assert statistics.num_running == statistics.num_waiting == 0, f"the worker still runs something: {statistics}"
+    free, total = statistics.kv_blocks_free + statistics.kv_blocks_cached, worker.step_loop.limits.kv_blocks_total
+    assert free == total, f"{total - free} KV blocks are held by nobody"
+    in_flight = engine.gate.ledger.in_flight
+    assert in_flight == engine.gate.ledger.preparing == 0, f"{in_flight} requests are in flight, the worker has none"
+
+
+def _check_answer(completion: Completion, prompt: tuple[int, ...], params: SamplingParams, max_model_len: int) -> None:
+    room = max_model_len - len(prompt)
+    reference = _reference(prompt, min(room, params.max_tokens or room), params.stop)
+    ids, text = completion.token_ids, completion.text
+    if completion.finish_reason is FinishReason.ABORT:
+        assert isinstance(completion.cause, Cause), "an abort has a cause"
+        assert reference.token_ids[: len(ids)] == ids, f"{ids} is no part of the model's answer {reference.token_ids}"
+        assert reference.text.startswith(text), f"{text!r} is no part of the model's answer {reference.text!r}"
+        return
+    assert ids == reference.token_ids, f"the answer is {ids}, the model's is {reference.token_ids}"
+    assert text == reference.text, f"the answer is {text!r}, the model's is {reference.text!r}"
+    assert completion.finish_reason is reference.finish_reason, f"{completion.finish_reason}, not {reference}"
+    assert completion.cause is None, "only an abort has a cause"
+    assert completion.usage.prompt_tokens == len(prompt), "the prompt was counted wrongly"
+
+
+def _committed_before(reader: Reader) -> tuple[Turn, ...]:
+    readers = reader.holder.readers
+    return _committed(readers[: readers.index(reader)])
+
+
+def _committed(readers: Sequence[Reader]) -> tuple[Turn, ...]:
+    return tuple(turn for reader in readers for turn in _turns(reader))
+
+
+def _turns(reader: Reader) -> tuple[Turn, ...]:
+    """What the request added to the history: all if its outcome was read, a part where that was to be kept."""
+    generation, at_leaving = reader.generation, reader.outcome_at_leaving
+    if generation is None or not reader.entered or generation.outcome is None:
+        return ()
+    finished = at_leaving is not None and at_leaving.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    aborted = generation.outcome.finish_reason is FinishReason.ABORT
+    if not finished and not (aborted and reader.keep_partial and generation.completion.token_ids):
+        return ()
+    return (("user", reader.prompt), ("assistant", generation.completion.text))
+
+
+@lru_cache(maxsize=1 << 14)
+def _prompt_ids(turns: tuple[Turn, ...]) -> tuple[int, ...]:
+    """The whole conversation rendered and tokenized at once, which the engine never does."""
+    model = toy_model()
+    tokenizer = ChatTokenizer(model.tokenizer, model.chat_template)
+    return tuple(tokenizer.apply_chat_template([{"role": role, "content": content} for role, content in turns]))
+
+
+class _Answer:
+    """What the model says."""
+
+    def __init__(self, token_ids: tuple[int, ...], text: str, finish_reason: FinishReason) -> None:
+        self.token_ids, self.text, self.finish_reason = token_ids, text, finish_reason
+
+
+@lru_cache(maxsize=1 << 14)
+def _reference(prompt: tuple[int, ...], max_tokens: int, stop: tuple[str, ...]) -> _Answer:
+    ids = tuple(toy_answer(prompt, max_tokens))
+    ended = ids[-1] == IM_END
+    text = bytes(ids[:-1] if ended else ids).decode("ascii")  # a token is a character
+    found = [(text.index(string) + len(string), text.index(string)) for string in stop if string in text]
+    if found:
+        taken, cut = min(found)
+        return _Answer(ids[:taken], text[:cut], FinishReason.STOP)
+    return _Answer(ids, text, FinishReason.STOP if ended else FinishReason.LENGTH)
