@@ -18,6 +18,7 @@ import trio
 
 from trioengine.actors.generation import Generation, deadline_after
 from trioengine.core.errors import (
+    EngineClosed,
     EngineError,
     EngineOverloaded,
     FrameTooLarge,
@@ -181,7 +182,7 @@ class Session:
         if self.end_cause is None:
             self.end_cause = cause
         if self._generation is not None:
-            self._generation.decide(Outcome(FinishReason.ABORT, cause))
+            self._cut_short(self._generation, cause)
         self._apply(Event.END)
         self._wake.set()
         self._gate.notify()  # a request of ours may wait there
@@ -236,6 +237,8 @@ class Session:
     def _check_idle(self) -> None:
         if self.id is None:
             raise RuntimeError("the session was not entered: use `async with engine.open_session()`")
+        if self.end_cause is Cause.SHUTDOWN:
+            raise EngineClosed("the engine is closed")
         if self.end_cause is not None:
             raise SessionEnded(f"the session has ended ({self.end_cause.value})", cause=self.end_cause.value)
         if self.phase is not Phase.IDLE:
@@ -355,8 +358,14 @@ class Session:
         """The reader goes: without an outcome, the turn is taken back (or kept in part) at once."""
         if self._generation is not generation or generation.outcome is not None:
             return
-        generation.decide(Outcome(FinishReason.ABORT, generation.abort_cause))
+        self._cut_short(generation, generation.abort_cause)
         self._apply(Event.ABORT)
+
+    def _cut_short(self, generation: Generation, cause: Cause) -> None:
+        """Nothing more is read of this request: without an outcome it is aborted now, with what came until now."""
+        if generation.outcome is not None:
+            return
+        generation.decide(Outcome(FinishReason.ABORT, cause))
         if generation.answer is not None:
             generation.answer.flush()  # what a stop string or a character still held back belongs to these tokens
         if generation.keep_partial:

@@ -27,6 +27,8 @@ from trioengine.core.messages import (
     Pong,
     Ready,
     Shutdown,
+    StopSession,
+    Tokens,
     ToWorker,
 )
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner
@@ -121,13 +123,15 @@ class SimulatedWorker:
         self.send_stream: trio.abc.SendStream = _Inbox(self, SMALL_PORTION if by_hand else PORTION)
         self.health = Health.WELL
         self.received: list[Message] = []  # everything the engine said, in order
+        self.blamed: RemoteProtocolError | None = None  # what the engine did that it must not do
         self.reaped = False
         self._limits = limits
         self._behaviour = behaviour
         self._queue: deque[ToWorker] = deque()
         self._arrived = trio.Event()
         self._dead = trio.Event()
-        self._exit_code = 0
+        self._stopped: set[int] = set()  # requests
+        self.exit_code = 0
         self._stream_ended = False
         self._activity, self._since, self._progress = Activity.STARTING, trio.current_time(), 0
 
@@ -146,7 +150,7 @@ class SimulatedWorker:
     def reap(self) -> int:
         self.kill()
         self.reaped = True
-        return self._exit_code
+        return self.exit_code
 
     # ---- faults ---------------------------------------------------------------------------------------------------
 
@@ -154,7 +158,7 @@ class SimulatedWorker:
         """Die, at once; the first exit code stays. What was written still arrives."""
         if self.health is not Health.DEAD:
             self.health = Health.DEAD
-            self._exit_code = exit_code
+            self.exit_code = exit_code
             self._dead.set()
             self._arrived.set()
             self.to_worker.cut()
@@ -241,7 +245,11 @@ class SimulatedWorker:
                 self._step() if step else self._handle(self._queue.popleft())
 
     def _step(self) -> None:
-        self._send_all(self.step_loop.step())
+        messages = self.step_loop.step()
+        for message in messages:
+            rows = message.rows if isinstance(message, Tokens) else ()
+            assert not any(row.request in self._stopped for row in rows), "a stopped request goes on"
+        self._send_all(messages)
         if not self.step_loop.has_work:
             self.step_loop.check_integrity()
 
@@ -254,7 +262,12 @@ class SimulatedWorker:
         elif isinstance(message, Shutdown):
             self.exit(0)
         else:
-            self._send_all(self.step_loop.handle(message))
+            if isinstance(message, StopSession):
+                self._stopped.add(message.request)
+            try:
+                self._send_all(self.step_loop.handle(message))
+            except RemoteProtocolError as exc:
+                self._blame(exc)
 
     def _ready(self) -> Ready:
         limits = self._limits
@@ -292,9 +305,13 @@ class SimulatedWorker:
                 else:
                     self._queue.append(message)  # type: ignore[arg-type]
         except RemoteProtocolError as exc:
-            self._send_all([Fatal("internal", str(exc), "")])
-            self.exit(1)
+            self._blame(exc)
         self._arrived.set()
+
+    def _blame(self, error: RemoteProtocolError) -> None:
+        self.blamed = error
+        self._send_all([Fatal("internal", str(error), "")])
+        self.exit(1)
 
     def _pong(self, message: Ping) -> None:
         seconds = trio.current_time() - self._since

@@ -82,6 +82,7 @@ class Reader:
     chunks: list[Chunk] = field(default_factory=list)
     outcome_at_leaving: Outcome | None = None
     entered: bool = False
+    left: bool = False
     over: bool = False
     checked: bool = False
     go_on: trio.Event = field(default_factory=trio.Event)
@@ -100,7 +101,7 @@ class Reader:
                     try:
                         await self._read(generation)
                     finally:
-                        self.outcome_at_leaving = generation.outcome
+                        self.left, self.outcome_at_leaving = True, generation.outcome
         except EngineError as exc:
             self.error = exc
         except Oops:

@@ -10,11 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition
 
 from trioengine.actors.engine import Engine
 from trioengine.core.config import EngineConfig
-from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvariantError, SessionEnded, WorkerLost
+from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvariantError, WorkerLost
 from trioengine.core.lifecycle import Power
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.callers import Call, Holder, Reader, Style
-from trioengine.testing.fuzz.oracles import check_books, check_history, check_reader, check_worker
+from trioengine.testing.fuzz.oracles import check_books, check_farewell, check_holder, check_reader, check_worker
 from trioengine.testing.fuzz.program import Program, recorded
 from trioengine.testing.fuzz.rare import Rare
 from trioengine.testing.sim_loop import SimLoop
@@ -38,8 +38,8 @@ CONFIG = EngineConfig(
 )
 LIMITS = Limits(
     vocab_size=VOCAB_SIZE,
-    max_model_len=256,
-    kv_blocks_total=48,
+    max_model_len=96,
+    kv_blocks_total=24,
     block_size=8,
     max_num_seqs=CONFIG.max_num_seqs,
     max_num_batched_tokens=48,
@@ -50,10 +50,8 @@ ROUNDS = 400  # of settling between two moments of the clock; more is a livelock
 
 PROMPTS = ("a", "be", "<|im_end|>")
 WHICH = st.integers(0, 3)
-OUTAGES = (
-    *("abort all", "hang", "abort all", "stall", "abort all", "garbage", "nonsense", "close pipe", "starts fail"),
-    *("drain soon", "close", "cancel", "drain"),
-)
+WORKER_OUTAGES = ("hang", "stall", "garbage", "nonsense", "close pipe", "starts fail")
+OUTAGES = ("abort all", *WORKER_OUTAGES, "abort all", "drain soon", "close", "abort all", "cancel", "drain")
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -70,6 +68,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.holders: list[Holder] = []
         self.readers: list[Reader] = []
         self.calls: list[Call] = []
+        self.disturbed = False  # something may have kept a worker from ending well
         self.loop.start_soon(self.engine_call.run, name="engine")
 
     @recorded(initialize, ready=st.sampled_from((True, True, True, False)), sessions=st.integers(0, 2))
@@ -119,6 +118,7 @@ class EngineMachine(RuleBasedStateMachine):
     @recorded(seconds=st.sampled_from((0.2, 1.0, 5.0, 11.0)))
     def advance(self, seconds: float) -> None:
         """The clock jumps."""
+        self.disturbed = True
         self.loop.clock.jump(seconds)
         self.loop.tick()
 
@@ -156,7 +156,7 @@ class EngineMachine(RuleBasedStateMachine):
         self._call(
             "one-shot",
             lambda: self.engine.generate("hi", params, wait=wait, timeout=timeout),
-            (EngineOverloaded, EngineClosed, SessionEnded, WorkerLost),
+            (EngineOverloaded, EngineClosed, WorkerLost),
         )
 
     @precondition(lambda self: self.readers)
@@ -212,6 +212,7 @@ class EngineMachine(RuleBasedStateMachine):
     @recorded(last_bytes=st.integers(0, 40))
     def kill_worker(self, last_bytes: int) -> None:
         """Its last bytes still arrive; what is behind them is torn off."""
+        self.disturbed = True
         worker = self._worker()
         worker.exit(-9)
         worker.deliver(last_bytes)
@@ -221,6 +222,7 @@ class EngineMachine(RuleBasedStateMachine):
     def outage(self, way: str) -> None:
         """The engine is told to stop everything, or its worker goes wrong."""
         worker = self.worker
+        self.disturbed |= way in WORKER_OUTAGES
         match way:
             case "abort all":
                 self.engine.abort_all()
@@ -267,6 +269,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.loop.idle, f"tasks are left:\n{self.loop.stacks()}"
         for worker in self.simulation.workers:
             assert worker.reaped, f"worker {worker.pid} was not reaped"
+        if not self.disturbed and self.simulation.workers:
+            check_farewell(self.simulation.workers[-1])
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 
@@ -362,7 +366,7 @@ class EngineMachine(RuleBasedStateMachine):
                 check_reader(reader, LIMITS.max_model_len)
                 reader.checked = True
         for holder in self.holders:
-            check_history(holder)
+            check_holder(holder)
         worker = self.worker
         if worker is not None and worker.health is Health.WELL and self.engine.gate.power is Power.AWAKE:
             check_worker(self.engine, worker, self.holders)
@@ -371,6 +375,8 @@ class EngineMachine(RuleBasedStateMachine):
         """One exception, from one place, whatever crashed: so that shrinking compares like with like."""
         if self.loop.crashes:
             raise self.loop.crashes[0]
+        for worker in self.simulation.workers:
+            assert worker.blamed is None, f"the engine broke the protocol: {worker.blamed}"
 
 
 def _is_busy(holder: Holder) -> bool:

@@ -39,14 +39,23 @@ def check_reader(reader: Reader, max_model_len: int) -> None:
     _check_answer(generation.completion, prompt, reader.params, max_model_len)
 
 
-def check_history(holder: Holder) -> None:
-    """The session's history is what its requests committed, in their order."""
+def check_holder(holder: Holder) -> None:
+    """A session whose scope was left has ended; its history is what its requests committed, in their order."""
     session = holder.session
-    if session is None or session.generation is not None or any(not reader.over for reader in holder.readers):
+    if session is None:
+        return
+    assert not holder.over or session.end_cause is not None, f"{session} was left and has not ended"
+    if session.generation is not None or any(not reader.over for reader in holder.readers):
         return
     found = tuple((message["role"], message["content"]) for message in session.history)
     expected = _committed(holder.readers)
     assert found == expected, f"the history is {found}, committed was {expected}"
+
+
+def check_farewell(worker: SimulatedWorker) -> None:
+    """A worker that was well to the end was asked to exit, and holds no session."""
+    assert worker.exit_code == 0, f"a healthy worker ended with {worker.exit_code}"
+    assert not worker.step_loop.sessions, f"sessions {set(worker.step_loop.sessions)} were never ended"
 
 
 def check_worker(engine: Engine, worker: SimulatedWorker, holders: Sequence[Holder]) -> None:
@@ -90,9 +99,10 @@ def _committed(readers: Sequence[Reader]) -> tuple[Turn, ...]:
 
 def _turns(reader: Reader) -> tuple[Turn, ...]:
     """What the request added to the history: all if its outcome was read, a part where that was to be kept."""
-    generation, at_leaving = reader.generation, reader.outcome_at_leaving
+    generation = reader.generation
     if generation is None or not reader.entered or generation.outcome is None:
         return ()
+    at_leaving = reader.outcome_at_leaving if reader.left else generation.outcome
     finished = at_leaving is not None and at_leaving.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
     aborted = generation.outcome.finish_reason is FinishReason.ABORT
     if not finished and not (aborted and reader.keep_partial and generation.completion.token_ids):
