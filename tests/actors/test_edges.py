@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from expectations import GREEDY, LONG
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import (
@@ -24,8 +25,6 @@ from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.toy_model import IM_END
 
-GREEDY = SamplingParams(max_tokens=40)
-LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 ONE_SLOT = EngineConfig(model="toy", max_num_seqs=1, max_num_queued_reqs=0, max_num_batched_tokens=64)
 
 
