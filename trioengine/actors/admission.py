@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import trio
 
 from trioengine.actors.generation import Generation
-from trioengine.actors.link import Link
 from trioengine.core.errors import EngineOverloaded, FrameTooLarge, RequestRejected
 from trioengine.core.lifecycle import Cause, Phase
 from trioengine.core.messages import AddMessage
@@ -48,16 +47,19 @@ class Admission:
                 session.abort_request(generation, Cause.TIMEOUT)
                 return
             reserve = partial(session.reserve, generation)
-            await self._gate.admit(reserve, wait=generation.wait, deadline=generation.deadline)
+            await self._gate.admit(self._gate.requests, reserve, wait=generation.wait, deadline=generation.deadline)
             try:
                 await self._prepare()
-                await self._commit_when_open()
+                await self._commit()
             except Exception as exc:
                 session.refuse(generation, exc)
                 raise
             except BaseException:
                 session.abort_request(generation, Cause.CLIENT)
                 raise
+        if generation.outcome is None and generation.entering.cancelled_caught:  # the session ended
+            self._gate.ledger.reject()
+            session.check_idle()
 
     @property
     def _is_over(self) -> bool:
@@ -99,20 +101,18 @@ class Admission:
                         param=name,
                     )
 
-    async def _commit_when_open(self) -> None:
-        while not self._is_over:
-            try:
-                link = self._gate.committing_link()
-            except EngineOverloaded:
-                if not self._generation.wait:
-                    raise
-                await self._gate.changed()
-            else:
-                self._commit(link)
-                return
+    async def _commit(self) -> None:
+        try:
+            self._commit_now()
+        except EngineOverloaded:
+            if not self._generation.wait:
+                raise
+            await self._gate.commits.wait(self._commit_now)
 
-    def _commit(self, link: Link) -> None:
-        message = self._message()
+    def _commit_now(self) -> None:
+        if self._is_over:
+            return
+        link, message = self._gate.committing_link(), self._message()
         try:
             link.check_size(message)
         except FrameTooLarge as exc:

@@ -203,6 +203,7 @@ class Engine:
         Raises InvariantError with what does not balance, also when the worker does not answer within `timeout`
         seconds; EngineOverloaded while there is no worker; WorkerLost when it dies meanwhile.
         """
+        self.gate.check()
         check_books(self.gate.ledger, self._sessions)
         link = self.gate.link
         if self.gate.power is Power.CLOSED:

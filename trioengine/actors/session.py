@@ -60,6 +60,7 @@ class Session:
         self._deadline = deadline  # of the admission
         self._entered = False
         self._lifecycle = SessionLifecycle()
+        self._waiting: set[Generation] = set()  # those on their way in
         self._released = trio.Event()
         self._wake = trio.Event()  # for the task: a deadline was set, or the end has come
         self._conversation: Conversation | None = None
@@ -95,15 +96,18 @@ class Session:
         if self._entered:
             raise RuntimeError("a session is entered once")
         self._entered = True
-        session_id = await self._gate.admit(self._gate.admit_session, wait=self._wait, deadline=self._deadline)
+        await self._gate.admit(self._gate.sessions, self._open, wait=self._wait, deadline=self._deadline)
         try:
             self._conversation = Conversation(self._engine.tokenizer, self._initial_history)
         except BaseException:
-            self._gate.free_session()
+            self.end()
             raise
-        self.id = session_id
-        self._engine.adopt(self)
         return self
+
+    def _open(self) -> None:
+        """Take a session slot, and begin."""
+        self.id = self._gate.admit_session()
+        self._engine.adopt(self)
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -122,15 +126,16 @@ class Session:
         """A request, to be entered. `prompt` is a user message, chat messages, or token ids.
 
         `timeout` in seconds runs from this call to the outcome, and aborts. With `wait` the request waits (within
-        `timeout`) where the engine restarts or is full, instead of raising EngineOverloaded. Entering raises
-        SessionBusy while another request runs, SessionEnded, EngineClosed, and RequestRejected for a bad prompt.
+        `timeout`, and in the order of arrival) where the engine restarts or is full, instead of raising
+        EngineOverloaded; without it, it never gets ahead of those who wait. Entering raises SessionBusy while another
+        request runs, SessionEnded, EngineClosed, and RequestRejected for a bad prompt.
         """
         deadline = deadline_after(timeout)
         return Generation(self, prompt, params, keep_partial=keep_partial, deadline=deadline, wait=wait)
 
     def replace_history(self, messages: Sequence[dict[str, Any]]) -> None:
         """Make these messages the conversation. Raises SessionBusy while a request runs, RequestRejected if bad."""
-        self._check_idle()
+        self.check_idle()
         self.conversation.replace(messages)
 
     def end(self, cause: Cause = Cause.CLIENT) -> None:
@@ -143,7 +148,8 @@ class Session:
             self.generation.decide(Outcome(FinishReason.ABORT, cause))
         self._apply(Event.END)
         self._wake.set()
-        self._gate.notify()  # a request of ours may wait there
+        for generation in self._waiting:
+            generation.entering.cancel()
 
     async def ended(self) -> None:
         """Wait until the worker has let go of the session and its slot is free; at once if it never was entered."""
@@ -173,18 +179,21 @@ class Session:
 
     async def start(self, generation: Generation) -> None:
         """Generation.__aenter__."""
-        await Admission(self._engine, self, generation).run()
+        self._waiting.add(generation)
+        try:
+            await Admission(self._engine, self, generation).run()
+        finally:
+            self._waiting.discard(generation)
 
-    def reserve(self, generation: Generation) -> int:
+    def reserve(self, generation: Generation) -> None:
         """Take a request slot. Raises why there is none for this request."""
         if generation.outcome is not None:
-            return generation.request_id  # aborted while it waited
-        self._check_idle()
+            return  # aborted while it waited
+        self.check_idle()
         generation.request_id = self._gate.admit_request()
         self.generation = generation
         self._apply(Event.RESERVE)
         self._wake.set()
-        return generation.request_id
 
     def commit(self, generation: Generation, link: Link, message: AddMessage) -> None:
         """Hand the prepared request to the worker."""
@@ -199,7 +208,8 @@ class Session:
             generation.decide(Outcome(FinishReason.ERROR, error=typed))
             self._apply(Event.REFUSE)
 
-    def _check_idle(self) -> None:
+    def check_idle(self) -> None:
+        """Raise SessionEnded or SessionBusy, unless it could run a request."""
         if self.id is None:
             raise RuntimeError("the session was not entered: use `async with engine.open_session()`")
         if self.end_cause is not None:
@@ -313,12 +323,11 @@ class Session:
         if generation.outcome is None:
             self._conclude(generation, Outcome(FinishReason.ABORT, generation.abort_cause))
         assert generation.outcome is not None, "just decided"
-        self._gate.ledger.settle(generation.stand, generation.outcome.finish_reason)
         if generation.outcome.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._engine.request_finished()
         self.generation = None
         generation.settle()
-        self._gate.notify()
+        self._gate.settle(generation.stand, generation.outcome.finish_reason)
 
     def _move(self, generation: Generation, stand: Stand) -> None:
         self._gate.ledger.move(generation.stand, stand)
