@@ -1,5 +1,7 @@
 """The worker dies, hangs or speaks nonsense: everyone is told, and the next one takes over."""
 
+import traceback
+
 import pytest
 import trio
 from expectations import GREEDY, LONG, chat, everything_is_given_back
@@ -35,6 +37,26 @@ async def test_the_worker_dies_and_everyone_is_told(autojump_clock):
             assert list(third.token_ids) == toy_answer(prompt, 40)
         assert engine.statistics().incarnation == 2
         await everything_is_given_back(engine, simulation)
+
+
+async def test_an_error_can_be_read_again_and_again(autojump_clock):
+    """Each read raises an error of its own: equal, and with the traceback of that read alone."""
+    async with simulated_engine() as (engine, simulation), engine.open_session() as session:
+        async with session.generate("one", LONG) as generation:
+            simulation.worker.kill()
+            errors = []
+            for _ in range(3):
+                for read in (generation.result, generation.__anext__):
+                    with pytest.raises(WorkerLost) as caught:
+                        await read()
+                    errors.append(caught.value)
+                with pytest.raises(WorkerLost) as caught:
+                    _ = generation.completion
+                errors.append(caught.value)
+    assert len({id(error) for error in errors}) == len(errors)
+    assert len({(str(error), error.exit_code) for error in errors}) == 1
+    depths = [len(list(traceback.walk_tb(error.__traceback__))) for error in errors]
+    assert depths == depths[:3] * 3
 
 
 @pytest.mark.parametrize("fault", ["hang", "stall"])

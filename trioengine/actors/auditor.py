@@ -47,7 +47,7 @@ class Auditor:
         finally:
             del self._pending[audit_id]
         if audit.lost is not None:
-            raise audit.lost
+            raise copy(audit.lost)
         if audit.answer is None:
             raise InvariantError(f"the worker did not answer an audit within {timeout:g} s")
         check_audit(audit.answer, known, attached)
@@ -61,5 +61,5 @@ class Auditor:
     def on_worker_lost(self, error: WorkerLost) -> None:
         """The incarnation is dead: nothing will be answered."""
         for audit in self._pending.values():
-            audit.lost = copy(error)
+            audit.lost = error
             audit.answered.set()

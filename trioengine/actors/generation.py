@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -136,7 +137,7 @@ class Generation:
         if self.outcome is None:
             raise RuntimeError("the generation has no outcome yet")
         if self.outcome.error is not None:
-            raise self.outcome.error
+            raise copy(self.outcome.error)
         answer = self.answer
         ids = tuple(answer.token_ids) if answer is not None else ()
         prompt_tokens = len(self.prepared.token_ids) if self.prepared is not None else 0
@@ -194,7 +195,7 @@ class Generation:
         if self._mailbox:
             return self._mailbox.take(with_logprobs=self.params.logprobs is not None)
         if self.outcome is not None and self.outcome.error is not None:
-            raise self.outcome.error
+            raise copy(self.outcome.error)
         raise StopAsyncIteration
 
     # ---- what the session tells it; synchronous ---------------------------------------------------------------

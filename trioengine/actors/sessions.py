@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from copy import copy
 
 from trioengine.actors.session import Session
 from trioengine.core.errors import WorkerLost
@@ -70,9 +69,8 @@ class Sessions:
         self._tell(message.session, lambda session: session.on_ended())
 
     def on_worker_lost(self, error: WorkerLost) -> None:
-        """Each gets an error of its own: one that is raised in two tasks mixes their tracebacks."""
         for session_id in list(self._by_id):
-            self._tell(session_id, lambda session: session.on_worker_lost(copy(error)))
+            self._tell(session_id, lambda session: session.on_worker_lost(error))
 
     def _tell(self, session_id: int, tell: Callable[[Session], None]) -> None:
         session = self._by_id[session_id]
