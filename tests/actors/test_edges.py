@@ -1,9 +1,5 @@
 """The edges: waiting at the gate, spawning that fails, exceptions that must come out as they were."""
 
-import os
-import signal
-from pathlib import Path
-
 import pytest
 import trio
 from expectations import GREEDY, LONG
@@ -19,7 +15,6 @@ from trioengine import (
     SessionEnded,
     WorkerLost,
 )
-from trioengine.actors import ports
 from trioengine.core.lifecycle import Cause, Power
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
@@ -236,33 +231,3 @@ async def test_parameters_of_another_type_are_refused(autojump_clock):
         with pytest.raises(RuntimeError, match="not entered"):
             await engine.open_session().generate("x").__aenter__()
         assert engine.statistics().received == 0
-
-
-def descriptors():
-    return sorted(path.name for path in Path("/proc/self/fd").iterdir())
-
-
-async def test_a_spawn_that_fails_half_way_leaves_nothing(monkeypatch):
-    """Out of descriptors at the pidfd: the process that was started is gone, and both pipes are closed."""
-    started = []
-
-    def no_pidfd(pid):
-        started.append(pid)
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(ports.os, "pidfd_open", no_pidfd)
-    before = descriptors()
-    with pytest.raises(WorkerLost, match="Too many open files"):
-        await ports.Ports().spawn_worker()
-    assert descriptors() == before
-    with pytest.raises(ProcessLookupError):
-        os.kill(started[0], 0)
-
-
-async def test_terminating_a_dead_leader_does_not_reap_it():
-    process = await ports.Ports().spawn_worker()
-    os.kill(process.pid, signal.SIGKILL)
-    await process.wait()
-    process.terminate()
-    os.kill(process.pid, 0)  # not reaped: the group can still be killed
-    assert process.reap() == -signal.SIGKILL

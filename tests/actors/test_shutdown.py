@@ -126,3 +126,33 @@ async def test_a_body_that_fails_with_the_engine_gives_one_error(autojump_clock)
                 await engine.gate.changed()
                 if engine.gate.failure is not None:
                     raise WorkerLost("mine")
+
+
+@pytest.mark.parametrize("takes", [0.4, 1e6])
+async def test_a_worker_that_the_kernel_lets_die_late(autojump_clock, takes):
+    """The engine's end waits a bounded time for the death, and blocks nobody."""
+    ticks = []
+
+    async def tick():
+        while True:
+            ticks.append(trio.current_time())
+            await trio.sleep(0.1)
+
+    async def die(worker):
+        await trio.sleep(takes)
+        worker.exit(-9)
+
+    async with trio.open_nursery() as outside:
+        with trio.CancelScope() as scope:
+            async with simulated_engine() as (engine, simulation):
+                worker = simulation.worker
+                worker.hang()
+                worker.kill = lambda: outside.start_soon(die, worker)
+                began = trio.current_time()
+                scope.cancel()
+        outside.start_soon(tick)
+        ended = trio.current_time() - began
+        assert ended <= engine.config.worker_shutdown_timeout + 1.5
+        assert worker.reaped
+        assert engine.last_loss.exit_code == (-9 if takes < 1 else None)
+        outside.cancel_scope.cancel()
