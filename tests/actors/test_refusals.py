@@ -2,12 +2,14 @@
 
 import pytest
 import trio
-from expectations import GREEDY, LONG, reference
+from expectations import GREEDY, LONG, chat, reference
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig, EngineOverloaded, RequestRejected, SamplingParams, SessionBusy
+from trioengine.core.codec import encode
 from trioengine.core.lifecycle import Cause, Phase
-from trioengine.testing import simulated_engine
+from trioengine.core.messages import AddMessage
+from trioengine.testing import simulated_engine, toy_answer
 
 
 async def test_two_tasks_on_one_session(autojump_clock, simulated):
@@ -83,6 +85,43 @@ async def test_one_request_fails_alone(autojump_clock, simulated):
         async with session.generate("two", GREEDY) as generation:
             await generation.result()
     assert engine.statistics().failed == 1
+
+
+@pytest.mark.parametrize("attached", [False, True])
+async def test_a_message_too_large_for_a_frame_is_refused_alone(autojump_clock, simulated, attached):
+    """No state has changed: nothing was posted, not even ADD_SESSION, and the next request runs as ever."""
+    engine, simulation = simulated
+    async with engine.open_session() as session:
+        if attached:
+            async with session.generate("one", GREEDY) as generation:
+                await generation.result()
+        history, received = session.history, len(simulation.worker.received)
+        connection = engine.gate.link.connection
+        connection.max_frame_bytes, limit = 600, connection.max_frame_bytes
+        with pytest.raises(RequestRejected, match="ADD_MESSAGE takes") as caught:
+            async with session.generate("x" * 300):
+                pass
+        connection.max_frame_bytes = limit
+        assert caught.value.code == "too_large"
+        assert (session.phase, session.attached, session.history) == (Phase.IDLE, attached, history)
+        assert len(simulation.worker.received) == received
+        async with session.generate("two", GREEDY) as generation:
+            completion = await generation.result()
+        prompt = engine.tokenizer.apply_chat_template([*history, *chat("two")])
+        assert list(completion.token_ids) == toy_answer(prompt, 40)
+
+
+async def test_a_request_is_encoded_once(autojump_clock, simulated, monkeypatch):
+    engine, _ = simulated
+    encoded = []
+
+    def count(message):
+        encoded.append(type(message))
+        return encode(message)
+
+    monkeypatch.setattr("trioengine.core.connection.encode", count)
+    await engine.generate("x", GREEDY)
+    assert encoded.count(AddMessage) == 1
 
 
 async def test_sessions_have_a_limit(autojump_clock):

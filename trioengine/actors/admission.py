@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from trioengine.actors.generation import Generation
+from trioengine.actors.worker_session import Posting
 from trioengine.core.errors import EngineOverloaded, FrameTooLarge, RequestRejected
 from trioengine.core.lifecycle import Cause, Phase
 from trioengine.core.messages import AddMessage
@@ -114,10 +115,10 @@ class Admission:
             return
         link, message = self._gate.committing_link(), self._message()
         try:
-            link.check_size(message)
+            posting = Posting(link, message, link.encode(message))
         except FrameTooLarge as exc:
             raise RequestRejected("too_large", str(exc), param="prompt") from exc
-        self._session.commit(self._generation, link, message)
+        self._session.commit(self._generation, posting)
 
     def _message(self) -> AddMessage:
         session_id, prepared = self._session.id, self._generation.prepared

@@ -16,17 +16,16 @@ import trio
 
 from trioengine.actors.admission import Admission
 from trioengine.actors.generation import Generation, deadline_after
-from trioengine.actors.worker_session import WorkerSession
+from trioengine.actors.worker_session import Posting, WorkerSession
 from trioengine.core.errors import EngineError, RequestRejected, SessionBusy, SessionEnded, WorkerLost
 from trioengine.core.ledger import Stand
 from trioengine.core.lifecycle import Action, Attachment, Cause, Event, Outcome, Phase, SessionLifecycle
-from trioengine.core.messages import AddMessage, FinishReason, RequestFailed, TokensRow
+from trioengine.core.messages import FinishReason, RequestFailed, TokensRow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.text.conversation import Conversation, Prompt
 
 if TYPE_CHECKING:
     from trioengine.actors.engine import Engine
-    from trioengine.actors.link import Link
 
 logger = logging.getLogger("trioengine")
 
@@ -195,10 +194,10 @@ class Session:
         self._apply(Event.RESERVE)
         self._wake.set()
 
-    def commit(self, generation: Generation, link: Link, message: AddMessage) -> None:
+    def commit(self, generation: Generation, posting: Posting) -> None:
         """Hand the prepared request to the worker."""
-        self.worker_session.attach(link)
-        self._apply(Event.COMMIT, message=message)
+        self.worker_session.attach(posting.link)
+        self._apply(Event.COMMIT, posting=posting)
         self._move(generation, Stand.WAITING)
 
     def refuse(self, generation: Generation, error: Exception) -> None:
@@ -299,14 +298,14 @@ class Session:
 
     # ---- the actions ----------------------------------------------------------------------------------------------
 
-    def _apply(self, event: Event, *, message: AddMessage | None = None) -> None:
+    def _apply(self, event: Event, *, posting: Posting | None = None) -> None:
         for action in self._lifecycle.apply(event):
             match action:
                 case Action.POST_ADD_SESSION:
                     self.worker_session.add(self._id)
                 case Action.POST_ADD_MESSAGE:
-                    assert message is not None, "only a commit posts a message"
-                    self.worker_session.add_message(message)
+                    assert posting is not None, "only a commit posts a message"
+                    self.worker_session.add_message(posting)
                 case Action.POST_STOP_SESSION:
                     self.worker_session.stop(self._id, self._in_flight().request_id)
                 case Action.POST_END_SESSION:

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from trioengine.actors.link import Link
 from trioengine.core.messages import AddMessage, AddSession, EndSession, StopSession, TokenIds, token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Posting:
+    """An ADD_MESSAGE that is known to fit a frame of the link on which it is to be posted."""
+
+    link: Link
+    message: AddMessage
+    payload: bytes
 
 
 class WorkerSession:
@@ -30,8 +41,9 @@ class WorkerSession:
         self._attached_link.post(AddSession(session))
         self._held = token_ids()
 
-    def add_message(self, message: AddMessage) -> None:
-        self._attached_link.post(message)
+    def add_message(self, posting: Posting) -> None:
+        message = posting.message
+        self._attached_link.post(message, posting.payload)
         self._held = self._held[: message.base]
         self._held.extend(message.token_ids)
 
