@@ -92,7 +92,7 @@ async def test_a_clean_close_in_the_middle_of_a_response(autojump_clock, clients
 
 async def test_the_cause_is_the_disconnect(autojump_clock, clients):
     stream = await streaming(clients)
-    (session,) = clients.engine._sessions.values()
+    (session,) = clients.engine._sessions
     generation = session.generation
     await stream.aclose()
     await nobody_is_left(clients)
