@@ -227,6 +227,9 @@ REFUSED = [
     (b"/v1/nothing", b"", 404, "not_found"),
     (b"/v1/realtime", b"Origin: https://example.com\r\n", 403, "forbidden"),
     (b"/v1/realtime", b"Origin: null\r\n", 403, "forbidden"),
+    (b"/v1/realtime", b"Sec-WebSocket-Protocol: a,,;\xff\r\n", 400, "bad_request"),
+    (b"/v1/realtime", b"Sec-WebSocket-Extensions: \xff\r\n", 400, "bad_request"),
+    (b"/v1/realtime", b"Connection: \xff\r\n", 400, "bad_request"),
 ]
 
 

@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 
 import trio
 from trio_websocket import ConnectionClosed, WebSocketConnection, wrap_server_stream
+from wsproto import ConnectionType, WSConnection
 from wsproto.utilities import ProtocolError
 
 from trioengine.serve.access import Access
@@ -72,7 +73,7 @@ class FrontDoor:
         connection = HttpConnection(stream)
         try:
             while (request := await self._next_request(connection)) is not None:
-                refusal = self._refusal(request)
+                refusal = self._refusal(request, connection.seen)
                 if refusal is not None:
                     raise BadRequest(refusal)
                 if request.wants_websocket and request.path == REALTIME:
@@ -99,15 +100,16 @@ class FrontDoor:
         with trio.fail_after(HANDSHAKE_TIMEOUT):
             return await connection.next_head()
 
-    def _refusal(self, request: Request) -> Response | None:
+    def _refusal(self, request: Request, seen: bytes) -> Response | None:
         """Why this request is not even looked at, if so."""
         reason = self._access(request.headers)
         if reason is not None:
             return problem_response(403, Problem(INVALID_REQUEST, "forbidden", reason))
         if not (request.wants_websocket and request.path == REALTIME):
             return None
-        if not _is_handshake(request):
-            return upgrade_required()
+        bad_handshake = _bad_handshake(request, seen)
+        if bad_handshake is not None:
+            return bad_handshake
         try:
             self._check_upgrade(request)
         except ClientError as exc:
@@ -147,19 +149,16 @@ class FrontDoor:
         await linger(stream)
 
 
-def _is_handshake(request: Request) -> bool:
-    """What RFC 6455 asks of a client's handshake; anything else would make trio-websocket wait for ever."""
-    connection = (request.header(b"connection") or b"").lower()
+def _bad_handshake(request: Request, seen: bytes) -> Response | None:
+    """wsproto is asked first: what it refuses would make trio-websocket wait for ever, or crash."""
     try:
+        WSConnection(ConnectionType.SERVER).receive_data(seen)
         key = base64.b64decode(request.header(b"sec-websocket-key") or b"", validate=True)
-    except ValueError:
-        return False
-    return (
-        request.method == "GET"
-        and b"upgrade" in [token.strip() for token in connection.split(b",")]
-        and request.header(b"sec-websocket-version") == b"13"
-        and len(key) == 16
-    )
+    except UnicodeError:
+        return problem_response(400, Problem(INVALID_REQUEST, "bad_request", "the handshake's headers must be ASCII"))
+    except (ProtocolError, ValueError):
+        return upgrade_required()
+    return None if len(key) == 16 else upgrade_required()
 
 
 def _first(group: BaseExceptionGroup[E]) -> E:
