@@ -151,3 +151,11 @@ sys.exit(",".join({"trio", "torch", "numpy", "rich", "tokenizers"} & sys.modules
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("prompt", "stdin"), [("-", b"caf\xe9"), (b"caf\xe9", b"")])
+def test_a_prompt_that_is_not_utf8(prompt, stdin):
+    command = [sys.executable, "-m", "trioengine.cli", "generate", prompt]
+    ended = subprocess.run(command, input=stdin, capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (2, b"")
+    assert ended.stderr == b"trioengine: error: prompt is not UTF-8\n"

@@ -1,11 +1,14 @@
 """The commands as processes of their own, on the default model."""
 
+import fcntl
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import termios
+import time
 from contextlib import contextmanager
 
 import trio
@@ -67,6 +70,26 @@ def test_an_interrupt(smollm2):
         "generate", "Tell me a story.", "--ignore-eos", stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 130
+        assert process.stderr.read() == ""
+
+
+def num_unread(pipe):
+    """Bytes that its reader has not taken yet."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def test_an_interrupt_while_a_chat_waits_for_a_line(smollm2):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with started("chat", str(smollm2), "--max-tokens", "4", "--temperature", "0", **pipes) as process:
+        process.stdin.write("What is the capital of France?\n")
+        process.stdin.flush()
+        assert process.stdout.readline().endswith("\n")
+        process.stdin.write("half a line")
+        process.stdin.flush()
+        while num_unread(process.stdin):
+            time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 130
         assert process.stderr.read() == ""

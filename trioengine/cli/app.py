@@ -141,8 +141,9 @@ def generate(
 ) -> None:
     """Print one answer."""
     from trioengine.cli.answering import print_answer
+    from trioengine.cli.standard_input import read_all
 
-    prompt = sys.stdin.read() if prompt == "-" else prompt
+    prompt = read_all() if prompt == "-" else prompt
     params = build(SamplingParams, fields)
     print_answer(build(EngineConfig, fields, model=model), prompt, params, as_json=as_json)
 
