@@ -75,8 +75,7 @@ def json_response(status: int, content: Any) -> Response:
 def problem_response(status: int, problem: Problem) -> Response:
     """An error in OpenAI's shape."""
     headers = ((b"retry-after", b"%d" % max(1, round(problem.retry_after))),) if problem.retry_after else ()
-    content = {"message": problem.message, "type": problem.type, "param": problem.param, "code": problem.code}
-    return Response(status, json.dumps({"error": content}).encode(), headers=headers)
+    return Response(status, json.dumps({"error": problem.to_json()}).encode(), headers=headers)
 
 
 def _bad(status: int, code: str, message: str) -> BadRequest:
