@@ -1,11 +1,8 @@
 """The edges: waiting at the gate, spawning that fails, exceptions that must come out as they were."""
 
-import os
-import signal
-from pathlib import Path
-
 import pytest
 import trio
+from expectations import GREEDY, LONG
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import (
@@ -18,14 +15,11 @@ from trioengine import (
     SessionEnded,
     WorkerLost,
 )
-from trioengine.actors import ports
 from trioengine.core.lifecycle import Cause, Power
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.toy_model import IM_END
 
-GREEDY = SamplingParams(max_tokens=40)
-LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 ONE_SLOT = EngineConfig(model="toy", max_num_seqs=1, max_num_queued_reqs=0, max_num_batched_tokens=64)
 
 
@@ -154,7 +148,7 @@ async def test_drain_is_bounded_though_the_worker_hangs(autojump_clock):
 
 async def test_a_request_that_is_preparing_survives_a_restart_while_draining(autojump_clock, monkeypatch):
     """It was admitted before the drain: with `wait` it runs on the next incarnation."""
-    monkeypatch.setattr("trioengine.actors.session.THREAD_THRESHOLD", 0)
+    monkeypatch.setattr("trioengine.actors.admission.THREAD_THRESHOLD", 0)
     async with simulated_engine(thread_passes=8) as (engine, simulation), trio.open_nursery() as nursery:
         answers = []
 
@@ -237,33 +231,3 @@ async def test_parameters_of_another_type_are_refused(autojump_clock):
         with pytest.raises(RuntimeError, match="not entered"):
             await engine.open_session().generate("x").__aenter__()
         assert engine.statistics().received == 0
-
-
-def descriptors():
-    return sorted(path.name for path in Path("/proc/self/fd").iterdir())
-
-
-async def test_a_spawn_that_fails_half_way_leaves_nothing(monkeypatch):
-    """Out of descriptors at the pidfd: the process that was started is gone, and both pipes are closed."""
-    started = []
-
-    def no_pidfd(pid):
-        started.append(pid)
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(ports.os, "pidfd_open", no_pidfd)
-    before = descriptors()
-    with pytest.raises(WorkerLost, match="Too many open files"):
-        await ports.Ports().spawn_worker()
-    assert descriptors() == before
-    with pytest.raises(ProcessLookupError):
-        os.kill(started[0], 0)
-
-
-async def test_terminating_a_dead_leader_does_not_reap_it():
-    process = await ports.Ports().spawn_worker()
-    os.kill(process.pid, signal.SIGKILL)
-    await process.wait()
-    process.terminate()
-    os.kill(process.pid, 0)  # not reaped: the group can still be killed
-    assert process.reap() == -signal.SIGKILL

@@ -1,10 +1,12 @@
 """What is typed, and what comes of it: exit codes, errors of one line, options made from the configuration."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 
 import pytest
+import typer
 
 from trioengine import EngineConfig, ModelError, SamplingParams, WorkerLost, __version__
 from trioengine.cli import app as app_module
@@ -29,6 +31,8 @@ BAD = [
     (["serve", "--max-num-seqs", "0"], 2, "max_num_seqs"),
     (["serve", "--dtype", "float13"], 2, "dtype"),
     (["serve", "--host", "0.0.0.0"], 2, "--insecure"),
+    (["serve", "--host", "a..b", "--insecure"], 1, "cannot listen on a..b:8000"),
+    (["serve", "--max-connections", "0"], 2, "--max-connections"),
     (["generate"], 2, "prompt"),
     (["generate", " "], 2, "prompt is empty"),
     (["generate", "hi", "--temperature", "-1"], 2, "temperature"),
@@ -37,6 +41,7 @@ BAD = [
     (["generate", "hi", "--model", "/no/such/file.gguf"], 1, "/no/such/file.gguf"),
     (["chat", "no-such-model"], 1, "no-such-model"),
     (["pull", "no-such-model"], 1, "no-such-model"),
+    (["pull", ""], 1, "empty"),
     (["bench", "offline", "--requests", "0"], 2, "--requests"),
     (["bench", "offline", "no-such-model"], 1, "no-such-model"),
 ]
@@ -75,6 +80,21 @@ def test_every_field_is_an_option(capsys, arguments, sources):
         for field in dataclasses.fields(source):
             if field.name not in NOT_OPTIONS:
                 assert "--" + field.name.replace("_", "-") in shown
+
+
+def flags(command):
+    """The options of a command and of those below it; all but the ones that print and exit."""
+    for parameter in command.params:
+        if parameter.param_type_name == "option" and not parameter.is_eager:
+            yield parameter
+    for below in getattr(command, "commands", {}).values():
+        yield from flags(below)
+
+
+def test_every_flag_has_its_variable():
+    found = {parameter.opts[0]: parameter.envvar for parameter in flags(typer.main.get_command(app_module.app))}
+    assert {"--shutdown-timeout", "--json", "--repeat", "--model", "--max-tokens", "--block-size"} <= found.keys()
+    assert found == {flag: "TRIOENGINE_" + flag[2:].replace("-", "_").upper() for flag in found}
 
 
 class Seen(Exception):
@@ -151,3 +171,35 @@ sys.exit(",".join({"trio", "torch", "numpy", "rich", "tokenizers"} & sys.modules
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("prompt", "stdin"), [("-", b"caf\xe9"), (b"caf\xe9", b"")])
+def test_a_prompt_that_is_not_utf8(prompt, stdin):
+    command = [sys.executable, "-m", "trioengine.cli", "generate", prompt]
+    ended = subprocess.run(command, input=stdin, capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (2, b"")
+    assert ended.stderr == b"trioengine: error: prompt is not UTF-8\n"
+
+
+WITH_NOTHING_OPEN = """
+import os, subprocess, sys
+from trioengine.cli import _open_missing
+
+_open_missing()
+print("nothing reads this", file=sys.stderr, flush=True)
+assert sys.stdin.read() == ""
+child = [sys.executable, "-c", "import os; os.dup2(2, 1)"]  # as the worker does
+sys.exit(subprocess.run(child, stdin=subprocess.DEVNULL).returncode)
+"""
+
+
+@pytest.mark.parametrize("arguments", [["-m", "trioengine.cli", "--version"], ["-c", WITH_NOTHING_OPEN]])
+@pytest.mark.parametrize("closed", [(0, 1, 2), (0,), (1,), (2,)])
+def test_standard_descriptors_that_are_closed(arguments, closed):
+    def close():
+        for fd in closed:
+            os.close(fd)
+
+    command = [sys.executable, *arguments]
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, preexec_fn=close, timeout=60, check=False)
+    assert ended.returncode == 0

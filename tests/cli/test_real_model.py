@@ -1,11 +1,14 @@
 """The commands as processes of their own, on the default model."""
 
+import fcntl
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import termios
+import time
 from contextlib import contextmanager
 
 import trio
@@ -51,6 +54,14 @@ def test_one_answer(smollm2):
     assert answer["usage"]["completion_tokens"] == len(answer["token_ids"])
 
 
+def test_an_answer_without_a_stderr(smollm2):
+    generate = [*COMMAND, "generate", "What is the capital of France?", "--max-tokens", "16", "--temperature", "0"]
+    command = ["sh", "-c", 'exec "$@" 2>&-', "sh", *generate, "--model", str(smollm2)]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=PATIENCE, check=False)
+    assert printed.returncode == 0
+    assert "Paris" in printed.stdout
+
+
 def test_a_reader_that_goes(smollm2):
     with started(
         "generate", "Tell me a story.", "--ignore-eos", stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -70,6 +81,33 @@ def test_an_interrupt(smollm2):
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 130
         assert process.stderr.read() == ""
+
+
+def num_unread(pipe):
+    """Bytes that its reader has not taken yet."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def test_an_interrupt_while_a_chat_waits_for_a_line(smollm2):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with started("chat", str(smollm2), "--max-tokens", "4", "--temperature", "0", **pipes) as process:
+        process.stdin.write("What is the capital of France?\n")
+        process.stdin.flush()
+        assert process.stdout.readline().endswith("\n")
+        process.stdin.write("half a line")
+        process.stdin.flush()
+        while num_unread(process.stdin):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 130
+        assert process.stderr.read() == ""
+
+
+def test_a_benchmark_longer_than_the_context(smollm2):
+    sizes = ["--prompt-len", "60", "--output-len", "5", "--max-model-len", "64"]
+    refused = ended("bench", "offline", str(smollm2), *sizes)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == "trioengine: error: --prompt-len 60 and --output-len 5: the context has 64 tokens\n"
 
 
 def test_bench_offline(smollm2):

@@ -311,6 +311,19 @@ def test_a_frame_over_the_limit_is_refused_before_anything_changes():
         pair.worker.next_message()
 
 
+def test_what_was_encoded_beforehand_is_sent_as_it_is():
+    """Encoding changes nothing; the order of messages is checked when it is sent."""
+    pair = Pair()
+    payload = pair.engine.encode(add_message())
+    with pytest.raises(LocalProtocolError):
+        pair.engine.send(add_message(), payload)
+    pair.down(AddSession(1))
+    frame = pair.engine.send(add_message(), payload)
+    assert frame == LENGTH.pack(len(payload)) + payload
+    pair.worker.receive_data(frame)
+    assert pair.worker.next_message() == add_message()
+
+
 def test_a_long_context_has_longer_frames():
     pair = Pair(max_model_len=MIN_FRAME_LIMIT)
     pair.down(AddSession(1))

@@ -1,6 +1,10 @@
 """The errors carry what a caller decides by."""
 
-from trioengine import EngineOverloaded, RequestRejected, SessionEnded, WorkerLost
+from copy import copy
+
+import pytest
+
+from trioengine import EngineError, EngineOverloaded, RequestRejected, SessionEnded, WorkerLost
 
 
 def test_errors_carry_their_fields():
@@ -11,3 +15,25 @@ def test_errors_carry_their_fields():
     assert SessionEnded("over", cause="client").cause == "client"
     lost = WorkerLost("gone", exit_code=-9, traceback="Traceback")
     assert (lost.exit_code, lost.traceback) == (-9, "Traceback")
+
+
+@pytest.mark.parametrize("cause", [None, KeyError("why")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        EngineError("plain"),
+        EngineOverloaded("full", code="queue", retry_after=2.0),
+        RequestRejected("invalid_value", "no", param="prompt"),
+        SessionEnded("over", cause="client"),
+        WorkerLost("gone", exit_code=-9, traceback="Traceback"),
+    ],
+)
+def test_a_copy_is_the_same_error_that_was_not_raised(error, cause):
+    with pytest.raises(type(error)) as caught:
+        raise error from cause
+    twin = copy(caught.value)
+    assert (type(twin), str(twin), vars(twin), twin.args) == (type(error), str(error), vars(error), error.args)
+    assert twin is not error
+    assert twin.__traceback__ is None
+    assert twin.__cause__ is cause
+    assert error.__traceback__ is not None

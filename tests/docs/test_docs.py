@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import os
 import re
 from pathlib import Path
 
@@ -49,6 +50,35 @@ def test_the_asyncio_example_runs(config):
     (function,) = (value for name, value in examples("asyncio.md").items() if name == "ask_from_asyncio")
     completion = asyncio.run(function(config, "What is the capital of France?"))
     assert "Paris" in completion.text
+
+
+def children():
+    """The processes of which this one is the parent."""
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+@pytest.mark.parametrize("wait_for_the_worker", [False, True])
+def test_the_asyncio_example_is_cancelled(config, wait_for_the_worker):
+    """However far it is; trio has then ended, and the worker with it."""
+    ask_from_asyncio = examples("asyncio.md")["ask_from_asyncio"]
+    before = children()
+    complaints = []
+
+    async def main():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+        task = asyncio.create_task(ask_from_asyncio(config, "What is the capital of France?"))
+        await asyncio.sleep(0)
+        while wait_for_the_worker and children() == before:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert children() == before
+        with pytest.raises(RuntimeError):  # no trio is running
+            trio.lowlevel.current_trio_token()
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+    assert complaints == []
 
 
 @pytest.mark.parametrize("page", ["README.md", *sorted(path.name for path in DOCS.glob("*.md"))])

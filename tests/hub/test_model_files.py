@@ -111,6 +111,10 @@ def test_the_end_tokens(tmp_path, changes, expected):
         ({"llama.context_length": 0.5}, "llama.context_length must be a positive integer, got 0.5"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model is 'bert', which is not supported"),
         ({"tokenizer.ggml.pre": "other"}, "tokenizer.ggml.pre is 'other', which is not supported"),
+        ({"tokenizer.ggml.pre": ["gpt-2"]}, "tokenizer.ggml.pre is ['gpt-2'], which is not supported"),
+        ({"tokenizer.ggml.pre": "x" * 9999}, "tokenizer.ggml.pre is 'xxx"),
+        ({"tokenizer.ggml.model": "x" * 9999}, "tokenizer.ggml.model is 'xxx"),
+        ({"general.architecture": "x" * 9999}, "xxx"),
         ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens is missing"),
         ({"tokenizer.ggml.merges": ["ab"]}, "tokenizer.ggml.merges has "),
         ({"tokenizer.ggml.token_type": 3}, "tokenizer.ggml.token_type is no list"),
@@ -118,12 +122,16 @@ def test_the_end_tokens(tmp_path, changes, expected):
         ({"tokenizer.ggml.eos_token_id": "</s>"}, "tokenizer.ggml.eos_token_id must be a token id below 7"),
         ({"tokenizer.chat_template": 3}, "tokenizer.chat_template is no string"),
         ({"tokenizer.chat_template": "{% if"}, "the chat template does not compile"),
+        ({"tokenizer.chat_template": "{{ " + "(" * 3000 + ")" * 3000 + " }}"}, "the chat template does not compile"),
+        ({"tokenizer.chat_template": "{{ " + "-" * 5000 + "1 }}"}, "the chat template does not compile"),
+        ({"tokenizer.chat_template": "{% include " + "x" * 9999}, "the chat template does not compile"),
     ],
 )
 def test_a_bad_gguf_key_is_named(tmp_path, changes, message):
     with pytest.raises(ModelError) as caught:
         gguf_model(tmp_path, changes)
     assert str(caught.value).startswith(f"{tmp_path / 'some.gguf'}: {message}")
+    assert len(str(caught.value)) < 300 + len(str(tmp_path))
 
 
 def test_an_embedding_smaller_than_the_vocabulary(tmp_path):
@@ -147,10 +155,16 @@ def test_files_that_are_no_gguf(tmp_path):
 
 CONFIG = {"model_type": "llama", "max_position_embeddings": 64, "vocab_size": 8, "eos_token_id": 2}
 FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+
+
+def model_of(vocab):
+    return {"type": "BPE", "vocab": vocab, "merges": []}
+
+
 TOKENIZER = {
     "version": "1.0",
     "added_tokens": [{"id": 2, "content": "</s>", **FLAGS}, {"id": 3, "content": "<s>", **FLAGS}],
-    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "</s>": 2, "<s>": 3}, "merges": []},
+    "model": model_of({"a": 0, "b": 1, "</s>": 2, "<s>": 3}),
 }
 TOKENIZER_CONFIG = {
     "bos_token": {"content": "<s>", "lstrip": False},
@@ -270,6 +284,8 @@ def tokenizer_config(**fields):
         (INDEX, {"weight_map": ["a"]}, "weight_map must be an object of file names"),
         (INDEX, {"weight_map": {"a": 3}}, "weight_map must be an object of file names"),
         (INDEX, {"weight_map": {"a": "none.safetensors"}}, "weight_map names none.safetensors, which is not there"),
+        (INDEX, {"weight_map": {"a": "x" * 9999}}, "weight_map names xxx"),
+        ("model.safetensors", struct.pack("<Q", 9999) + b'{"' + b"x" * 9993 + b'":3}', "tensor xxx"),
     ],
 )
 def test_a_bad_file_of_a_directory_is_named(directory, name, content, message):
@@ -278,6 +294,20 @@ def test_a_bad_file_of_a_directory_is_named(directory, name, content, message):
         read_model(directory)
     assert str(caught.value).startswith(f"{directory / name}: {message}")
     assert len(str(caught.value)) < 300 + len(str(directory))
+
+
+def test_a_tokenizer_larger_than_the_model(directory):
+    """Ids need not be without holes: the largest counts. So the fallback for the end token is within, too."""
+    special = {"id": 8, "content": "</s>", **FLAGS}
+    vocab = {"a": 0, "b": 1, "</s>": 8}
+    write(directory, "tokenizer.json", {**TOKENIZER, "added_tokens": [special], "model": model_of(vocab)})
+    write(directory, "config.json", config(eos_token_id=None, vocab_size=9))
+    assert read_model(directory).eos_token_ids == (8,)
+    write(directory, "config.json", config(eos_token_id=None))
+    with pytest.raises(ModelError) as caught:
+        read_model(directory)
+    files = directory / "tokenizer.json", directory / "config.json"
+    assert str(caught.value) == f"{files[0]}: token 8 is beyond the vocab_size 8 of {files[1]}"
 
 
 def test_a_directory_without_a_config_or_weights(directory):

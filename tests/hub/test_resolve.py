@@ -57,7 +57,7 @@ def test_files_and_directories(tmp_path, monkeypatch):
         ("a" * 5000, "File name too long"),
         ("gpt5", r"unknown model 'gpt5': MODEL may be a known name \(smollm2-135m-instruct\), a \.gguf file"),
         ("a/b/c", "unknown model"),
-        ("", "unknown model|no config.json"),
+        ("", "the model's name is empty"),
         ("\0", "unknown model"),
     ],
 )

@@ -53,10 +53,10 @@ class Client:
 class Clients:
     """A server, and ways to reach it."""
 
-    def __init__(self, engine, simulation, nursery):
+    def __init__(self, engine, simulation, nursery, **options):
         self.engine = engine
         self.simulation = simulation
-        self.server = Server(engine, model_name="toy")
+        self.server = Server(engine, model_name="toy", **options)
         self._nursery = nursery
         self._num_open = 0
         self._closed = trio.Event()

@@ -5,12 +5,12 @@ import re
 
 import pytest
 import trio
-from clients import status_and_body
+from clients import Clients, status_and_body
 from trio.testing import lockstep_stream_pair, memory_stream_pair, wait_all_tasks_blocked
 from trio_websocket import ConnectionClosed
 
 from trioengine.core.lifecycle import Cause
-from trioengine.testing import toy_answer
+from trioengine.testing import simulated_engine, toy_answer
 
 LONG = {"temperature": 0, "max_output_tokens": 400, "ignore_eos": True}
 HANDSHAKE = (
@@ -23,8 +23,11 @@ MASK = b"\0\0\0\0"
 def frame(payload, opcode=1):
     """A WebSocket frame from a client; the mask changes nothing."""
     length = len(payload)
-    head = bytes([0x80 | opcode, 0x80 | length]) if length < 126 else bytes([0x80 | opcode, 0xFE]) + length.to_bytes(2)
-    return head + MASK + payload
+    if length < 126:
+        size = bytes([0x80 | length])
+    else:
+        size = b"\xfe" + length.to_bytes(2) if length < 1 << 16 else b"\xff" + length.to_bytes(8)
+    return bytes([0x80 | opcode]) + size + MASK + payload
 
 
 def event(name, **fields):
@@ -92,7 +95,7 @@ async def test_a_clean_close_in_the_middle_of_a_response(autojump_clock, clients
 
 async def test_the_cause_is_the_disconnect(autojump_clock, clients):
     stream = await streaming(clients)
-    (session,) = clients.engine._sessions.values()
+    (session,) = clients.engine._sessions
     generation = session.generation
     await stream.aclose()
     await nobody_is_left(clients)
@@ -145,22 +148,29 @@ async def test_a_slow_reader_costs_one_merged_delta(autojump_clock, clients):
     await stream.aclose()
 
 
-async def test_more_than_64_unhandled_events(autojump_clock, clients):
+LARGE = event(
+    "conversation.item.create",
+    item={"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x" * 60_000}]},
+)
+HUGE = event("conversation.item.retrieve", item_id="x" * ((1 << 20) - 60))
+FLOODS = [
+    (event("conversation.item.retrieve", item_id="x" * 80) * 65, b"more than 64 unhandled events"),
+    (HUGE * 9, b"more than 8388608 characters of unhandled events"),
+]
+
+
+@pytest.mark.parametrize(("flood", "reason"), FLOODS, ids=["events", "characters"])
+async def test_too_much_that_is_unhandled(autojump_clock, clients, flood, reason):
     """Nothing is read of what they cause, so they pile up: the connection is closed with 1008, as a client can see."""
     stream = clients.stream(*lockstep_stream_pair())
     await stream.send_all(HANDSHAKE)
     await read_until(stream, b"session.created")
-    retrieve = event("conversation.item.retrieve", item_id="x" * 80)
-    say = event(
-        "conversation.item.create",
-        item={"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x" * 60_000}]},
-    )
-    await stream.send_all(say + say + retrieve * 65)
+    await stream.send_all(LARGE + LARGE + flood)
     await wait_all_tasks_blocked()
     data = await read_until(stream, b"\x88")
-    while b"more than 64 unhandled events" not in data:
+    while reason not in data:
         data += await stream.receive_some()
-    assert (1008).to_bytes(2) + b"more than 64 unhandled events" in data
+    assert (1008).to_bytes(2) + reason in data
     await stream.aclose()
 
 
@@ -221,12 +231,35 @@ async def test_a_bug_in_one_connection_stays_there(autojump_clock, clients, monk
         assert (await other.ask("hello", temperature=0))["status"] == "completed"
 
 
+async def test_more_connections_than_the_server_takes(autojump_clock):
+    """The one too many is told so, whatever it asks for; when another has gone, there is room."""
+    async with simulated_engine() as (engine, simulation), trio.open_nursery() as nursery:
+        clients = Clients(engine, simulation, nursery, max_connections=2)
+        health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        async with clients.realtime() as client:
+            idle = clients.stream()
+            await idle.send_all(health)
+            assert (await idle.receive_some()).startswith(b"HTTP/1.1 200 ")
+            for asked in (health, HANDSHAKE, b""):
+                answer = await clients.http(asked)
+                status, body = status_and_body(answer)
+                assert (status, body["error"]["code"]) == (503, "too_many_connections")
+                assert b"retry-after: 1\r\n" in answer
+            await idle.aclose()
+            assert (await client.ask("hello", temperature=0))["status"] == "completed"
+            assert status_and_body(await clients.http(health))[0] == 200
+        clients.server.front_door.close_idle()
+
+
 REFUSED = [
     (b"/v1/realtime?model=other", b"", 404, "model_not_found"),
     (b"/v1/realtime?resume=10", b"", 400, "unsupported_parameter"),
     (b"/v1/nothing", b"", 404, "not_found"),
     (b"/v1/realtime", b"Origin: https://example.com\r\n", 403, "forbidden"),
     (b"/v1/realtime", b"Origin: null\r\n", 403, "forbidden"),
+    (b"/v1/realtime", b"Sec-WebSocket-Protocol: a,,;\xff\r\n", 400, "bad_request"),
+    (b"/v1/realtime", b"Sec-WebSocket-Extensions: \xff\r\n", 400, "bad_request"),
+    (b"/v1/realtime", b"Connection: \xff\r\n", 400, "bad_request"),
 ]
 
 

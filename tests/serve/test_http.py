@@ -60,6 +60,24 @@ async def test_head_has_no_body(autojump_clock, clients):
     assert data.endswith(b"\r\n\r\n")
 
 
+HEADS = [
+    (request("/health", "HEAD", host="example.com"), 403),
+    (request("/v1/realtime", "HEAD", more="Connection: close\r\n"), 426),
+    (request("/v1/realtime", "HEAD", more="Upgrade: websocket\r\nConnection: upgrade\r\n"), 426),
+    (request("/health", "HEAD", more="X: " + "x" * (32 << 10) + "\r\n"), 431),
+    (request("/health", "HEAD", body=b"x" * ((4 << 20) + 1)), 413),
+]
+
+
+@pytest.mark.parametrize(("data", "status"), HEADS, ids=range(len(HEADS)))
+async def test_a_head_that_is_refused_has_no_body_either(autojump_clock, clients, caplog, data, status):
+    answer = await clients.http(data)
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert b"connection: close" in answer.lower()
+    assert answer.endswith(b"\r\n\r\n")
+    assert not caplog.records
+
+
 async def test_the_websocket_route_without_an_upgrade(autojump_clock, clients):
     data = await clients.http(request("/v1/realtime"))
     assert status_and_body(data)[0] == 426

@@ -1,7 +1,5 @@
 """Conversations over the Realtime protocol, with a real WebSocket client, on the simulated engine."""
 
-import json
-
 import pytest
 import trio
 
@@ -183,6 +181,7 @@ async def test_items_are_inserted_and_deleted(autojump_clock, clients):
         assert text_of(response) == reference(clients, [user("zero"), user("last")])
 
 
+BIAS = "response.logit_bias"
 BAD_EVENTS = [
     ("{", "invalid_json", None),
     ("[" * 100_000, "invalid_json", None),
@@ -215,7 +214,10 @@ BAD_EVENTS = [
         "invalid_value",
         "response.max_output_tokens",
     ),
-    ('{"type": "response.create", "response": {"logit_bias": {"x": 1}}}', "invalid_value", "response.logit_bias"),
+    *(
+        (f'{{"type": "response.create", "response": {{"logit_bias": {{"{key}": 1}}}}}}', "invalid_value", BIAS)
+        for key in ("x", "", "1_0", "٥", "５", " 7 ", "+7", "-1", "07", "9" * 5000)
+    ),
     ('{"type": "response.create", "response": {"metadata": {"x": 1}}}', "invalid_value", "response.metadata"),
     ('{"type": "session.update"}', "missing_parameter", "session"),
     ('{"type": "session.update", "session": {"model": "other"}}', "unsupported_parameter", "session.model"),
@@ -277,6 +279,33 @@ async def test_a_prompt_beyond_the_context_fails_alone(autojump_clock, clients):
         assert (await client.ask("hello", **GREEDY))["status"] == "completed"
 
 
+async def test_a_conversation_beyond_the_context_is_refused_before_it_is_taken_over(autojump_clock, clients):
+    """By its length alone: what the engine's session holds stays, for the conversation that it still fits."""
+    async with clients.realtime() as client:
+        first = await client.ask("hello", **GREEDY)
+        (session,) = clients.engine._sessions.values()
+        item = {
+            "id": "long",
+            "type": "message",
+            "role": "user",
+            "content": [{"type": "input_text", "text": "x" * 9999}],
+        }
+        await client.send("conversation.item.create", previous_item_id="root", item=item)
+        refused = await client.respond(**GREEDY)
+        assert refused["status_details"]["error"]["code"] == "context_length_exceeded"
+        assert session.history == [user("hello"), assistant(text_of(first))]
+        await client.send("conversation.item.delete", item_id="long")
+        second = await client.ask("and then?", **GREEDY)
+        messages = [user("hello"), assistant(text_of(first)), user("and then?")]
+        assert text_of(second) == reference(clients, messages)
+
+
+async def test_logit_bias_by_token_ids(autojump_clock, clients):
+    async with clients.realtime() as client:
+        response = await client.ask("hello", logit_bias={"0": 1, "258": -1}, **GREEDY)
+        assert response["status"] != "failed"
+
+
 async def test_the_death_of_the_worker_fails_the_response_and_the_conversation_goes_on(autojump_clock, clients):
     async with clients.realtime() as client:
         first = await client.ask("hello", **GREEDY)
@@ -321,4 +350,4 @@ async def test_sessions_are_apart(autojump_clock, clients):
 async def test_the_model_may_be_named(autojump_clock, clients):
     async with clients.realtime(path="/v1/realtime?model=toy", subprotocols=["realtime", "x"]) as client:
         assert client.websocket.subprotocol == "realtime"
-        assert json.dumps(client.events[0])
+        assert client.events[0]["session"]["model"] == "toy"

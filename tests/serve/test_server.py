@@ -18,10 +18,11 @@ from trio_websocket import ConnectionClosed, wrap_client_stream
 from trioengine import EngineConfig, EngineError, InvalidConfig, WorkerLost
 from trioengine.actors.engine import open_unwrapped_nursery
 from trioengine.core.messages import Fatal
-from trioengine.serve import serve
+from trioengine.serve import Server, serve
+from trioengine.serve.server import address
 from trioengine.serve.signals import obey_signals
 from trioengine.serve.sockets import guard
-from trioengine.testing import Simulation
+from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 
 QUICK = Behaviour(load_time=0, step_time=0.001)
@@ -169,7 +170,6 @@ STUBBORN = """
 import trio
 import trio.testing
 from trioengine.serve.signals import obey_signals
-from trioengine.serve.sockets import guard
 
 class Stubborn:
     async def drain(self, timeout):
@@ -185,7 +185,6 @@ async def main():
         await trio.testing.wait_all_tasks_blocked()
         print("ready", flush=True)
 
-import trio.testing
 trio.run(main)
 """
 
@@ -220,6 +219,33 @@ async def test_a_port_that_is_taken():
     async with listener:
         with pytest.raises(EngineError, match=r"cannot listen on 127\.0\.0\.1:\d+: .*in use"):
             await serve(CONFIG, "127.0.0.1", listener.socket.getsockname()[1])
+
+
+async def test_a_host_that_can_be_no_name():
+    with pytest.raises(EngineError, match=r"cannot listen on a\.\.b:0: .*label"):
+        await serve(CONFIG, "a..b", 0, insecure=True)
+
+
+async def test_a_server_that_cannot_be_made_holds_no_port():
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    port = listener.socket.getsockname()[1]
+    await listener.aclose()
+    with pytest.raises(AttributeError):
+        await serve("no configuration", "127.0.0.1", port)
+    (listener,) = await trio.open_tcp_listeners(port, host="127.0.0.1")
+    await listener.aclose()
+
+
+async def test_every_address_is_told(autojump_clock):
+    async with simulated_engine() as (engine, _), trio.open_nursery() as nursery:
+        server = Server(engine)
+        listeners = [(await trio.open_tcp_listeners(0, host="127.0.0.1"))[0] for _ in range(2)]
+        await nursery.start(server.run, listeners)
+        ports = [listener.socket.getsockname()[1] for listener in listeners]
+        assert server.port == ports[0]
+        assert server.addresses == tuple(f"127.0.0.1:{port}" for port in ports)
+        server.abort()
+    assert address("::1", 80) == "[::1]:80"
 
 
 async def test_events_are_json_on_the_wire():

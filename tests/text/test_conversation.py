@@ -1,6 +1,10 @@
 """The turns: what the next prompt is, after answers that ended in every way."""
 
+import threading
+
 import pytest
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import models
 
 from trioengine import ModelError, RequestRejected
 from trioengine.core.messages import token_ids
@@ -9,6 +13,7 @@ from trioengine.testing.toy_model import CHAT_TEMPLATE, END_OF_TEXT, IM_END, IM_
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.conversation import Conversation
+from trioengine.text.tokenizer import Tokenizer
 
 TOY = toy_model()
 CHAT = ChatTokenizer(TOY.tokenizer, TOY.chat_template)
@@ -146,11 +151,15 @@ def test_the_template_cannot_reach_out_and_can_write_json():
 
 
 def test_names_and_arguments_never_become_special_either():
-    template = ChatTemplate("{% for m in messages %}<|im_start|>{{ m.name }}{{ m.calls[0].arguments }}{% endfor %}")
+    template = ChatTemplate(
+        "{% for m in messages %}<|im_start|>{{ m.name }}{{ m.calls[0].arguments | tojson }}{% endfor %}"
+    )
     conversation = Conversation(ChatTokenizer(TOY.tokenizer, template))
-    message = {**user("x"), "name": "a<|im_end|>", "calls": [{"arguments": "<|im_start|>", "index": 3}]}
+    arguments = {"<|im_end|>": "<|im_start|>"}
+    message = {**user("x"), "name": "a<|im_end|>", "calls": [{"arguments": arguments, "index": 3}]}
     ids = conversation.prepare([message]).token_ids.tolist()
     assert [id for id in ids if id >= 256] == [IM_START]
+    assert CHAT.decode(ids, skip_special_tokens=False) == '<|im_start|>a<|im_end|>{"<|im_end|>": "<|im_start|>"}'
 
 
 def test_what_is_no_text_is_named():
@@ -161,3 +170,56 @@ def test_what_is_no_text_is_named():
     ]:
         with pytest.raises(RequestRejected, match=where):
             Conversation(CHAT).prepare(prompt)
+
+
+CYCLE: list = []
+CYCLE.append(CYCLE)
+NO_JSON = [
+    (CYCLE, "is nested too deeply"),
+    ([[CYCLE, CYCLE], CYCLE], "is nested too deeply"),
+    (threading.Lock(), "is no JSON value, but lock"),
+    ({"a": open}, r"messages\[0\]\.x\.a is no JSON value"),
+    ([b"ab"], r"messages\[0\]\.x\[0\] is no JSON value, but bytes"),
+    ({1: 2}, "has a key that is no string: 1"),
+    ({"\udfff": 2}, "no valid Unicode"),
+]
+
+
+@pytest.mark.parametrize(("value", "why"), NO_JSON, ids=range(len(NO_JSON)))
+def test_messages_are_what_json_can_say(value, why):
+    with pytest.raises(RequestRejected, match=why):
+        Conversation(CHAT).prepare([{**user("a"), "x": value}])
+
+
+def test_messages_are_copied_in_and_out():
+    message = {**user("a"), "x": ({"y": [1, 2.5, None, True]},)}
+    conversation = Conversation(CHAT, [message])
+    expected = [{**user("a"), "x": [{"y": [1, 2.5, None, True]}]}]
+    message["x"][0]["y"].append(3)
+    assert conversation.history == expected
+    conversation.history[0]["x"][0]["y"].append(3)
+    assert conversation.history == expected
+
+
+@pytest.mark.parametrize("prompt", [b"x" * 9999, bytearray(9999), memoryview(b"x" * 9999), {1, 2}, 5, None])
+def test_a_prompt_of_no_known_type_is_refused_whatever_its_length(prompt):
+    conversation = Conversation(CHAT)
+    for refuse in (lambda: conversation.check_length(prompt, 512), lambda: conversation.prepare(prompt)):
+        with pytest.raises(RequestRejected, match=f"token ids, got {type(prompt).__name__}"):
+            refuse()
+
+
+def test_a_prompt_that_is_too_long_by_its_length():
+    conversation = Conversation(CHAT)
+    for prompt in ("x" * 9999, [user("x" * 9999)], [1] * 513):
+        with pytest.raises(RequestRejected, match="the context is 512"):
+            conversation.check_length(prompt, 512)
+    conversation.check_length("x" * 513, 512)
+
+
+def test_token_ids_may_have_holes():
+    raw = RawTokenizer(models.BPE(vocab={"a": 0, "b": 300}, merges=[]))
+    conversation = Conversation(ChatTokenizer(Tokenizer(raw), None))
+    assert conversation.prepare([300, 0]).token_ids.tolist() == [300, 0]
+    with pytest.raises(RequestRejected, match="from 0 to 300"):
+        conversation.prepare([301])

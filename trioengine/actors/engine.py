@@ -5,24 +5,26 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import trio
 
+from trioengine.actors.auditor import Auditor
 from trioengine.actors.gate import Gate
-from trioengine.actors.generation import Completion, deadline_after
-from trioengine.actors.invariants import check_audit, check_books
+from trioengine.actors.generation import Completion, Generation, deadline_after
+from trioengine.actors.invariants import check_books
 from trioengine.actors.link import Link
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.ports import Ports
 from trioengine.actors.session import Session
+from trioengine.actors.sessions import Sessions
+from trioengine.actors.statistics import Statistics
 from trioengine.actors.supervisor import Supervisor
 from trioengine.core.config import EngineConfig
-from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvariantError, WorkerLost
+from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, WorkerLost
 from trioengine.core.lifecycle import Cause, Power, PowerEvent
 from trioengine.core.messages import (
-    Audit,
     Audited,
     Message,
     Ready,
@@ -37,28 +39,6 @@ from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.conversation import Prompt
 
 logger = logging.getLogger("trioengine")
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """The engine's counts. received = finished + aborted + failed + preparing + waiting + running, at all times."""
-
-    sessions: int
-    preparing: int
-    waiting: int
-    running: int
-    received: int
-    finished: int
-    aborted: int
-    failed: int
-    rejected: int
-    kv_blocks_total: int
-    kv_blocks_free: int
-    kv_blocks_cached: int
-    worker_sessions: int
-    worker_pid: int | None
-    incarnation: int
-    power: Power
 
 
 class Engine:
@@ -83,10 +63,10 @@ class Engine:
         self._model: ModelInfo | None = None
         self._tokenizer: ChatTokenizer | None = None
         self._limits: Ready | None = None
-        self._sessions: dict[int, Session] = {}  # every one whose slot is taken
+        self._sessions = Sessions()
         self._nursery: trio.Nursery | None = None
         self._closing = trio.Event()
-        self._audits: dict[int, _Audit] = {}
+        self._auditor = Auditor()
         self._worker_statistics: WorkerStatistics | None = None
 
     def __repr__(self) -> str:
@@ -115,7 +95,7 @@ class Engine:
                             self.gate.change_power(PowerEvent.CLOSE)
                         self._nursery.cancel_scope.cancel()
                 finally:
-                    self._end_sessions()
+                    self._sessions.end_all(Cause.SHUTDOWN)
                     self._supervisor.shut_down()
         except Exception as exc:
             self.gate.failure = exc
@@ -129,11 +109,6 @@ class Engine:
         except EngineError as exc:
             self.gate.failure = exc
             raise
-
-    def _end_sessions(self) -> None:
-        """No session outlives the engine, also one whose task never ran."""
-        for session in list(self._sessions.values()):
-            session.end(Cause.SHUTDOWN)
 
     def close(self) -> None:
         """End the engine: sessions are ended, requests in flight are aborted. Harmless when closed."""
@@ -165,23 +140,17 @@ class Engine:
         """One answer, in a session of its own. Errors, timeout and wait as in Session.generate."""
         deadline = deadline_after(timeout)
         session = Session(self, label=None, history=None, wait=wait, deadline=deadline)
-        async with session, session.generate_until(deadline, prompt, params, wait=wait) as generation:
+        generation = Generation(session, prompt, params, keep_partial=False, deadline=deadline, wait=wait)
+        async with session, generation:
             return await generation.result()
 
     def abort(self, request_id: int) -> bool:
         """Abort a request by its id; False if it is not in flight (it may have finished)."""
-        for session in self._sessions.values():
-            generation = session.generation
-            if generation is not None and generation.request_id == request_id:
-                session.abort_request(generation, Cause.CLIENT)
-                return True
-        return False
+        return self._sessions.abort(request_id, Cause.CLIENT)
 
     def abort_all(self, cause: Cause = Cause.ABORT_ALL) -> None:
         """Abort every request in flight, those in preparation, too. Sessions stay."""
-        for session in list(self._sessions.values()):
-            if session.generation is not None:
-                session.abort_request(session.generation, cause)
+        self._sessions.abort_all(cause)
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Admit nothing more, and wait for what is in flight; after `timeout` seconds abort the rest.
@@ -234,29 +203,14 @@ class Engine:
         Raises InvariantError with what does not balance, also when the worker does not answer within `timeout`
         seconds; EngineOverloaded while there is no worker; WorkerLost when it dies meanwhile.
         """
+        self.gate.check()
         check_books(self.gate.ledger, self._sessions)
         link = self.gate.link
         if self.gate.power is Power.CLOSED:
             raise EngineClosed("the engine is closed")
         if link is None:
             raise EngineOverloaded("there is no worker to ask", code=self.gate.power.value)
-        audit = _Audit(self.gate.mint(), link.connection.open_sessions, self._attached())
-        link.post(Audit(audit.id))
-        self._audits[audit.id] = audit
-        try:
-            with trio.move_on_after(timeout):
-                await audit.answered.wait()
-        finally:
-            self._audits.pop(audit.id, None)
-        if audit.lost is not None:
-            raise audit.lost
-        if audit.answer is None:
-            raise InvariantError(f"the worker did not answer an audit within {timeout:g} s")
-        check_audit(audit.answer, audit.expected, audit.attached)
-
-    def _attached(self) -> frozenset[int]:
-        """The sessions that were added and not told to end: frames are FIFO, so the worker holds just these."""
-        return frozenset(id for id, session in self._sessions.items() if session.attached and session.end_cause is None)
+        await self._auditor.audit(link, self.gate.mint(), self._sessions.attached, timeout)
 
     @property
     def model(self) -> ModelInfo:
@@ -283,14 +237,13 @@ class Engine:
 
     def adopt(self, session: Session) -> None:
         """A session was opened: its task begins."""
-        assert session.id is not None and self._nursery is not None, "sessions are admitted while the nursery is open"
-        self._sessions[session.id] = session
+        assert self._nursery is not None, "sessions are admitted while the nursery is open"
+        self._sessions.add(session)
         self._nursery.start_soon(session.run, name=f"session-{session.id}")
 
     def release(self, session: Session) -> None:
         """The worker has let go of a session: its slot is free."""
-        assert session.id is not None, "only an entered session is released"
-        del self._sessions[session.id]
+        self._sessions.remove(session)
         self.gate.free_session()
 
     def request_finished(self) -> None:
@@ -303,21 +256,18 @@ class Engine:
         self.gate.change_power(PowerEvent.READY)
 
     def on_message(self, message: Message) -> None:
-        """A frame of the worker; a bug in one session's handling ends that session alone."""
+        """A frame of the worker."""
         match message:
             case Tokens():
                 self._worker_statistics = message.statistics
-                for row in message.rows:
-                    self._tell(row.session, lambda session, row=row: session.on_row(row))  # type: ignore[misc]
+                self._sessions.on_tokens(message)
             case RequestFailed():
-                self._tell(message.session, lambda session: session.on_failed(message))
+                self._sessions.on_failed(message)
             case SessionEnded():
-                self._tell(message.session, lambda session: session.on_ended())
+                self._sessions.on_ended(message)
             case Audited():
                 self._take_blocks(message)
-                if (audit := self._audits.get(message.audit)) is not None:
-                    audit.answer = message
-                    audit.answered.set()
+                self._auditor.on_audited(message)
             case _:
                 raise AssertionError(f"nobody handles {type(message).__name__}")
 
@@ -329,13 +279,6 @@ class Engine:
                 kv_blocks_cached=message.kv_blocks_cached,
             )
 
-    def _tell(self, session_id: int, tell: Callable[[Session], None]) -> None:
-        session = self._sessions[session_id]
-        try:
-            tell(session)
-        except Exception as exc:
-            session.crash(exc)
-
     def on_worker_lost(self, error: EngineError) -> None:
         """The incarnation is dead and reaped: everything in flight on it is settled, in one step."""
         self.last_loss = error
@@ -343,30 +286,9 @@ class Engine:
         self._worker_statistics = None
         if self.gate.power is not Power.CLOSED:
             self.gate.change_power(PowerEvent.WORKER_LOST)
-        for session_id in list(self._sessions):
-            self._tell(session_id, lambda session: session.on_worker_lost(_copy(error)))
-        for audit in self._audits.values():
-            audit.lost = _copy(error)
-            audit.answered.set()
-
-
-@dataclass(slots=True)
-class _Audit:
-    """An AUDIT on its way: what must come back, as it was in the step that posted it."""
-
-    id: int
-    expected: frozenset[int]  # by the link's connection
-    attached: frozenset[int]  # by the sessions themselves
-    answered: trio.Event = field(default_factory=trio.Event)
-    answer: Audited | None = None
-    lost: EngineError | None = None
-
-
-def _copy(error: EngineError) -> WorkerLost:
-    """One error for each waiter: an exception that is raised in two tasks mixes their tracebacks."""
-    if isinstance(error, WorkerLost):
-        return WorkerLost(str(error), exit_code=error.exit_code, traceback=error.traceback)
-    return WorkerLost(str(error))
+        lost = error if isinstance(error, WorkerLost) else WorkerLost(str(error))
+        self._sessions.on_worker_lost(lost)
+        self._auditor.on_worker_lost(lost)
 
 
 @asynccontextmanager

@@ -1,7 +1,9 @@
 """The gate: what is admitted, and when. It owns the engine's state, the books and the ids.
 
 Admission is synchronous: check, count, mint, in one step. Who asked with `wait=True` waits here, without holding
-anything, and asks again when a slot is given back or the engine changes its state.
+anything, in a line for each kind of slot. A slot that is given back is handed to the first of its line in the same
+step; so no slot is free while somebody waits, and a newcomer, who finds none, cannot overtake: it lines up behind the
+others, or is refused with EngineOverloaded.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ from collections.abc import Callable
 import trio
 
 from trioengine.actors.link import Link
+from trioengine.actors.waiting_line import WaitingLine
 from trioengine.core.config import EngineConfig
-from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded
-from trioengine.core.ledger import Ledger
+from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvariantError
+from trioengine.core.ledger import Ledger, Stand
 from trioengine.core.lifecycle import Power, PowerEvent, next_power
+from trioengine.core.messages import FinishReason
 
 
 class Gate:
@@ -26,6 +30,9 @@ class Gate:
         self.retry_after = 1.0  # seconds; what a refused caller is told while the worker restarts
         self.failure: Exception | None = None  # why the engine closed by itself
         self.link: Link | None = None  # to the incarnation that is READY
+        self.sessions = WaitingLine()  # for a session slot
+        self.requests = WaitingLine()  # for a request slot
+        self.commits = WaitingLine()  # with a request slot, for a worker
         self._config = config
         self._changed = trio.Event()
         self._last_id = 0
@@ -35,62 +42,69 @@ class Gate:
         self._last_id += 1
         return self._last_id
 
+    # ---- changes: each serves whoever waited for it ---------------------------------------------------------------
+
     def change_power(self, event: PowerEvent) -> None:
         self.power = next_power(self.power, event)
-        self.notify()
-
-    def notify(self) -> None:
-        """Something changed that a waiting caller may have waited for."""
-        self._changed.set()
-        self._changed = trio.Event()
-
-    async def changed(self) -> None:
-        """Wait for the next change."""
-        await self._changed.wait()
-
-    def admit_session(self) -> int:
-        """Take a session slot and return the session's id. Raises EngineClosed or EngineOverloaded."""
-        self._check_open()
-        if self.power is Power.LOADING:
-            raise self._not_awake()
-        if self.ledger.sessions >= self._config.max_sessions:
-            raise EngineOverloaded(f"all {self._config.max_sessions} sessions are taken", code="sessions")
-        self.ledger.open_session()
-        return self.mint()
+        for line in (self.commits, self.sessions, self.requests):
+            line.serve()
+        self._notify()
 
     def free_session(self) -> None:
         """Give a session slot back."""
         self.ledger.free_session()
-        self.notify()
+        self.sessions.serve()
+        self._notify()
+
+    def settle(self, stand: Stand, finish_reason: FinishReason) -> None:
+        """Enter a request's outcome in the books, and give its slot back."""
+        self.ledger.settle(stand, finish_reason)
+        self.requests.serve()
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def changed(self) -> None:
+        """Wait until a slot is given back, or the power changes."""
+        await self._changed.wait()
+
+    # ---- admission ------------------------------------------------------------------------------------------------
+
+    async def admit(
+        self, line: WaitingLine, admission: Callable[[], object], *, wait: bool, deadline: float = float("inf")
+    ) -> None:
+        """Call `admission`; where it raises EngineOverloaded and `wait` is true, when its turn in `line` has come.
+
+        After the deadline it raises why it still cannot be admitted. Cancelled, nothing is taken.
+        """
+        try:
+            try:
+                admission()
+                return
+            except EngineOverloaded:
+                if not wait:
+                    raise
+            with trio.move_on_at(deadline):
+                await line.wait(admission)
+                return
+            admission()  # too late: raises the reason as it is now
+        except EngineError:
+            self.ledger.reject()
+            raise
+
+    def admit_session(self) -> int:
+        """Take a session slot and return the session's id. Raises EngineClosed or EngineOverloaded."""
+        self._check_session_slot()
+        self.ledger.open_session()
+        return self.mint()
 
     def admit_request(self) -> int:
         """Take a request slot and return the request's id. Raises EngineClosed or EngineOverloaded."""
-        self._check_open()
-        if self.power is not Power.AWAKE:
-            raise self._not_awake()
-        slots = self._config.max_num_seqs + self._config.max_num_queued_reqs
-        if self.ledger.in_flight >= slots:
-            raise EngineOverloaded(f"all {slots} request slots are taken", code="queue")
+        self._check_request_slot()
         self.ledger.receive()
         return self.mint()
-
-    async def admit(self, admission: Callable[[], int], *, wait: bool, deadline: float = float("inf")) -> int:
-        """Call `admission`; with `wait`, again after each change until the deadline, then raise what it raised last.
-
-        Cancelled, nothing is taken.
-        """
-        while True:
-            try:
-                return admission()
-            except EngineOverloaded:
-                if not wait or trio.current_time() >= deadline:
-                    self.ledger.reject()
-                    raise
-            except EngineError:
-                self.ledger.reject()
-                raise
-            with trio.move_on_at(deadline):
-                await self.changed()
 
     def committing_link(self) -> Link:
         """The link for a request that was admitted: a draining engine still runs it. Raises as `admit_request`."""
@@ -99,6 +113,34 @@ class Gate:
         if self.link is None:
             raise self._not_awake()
         return self.link
+
+    def check(self) -> None:
+        """Raise InvariantError unless the books balance, and nobody waits for a slot that is free."""
+        self.ledger.check()
+        for line, check_slot in ((self.sessions, self._check_session_slot), (self.requests, self._check_request_slot)):
+            try:
+                check_slot()
+            except EngineOverloaded:
+                continue
+            except EngineClosed:
+                pass
+            if len(line):
+                raise InvariantError(f"{len(line)} callers wait, though the first of them need not")
+
+    def _check_session_slot(self) -> None:
+        self._check_open()
+        if self.power is Power.LOADING:
+            raise self._not_awake()
+        if self.ledger.sessions >= self._config.max_sessions:
+            raise EngineOverloaded(f"all {self._config.max_sessions} sessions are taken", code="sessions")
+
+    def _check_request_slot(self) -> None:
+        self._check_open()
+        if self.power is not Power.AWAKE:
+            raise self._not_awake()
+        slots = self._config.max_num_seqs + self._config.max_num_queued_reqs
+        if self.ledger.in_flight >= slots:
+            raise EngineOverloaded(f"all {slots} request slots are taken", code="queue")
 
     def _not_awake(self) -> EngineOverloaded:
         return EngineOverloaded(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -84,14 +85,17 @@ class Generation:
         self,
         session: Session,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | None,
         *,
         keep_partial: bool,
         deadline: float,
         wait: bool,
     ) -> None:
+        if not (params is None or isinstance(params, SamplingParams)):
+            shown = type(params).__name__
+            raise RequestRejected("invalid_value", f"params must be SamplingParams, got {shown}", param="params")
         self.prompt: Prompt | None = prompt  # dropped once it is prepared
-        self.params = params
+        self.params = SamplingParams() if params is None else params
         self.keep_partial = keep_partial
         self.deadline = deadline
         self.wait = wait
@@ -133,7 +137,7 @@ class Generation:
         if self.outcome is None:
             raise RuntimeError("the generation has no outcome yet")
         if self.outcome.error is not None:
-            raise self.outcome.error
+            raise copy(self.outcome.error)
         answer = self.answer
         ids = tuple(answer.token_ids) if answer is not None else ()
         prompt_tokens = len(self.prepared.token_ids) if self.prepared is not None else 0
@@ -191,13 +195,13 @@ class Generation:
         if self._mailbox:
             return self._mailbox.take(with_logprobs=self.params.logprobs is not None)
         if self.outcome is not None and self.outcome.error is not None:
-            raise self.outcome.error
+            raise copy(self.outcome.error)
         raise StopAsyncIteration
 
     # ---- what the session tells it; synchronous ---------------------------------------------------------------
 
-    def receive(self, row: TokensRow) -> bool:
-        """Take a row's tokens into the answer; True if they completed a stop string."""
+    def receive(self, row: TokensRow) -> Outcome | None:
+        """Take a row's tokens into the answer. The outcome, if it is the last row, or completes a stop string."""
         answer = self.answer
         assert answer is not None, "rows come after the commit"
         if row.finish_reason is None:
@@ -210,10 +214,19 @@ class Generation:
             self._mailbox.logprobs.extend(row.logprobs[: delta.num_tokens])
             self._logprobs.extend(row.logprobs[: delta.num_tokens])
         self._news.set()
-        return delta.stopped
+        if delta.stopped:
+            return Outcome(FinishReason.STOP)
+        if row.finish_reason is FinishReason.ABORT:
+            return Outcome(FinishReason.ABORT, self.abort_cause)
+        return Outcome(row.finish_reason) if row.finish_reason is not None else None
 
     def decide(self, outcome: Outcome) -> None:
         """The first outcome is the outcome."""
         if self.outcome is None:
             self.outcome = outcome
         self._news.set()
+
+    def settle(self) -> None:
+        """The worker is done with the request, or will never hear of it."""
+        self.entering.cancel()
+        self.settled.set()

@@ -27,14 +27,17 @@ class Link:
         self._outbox: list[bytes] = []
         self._posted = trio.Event()
 
-    def post(self, message: Message) -> None:
-        """Queue a message. Raises LocalProtocolError, FrameTooLarge among them, and changes nothing then."""
-        self._outbox.append(self.connection.send(message))
+    def post(self, message: Message, payload: bytes | None = None) -> None:
+        """Queue a message. Raises LocalProtocolError, FrameTooLarge among them, and changes nothing then.
+
+        `payload` is what `encode` gave for it; who asked that first meets no FrameTooLarge here.
+        """
+        self._outbox.append(self.connection.send(message, payload))
         self._posted.set()
 
-    def check_size(self, message: AddMessage) -> None:
-        """Raise FrameTooLarge if `post` would, whatever the order of messages says."""
-        self.connection.check_size(message)
+    def encode(self, message: AddMessage) -> bytes:
+        """Raises FrameTooLarge if `post` would, whatever the order of messages says."""
+        return self.connection.encode(message)
 
     async def write(self) -> None:
         """Service: write what is posted, until cancelled or the worker no longer reads."""

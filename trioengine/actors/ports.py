@@ -51,8 +51,11 @@ class WorkerProcess(Protocol):
         """End it and all its children at once (SIGKILL to the process group). Harmless when it is dead."""
         ...
 
-    def reap(self) -> int:
-        """Kill what is left, collect the exit status and give every descriptor back. Only after `wait`, or `kill`."""
+    def reap(self) -> int | None:
+        """Kill what is left, give every descriptor back, and return the exit status; harmless when repeated.
+
+        It does not block: None if the process, though killed, is not dead yet; so call it after `wait`.
+        """
         ...
 
 
@@ -78,32 +81,34 @@ class LocalWorkerProcess:
             self.send_stream = trio.lowlevel.FdStream(ours_out)
             self.receive_stream = trio.lowlevel.FdStream(ours_in)
             ours.pop_all()  # the streams' from here on
+        self._descriptors = ExitStack()
+        self._descriptors.callback(os.close, self._pidfd)
+        self._descriptors.callback(trio.lowlevel.notify_closing, self._pidfd)
+        self._descriptors.callback(self.send_stream.close)
+        self._descriptors.callback(self.receive_stream.close)
 
     def _discard(self) -> None:
         """The process was started, and something after that failed."""
         self.kill()
-        self._process.wait()
+        self._process.wait()  # blocks, but not for long: it has only begun to start Python
 
     async def wait(self) -> None:
         await trio.lowlevel.wait_readable(self._pidfd)
 
     def terminate(self) -> None:
-        with suppress(ProcessLookupError):  # by the pidfd: Popen.send_signal would reap a dead leader
-            signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
+        if self._process.returncode is None:  # not reaped: its id, and its group's, cannot belong to anyone else
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)  # Popen.send_signal would reap a dead leader
 
     def kill(self) -> None:
-        if self._process.returncode is None:  # not reaped: the group's id cannot belong to anyone else
+        if self._process.returncode is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    def reap(self) -> int:
+    def reap(self) -> int | None:
         self.kill()
-        exit_code = self._process.wait()
-        trio.lowlevel.notify_closing(self._pidfd)
-        os.close(self._pidfd)
-        _close_now(self.send_stream)
-        _close_now(self.receive_stream)
-        return exit_code
+        self._descriptors.close()
+        return self._process.poll()
 
 
 def _pipe(reader: ExitStack, writer: ExitStack) -> tuple[int, int]:
@@ -128,11 +133,6 @@ def _environment() -> dict[str, str]:
         return dict(os.environ)
     path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
     return os.environ | {"PYTHONPATH": path}
-
-
-def _close_now(stream: trio.lowlevel.FdStream) -> None:
-    """FdStream.aclose() closes at once and then checkpoints; only the first half can be had in a dying scope."""
-    stream._fd_holder.close()
 
 
 async def _spawn_worker() -> WorkerProcess:

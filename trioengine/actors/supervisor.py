@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("trioengine")
 LAST_FRAMES_TIMEOUT = 0.2  # seconds, from the worker's death
 TERMINATE_TIMEOUT = 1.0  # seconds from SIGTERM to SIGKILL, within the shutdown's deadline
+KILL_TIMEOUT = 1.0  # seconds from SIGKILL to giving it up, beyond that deadline; the kernel may delay a death
 
 
 class Incarnation:
@@ -45,16 +46,22 @@ class Incarnation:
 
     async def run(self, config: WorkerConfig) -> None:
         """Run the process to its death; cancelled, it is killed. What was in flight is the caller's to settle."""
-        self.link.post(Configure(config))
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.link.write)
-            nursery.start_soon(self._read)
-            nursery.start_soon(self._watch)
-            await self.process.wait()
-            self._dead.set()
-            with trio.move_on_after(LAST_FRAMES_TIMEOUT):
-                await self._end_of_stream.wait()
-            nursery.cancel_scope.cancel()
+        try:
+            self.link.post(Configure(config))
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self.link.write)
+                nursery.start_soon(self._read)
+                nursery.start_soon(self._watch)
+                await self.process.wait()
+                self._dead.set()
+                with trio.move_on_after(LAST_FRAMES_TIMEOUT):
+                    await self._end_of_stream.wait()
+                nursery.cancel_scope.cancel()
+        finally:
+            if not self._dead.is_set():
+                self.process.kill()
+                with trio.move_on_after(KILL_TIMEOUT, shield=True):
+                    await self.process.wait()
 
     def kill(self, reason: str) -> None:
         """End it; the first reason is the one that is told."""
@@ -205,7 +212,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _loss(incarnation: Incarnation, exit_code: int) -> EngineError:
+def _loss(incarnation: Incarnation, exit_code: int | None) -> EngineError:
     """Why the incarnation is gone: from inside it where it said so."""
     fatal = incarnation.fatal
     if fatal is not None and fatal.code == "model":
@@ -214,6 +221,8 @@ def _loss(incarnation: Incarnation, exit_code: int) -> EngineError:
         reason = fatal.message
     elif incarnation.reason is not None:
         reason = f"it was killed: {incarnation.reason}"
+    elif exit_code is None:
+        reason = "it was killed, and is not dead yet"
     elif exit_code < 0:
         reason = f"killed by {_signal_name(-exit_code)}"
     else:

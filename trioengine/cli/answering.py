@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import trio
 
@@ -11,32 +14,43 @@ from trioengine.actors.engine import open_engine
 from trioengine.actors.generation import Completion
 from trioengine.actors.session import Session
 from trioengine.cli.progress import download_bar
+from trioengine.cli.standard_input import STDIN, Lines
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import RequestRejected
 from trioengine.core.sampling_params import SamplingParams
 
 
 def print_answer(config: EngineConfig, prompt: str, params: SamplingParams, *, as_json: bool) -> None:
-    """Stream one answer to stdout, or print it as one JSON object."""
+    """Stream one answer to stdout, or print it as one JSON object. Raises RequestRejected for a bad prompt."""
     if not prompt.strip():
         raise RequestRejected("empty_prompt", "prompt is empty", param="prompt")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as exc:
+        raise RequestRejected("invalid_value", "prompt is not UTF-8", param="prompt") from exc
     trio.run(_print_answer, config, prompt, params, as_json)
 
 
 async def _print_answer(config: EngineConfig, prompt: str, params: SamplingParams, as_json: bool) -> None:
+    async with _open_session(config) as session:
+        await answer(session, prompt, params, as_json=as_json)
+
+
+@asynccontextmanager
+async def _open_session(config: EngineConfig) -> AsyncIterator[Session]:
     with download_bar() as progress:
         async with open_engine(config, on_progress=progress) as engine, engine.open_session() as session:
-            if not as_json:
-                await _stream(session, prompt, params)
-                return
-            async with session.generate(prompt, params) as generation:
-                print(json.dumps(_as_object(await generation.result()), ensure_ascii=False))
+            yield session
 
 
-async def _stream(session: Session, prompt: str, params: SamplingParams) -> None:
+async def answer(session: Session, prompt: str, params: SamplingParams, *, as_json: bool = False) -> None:
+    """Write an answer to stdout, as it comes or as one JSON object; while the engine cannot take it, it waits."""
     async with session.generate(prompt, params, wait=True) as generation:
-        async for chunk in generation:
-            await _write(chunk.text)
+        if as_json:
+            await _write(json.dumps(_as_object(await generation.result()), ensure_ascii=False))
+        else:
+            async for chunk in generation:
+                await _write(chunk.text)
     await _write("\n")
 
 
@@ -67,15 +81,14 @@ def hold_chat(config: EngineConfig, params: SamplingParams) -> None:
 
 
 async def _hold_chat(config: EngineConfig, params: SamplingParams) -> None:
-    with download_bar() as progress:
-        async with open_engine(config, on_progress=progress) as engine, engine.open_session() as session:
-            while question := await trio.to_thread.run_sync(_ask, abandon_on_cancel=True):
-                await _stream(session, question, params)
+    lines = Lines()
+    async with _open_session(config) as session:
+        while question := await _ask(lines):
+            await answer(session, question, params)
 
 
-def _ask() -> str:
+async def _ask(lines: Lines) -> str:
     """A line; "" at the end of the input."""
-    try:
-        return input("> " if sys.stdin.isatty() else "").strip()
-    except EOFError:
-        return ""
+    if os.isatty(STDIN):
+        await _write("> ")
+    return (await lines.next()).strip()

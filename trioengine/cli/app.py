@@ -26,7 +26,7 @@ app.add_typer(bench_app, name="bench")
 
 MODEL_HELP = "A name that `pull` knows, a .gguf file, a Hugging Face directory or a hub id."
 Model = Annotated[str, typer.Argument(help=MODEL_HELP, envvar="TRIOENGINE_MODEL", show_envvar=False)]
-ModelOption = Annotated[str, typer.Option("--model", help=MODEL_HELP, envvar="TRIOENGINE_MODEL", show_envvar=False)]
+ModelOption = Annotated[str, typer.Option("--model", help=MODEL_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -91,43 +91,31 @@ def root(
 @with_options(ENGINE_OPTIONS)
 def serve(
     model: Model = DEFAULT_MODEL,
-    host: Annotated[
-        str, typer.Option(help="The address to listen on.", envvar="TRIOENGINE_HOST", show_envvar=False)
-    ] = "127.0.0.1",
-    port: Annotated[
-        int,
-        typer.Option(min=0, max=65535, help="0: a free one.", envvar="TRIOENGINE_PORT", show_envvar=False),
-    ] = 8000,
-    served_model_name: Annotated[
-        str | None,
-        typer.Option(help="What clients call the model.", envvar="TRIOENGINE_SERVED_MODEL_NAME", show_envvar=False),
-    ] = None,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8000,
+    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     shutdown_timeout: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            help="Seconds that requests have after the first SIGTERM or SIGINT.",
-            envvar="TRIOENGINE_DRAIN_TIMEOUT",
-            show_envvar=False,
-        ),
+        float, typer.Option(min=0, help="Seconds that requests have after the first SIGTERM or SIGINT.")
     ] = 30.0,
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="Connections at a time; more are answered with 503.")
+    ] = 4096,
     insecure: Annotated[
-        bool,
-        typer.Option(
-            "--insecure",
-            help="Serve other machines, and whoever can connect: there is no key.",
-            envvar="TRIOENGINE_INSECURE",
-            show_envvar=False,
-        ),
+        bool, typer.Option("--insecure", help="Serve other machines, and whoever can connect: there is no key.")
     ] = False,
     **fields: object,
 ) -> None:
     """Serve a model over WebSocket and HTTP, until SIGINT or SIGTERM."""
     from trioengine.cli.serving import serve_until_told
 
-    config = build(EngineConfig, fields, model=model)
     serve_until_told(
-        config, host, port, model_name=served_model_name, shutdown_timeout=shutdown_timeout, insecure=insecure
+        build(EngineConfig, fields, model=model),
+        host,
+        port,
+        shutdown_timeout=shutdown_timeout,
+        model_name=served_model_name,
+        insecure=insecure,
+        max_connections=max_connections,
     )
 
 
@@ -136,15 +124,16 @@ def serve(
 def generate(
     prompt: Annotated[str, typer.Argument(help="The user message; `-` reads it from stdin.")],
     model: ModelOption = DEFAULT_MODEL,
-    as_json: Json = False,
+    json: Json = False,
     **fields: object,
 ) -> None:
     """Print one answer."""
     from trioengine.cli.answering import print_answer
+    from trioengine.cli.standard_input import read_all
 
-    prompt = sys.stdin.read() if prompt == "-" else prompt
+    prompt = read_all() if prompt == "-" else prompt
     params = build(SamplingParams, fields)
-    print_answer(build(EngineConfig, fields, model=model), prompt, params, as_json=as_json)
+    print_answer(build(EngineConfig, fields, model=model), prompt, params, as_json=json)
 
 
 @app.command()
@@ -176,7 +165,7 @@ def offline(
     prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
     output_len: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
     repeat: Annotated[int, typer.Option(min=1, help="Runs; the median is reported.")] = 3,
-    as_json: Json = False,
+    json: Json = False,
     **fields: object,
 ) -> None:
     """Throughput and latency of requests that come all at once, greedy, with random prompts."""
@@ -185,4 +174,4 @@ def offline(
     if os.environ.get("TRIOENGINE_ENABLE_PREFIX_CACHING") is None and fields.get("enable_prefix_caching") is None:
         fields["enable_prefix_caching"] = False  # the runs repeat their prompts
     config = build(EngineConfig, fields, model=model)
-    bench_offline(config, requests, prompt_len, output_len, repeat=repeat, as_json=as_json)
+    bench_offline(config, requests, prompt_len, output_len, repeat=repeat, as_json=json)

@@ -6,15 +6,17 @@ import json
 import random
 import statistics
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import trio
 
 from trioengine.actors.engine import Engine, open_engine
 from trioengine.cli.progress import download_bar
 from trioengine.core.config import EngineConfig
+from trioengine.core.errors import InvalidConfig
 from trioengine.core.sampling_params import SamplingParams
 
-WARM_UP = (4, 16, 16)  # requests, prompt length, output length
+WARM_UP = (4, 16, 16)  # requests, prompt length, output length, each at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,12 @@ class Run:
     ttft_p99: float
     tpot_median: float
     tpot_p99: float
+
+
+class _Answer(NamedTuple):
+    num_tokens: int
+    ttft: float
+    tpot: float
 
 
 def bench_offline(
@@ -55,33 +63,43 @@ def bench_offline(
 async def _bench(config: EngineConfig, work: tuple[int, int, int], repeat: int) -> tuple[list[Run], str]:
     with download_bar() as progress:
         async with open_engine(config, on_progress=progress) as engine:
-            await _run(engine, *WARM_UP)
-            return [await _run(engine, *work) for _ in range(repeat)], engine.limits.dtype
+            check_work(engine, *work)
+            await run(engine, *map(min, WARM_UP, work))
+            return [await run(engine, *work) for _ in range(repeat)], engine.limits.dtype
 
 
-async def _run(engine: Engine, requests: int, prompt_len: int, output_len: int) -> Run:
+def check_work(engine: Engine, requests: int, prompt_len: int, output_len: int) -> None:
+    """Raises InvalidConfig for what the context would cut off."""
+    limit = engine.limits.max_model_len
+    if prompt_len + output_len > limit:
+        raise InvalidConfig(f"--prompt-len {prompt_len} and --output-len {output_len}: the context has {limit} tokens")
+
+
+async def run(engine: Engine, requests: int, prompt_len: int, output_len: int) -> Run:
+    """Ask everything at once, and measure until all is answered."""
     rng = random.Random(0)
-    last = min(49_000, engine.limits.vocab_size)
+    last = min(49_000, engine.tokenizer.tokenizer.vocab_size)
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
-    times: list[tuple[float, float]] = []
+    answers: list[_Answer] = []
 
     async def ask(prompt: list[int]) -> None:
         began = trio.current_time()
         async with engine.open_session(wait=True) as session, session.generate(prompt, params, wait=True) as generation:
             await anext(generation)
             first = trio.current_time() - began
-            await generation.result()
-            times.append((first, (trio.current_time() - began - first) / max(1, output_len - 1)))
+            num_tokens = (await generation.result()).usage.completion_tokens
+            rest = trio.current_time() - began - first
+            answers.append(_Answer(num_tokens, first, rest / max(1, num_tokens - 1)))
 
     began = trio.current_time()
     async with trio.open_nursery() as nursery:
         for _ in range(requests):
             nursery.start_soon(ask, [rng.randrange(min(100, last - 1), last) for _ in range(prompt_len)])
     seconds = trio.current_time() - began
-    ttft, tpot = sorted(first for first, _ in times), sorted(token for _, token in times)
+    ttft, tpot = sorted(answer.ttft for answer in answers), sorted(answer.tpot for answer in answers)
     return Run(
         seconds=seconds,
-        output_tps=requests * output_len / seconds,
+        output_tps=sum(answer.num_tokens for answer in answers) / seconds,
         ttft_median=statistics.median(ttft),
         ttft_p99=ttft[int(0.99 * (len(ttft) - 1))],
         tpot_median=statistics.median(tpot),

@@ -1,6 +1,6 @@
-"""Options made from the fields of the configuration's dataclasses.
+"""Options made from the fields of the configuration's dataclasses, one a field, with its type and its default.
 
-One a field, with its type, its default and an environment variable TRIOENGINE_<FIELD>, which the command line beats.
+Every option, these and the commands' own, has an environment variable TRIOENGINE_<FLAG>, which the command line beats.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.models import OptionInfo
 
 from trioengine.core.config import EngineConfig
 from trioengine.core.sampling_params import SamplingParams
@@ -73,8 +74,6 @@ def _option(field: dataclasses.Field[Any], hint: Any, panel: str) -> inspect.Par
     option = typer.Option(
         *declarations,
         help=_HELP[field.name] + default,
-        envvar=f"TRIOENGINE_{field.name.upper()}",
-        show_envvar=False,
         show_default=False,
         rich_help_panel=panel,
     )
@@ -95,12 +94,16 @@ SAMPLING_OPTIONS = _options(SamplingParams, "Sampling")
 
 
 def with_options(*groups: list[inspect.Parameter]) -> Callable[[F], F]:
-    """Replace the command's `**fields` by these options."""
+    """Replace the command's `**fields` by these options, and give every option its variable."""
 
     def decorate(command: F) -> F:
         signature = inspect.signature(command, eval_str=True)
         own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
         parameters = [*own, *(option for group in groups for option in group)]
+        for parameter in parameters:
+            (info,) = parameter.annotation.__metadata__
+            if isinstance(info, OptionInfo):
+                info.envvar, info.show_envvar = f"TRIOENGINE_{parameter.name.upper()}", False
         command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command

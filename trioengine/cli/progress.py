@@ -1,4 +1,4 @@
-"""A progress bar on stderr for a download, shown only when there is one."""
+"""A progress bar on stderr for a download, shown only while there is one."""
 
 from __future__ import annotations
 
@@ -19,16 +19,21 @@ def download_bar() -> Iterator[Callable[[int, int], None]]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    bar = Progress(*columns, console=Console(stderr=True))
+    bar = Progress(*columns, console=Console(stderr=True), redirect_stdout=False, redirect_stderr=False)
 
     def progress(done: int, total: int) -> None:
         if not bar.task_ids:
             bar.add_task("download", total=total)
             bar.start()
         bar.update(bar.task_ids[0], completed=done, total=total)
+        if bar.finished:
+            stop()
+
+    def stop() -> None:
+        if bar.live.is_started:
+            bar.stop()
 
     try:
         yield progress
     finally:
-        if bar.task_ids:
-            bar.stop()
+        stop()

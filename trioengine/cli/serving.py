@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Coroutine
 from functools import partial
+from typing import Any
 
 import trio
 
@@ -16,22 +18,29 @@ from trioengine.serve.signals import obey_signals
 
 
 def serve_until_told(
-    config: EngineConfig, host: str, port: int, *, model_name: str | None, shutdown_timeout: float, insecure: bool
+    config: EngineConfig,
+    host: str,
+    port: int,
+    *,
+    shutdown_timeout: float,
+    model_name: str | None,
+    insecure: bool,
+    max_connections: int,
 ) -> None:
     """Serve until SIGINT or SIGTERM. Raises EngineError when it cannot."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    trio.run(partial(_serve, config, host, port, model_name, shutdown_timeout, insecure))
+    run = partial(serve, config, host, port, model_name=model_name, insecure=insecure, max_connections=max_connections)
+    trio.run(_serve, run, shutdown_timeout)
 
 
-async def _serve(
-    config: EngineConfig, host: str, port: int, model_name: str | None, shutdown_timeout: float, insecure: bool
-) -> None:
+async def _serve(serving: partial[Coroutine[Any, Any, None]], shutdown_timeout: float) -> None:
     with download_bar() as progress:
         async with open_unwrapped_nursery() as nursery:
-            run = partial(serve, config, host, port, model_name=model_name, insecure=insecure, on_progress=progress)
+            run = partial(serving, on_progress=progress)
             server = await nursery.start(_and_then_cancel, run, nursery.cancel_scope)
             nursery.start_soon(obey_signals, server, shutdown_timeout)
-            logging.getLogger("trioengine").info("listening on http://%s:%d", host, server.port)
+            for address in server.addresses:
+                logging.getLogger("trioengine").info("listening on http://%s", address)
             await server.engine.ready()
             logging.getLogger("trioengine").info("ready: %s on %s", server.model_name, server.engine.limits.device)
 

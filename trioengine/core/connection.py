@@ -95,17 +95,20 @@ class Connection:
         """Those of them that were not told to end."""
         return frozenset(session for session, attachment in self._attachments.items() if not attachment.ending)
 
-    def send(self, message: Message) -> bytes:
-        """The frame to write. Raises LocalProtocolError, or FrameTooLarge, and changes nothing then."""
+    def send(self, message: Message, payload: bytes | None = None) -> bytes:
+        """The frame to write. Raises LocalProtocolError, or FrameTooLarge, and changes nothing then.
+
+        `payload` is what `encode` gave for the message, where that had to be known before.
+        """
         if (type(message) in DOWNWARDS) is not (self.role is Role.ENGINE):
             raise LocalProtocolError(f"the {self.role.value} does not send {WIRE_NAMES[type(message)]}")
         apply = self._check(message, LocalProtocolError)
-        payload = self.check_size(message)
+        payload = self.encode(message) if payload is None else payload
         apply()
         return LENGTH.pack(len(payload)) + payload
 
-    def check_size(self, message: Message) -> bytes:
-        """The message's payload; FrameTooLarge if it does not fit a frame."""
+    def encode(self, message: Message) -> bytes:
+        """The message's payload; FrameTooLarge if it does not fit a frame. Nothing is sent."""
         payload = encode(message)
         if len(payload) > self.max_frame_bytes:
             name = WIRE_NAMES[type(message)]

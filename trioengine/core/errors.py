@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class EngineError(Exception):
-    """Base of every error that trioengine raises on purpose."""
+    """Base of every error that trioengine raises on purpose.
+
+    An error that is kept is not raised itself, but a copy of it each time: raised twice, it would gather tracebacks.
+    """
+
+    def __copy__(self) -> Self:
+        """The same error, without the traceback and the context of where this one was raised."""
+        twin = type(self).__new__(type(self), *self.args)
+        twin.__dict__.update(self.__dict__)
+        twin.__cause__, twin.__suppress_context__ = self.__cause__, self.__suppress_context__
+        return twin
 
 
 class InvalidConfig(EngineError, ValueError):

@@ -17,10 +17,9 @@ from trioengine.core.errors import ModelError
 from trioengine.core.gguf import GGUFHeader, parse_gguf
 from trioengine.hub.model_info import ModelFormat, ModelInfo, is_count, naming
 from trioengine.text.chat_template import ChatTemplate
-from trioengine.text.tokenizer import Tokenizer
+from trioengine.text.tokenizer import CONTROL, Tokenizer
 
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>")
-_CONTROL = 3  # tokenizer.ggml.token_type
 _EMBEDDING = "token_embd.weight"
 
 
@@ -59,7 +58,7 @@ class _Metadata:
             raise ModelError("general.architecture is missing or no string")
         context_length = self._metadata.get(f"{model_type}.context_length")
         if not is_count(context_length):
-            raise ModelError(f"{model_type}.context_length must be a positive integer, got {context_length!r:.60}")
+            raise ModelError(f"{model_type:.60}.context_length must be a positive integer, got {context_length!r:.60}")
         if not isinstance(self._metadata.get("tokenizer.ggml.token_type", []), list):
             raise ModelError("tokenizer.ggml.token_type is no list")
         tokenizer = Tokenizer.from_gguf(self._metadata)
@@ -82,7 +81,7 @@ class _Metadata:
         unknown = self._token_id("unknown")
         types = self._metadata.get("tokenizer.ggml.token_type", [])
         pairs = enumerate(zip(self._tokens, types, strict=False))
-        control = {token: id for id, (token, token_type) in pairs if token_type == _CONTROL}
+        control = {token: id for id, (token, token_type) in pairs if token_type == CONTROL}
         usual = [control[token] for token in END_TOKENS if token in control and control[token] != unknown]
         return tuple(dict.fromkeys(id for id in (*named, *usual) if id is not None))
 

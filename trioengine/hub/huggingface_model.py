@@ -31,6 +31,9 @@ def read(directory: Path) -> ModelInfo:
     tokenizer_file = directory / "tokenizer.json"
     with naming(tokenizer_file):
         tokenizer = Tokenizer.from_json(_text(tokenizer_file))
+    if tokenizer.vocab_size > vocab_size:
+        last = tokenizer.vocab_size - 1
+        raise ModelError(f"{tokenizer_file}: token {last} is beyond the vocab_size {vocab_size} of {config.path}")
     _check_weights(directory)
     return ModelInfo(
         path=directory,
@@ -48,7 +51,7 @@ class _Json:
     """A JSON file whose fields are checked as they are asked for; a file that need not be there may be absent."""
 
     def __init__(self, path: Path, *, required: bool = False) -> None:
-        self._path = path
+        self.path = path
         self._fields: dict[str, Any] = {}
         if not required and not path.exists():
             return
@@ -61,7 +64,7 @@ class _Json:
         self._fields = fields
 
     def bad(self, field: str, why: str) -> ModelError:
-        return ModelError(f"{self._path}: {field} {why}, got {self._fields.get(field)!r:.60}")
+        return ModelError(f"{self.path}: {field} {why}, got {self._fields.get(field)!r:.60}")
 
     def get(self, field: str) -> Any:
         return self._fields.get(field)
@@ -145,6 +148,6 @@ def _check_weights(directory: Path) -> None:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise index.bad("weight_map", "must be an object of file names")
     if missing := sorted(set(weight_map.values()) - {file.name for file in files}):
-        raise index.bad("weight_map", f"names {missing[0]}, which is not there")
+        raise index.bad("weight_map", f"names {missing[0]:.60}, which is not there")
     for file in files:
         check_safetensors(file)

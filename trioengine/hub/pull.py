@@ -44,6 +44,8 @@ def resolve(model: str, progress: Progress | None = None) -> Path:
     `model` is a known name (in any case), a path, or a Hugging Face hub id. `progress(done_bytes, total_bytes)` is
     called during the download of a known model; what it raises ends the download and is passed on. Raises ModelError.
     """
+    if not model:
+        raise ModelError("the model's name is empty")  # and not the directory that we are in
     known = KNOWN_MODELS.get(model.lower())
     if known is not None:
         return pull(known, progress)

@@ -37,7 +37,7 @@ def check_safetensors(path: Path) -> None:
     except OSError as exc:
         raise ModelError(f"{path}: {exc.strerror}") from exc
     except _Bad as exc:
-        raise ModelError(f"{path}: {exc}") from None
+        raise ModelError(f"{path}: {exc!s:.200}") from None  # it may name a tensor
 
 
 class _Bad(Exception):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar, cast
 
 import trio
 from trio_websocket import ConnectionClosed, WebSocketConnection, wrap_server_stream
+from wsproto import ConnectionType, WSConnection
 from wsproto.utilities import ProtocolError
 
 from trioengine.serve.access import Access
@@ -24,7 +26,7 @@ from trioengine.serve.http import (
     Response,
     problem_response,
 )
-from trioengine.serve.problem import INVALID_REQUEST, ClientError, Problem, problem_of
+from trioengine.serve.problem import INVALID_REQUEST, SERVER_ERROR, ClientError, Problem, problem_of
 from trioengine.serve.replay_stream import ReplayStream
 from trioengine.serve.routes import REALTIME, Routes, find, upgrade_required
 from trioengine.serve.sockets import CHUNK, guard, linger
@@ -32,6 +34,7 @@ from trioengine.serve.sockets import CHUNK, guard, linger
 logger = logging.getLogger("trioengine")
 E = TypeVar("E", bound=BaseException)
 MAX_MESSAGE = 1 << 20  # characters of a WebSocket message
+MAX_CONNECTIONS = 4096
 SUBPROTOCOL = "realtime"
 
 CheckUpgrade = Callable[[Request], None]  # raises ClientError
@@ -41,11 +44,21 @@ WebSocketHandler = Callable[[WebSocketConnection], Awaitable[None]]
 class FrontDoor:
     """Serves accepted streams. `check_upgrade` may refuse a WebSocket, `realtime` gets those it does not."""
 
-    def __init__(self, routes: Routes, access: Access, check_upgrade: CheckUpgrade, realtime: WebSocketHandler) -> None:
+    def __init__(
+        self,
+        routes: Routes,
+        access: Access,
+        check_upgrade: CheckUpgrade,
+        realtime: WebSocketHandler,
+        *,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
         self._routes = routes
         self._access = access
         self._check_upgrade = check_upgrade
         self._realtime = realtime
+        self._max_connections = max_connections
+        self._num_connections = 0
         self._idle: set[trio.CancelScope] = set()
         self._closing = False
 
@@ -71,18 +84,35 @@ class FrontDoor:
     async def _serve(self, stream: trio.abc.Stream) -> None:
         connection = HttpConnection(stream)
         try:
-            while (request := await self._next_request(connection)) is not None:
-                refusal = self._refusal(request)
-                if refusal is not None:
-                    raise BadRequest(refusal)
-                if request.wants_websocket and request.path == REALTIME:
-                    await self._become_websocket(connection.seen, stream)
-                    break
-                if not await self._exchange(connection, request):
-                    break
+            with self._place():
+                await self._serve_requests(connection, stream)
         except* BadRequest as group:
             await connection.refuse(_first(group).response)
             await linger(stream)
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """One of the connections that are served at a time. Raises BadRequest when there is no more."""
+        if self._num_connections == self._max_connections:
+            message = f"the server has {self._max_connections} connections, and takes no more"
+            problem = Problem(SERVER_ERROR, "too_many_connections", message, retry_after=1.0)
+            raise BadRequest(problem_response(503, problem))
+        self._num_connections += 1
+        try:
+            yield
+        finally:
+            self._num_connections -= 1
+
+    async def _serve_requests(self, connection: HttpConnection, stream: trio.abc.Stream) -> None:
+        while (request := await self._next_request(connection)) is not None:
+            refusal = self._refusal(request, connection.seen)
+            if refusal is not None:
+                raise BadRequest(refusal)
+            if request.wants_websocket and request.path == REALTIME:
+                await self._become_websocket(connection.seen, stream)
+                break
+            if not await self._exchange(connection, request):
+                break
 
     async def _next_request(self, connection: HttpConnection) -> Request | None:
         """The head of the next request; None to close."""
@@ -99,15 +129,16 @@ class FrontDoor:
         with trio.fail_after(HANDSHAKE_TIMEOUT):
             return await connection.next_head()
 
-    def _refusal(self, request: Request) -> Response | None:
+    def _refusal(self, request: Request, seen: bytes) -> Response | None:
         """Why this request is not even looked at, if so."""
         reason = self._access(request.headers)
         if reason is not None:
             return problem_response(403, Problem(INVALID_REQUEST, "forbidden", reason))
         if not (request.wants_websocket and request.path == REALTIME):
             return None
-        if not _is_handshake(request):
-            return upgrade_required()
+        bad_handshake = _bad_handshake(request, seen)
+        if bad_handshake is not None:
+            return bad_handshake
         try:
             self._check_upgrade(request)
         except ClientError as exc:
@@ -147,19 +178,16 @@ class FrontDoor:
         await linger(stream)
 
 
-def _is_handshake(request: Request) -> bool:
-    """What RFC 6455 asks of a client's handshake; anything else would make trio-websocket wait for ever."""
-    connection = (request.header(b"connection") or b"").lower()
+def _bad_handshake(request: Request, seen: bytes) -> Response | None:
+    """wsproto is asked first: what it refuses would make trio-websocket wait for ever, or crash."""
     try:
+        WSConnection(ConnectionType.SERVER).receive_data(seen)
         key = base64.b64decode(request.header(b"sec-websocket-key") or b"", validate=True)
-    except ValueError:
-        return False
-    return (
-        request.method == "GET"
-        and b"upgrade" in [token.strip() for token in connection.split(b",")]
-        and request.header(b"sec-websocket-version") == b"13"
-        and len(key) == 16
-    )
+    except UnicodeError:
+        return problem_response(400, Problem(INVALID_REQUEST, "bad_request", "the handshake's headers must be ASCII"))
+    except (ProtocolError, ValueError):
+        return upgrade_required()
+    return None if len(key) == 16 else upgrade_required()
 
 
 def _first(group: BaseExceptionGroup[E]) -> E:

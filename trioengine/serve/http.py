@@ -75,8 +75,7 @@ def json_response(status: int, content: Any) -> Response:
 def problem_response(status: int, problem: Problem) -> Response:
     """An error in OpenAI's shape."""
     headers = ((b"retry-after", b"%d" % max(1, round(problem.retry_after))),) if problem.retry_after else ()
-    content = {"message": problem.message, "type": problem.type, "param": problem.param, "code": problem.code}
-    return Response(status, json.dumps({"error": content}).encode(), headers=headers)
+    return Response(status, json.dumps({"error": problem.to_json()}).encode(), headers=headers)
 
 
 def _bad(status: int, code: str, message: str) -> BadRequest:
@@ -98,6 +97,7 @@ class HttpConnection:
         self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD)
         self.seen = b""
         self.is_new = True  # no request was read yet
+        self._head_only = False  # the latest request is HEAD: its response has no body
 
     async def begun(self) -> bool:
         """Wait for the first bytes of the next request; False when the client has no more."""
@@ -110,10 +110,11 @@ class HttpConnection:
 
     async def next_head(self) -> Request | None:
         """The next request without its body; None when the client has no more. Raises BadRequest."""
-        self.is_new = False
+        self.is_new = self._head_only = False
         event = await self._next_event(MAX_HEAD + CHUNK)
         if not isinstance(event, h11.Request):
             return None
+        self._head_only = event.method == b"HEAD"
         ahead = len(self._h11.trailing_data[0])
         if len(self.seen) - ahead > MAX_HEAD:
             raise _head_too_large()
@@ -163,7 +164,7 @@ class HttpConnection:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch, blame, nursery.cancel_scope)
             response = await handler(request)
-            await self.respond(response, head_only=request.method == "HEAD")
+            await self.respond(response)
             blame.clear()
             nursery.cancel_scope.cancel()
         if blame:
@@ -187,8 +188,8 @@ class HttpConnection:
             blame.append(Disconnected("the client went away"))
         scope.cancel()
 
-    async def respond(self, response: Response, *, head_only: bool = False) -> None:
-        """Send a whole response, in one piece. Raises Disconnected."""
+    async def respond(self, response: Response) -> None:
+        """Send a whole response to the latest request, in one piece. Raises Disconnected."""
         headers = [
             (b"content-type", response.content_type),
             (b"content-length", b"%d" % len(response.body)),
@@ -196,7 +197,8 @@ class HttpConnection:
         ]
         reason = HTTPStatus(response.status).phrase.encode()
         events = [h11.Response(status_code=response.status, headers=headers, reason=reason)]
-        await self._send(*events, *(() if head_only else (h11.Data(data=response.body),)), h11.EndOfMessage())
+        body = () if self._head_only else (h11.Data(data=response.body),)
+        await self._send(*events, *body, h11.EndOfMessage())
 
     async def refuse(self, response: Response) -> None:
         """Send a response if none has begun; the connection is of no further use."""

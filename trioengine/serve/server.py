@@ -16,7 +16,7 @@ from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, InvalidConfig
 from trioengine.core.lifecycle import Cause
 from trioengine.serve.access import anyone, is_loopback, loopback_only
-from trioengine.serve.front_door import FrontDoor
+from trioengine.serve.front_door import MAX_CONNECTIONS, FrontDoor
 from trioengine.serve.http import Request
 from trioengine.serve.problem import ClientError
 from trioengine.serve.realtime.connection import CLOSE_TIMEOUT, RealtimeConnection
@@ -28,12 +28,24 @@ DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 class Server:
     """An engine that is served. `front_door.handle(stream)` serves one stream, wherever it comes from."""
 
-    def __init__(self, engine: Engine, *, model_name: str | None = None, insecure: bool = False) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        model_name: str | None = None,
+        insecure: bool = False,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
         self.engine = engine
         self.model_name = engine.config.model if model_name is None else model_name
-        self.port = 0  # once it listens
+        self.port = 0  # of its first listener, once it listens
+        self.addresses: tuple[str, ...] = ()  # host:port of each
         self.front_door = FrontDoor(
-            routes(engine), anyone if insecure else loopback_only, self._check_upgrade, self._realtime
+            routes(engine),
+            anyone if insecure else loopback_only,
+            self._check_upgrade,
+            self._realtime,
+            max_connections=max_connections,
         )
         self._closing = trio.Event()
         self._accepting = trio.CancelScope()
@@ -43,7 +55,9 @@ class Server:
         self, listeners: list[trio.SocketListener], *, task_status: trio.TaskStatus[Server] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """Accept and serve until `drain` or `abort`; returns when every connection has ended."""
-        self.port = listeners[0].socket.getsockname()[1]
+        names = [listener.socket.getsockname() for listener in listeners]
+        self.port = names[0][1]
+        self.addresses = tuple(address(*name[:2]) for name in names)
         with self._connections:
             async with trio.open_nursery() as connections:
                 task_status.started(self)
@@ -88,20 +102,22 @@ async def serve(
     *,
     model_name: str | None = None,
     insecure: bool = False,
+    max_connections: int = MAX_CONNECTIONS,
     ports: Ports | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     task_status: trio.TaskStatus[Server] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve an engine until the server is drained or aborted, or this is cancelled. It listens at once.
 
-    `model_name` is what clients call the model (default: as the configuration does). Raises InvalidConfig for an
+    `model_name` is what clients call the model (default: as the configuration does); connections beyond
+    `max_connections` are answered with 503. Raises InvalidConfig for an
     address that other machines reach, unless `insecure`; EngineError when it cannot listen, or the engine cannot run.
     """
     if not insecure and not is_loopback(host):
         raise InvalidConfig(f"host {host} is reachable from other machines and no key is configured: use --insecure")
-    listeners = await _listen(host, port)
     engine = Engine(config, ports=ports, on_progress=on_progress)
-    server = Server(engine, model_name=model_name, insecure=insecure)
+    server = Server(engine, model_name=model_name, insecure=insecure, max_connections=max_connections)
+    listeners = await _listen(host, port)
     async with open_unwrapped_nursery() as nursery:
         nursery.start_soon(partial(_run_engine, engine, nursery.cancel_scope))
         try:
@@ -118,5 +134,11 @@ async def _run_engine(engine: Engine, scope: trio.CancelScope) -> None:
 async def _listen(host: str, port: int) -> list[trio.SocketListener]:
     try:
         return await trio.open_tcp_listeners(port, host=host)
-    except OSError as exc:
-        raise EngineError(f"cannot listen on {host}:{port}: {exc.strerror or exc}") from exc
+    except (OSError, ValueError) as exc:  # UnicodeError, among others, for what cannot be a name
+        why = getattr(exc, "strerror", None) or exc
+        raise EngineError(f"cannot listen on {address(host, port)}: {why}") from exc
+
+
+def address(host: str, port: int) -> str:
+    """As in a URL."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

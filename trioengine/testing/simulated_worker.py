@@ -147,10 +147,10 @@ class SimulatedWorker:
     def kill(self) -> None:
         self.exit(-SIGKILL)
 
-    def reap(self) -> int:
+    def reap(self) -> int | None:
         self.kill()
         self.reaped = True
-        return self.exit_code
+        return self.exit_code if self.health is Health.DEAD else None
 
     # ---- faults ---------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -29,8 +28,8 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as exc:
-            raise ModelError(f"the chat template does not compile: {exc}") from exc
+        except Exception as exc:  # jinja2's own, and Python's where the template is nested too deeply
+            raise ModelError(f"the chat template does not compile: {exc!s:.200}") from exc
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
         """The text of a conversation. Raises RequestRejected where the template does not take it."""

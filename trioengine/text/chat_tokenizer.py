@@ -48,7 +48,7 @@ class ChatTokenizer:
         """The conversation's text with its contents protected; for `encode_rendering` alone."""
         if self._template is None:
             raise RequestRejected("no_chat_template", "the model has no chat template: give token ids", param="prompt")
-        protected = [self._protect_all(message) for message in messages]
+        protected = [{field: self._protect_all(value) for field, value in message.items()} for message in messages]
         return self._template.render(protected, add_generation_prompt=add_generation_prompt)
 
     def encode_rendering(self, rendering: str) -> TokenIds:
@@ -60,11 +60,11 @@ class ChatTokenizer:
         return self._unsafe.sub(self._hide, content)
 
     def _protect_all(self, value: Any) -> Any:
-        """Every string in it, however deep: a template may print names or arguments as well as contents."""
+        """Every string in it, however deep, keys too: a template may print names or arguments as well as contents."""
         if isinstance(value, str):
             return self.protect(value)
         if isinstance(value, Mapping):
-            return {key: self._protect_all(entry) for key, entry in value.items()}
+            return {self._protect_all(key): self._protect_all(entry) for key, entry in value.items()}
         if isinstance(value, Sequence):
             return [self._protect_all(entry) for entry in value]
         return value

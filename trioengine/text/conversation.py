@@ -8,8 +8,6 @@ is tokenized.
 
 from __future__ import annotations
 
-import copy
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -22,7 +20,8 @@ from trioengine.text.detokenizer import Detokenizer
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
+_BYTES = (bytes, bytearray, memoryview)  # sequences, but of no use here
+MAX_DEPTH = 64  # of what a message holds
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -50,8 +49,9 @@ class Conversation:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The turns as chat messages; empty for a conversation of raw token ids."""
-        return [dict(message) for message in self._messages]
+        """The turns as chat messages, the caller's own; empty for a conversation of raw token ids."""
+        history: list[dict[str, Any]] = _copied(self._messages)
+        return history
 
     @property
     def size(self) -> int:
@@ -65,24 +65,11 @@ class Conversation:
 
     def check_length(self, prompt: Prompt, limit: int) -> None:
         """Refuse, before any tokenizing, a prompt that cannot fit `limit` tokens by its length alone."""
-        length = prompt_length(prompt)
-        if length <= limit:
-            return
-        is_ids = not isinstance(prompt, str) and not isinstance(prompt[0], Mapping)
-        least = length if is_ids else length // self._tokenizer.tokenizer.max_token_bytes
-        if least > limit:
-            raise RequestRejected(
-                "context_length_exceeded", f"prompt: at least {least} tokens, the context is {limit}", param="prompt"
-            )
+        check_length(prompt, limit, self._tokenizer)
 
     def prepare(self, prompt: Prompt) -> Prepared:
         """The whole prompt with this added. Raises RequestRejected, naming what is wrong with it."""
-        if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
-            raise RequestRejected(
-                "invalid_value",
-                f"prompt must be a string, messages or token ids, got {type(prompt).__name__}",
-                param="prompt",
-            )
+        _check_type(prompt)
         if len(prompt) == 0:
             raise RequestRejected("empty_prompt", "prompt is empty", param="prompt")
         if isinstance(prompt, str):
@@ -182,13 +169,32 @@ class Conversation:
         return Prepared(ids, None, "")
 
 
+def check_length(prompt: Prompt, limit: int, tokenizer: ChatTokenizer) -> None:
+    """As Conversation.check_length, for a conversation that is not there yet."""
+    _check_type(prompt)
+    length = prompt_length(prompt)
+    if length <= limit:
+        return
+    is_ids = not isinstance(prompt, str) and not isinstance(prompt[0], Mapping)
+    least = length if is_ids else length // tokenizer.tokenizer.max_token_bytes
+    if least > limit:
+        raise RequestRejected(
+            "context_length_exceeded", f"prompt: at least {least} tokens, the context is {limit}", param="prompt"
+        )
+
+
+def _check_type(prompt: object) -> None:
+    if isinstance(prompt, _BYTES) or not isinstance(prompt, Sequence):
+        raise RequestRejected(
+            "invalid_value",
+            f"prompt must be a string, messages or token ids, got {type(prompt).__name__}",
+            param="prompt",
+        )
+
+
 def prompt_length(prompt: Prompt) -> int:
-    """Characters of a text or of messages, or token ids; 0 for what is none of them."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    if not isinstance(prompt, Sequence):
-        return 0
-    if not isinstance(next(iter(prompt), None), Mapping):
+    """Characters of a text or of messages, or token ids."""
+    if isinstance(prompt, str) or not isinstance(next(iter(prompt), None), Mapping):
         return len(prompt)
     return sum(_content_length(entry.get("content")) for entry in prompt if isinstance(entry, Mapping))
 
@@ -217,21 +223,48 @@ def _message(message: Message, name: str) -> Message:
             f"{name}.role must be one of {', '.join(ROLES)}, got {message.get('role')!r:.60}",
             param=f"{name}.role",
         )
-    _check_unicode(message, name)
-    return {**copy.deepcopy(dict(message)), "content": _content(message.get("content"), f"{name}.content")}
+    _check(message, name)
+    copied: dict[str, Any] = _copied(message)
+    return {**copied, "content": _content(copied.get("content"), f"{name}.content")}
 
 
-def _check_unicode(value: object, name: str) -> None:
-    """JSON can carry lone surrogates, which are no text: no tokenizer takes them."""
+def _check(value: object, name: str, depth: int = 0) -> None:
+    """Refuse what JSON cannot say: no template can be relied on to print it."""
+    if depth > MAX_DEPTH:
+        raise RequestRejected("invalid_value", f"{name} is nested too deeply", param=name)
     if isinstance(value, str):
-        if _SURROGATE.search(value):
-            raise RequestRejected("invalid_value", f"{name} is no valid Unicode: it has a lone surrogate", param=name)
+        _check_unicode(value, name)
     elif isinstance(value, Mapping):
         for key, entry in value.items():
-            _check_unicode(entry, f"{name}.{key}")
-    elif isinstance(value, Sequence):
+            if not isinstance(key, str):
+                raise RequestRejected("invalid_value", f"{name} has a key that is no string: {key!r:.60}", param=name)
+            _check_unicode(key, name)
+            _check(entry, f"{name}.{key:.40}", depth + 1)
+    elif isinstance(value, Sequence) and not isinstance(value, _BYTES):
         for index, entry in enumerate(value):
-            _check_unicode(entry, f"{name}[{index}]")
+            _check(entry, f"{name}[{index}]", depth + 1)
+    elif value is not None and not isinstance(value, (bool, int, float)):
+        raise RequestRejected("invalid_value", f"{name} is no JSON value, but {type(value).__name__}", param=name)
+
+
+def _copied(value: Any) -> Any:
+    """A copy of what was checked."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _copied(entry) for key, entry in value.items()}
+    return [_copied(entry) for entry in value] if isinstance(value, Sequence) else value
+
+
+def _check_unicode(text: str, name: str) -> None:
+    """JSON can carry lone surrogates, which are no text: no tokenizer takes them."""
+    if text.isascii():  # known without looking through it
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        message = f"{name} is no valid Unicode: it has a lone surrogate"
+        raise RequestRejected("invalid_value", message, param=name) from None
 
 
 def _content(content: object, name: str) -> str:

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as _Tokenizer
 from trioengine.core.errors import ModelError
 from trioengine.core.messages import TokenIds, token_ids
 
-_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 
 
 class Tokenizer:
@@ -32,7 +32,11 @@ class Tokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self.special_tokens: dict[str, int] = {token.content: id for id, token in added.items() if token.special}
         self.special_ids = frozenset(self.special_tokens.values())
-        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1  # every id is below it; not every number is an id
+        self.max_token_bytes = max(
+            (len(token.encode()) for token in vocabulary), default=1
+        )  # of the text it stands for
         self._bytes: dict[int, bytes] = {}
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
@@ -43,31 +47,31 @@ class Tokenizer:
         try:
             return cls(_Tokenizer.from_str(text))
         except Exception as exc:  # tokenizers raises Exception itself
-            raise ModelError(f"tokenizer.json cannot be used: {exc}") from exc
+            raise ModelError(f"tokenizer.json cannot be used: {exc!s:.200}") from exc
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
         """From a GGUF file's metadata. Raises ModelError for a kind of tokenizer that is not supported."""
         kind = metadata.get("tokenizer.ggml.model")
         if kind != "gpt2":
-            raise ModelError(f"tokenizer.ggml.model is {kind!r}, which is not supported; supported: 'gpt2'")
+            raise ModelError(f"tokenizer.ggml.model is {kind!r:.60}, which is not supported; supported: 'gpt2'")
         splitting = metadata.get("tokenizer.ggml.pre", "gpt-2")
-        if splitting not in _SPLITTINGS:
+        if not isinstance(splitting, str) or splitting not in _SPLITTINGS:
             known = ", ".join(sorted(_SPLITTINGS))
-            raise ModelError(f"tokenizer.ggml.pre is {splitting!r}, which is not supported; supported: {known}")
+            raise ModelError(f"tokenizer.ggml.pre is {splitting!r:.60}, which is not supported; supported: {known}")
         tokens = _strings(metadata, "tokenizer.ggml.tokens")
         merges = [_pair(merge) for merge in _strings(metadata, "tokenizer.ggml.merges")]
         vocabulary = {token: id for id, token in enumerate(tokens)}
         try:
             model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitting == "llama-bpe")
         except Exception as exc:  # a merge of unknown tokens
-            raise ModelError(f"tokenizer.ggml.merges cannot be used: {exc}") from exc
+            raise ModelError(f"tokenizer.ggml.merges cannot be used: {exc!s:.200}") from exc
         tokenizer = _Tokenizer(model)
         if splitting == "qwen2":
             tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = _SPLITTINGS[splitting]()
         tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.add_special_tokens(_added(tokens, metadata, _CONTROL, special=True))
+        tokenizer.add_special_tokens(_added(tokens, metadata, CONTROL, special=True))
         tokenizer.add_tokens(_added(tokens, metadata, _USER_DEFINED, special=False))
         return cls(tokenizer)
 
@@ -109,11 +113,6 @@ class Tokenizer:
             token = self._tokenizer.id_to_token(token_id)
             known = self._bytes[token_id] = b"" if token is None else _to_bytes(token)
         return known
-
-    @cached_property
-    def max_token_bytes(self) -> int:
-        """No token stands for more bytes of a text than that."""
-        return max(len(token.encode()) for token in self._tokenizer.get_vocab(with_added_tokens=True))
 
 
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:

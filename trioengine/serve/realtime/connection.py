@@ -8,7 +8,7 @@ import trio
 from trio_websocket import ConnectionClosed, WebSocketConnection
 
 from trioengine.actors.engine import Engine
-from trioengine.serve.problem import ClientError, Problem, problem_of
+from trioengine.serve.problem import ClientError, problem_of
 from trioengine.serve.realtime.client_events import (
     ClientEvent,
     EventError,
@@ -28,6 +28,7 @@ from trioengine.serve.realtime.settings import Settings
 
 logger = logging.getLogger("trioengine")
 MAX_UNHANDLED = 64  # events
+MAX_UNHANDLED_SIZE = 8 << 20  # characters of these
 PING_INTERVAL = 20.0  # seconds; the answer may take as long
 CLOSE_TIMEOUT = 5.0
 THREAD_THRESHOLD = 1 << 16  # characters; a longer message is parsed in a thread
@@ -51,6 +52,7 @@ class RealtimeConnection:
         self._items = Items()
         self._outbox = Outbox()
         self._responder = Responder(engine, self.id)
+        self._unhandled_size = 0  # characters
         self._close_code, self._close_reason = 1000, ""
 
     async def run(self) -> None:
@@ -72,14 +74,20 @@ class RealtimeConnection:
     async def _receive(self, inbox: trio.MemorySendChannel[str | bytes], work: trio.CancelScope) -> None:
         """Read always, also while nobody handles: only so is it noticed that the client has gone."""
         try:
-            while True:
-                inbox.send_nowait(await self._websocket.get_message())
+            while self._unhandled_size <= MAX_UNHANDLED_SIZE:
+                message = await self._websocket.get_message()
+                self._unhandled_size += len(message)
+                inbox.send_nowait(message)
+            self._refuse_more(f"more than {MAX_UNHANDLED_SIZE} characters of unhandled events")
+        except trio.WouldBlock:
+            self._refuse_more(f"more than {MAX_UNHANDLED} unhandled events")
         except ConnectionClosed:
             logger.info("%s: the client has gone", self.id)
-        except trio.WouldBlock:
-            logger.info("%s: too many unhandled events", self.id)
-            self._close_code, self._close_reason = POLICY_VIOLATION, f"more than {MAX_UNHANDLED} unhandled events"
         work.cancel()
+
+    def _refuse_more(self, reason: str) -> None:
+        logger.info("%s: %s", self.id, reason)
+        self._close_code, self._close_reason = POLICY_VIOLATION, reason
 
     async def _ping(self) -> None:
         """A client that does not answer is gone. Raises TooSlowError."""
@@ -103,17 +111,18 @@ class RealtimeConnection:
     async def _handle(self, inbox: trio.MemoryReceiveChannel[str | bytes]) -> None:
         async for message in inbox:
             await self._outbox.room()
+            self._unhandled_size -= len(message)
             try:
                 event, event_id = await self._parse(message)
             except EventError as exc:
-                self._put_error(exc.problem, exc.event_id)
+                self._outbox.put_error(exc.problem, exc.event_id)
                 continue
             try:
                 self._act(event, event_id)
             except Exception as exc:
                 if not isinstance(exc, ClientError):
                     logger.exception("%s: a %s crashed", self.id, type(event).__name__)
-                self._put_error(problem_of(exc), event_id)
+                self._outbox.put_error(problem_of(exc), event_id)
 
     async def _parse(self, message: str | bytes) -> tuple[ClientEvent, str | None]:
         if len(message) <= THREAD_THRESHOLD:
@@ -149,6 +158,3 @@ class RealtimeConnection:
         params = settings.params("response")
         order = Order(messages, params, settings.max_output_tokens, settings.metadata, event_id)
         self._responder.begin(Response(order, self._items, self._outbox, self._conversation_id))
-
-    def _put_error(self, problem: Problem, event_id: str | None) -> None:
-        self._outbox.put("error", error={**problem.to_json(), "event_id": event_id})

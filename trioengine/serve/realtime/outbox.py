@@ -10,6 +10,8 @@ from typing import Any
 import trio
 from trio_websocket import ConnectionClosed, WebSocketConnection
 
+from trioengine.serve.problem import Problem
+
 SEND_TIMEOUT = 20.0  # a client that reads nothing for so long is disconnected
 ROOM = 1 << 16  # characters that may be unsent before whoever has more to say waits
 
@@ -36,6 +38,10 @@ class Outbox:
         self._events.append(text)
         self._size += len(text)
         self._notify()
+
+    def put_error(self, problem: Problem, event_id: str | None) -> None:
+        """Send an error event; `event_id` is that of the client's event that caused it."""
+        self.put("error", error={**problem.to_json(), "event_id": event_id})
 
     async def room(self) -> None:
         """Wait until the client has read enough for more."""

@@ -14,6 +14,7 @@ from trioengine.core.errors import EngineError
 from trioengine.core.lifecycle import Cause
 from trioengine.serve.problem import ClientError, problem_of
 from trioengine.serve.realtime.response import Response
+from trioengine.text.conversation import check_length
 
 logger = logging.getLogger("trioengine")
 
@@ -80,7 +81,9 @@ class Responder:
             response.fail(problem_of(exc))
 
     async def _stream(self, session: Session, response: Response) -> None:
-        prompt = _extension(session, response.order.messages)
+        messages = response.order.messages
+        check_length(messages, self._engine.limits.max_model_len, self._engine.tokenizer)  # before they are copied
+        prompt = _extension(session, messages)
         async with session.generate(prompt, response.order.params, keep_partial=True) as generation:
             self._generation = generation
             try:

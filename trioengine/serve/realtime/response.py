@@ -83,7 +83,7 @@ class Response:
 
     def fail(self, problem: Problem) -> None:
         """It ends with an error event; what was sent until then stays, as an incomplete item."""
-        self.outbox.put("error", error={**problem.to_json(), "event_id": self.order.event_id})
+        self.outbox.put_error(problem, self.order.event_id)
         self._end(ResponseStatus.FAILED, error={"type": problem.type, "code": problem.code, "message": problem.message})
 
     def _end(self, status: ResponseStatus, **details: Any) -> None:

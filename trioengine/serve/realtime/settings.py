@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +50,7 @@ _SESSION_FIXED: Mapping[str, tuple[Any, ...]] = {
 }
 _RESPONSE_FIXED: Mapping[str, tuple[Any, ...]] = {**_FIXED, "conversation": ("auto",)}
 _MAX_METADATA = 16
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +133,10 @@ def _value(name: str, value: Any, where: str) -> Any:
     if name == "max_output_tokens" and value == "inf":
         return None
     if name == "logit_bias" and isinstance(value, Mapping):
-        try:
-            return {int(token_id): bias for token_id, bias in value.items()}
-        except ValueError:
+        if not all(_TOKEN_ID.fullmatch(token_id) for token_id in value):
             param = f"{where}.logit_bias"
-            raise ClientError("invalid_value", f"{param} must map token ids to numbers", param=param) from None
+            raise ClientError("invalid_value", f"{param} must map token ids to numbers", param=param)
+        return {int(token_id): bias for token_id, bias in value.items()}
     return value
 
 

@@ -1,0 +1,46 @@
+"""What the tests of the engine expect: the reference answer, and that everything is given back."""
+
+import itertools
+
+from trioengine import SamplingParams
+from trioengine.core.messages import AddMessage, AddSession, EndSession, StopSession
+from trioengine.testing import toy_answer
+
+GREEDY = SamplingParams(max_tokens=40)
+LONG = SamplingParams(max_tokens=200, ignore_eos=True)
+
+
+async def everything_is_given_back(engine, simulation):
+    """No session, request or block is left, on either side."""
+    while engine.statistics().sessions:
+        await engine.gate.changed()
+    await engine.check_invariants()
+    statistics = engine.statistics()
+    assert (statistics.preparing, statistics.waiting, statistics.running, statistics.worker_sessions) == (0, 0, 0, 0)
+    assert statistics.received == statistics.finished + statistics.aborted + statistics.failed
+    orders_are_kept(simulation)
+
+
+def orders_are_kept(simulation):
+    """Per attachment: ADD_SESSION (ADD_MESSAGE STOP_SESSION?)* END_SESSION, on every incarnation."""
+    for worker in simulation.workers:
+        lives = {}
+        for message in worker.received:
+            if isinstance(message, (AddSession, AddMessage, StopSession, EndSession)):
+                lives.setdefault(message.session, []).append(type(message))
+        for life in lives.values():
+            assert life[0] is AddSession
+            assert life.count(AddSession) == 1
+            assert life.count(EndSession) <= 1
+            assert EndSession not in life[:-1]
+            for previous, following in itertools.pairwise(life):
+                assert following is not StopSession or previous is AddMessage
+
+
+def reference(engine, prompt, params=GREEDY):
+    ids = prompt if isinstance(prompt, list) else engine.tokenizer.apply_chat_template(chat(prompt))
+    return toy_answer(ids, params.max_tokens, ignore_eos=params.ignore_eos)
+
+
+def chat(prompt):
+    return [{"role": "user", "content": prompt}]

@@ -1,0 +1,149 @@
+"""Answers, turn after turn: what comes out is what the model says, and what was said is kept."""
+
+import pytest
+import trio
+from expectations import GREEDY, LONG, chat, reference
+
+from trioengine import FinishReason, RequestRejected, SamplingParams
+from trioengine.core.lifecycle import Phase
+from trioengine.core.messages import AddMessage
+from trioengine.testing import toy_answer, toy_model
+from trioengine.testing.toy_model import IM_END
+
+
+async def test_an_answer_is_the_models(autojump_clock, simulated):
+    engine, _ = simulated
+    async with engine.open_session(label="mine") as session, session.generate("hello", GREEDY) as generation:
+        chunks = [chunk async for chunk in generation]
+        completion = generation.completion
+    expected = reference(engine, "hello")
+    assert list(completion.token_ids) == expected
+    assert [token for chunk in chunks for token in chunk.token_ids] == expected
+    assert "".join(chunk.text for chunk in chunks) == completion.text == engine.tokenizer.decode(expected)
+    assert completion.usage.completion_tokens == len(expected)
+    assert completion.finish_reason is (FinishReason.STOP if expected[-1] == IM_END else FinishReason.LENGTH)
+    assert session.history == [*chat("hello"), {"role": "assistant", "content": completion.text}]
+    assert "mine" in repr(session)
+    assert "toy" in repr(engine)
+
+
+async def test_a_slow_reader_gets_one_merged_chunk(autojump_clock, simulated):
+    engine, _ = simulated
+    async with engine.open_session() as session, session.generate([1, 2, 3], LONG) as generation:
+        await generation.settled.wait()
+        chunks = [chunk async for chunk in generation]
+    assert [list(chunk.token_ids) for chunk in chunks] == [reference(engine, [1, 2, 3], LONG)]
+    assert "length" in repr(generation)
+
+
+async def test_one_shot(autojump_clock, simulated):
+    engine, _ = simulated
+    completion = await engine.generate("hello", GREEDY)
+    assert list(completion.token_ids) == reference(engine, "hello")
+
+
+async def test_many_at_once_and_each_its_own_text(autojump_clock, simulated):
+    engine, _ = simulated
+    answers = {}
+
+    async def ask(prompt):
+        answers[prompt] = await engine.generate(prompt, GREEDY, wait=True)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(30):
+            nursery.start_soon(ask, f"question {number}")
+    assert {p: list(a.token_ids) for p, a in answers.items()} == {p: reference(engine, p) for p in answers}
+    assert len(answers) == 30
+
+
+async def test_a_stop_string_ends_the_answer_before_it(autojump_clock, simulated):
+    engine, _ = simulated
+    whole = engine.tokenizer.decode(reference(engine, [7, 7], LONG))
+    stop = whole[20:23]
+    async with engine.open_session() as session:
+        params = SamplingParams(max_tokens=200, ignore_eos=True, stop=stop)
+        async with session.generate([7, 7], params) as generation:
+            chunks = [chunk async for chunk in generation]
+            completion = generation.completion
+        assert completion.finish_reason is FinishReason.STOP
+        assert completion.text == whole[: whole.index(stop)] == "".join(chunk.text for chunk in chunks)
+        assert engine.tokenizer.decode(completion.token_ids) == completion.text + stop
+        assert session.phase is Phase.IDLE
+    assert engine.statistics().finished == 1
+
+
+async def test_logprobs_and_seeds_reach_the_worker(autojump_clock, simulated):
+    engine, simulation = simulated
+    await engine.generate([1], SamplingParams(max_tokens=1, seed=5))
+    await engine.generate([1], SamplingParams(max_tokens=None))
+    first, second = [message for message in simulation.worker.received if isinstance(message, AddMessage)]
+    assert first.params.seed == 5
+    assert second.params.seed is not None
+    assert second.params.max_tokens == simulation.limits.max_model_len - 1
+
+
+def test_the_toy_model_knows_its_end():
+    assert toy_model().eos_token_ids[0] == IM_END
+
+
+async def test_turns_are_one_rendering_and_the_earlier_ones_are_cached(autojump_clock, simulated):
+    engine, simulation = simulated
+    block = simulation.limits.block_size
+    messages = []
+    async with engine.open_session() as session:
+        held = 0
+        for turn in range(4):
+            async with session.generate(f"turn {turn}", GREEDY) as generation:
+                completion = await generation.result()
+            messages += chat(f"turn {turn}")
+            prompt = engine.tokenizer.apply_chat_template(messages)
+            assert list(completion.token_ids) == toy_answer(prompt, 40)
+            assert completion.usage.prompt_tokens == len(prompt)
+            assert completion.usage.cached_tokens >= held // block * block
+            held = len(prompt) + len(completion.token_ids) - 1
+            messages.append({"role": "assistant", "content": completion.text})
+        assert session.history == messages
+
+
+async def test_a_turn_cut_by_length_is_closed_by_the_template(autojump_clock, simulated):
+    engine, _ = simulated
+    async with engine.open_session() as session:
+        async with session.generate("one", SamplingParams(max_tokens=5, ignore_eos=True)) as generation:
+            first = await generation.result()
+        async with session.generate("two", GREEDY) as generation:
+            second = await generation.result()
+    assert first.finish_reason is FinishReason.LENGTH
+    messages = [*chat("one"), {"role": "assistant", "content": first.text}, *chat("two")]
+    prompt = engine.tokenizer.render(messages).replace(first.text, "\0")  # the answer's own ids are kept
+    head, tail = prompt.split("\0")
+    encode = engine.tokenizer.encode
+    assert list(second.token_ids) == toy_answer([*encode(head), *first.token_ids, *encode(tail)], 40)
+
+
+async def test_history_can_be_given_and_replaced(autojump_clock, simulated):
+    engine, _ = simulated
+    history = [{"role": "system", "content": "be brief"}, *chat("hi"), {"role": "assistant", "content": "yo"}]
+    async with engine.open_session(history=history) as session:
+        assert session.history == history
+        async with session.generate("now", GREEDY) as generation:
+            completion = await generation.result()
+        prompt = engine.tokenizer.apply_chat_template([*history, *chat("now")])
+        assert list(completion.token_ids) == toy_answer(prompt, 40)
+        session.replace_history(chat("other"))
+        assert session.history == chat("other")
+    with pytest.raises(RequestRejected, match=r"history\[0\]"):
+        async with engine.open_session(history=[{"role": "x"}]):
+            pass
+
+
+async def test_raw_sessions_and_chats_do_not_mix(autojump_clock, simulated):
+    engine, _ = simulated
+    async with engine.open_session() as session:
+        async with session.generate([1, 2], SamplingParams(max_tokens=5, ignore_eos=True)) as generation:
+            first = await generation.result()
+        with pytest.raises(RequestRejected, match="raw token ids"):
+            async with session.generate("chat"):
+                pass
+        async with session.generate([3], GREEDY) as generation:
+            second = await generation.result()
+        assert list(second.token_ids) == toy_answer([1, 2, *first.token_ids, 3], 40)

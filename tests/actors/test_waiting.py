@@ -1,0 +1,175 @@
+"""Requests and sessions that wait for a slot of a whole engine."""
+
+from contextlib import nullcontext, suppress
+
+import pytest
+import trio
+from expectations import GREEDY, LONG
+from trio.testing import wait_all_tasks_blocked
+
+from trioengine import EngineClosed, EngineConfig, EngineOverloaded, FinishReason, SamplingParams, SessionEnded
+from trioengine.testing import simulated_engine
+from trioengine.testing.simulated_worker import Behaviour
+
+ONE_SLOT = EngineConfig(model="toy", max_num_seqs=1, max_num_queued_reqs=0, max_num_batched_tokens=64)
+ONE_SESSION = EngineConfig(model="toy", max_sessions=1)
+SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
+
+
+@pytest.mark.parametrize("config", [ONE_SLOT, ONE_SESSION])
+async def test_answers_come_in_the_order_of_the_questions(autojump_clock, config):
+    answered = []
+    async with simulated_engine(config) as (engine, _), trio.open_nursery() as nursery:
+
+        async def ask(number):
+            await engine.generate("x", SHORT, wait=True)
+            answered.append(number)
+
+        for number in range(20):
+            nursery.start_soon(ask, number)
+            await wait_all_tasks_blocked()
+    assert answered == list(range(20))
+
+
+async def test_who_asks_again_and_again_starves_nobody(autojump_clock):
+    """Who had a slot and wants the next one waits behind those who wait; who does not wait is refused meanwhile."""
+    async with simulated_engine(ONE_SLOT) as (engine, _), trio.open_nursery() as nursery:
+
+        async def insist():
+            while True:
+                await engine.generate("x", SHORT, wait=True)
+
+        async def try_in_every_pass():
+            while True:
+                with pytest.raises(EngineOverloaded):
+                    await engine.generate("x", SHORT)
+                await trio.sleep(0.001)
+
+        nursery.start_soon(insist)
+        nursery.start_soon(insist)
+        await wait_all_tasks_blocked()
+        nursery.start_soon(try_in_every_pass)
+        for _ in range(5):
+            assert (await engine.generate("x", GREEDY, wait=True, timeout=5)).finish_reason is not FinishReason.ABORT
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("way", ["abort", "end", "cancel", "timeout"])
+async def test_who_leaves_the_line_passes_its_turn_on(autojump_clock, way):
+    """In whatever way the first one goes: the second gets the slot, and the books know nothing of the first."""
+    async with simulated_engine(ONE_SLOT) as (engine, _), trio.open_nursery() as nursery:
+        leaving = trio.CancelScope()
+        told = {"end": SessionEnded, "timeout": EngineOverloaded}.get(way)
+        session = await engine.open_session().__aenter__()
+        generation = session.generate("two", LONG, wait=True, timeout=0.5 if way == "timeout" else None)
+
+        async def wait_and_leave():
+            with leaving, pytest.raises(told) if told is not None else nullcontext():
+                await generation.__aenter__()
+
+        async with engine.open_session() as first, first.generate("one", LONG) as running:
+            nursery.start_soon(wait_and_leave)
+            await wait_all_tasks_blocked()
+            nursery.start_soon(lambda: engine.generate("three", SHORT, wait=True))
+            await wait_all_tasks_blocked()
+            if way == "timeout":
+                await trio.sleep(0.6)
+            else:
+                {"abort": generation.abort, "end": session.end, "cancel": leaving.cancel}[way]()
+            await wait_all_tasks_blocked()
+            assert len(engine.gate.requests) == 1
+            await running.result()
+        while engine.statistics().finished < 2:
+            await engine.gate.changed()
+        assert engine.statistics().received == 2
+        session.end()
+
+
+async def test_a_session_that_ends_tells_its_request_at_once(autojump_clock):
+    """It need not be the first in the line, and no slot need become free."""
+    async with simulated_engine(ONE_SLOT) as (engine, _), trio.open_nursery() as nursery:
+        async with engine.open_session() as first, first.generate("one", LONG), engine.open_session() as second:
+            nursery.start_soon(lambda: engine.generate("two", SHORT, wait=True))
+            await wait_all_tasks_blocked()
+            told = trio.Event()
+
+            async def enter():
+                with pytest.raises(SessionEnded):
+                    await second.generate("three", wait=True).__aenter__()
+                told.set()
+
+            nursery.start_soon(enter)
+            await wait_all_tasks_blocked()
+            rejected, began = engine.statistics().rejected, trio.current_time()
+            second.end()
+            await told.wait()
+            assert trio.current_time() == began
+            assert engine.statistics().rejected == rejected + 1
+
+
+@pytest.mark.parametrize("config", [ONE_SLOT, ONE_SESSION])
+@pytest.mark.parametrize("way", ["drain", "close", "cancel"])
+async def test_all_are_told_when_the_engine_goes(autojump_clock, config, way):
+    told = []
+    async with trio.open_nursery() as nursery:
+        with trio.CancelScope() as scope:
+            async with simulated_engine(config) as (engine, _), engine.open_session() as session:
+
+                async def ask():
+                    with pytest.raises((EngineClosed, SessionEnded)) as caught:
+                        await engine.generate("x", SHORT, wait=True)
+                    told.append(caught.value)
+
+                async with session.generate("x", LONG):
+                    for _ in range(3):
+                        nursery.start_soon(ask)
+                    await wait_all_tasks_blocked()
+                    if way == "drain":
+                        await engine.drain()
+                    elif way == "close":
+                        engine.close()
+                    else:
+                        scope.cancel()
+    assert len(told) == 3
+
+
+@pytest.mark.parametrize("passes", range(6))
+async def test_a_session_slot_is_handed_over_while_the_engine_is_cancelled(autojump_clock, passes):
+    """A session that got its slot in the last steps of the engine is ended with it; none is admitted later."""
+
+    async def wait(engine):
+        with suppress(EngineClosed):
+            async with engine.open_session(wait=True) as session:
+                await session.ended()
+
+    async with trio.open_nursery() as nursery:
+        with trio.CancelScope() as scope:
+            async with simulated_engine(ONE_SESSION) as (engine, _), engine.open_session() as session:
+                nursery.start_soon(wait, engine)
+                await wait_all_tasks_blocked()
+                session.end()
+                for _ in range(passes):
+                    await trio.lowlevel.checkpoint()
+                scope.cancel()
+                await trio.sleep_forever()
+    assert engine.statistics().sessions == 0
+
+
+async def test_requests_that_wait_through_a_restart_keep_their_order(autojump_clock):
+    answered = []
+    behaviours = [Behaviour(), Behaviour(load_time=5)]
+    async with (
+        simulated_engine(ONE_SLOT, behaviours=behaviours) as (engine, simulation),
+        trio.open_nursery() as nursery,
+    ):
+
+        async def ask(number):
+            await engine.generate("x", SHORT, wait=True)
+            answered.append(number)
+
+        simulation.worker.kill()
+        await trio.sleep(0.5)
+        for number in range(5):
+            nursery.start_soon(ask, number)
+            await wait_all_tasks_blocked()
+    assert answered == list(range(5))

@@ -1,0 +1,69 @@
+"""The real process of a worker, from the outside: started, killed and reaped, it leaves nothing behind."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import trio
+
+from trioengine import WorkerLost
+from trioengine.actors import ports
+
+
+def descriptors():
+    return sorted(path.name for path in Path("/proc/self/fd").iterdir())
+
+
+async def test_a_spawn_that_fails_half_way_leaves_nothing(monkeypatch):
+    """Out of descriptors at the pidfd: the process that was started is gone, and both pipes are closed."""
+    started = []
+
+    def no_pidfd(pid):
+        started.append(pid)
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(ports.os, "pidfd_open", no_pidfd)
+    before = descriptors()
+    with pytest.raises(WorkerLost, match="Too many open files"):
+        await ports.Ports().spawn_worker()
+    assert descriptors() == before
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[0], 0)
+
+
+async def test_terminating_a_dead_leader_does_not_reap_it():
+    process = await ports.Ports().spawn_worker()
+    os.kill(process.pid, signal.SIGKILL)
+    await process.wait()
+    process.terminate()
+    os.kill(process.pid, 0)  # not reaped: the group can still be killed
+    assert process.reap() == -signal.SIGKILL
+
+
+async def test_reaping_twice_is_reaping_once():
+    before = descriptors()
+    process = await ports.Ports().spawn_worker()
+    process.kill()
+    await process.wait()
+    assert process.reap() == -signal.SIGKILL
+    assert descriptors() == before
+    others = os.pipe()  # they have numbers that were the process's
+    process.terminate()
+    process.kill()
+    assert process.reap() == -signal.SIGKILL
+    for descriptor in others:
+        os.close(descriptor)
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+
+
+async def test_reaping_does_not_wait(monkeypatch):
+    """A process that the kernel does not let die yet: its descriptors are given back, its status comes later."""
+    process = await ports.Ports().spawn_worker()
+    with monkeypatch.context() as patch:
+        patch.setattr(ports.os, "killpg", lambda group, number: None)
+        assert process.reap() is None
+    process.kill()
+    await trio.to_thread.run_sync(os.waitid, os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert process.reap() == -signal.SIGKILL

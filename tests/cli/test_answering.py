@@ -1,0 +1,36 @@
+"""What is read from a terminal or a pipe, and what is written."""
+
+import json
+import os
+
+import pytest
+
+from trioengine import SamplingParams
+from trioengine.cli.answering import answer
+from trioengine.cli.standard_input import Lines
+from trioengine.testing import simulated_engine
+
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+
+async def test_lines_of_a_pipe():
+    readable, writable = os.pipe()
+    lines = Lines(readable)
+    os.write(writable, b"one\r\ntw")
+    assert await lines.next() == "one\r"
+    os.write(writable, "ö\n\nlast".encode())
+    os.close(writable)
+    assert [await lines.next() for _ in range(4)] == ["twö", "", "last", ""]
+    os.close(readable)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+async def test_an_answer_waits_for_the_next_worker(autojump_clock, capsys, as_json):
+    async with simulated_engine() as (engine, simulation), engine.open_session() as session:
+        simulation.worker.exit(-9)
+        await engine.gate.changed()
+        await answer(session, "hello", GREEDY, as_json=as_json)
+    printed = capsys.readouterr().out
+    assert printed.endswith("\n")
+    text = json.loads(printed)["text"] if as_json else printed[:-1]
+    assert len(text) == 5

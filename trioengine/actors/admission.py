@@ -1,0 +1,143 @@
+"""The admission of a request: reserve, prepare, commit.
+
+To reserve and to commit are single synchronous steps of the session; the gate is asked in each. Between them the prompt
+is prepared, which changes nothing: whoever leaves there gives a slot back, and the worker never hears of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import TYPE_CHECKING
+
+import trio
+
+from trioengine.actors.generation import Generation
+from trioengine.actors.worker_session import Posting
+from trioengine.core.errors import EngineOverloaded, FrameTooLarge, RequestRejected
+from trioengine.core.lifecycle import Cause, Phase
+from trioengine.core.messages import AddMessage
+from trioengine.core.sampling_params import SamplingParams
+from trioengine.text.answer import Answer
+from trioengine.text.conversation import Prepared, prompt_length
+
+if TYPE_CHECKING:
+    from trioengine.actors.engine import Engine
+    from trioengine.actors.session import Session
+
+THREAD_THRESHOLD = 1 << 13  # characters or tokens; a longer prompt is prepared in a thread
+
+
+class Admission:
+    """One request on its way in."""
+
+    def __init__(self, engine: Engine, session: Session, generation: Generation) -> None:
+        self._engine = engine
+        self._gate = engine.gate
+        self._session = session
+        self._generation = generation
+
+    async def run(self) -> None:
+        """Raises why the request is refused. An abort on the way ends this early, without an error."""
+        session, generation = self._session, self._generation
+        with generation.entering:
+            with trio.move_on_at(generation.deadline):
+                while session.phase is Phase.STOPPING and session.generation is not None:
+                    await session.generation.settled.wait()
+            if session.phase is Phase.STOPPING:
+                session.abort_request(generation, Cause.TIMEOUT)
+                return
+            reserve = partial(session.reserve, generation)
+            await self._gate.admit(self._gate.requests, reserve, wait=generation.wait, deadline=generation.deadline)
+            try:
+                await self._prepare()
+                await self._commit()
+            except Exception as exc:
+                session.refuse(generation, exc)
+                raise
+            except BaseException:
+                session.abort_request(generation, Cause.CLIENT)
+                raise
+        if generation.outcome is None and generation.entering.cancelled_caught:  # the session ended
+            self._gate.ledger.reject()
+            session.check_idle()
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the request was aborted on the way."""
+        return self._session.generation is not self._generation
+
+    async def _prepare(self) -> None:
+        generation, prompt = self._generation, self._generation.prompt
+        if self._is_over or prompt is None:
+            return
+        generation.prompt = None
+        conversation = self._session.conversation
+        conversation.check_length(prompt, self._engine.limits.max_model_len)
+        if prompt_length(prompt) + conversation.size > THREAD_THRESHOLD:
+            prepared = await self._engine.ports.run_in_thread(conversation.prepare, prompt)
+        else:
+            await trio.lowlevel.checkpoint()
+            prepared = conversation.prepare(prompt)
+        self._check(prepared, generation.params)
+        generation.prepared = prepared
+        model = self._engine.model
+        generation.answer = Answer(model.tokenizer, generation.params, model.eos_token_ids)
+
+    def _check(self, prepared: Prepared, params: SamplingParams) -> None:
+        limit = self._engine.limits.max_model_len
+        if len(prepared.token_ids) >= limit:
+            raise RequestRejected(
+                "context_length_exceeded",
+                f"prompt: {len(prepared.token_ids)} tokens leave no room for an answer in a context of {limit}",
+                param="prompt",
+            )
+        vocab_size = self._engine.limits.vocab_size
+        for name in ("stop_token_ids", "logit_bias"):
+            for token_id in getattr(params, name):
+                if token_id >= vocab_size:
+                    raise RequestRejected(
+                        "invalid_value",
+                        f"{name}: token {token_id} is beyond the vocabulary of {vocab_size}",
+                        param=name,
+                    )
+
+    async def _commit(self) -> None:
+        try:
+            self._commit_now()
+        except EngineOverloaded:
+            if not self._generation.wait:
+                raise
+            await self._gate.commits.wait(self._commit_now)
+
+    def _commit_now(self) -> None:
+        if self._is_over:
+            return
+        link, message = self._gate.committing_link(), self._message()
+        try:
+            posting = Posting(link, message, link.encode(message))
+        except FrameTooLarge as exc:
+            raise RequestRejected("too_large", str(exc), param="prompt") from exc
+        self._session.commit(self._generation, posting)
+
+    def _message(self) -> AddMessage:
+        session_id, prepared = self._session.id, self._generation.prepared
+        assert session_id is not None and prepared is not None, "commit follows reserve and prepare"
+        base = self._session.worker_session.base(prepared.token_ids)
+        return AddMessage(
+            session=session_id,
+            request=self._generation.request_id,
+            base=base,
+            token_ids=prepared.token_ids[base:],
+            params=self._resolved(self._generation.params, len(prepared.token_ids)),
+            eos_token_ids=tuple(self._engine.model.eos_token_ids),
+        )
+
+    def _resolved(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """With max_tokens within the context, and a seed."""
+        room = self._engine.limits.max_model_len - num_prompt_tokens
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        seed = self._engine.ports.mint_seed() if params.seed is None else params.seed
+        return dataclasses.replace(
+            params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens), seed=seed, stop=()
+        )

@@ -1,0 +1,65 @@
+"""The auditor: asks the worker what it holds, and compares the answer with what it ought to hold.
+
+Frames are FIFO and only frames change what the worker holds, so the answer to an AUDIT is compared with what was
+attached in the step that posted it, under any load.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass, field
+
+import trio
+
+from trioengine.actors.invariants import check_audit
+from trioengine.actors.link import Link
+from trioengine.core.errors import InvariantError, WorkerLost
+from trioengine.core.messages import Audit, Audited
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An AUDIT on its way."""
+
+    answered: trio.Event = field(default_factory=trio.Event)
+    answer: Audited | None = None
+    lost: WorkerLost | None = None
+
+
+class Auditor:
+    """The audits of one engine."""
+
+    def __init__(self) -> None:
+        self._pending: dict[int, _Pending] = {}
+
+    async def audit(self, link: Link, audit_id: int, attached: frozenset[int], timeout: float) -> None:
+        """Ask on `link`, where the sessions `attached` were added and not told to end.
+
+        Raises InvariantError when anything else comes back, or nothing within `timeout` seconds; WorkerLost when the
+        worker dies meanwhile.
+        """
+        known = link.connection.open_sessions
+        link.post(Audit(audit_id))
+        audit = self._pending[audit_id] = _Pending()
+        try:
+            with trio.move_on_after(timeout):
+                await audit.answered.wait()
+        finally:
+            del self._pending[audit_id]
+        if audit.lost is not None:
+            raise copy(audit.lost)
+        if audit.answer is None:
+            raise InvariantError(f"the worker did not answer an audit within {timeout:g} s")
+        check_audit(audit.answer, known, attached)
+
+    def on_audited(self, answer: Audited) -> None:
+        """AUDITED; the one who asked may have gone."""
+        if (audit := self._pending.get(answer.audit)) is not None:
+            audit.answer = answer
+            audit.answered.set()
+
+    def on_worker_lost(self, error: WorkerLost) -> None:
+        """The incarnation is dead: nothing will be answered."""
+        for audit in self._pending.values():
+            audit.lost = error
+            audit.answered.set()

@@ -1,0 +1,80 @@
+"""The sessions of an engine: every one whose slot is taken, by its id, and what concerns them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from trioengine.actors.session import Session
+from trioengine.core.errors import WorkerLost
+from trioengine.core.lifecycle import Cause
+from trioengine.core.messages import RequestFailed, SessionEnded, Tokens
+
+
+class Sessions:
+    """Those of one engine. A bug in one session's handling ends that session alone."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Session]:
+        """As they are now: telling one may end it."""
+        return iter(list(self._by_id.values()))
+
+    def add(self, session: Session) -> None:
+        assert session.id is not None, "only an entered session is added"
+        self._by_id[session.id] = session
+
+    def remove(self, session: Session) -> None:
+        assert session.id is not None, "only an added session is removed"
+        del self._by_id[session.id]
+
+    @property
+    def attached(self) -> frozenset[int]:
+        """Those that were added to the worker and not told to end."""
+        return frozenset(id for id, session in self._by_id.items() if session.attached and session.end_cause is None)
+
+    def end_all(self, cause: Cause) -> None:
+        """No session outlives the engine, also one whose task never ran."""
+        for session in self:
+            session.end(cause)
+
+    def abort(self, request_id: int, cause: Cause) -> bool:
+        """Abort a request; False if none of the sessions has it in flight."""
+        for session in self:
+            generation = session.generation
+            if generation is not None and generation.request_id == request_id:
+                session.abort_request(generation, cause)
+                return True
+        return False
+
+    def abort_all(self, cause: Cause) -> None:
+        """Abort every request in flight."""
+        for session in self:
+            if session.generation is not None:
+                session.abort_request(session.generation, cause)
+
+    # ---- what the worker says -------------------------------------------------------------------------------------
+
+    def on_tokens(self, message: Tokens) -> None:
+        for row in message.rows:
+            self._tell(row.session, lambda session, row=row: session.on_row(row))  # type: ignore[misc]
+
+    def on_failed(self, message: RequestFailed) -> None:
+        self._tell(message.session, lambda session: session.on_failed(message))
+
+    def on_ended(self, message: SessionEnded) -> None:
+        self._tell(message.session, lambda session: session.on_ended())
+
+    def on_worker_lost(self, error: WorkerLost) -> None:
+        for session_id in list(self._by_id):
+            self._tell(session_id, lambda session: session.on_worker_lost(error))
+
+    def _tell(self, session_id: int, tell: Callable[[Session], None]) -> None:
+        session = self._by_id[session_id]
+        try:
+            tell(session)
+        except Exception as exc:
+            session.crash(exc)
