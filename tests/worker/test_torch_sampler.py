@@ -8,7 +8,7 @@ import torch
 
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.worker.runner.random import uniform
-from trioengine.worker.runner.sampler import best_tokens, sample
+from trioengine.worker.runner.sampler import _first_above, best_tokens, sample
 from trioengine.worker.scheduling.sequence import Sequence
 
 VOCAB = 300  # more than a bucket, and no multiple of one
@@ -192,6 +192,33 @@ def test_rows_that_are_not_finite_fail_alone(bad, params):
     assert [token.error for token in tokens] == [None, "logits are not finite", None]
     assert [token.request for token in tokens] == [0, 1, 2]
     assert (tokens[0].token_id, tokens[2].token_id) == (5, 8)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}, {"logprobs": 3}])
+def test_rows_that_overflow_or_have_every_token_banned_fail_alone(temperature, filters):
+    params = {"temperature": temperature, **filters}
+    rows = logits({5: 50.0}, {5: 3e38}, dict.fromkeys(range(VOCAB), -3e38), {5: 50.0}, {8: 50.0})
+    tokens = sample(
+        rows,
+        [
+            sequence(request=0, **params),
+            sequence(request=1, prompt=[5], repetition_penalty=0.01, **params),
+            sequence(request=2, prompt=list(range(VOCAB)), repetition_penalty=100.0, **params),
+            sequence(request=3, min_tokens=1, stop_token_ids=tuple(range(VOCAB)), **params),
+            sequence(request=4, **params),
+        ],
+    )
+    no_token = "the parameters leave no token to choose"
+    assert [token.error for token in tokens] == [None, "logits are not finite", no_token, no_token, None]
+    assert [token.request for token in tokens] == list(range(5))
+    assert (tokens[0].token_id, tokens[4].token_id) == (5, 8)
+
+
+@pytest.mark.parametrize("place", [math.nan, 2.0])
+def test_a_running_sum_that_means_nothing_gives_a_place_within_it(place):
+    sums = torch.tensor([[0.0, 0.0], [math.nan, math.nan], [0.5, 1.0]], dtype=torch.float64)
+    assert all(0 <= found < 2 for found in _first_above(sums, torch.full((3,), place, dtype=torch.float64)).tolist())
 
 
 def test_nothing_to_sample():
