@@ -1,5 +1,6 @@
 """The sampler: every parameter, alone and in a batch."""
 
+import itertools
 import math
 from collections import Counter
 
@@ -213,6 +214,32 @@ def test_rows_that_overflow_or_have_every_token_banned_fail_alone(temperature, f
     assert [token.error for token in tokens] == [None, "logits are not finite", no_token, no_token, None]
     assert [token.request for token in tokens] == list(range(5))
     assert (tokens[0].token_id, tokens[4].token_id) == (5, 8)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4, 1e30])
+def test_parameters_at_their_bounds_overflow_nothing(scale):
+    kinds = itertools.product([1e-5, 100], [0.01, 100], [-2, 2], [5e-324, 1], [0, 5e-324, 1], [-1, 1, 2**31 - 1])
+    sequences = [
+        sequence(
+            prompt=range(0, VOCAB, 2),
+            output=[3] * 1000,
+            request=request,
+            temperature=temperature,
+            repetition_penalty=repetition,
+            presence_penalty=penalty,
+            frequency_penalty=penalty,
+            logit_bias={3: 50 * penalty, 4: -50 * penalty},
+            top_p=top_p,
+            min_p=min_p,
+            top_k=top_k,
+            min_tokens=2**31 - 1,
+        )
+        for request, (temperature, repetition, penalty, top_p, min_p, top_k) in enumerate(kinds)
+    ]
+    rows = torch.randn(len(sequences), VOCAB, generator=torch.Generator().manual_seed(2)) * scale
+    tokens = sample(rows, sequences)
+    assert [token.error for token in tokens] == [None] * len(sequences)
+    assert all(0 <= token.token_id < VOCAB and token.token_id != EOS for token in tokens)
 
 
 @pytest.mark.parametrize("place", [math.nan, 2.0])
