@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from trioengine.core.codec import LENGTH, decode, encode
-from trioengine.core.config import WorkerConfig
+from trioengine.core.config import MAX_SESSIONS, WorkerConfig
 from trioengine.core.connection import MIN_FRAME_LIMIT, Connection, Role
 from trioengine.core.errors import FrameTooLarge, LocalProtocolError, RemoteProtocolError
 from trioengine.core.messages import (
@@ -316,6 +316,12 @@ def test_a_long_context_has_longer_frames():
     pair.down(AddSession(1))
     pair.worker.receive_data(pair.engine.send(add_message(ids=range(MIN_FRAME_LIMIT - 1))))
     assert len(pair.worker.next_message().token_ids) == MIN_FRAME_LIMIT - 1
+
+
+def test_an_audit_of_every_session_and_request_fits_a_frame():
+    greatest = range(2**63 - MAX_SESSIONS, 2**63)
+    audited = Audited(2**63, tuple(greatest), tuple(greatest), 2**63, 2**63, 2**63, 2**63)
+    assert len(Connection(Role.WORKER).check_size(audited)) <= MIN_FRAME_LIMIT
 
 
 def test_a_torn_frame_shows():

@@ -7,9 +7,10 @@ import pytest
 from trioengine import EngineConfig, InvalidConfig, RequestRejected, SamplingParams
 from trioengine.core.bounds import brief
 from trioengine.core.codec import decode, encode
+from trioengine.core.config import MAX_SESSIONS
 from trioengine.core.errors import InvariantError
 from trioengine.core.ledger import Ledger, Stand
-from trioengine.core.messages import AddMessage, FinishReason, token_ids
+from trioengine.core.messages import AddMessage, Configure, FinishReason, token_ids
 
 HUGE = 10**400  # no float holds it
 UNPRINTABLE = 10**5000  # more digits than Python prints
@@ -122,32 +123,55 @@ def test_sampling_parameters_take_one_string_or_lists():
 
 
 BAD_CONFIG = {
-    "model": ["", 3],
-    "device": ["tpu", "cuda:x", 3],
-    "dtype": ["int4"],
-    "max_num_seqs": [0, 1.5, True],
-    "max_sessions": [0],
-    "max_num_batched_tokens": [0, 5],
-    "block_size": [0],
-    "max_restarts": [0],
-    "max_num_queued_reqs": [-1],
-    "max_model_len": [0],
-    "kv_cache_memory": [0, "1G"],
-    "num_threads": [0],
-    "gpu_memory_utilization": [0, 1.5],
-    "startup_timeout": [0, "1"],
-    "step_timeout": [-1],
-    "unresponsive_timeout": [float("inf")],
-    "ping_interval": [0],
-    "worker_shutdown_timeout": [None],
-    "restart_delays": [(), (-1.0,), ("1",)],
+    "model": ["", *NO_NUMBERS[1:]],
+    "device": ["tpu", "cuda:", "cuda:x", "cuda:-1", "cuda:128", "cuda:01", "cuda:٣", "cuda:" + "9" * 20, *NO_NUMBERS],
+    "dtype": ["int4", *NO_NUMBERS],
+    "max_num_seqs": [0, 2**31, *NO_INTEGERS],
+    "max_sessions": [0, MAX_SESSIONS + 1, *NO_INTEGERS],
+    "max_num_batched_tokens": [0, 5, 2**31, *NO_INTEGERS],
+    "block_size": [0, 2**31, *NO_INTEGERS],
+    "max_restarts": [0, 2**31, *NO_INTEGERS],
+    "max_num_queued_reqs": [-1, 2**31, *NO_INTEGERS],
+    "max_model_len": [0, 1, 2**31, *NO_INTEGERS],
+    "kv_cache_memory": [0, "1G", 2**63, *NO_INTEGERS],
+    "num_threads": [0, 1025, *NO_INTEGERS],
+    "gpu_memory_utilization": [0, 1.5, *NO_NUMBERS],
+    "enable_prefix_caching": NO_SWITCHES,
+    "startup_timeout": [0, 2e9, *NO_NUMBERS],
+    "step_timeout": [-1, 2e9, *NO_NUMBERS],
+    "unresponsive_timeout": [0, 2e9, *NO_NUMBERS],
+    "ping_interval": [0, 2e9, *NO_NUMBERS],
+    "worker_shutdown_timeout": [0, 2e9, *NO_NUMBERS],
+    "restart_delays": [(), [], 5, "5", {1.0}, None, (-1.0,), *[(0.0, value) for value in NO_NUMBERS]],
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD_CONFIG.items() for value in values])
+def test_every_field_is_tried():
+    assert BAD_CONFIG.keys() == {field.name for field in dataclasses.fields(EngineConfig)}
+
+
+@pytest.mark.parametrize(("name", "value"), bad_values(BAD_CONFIG), ids=lambda value: brief(value)[:30])
 def test_a_bad_configuration_is_named(name, value):
-    with pytest.raises(InvalidConfig, match=name):
+    with pytest.raises(InvalidConfig, match=rf"^{name} (\(5\) )?must ") as caught:
         EngineConfig(**{name: value})
+    assert len(str(caught.value)) < 250
+
+
+def test_the_greatest_configuration_travels():
+    most = EngineConfig(
+        device="cuda:127",
+        max_model_len=2**31 - 1,
+        max_num_seqs=2**31 - 1,
+        max_num_batched_tokens=2**31 - 1,
+        block_size=2**31 - 1,
+        kv_cache_memory=2**63 - 1,
+        gpu_memory_utilization=1,
+        num_threads=1024,
+        restart_delays=[0, 10**9],
+    )
+    assert most.restart_delays == (0, 10**9)
+    message = Configure(most.for_worker("m.gguf"))
+    assert decode(encode(message)) == message
 
 
 def test_the_worker_gets_its_part():
