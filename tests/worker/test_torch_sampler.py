@@ -6,8 +6,10 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.worker.runner.logits import process_row
 from trioengine.worker.runner.random import uniform
 from trioengine.worker.runner.sampler import _first_above, best_tokens, sample
 from trioengine.worker.scheduling.sequence import Sequence
@@ -163,6 +165,28 @@ def test_logit_bias():
     assert chosen({5: 2.0}, logit_bias={9: 3.0}) == 9
     assert chosen({5: 2.0, 6: 1.0}, logit_bias={5: -100.0}) == 6
     assert chosen({5: 2.0}, logit_bias={VOCAB + 5: 100.0}) == 5  # no such token
+    assert chosen({5: 2.0}, logit_bias={VOCAB + 5: 100.0, 9: 3.0}) == 9
+
+
+class Operations(TorchFunctionMode):
+    """Counts what torch is asked to do."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_long_logit_bias_takes_no_more_operations():
+    counts = []
+    for length in (1, 200):
+        with Operations() as operations:
+            process_row(torch.zeros(VOCAB), sequence(logit_bias=dict.fromkeys(range(length), 1.0)))
+        counts.append(operations.count)
+    assert counts[0] == counts[1] < 10
 
 
 def test_min_tokens_bans_every_stop_token():
