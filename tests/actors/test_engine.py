@@ -19,7 +19,7 @@ from trioengine import (
     WorkerLost,
 )
 from trioengine.core.lifecycle import Cause, Phase, Power
-from trioengine.core.messages import AddMessage, AddSession, EndSession, Fatal, StopSession
+from trioengine.core.messages import AddMessage, AddSession, EndSession, Fatal, FatalCode, StopSession
 from trioengine.testing import simulated_engine, toy_answer, toy_model
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.toy_model import IM_END
@@ -523,11 +523,11 @@ async def test_a_request_is_aborted_while_its_worker_dies(autojump_clock):
 
 
 async def test_a_worker_that_cannot_start_gives_the_reason(autojump_clock):
-    fatal = Fatal("model", "x.gguf: architecture 'gpt5' is not supported", "Traceback")
+    fatal = Fatal(FatalCode.MODEL, "x.gguf: architecture 'gpt5' is not supported", "Traceback")
     with pytest.raises(ModelError, match="gpt5"):
         async with simulated_engine(behaviours=[Behaviour(fatal=fatal)]):
             raise AssertionError("it never was ready")
-    fatal = Fatal("memory", "not enough memory", "Traceback of it")
+    fatal = Fatal(FatalCode.MEMORY, "not enough memory", "Traceback of it")
     with pytest.raises(WorkerLost, match="not enough memory") as caught:
         async with simulated_engine(behaviours=[Behaviour(fatal=fatal)]):
             raise AssertionError("it never was ready")
@@ -542,7 +542,7 @@ async def test_a_worker_that_makes_no_progress_while_loading(autojump_clock):
 
 
 async def test_ten_deaths_without_a_finished_request(autojump_clock):
-    dying = Behaviour(fatal=Fatal("internal", "bug", ""))
+    dying = Behaviour(fatal=Fatal(FatalCode.INTERNAL, "bug", ""))
     with pytest.raises(WorkerLost, match="10 times"):
         async with simulated_engine(behaviours=[Behaviour(), dying]) as (_, simulation):
             simulation.worker.kill()
@@ -682,7 +682,7 @@ def test_the_toy_model_knows_its_end():
 
 async def test_the_engine_dies_for_good_while_others_knock(autojump_clock):
     """Whoever opens a session in any pass of the engine's end is refused with a typed error; one error comes out."""
-    dying = Behaviour(fatal=Fatal("internal", "bug", ""))
+    dying = Behaviour(fatal=Fatal(FatalCode.INTERNAL, "bug", ""))
     refusals = []
 
     async def knock(engine):
@@ -705,7 +705,7 @@ async def test_the_engine_dies_for_good_while_others_knock(autojump_clock):
 
 
 async def test_a_body_that_fails_with_the_engine_gives_one_error(autojump_clock):
-    dying = Behaviour(fatal=Fatal("internal", "bug", ""))
+    dying = Behaviour(fatal=Fatal(FatalCode.INTERNAL, "bug", ""))
     with pytest.raises(WorkerLost, match="2 times"):
         async with simulated_engine(
             EngineConfig(model="toy", max_restarts=2, restart_delays=(0.0,)), behaviours=[Behaviour(), dying]

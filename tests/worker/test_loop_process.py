@@ -15,7 +15,7 @@ import pytest
 from toy_worker import EngineEnd, request
 
 from trioengine.core.config import WorkerConfig
-from trioengine.core.messages import AddSession, Configure, Fatal, Loading, Ping, Pong, Shutdown, Tokens
+from trioengine.core.messages import AddSession, Configure, Fatal, FatalCode, Loading, Ping, Pong, Shutdown, Tokens
 
 SCRIPT = Path(__file__).with_name("toy_worker.py")
 PARENT = """
@@ -91,7 +91,7 @@ def test_a_bad_model_exits_with_1() -> None:
         assert process.engine.receive() == Loading(1, 2)
         message = process.engine.receive()
         assert isinstance(message, Fatal)
-        assert (message.code, message.message) == ("model", "ModelError: no such model")
+        assert (message.code, message.message) == (FatalCode.MODEL, "no such model")
         assert process.engine.receive() is None
         assert process.popen.wait() == 1
 
