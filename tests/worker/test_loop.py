@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from toy_worker import EngineEnd, ToyRunner, request
+from toy_worker import CountingRunner, EngineEnd, request
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
@@ -47,7 +47,7 @@ class Worker:
         self.engine = EngineEnd(from_worker[0], to_worker[1])
         self.fds = (to_worker[0], from_worker[1])
         self.lost = threading.Event()
-        self.runner = ToyRunner()
+        self.runner = CountingRunner()
         self.error: Exception | None = None
         self.status: int | None = None
         self.transport = Transport(*self.fds, Progress(time.monotonic), self.lost.set)
@@ -58,7 +58,7 @@ class Worker:
     def _run(self) -> None:
         self.status = serve(self.transport, self._load, time.monotonic)
 
-    def _load(self, config: WorkerConfig, on_progress: OnProgress) -> ToyRunner:
+    def _load(self, config: WorkerConfig, on_progress: OnProgress) -> CountingRunner:
         on_progress(1, 2)
         if self.error is not None:
             raise self.error
