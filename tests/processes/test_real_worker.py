@@ -270,9 +270,9 @@ async def test_a_cache_that_is_too_small_is_the_models_fault_and_named(in_time, 
 
 
 def test_cold_imports():
-    """The worker's loop loads no trio, the engine's front no torch."""
+    """The worker's process and loop load no trio and no torch, the engine's front no torch."""
     for module, forbidden in [
-        ("trioengine.worker.loop", ("trio", "torch")),
+        ("trioengine.worker.process", ("trio", "torch", "numpy")),
         ("trioengine.actors.engine", ("torch", "gguf", "numpy")),
         ("trioengine.serve", ("torch",)),
         ("trioengine.cli", ("torch", "trio")),
