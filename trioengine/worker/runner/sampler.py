@@ -84,7 +84,7 @@ def _draw_all(logits: Tensor, best: Tensor, token_ids: Tensor, sequences: list[S
     if drawn:
         rows = torch.tensor(drawn, device=logits.device)
         highest = best[rows, None]
-        shifted = torch.where(highest.isfinite(), logits[rows] - highest, 0.0)
+        shifted = logits[rows].sub_(highest).masked_fill_(~highest.isfinite(), 0.0)
         token_ids[rows] = _draw(shifted, [sequences[row] for row in drawn])
 
 
