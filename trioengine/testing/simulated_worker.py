@@ -19,6 +19,7 @@ from trioengine.core.messages import (
     Activity,
     Configure,
     Fatal,
+    FatalCode,
     FromWorker,
     Message,
     Ping,
@@ -194,7 +195,7 @@ class SimulatedWorker:
                 else:
                     self._queue.append(message)  # type: ignore[arg-type]
         except RemoteProtocolError as exc:
-            self._send_all([Fatal("internal", str(exc), "")])
+            self._send_all([Fatal(FatalCode.INTERNAL, str(exc), "")])
             self.exit(1)
         self._arrived.set()
 
