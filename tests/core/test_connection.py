@@ -336,7 +336,7 @@ def test_a_long_context_has_longer_frames():
 def test_an_audit_of_every_session_and_request_fits_a_frame():
     greatest = range(2**63 - MAX_SESSIONS, 2**63)
     audited = Audited(2**63, tuple(greatest), tuple(greatest), 2**63, 2**63, 2**63, 2**63)
-    assert len(Connection(Role.WORKER).check_size(audited)) <= MIN_FRAME_LIMIT
+    assert len(Connection(Role.WORKER).encode(audited)) <= MIN_FRAME_LIMIT
 
 
 def test_a_torn_frame_shows():
