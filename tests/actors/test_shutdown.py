@@ -7,7 +7,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineClosed, EngineConfig, EngineOverloaded, FinishReason, ModelError, WorkerLost
 from trioengine.core.lifecycle import Cause, Power
-from trioengine.core.messages import EndSession, Fatal
+from trioengine.core.messages import EndSession, Fatal, FatalCode
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 
@@ -64,11 +64,11 @@ async def test_cancelling_the_engine_still_writes_the_ends(autojump_clock):
 
 
 async def test_a_worker_that_cannot_start_gives_the_reason(autojump_clock):
-    fatal = Fatal("model", "x.gguf: architecture 'gpt5' is not supported", "Traceback")
+    fatal = Fatal(FatalCode.MODEL, "x.gguf: architecture 'gpt5' is not supported", "Traceback")
     with pytest.raises(ModelError, match="gpt5"):
         async with simulated_engine(behaviours=[Behaviour(fatal=fatal)]):
             raise AssertionError("it never was ready")
-    fatal = Fatal("memory", "not enough memory", "Traceback of it")
+    fatal = Fatal(FatalCode.MEMORY, "not enough memory", "Traceback of it")
     with pytest.raises(WorkerLost, match="not enough memory") as caught:
         async with simulated_engine(behaviours=[Behaviour(fatal=fatal)]):
             raise AssertionError("it never was ready")
@@ -83,7 +83,7 @@ async def test_a_worker_that_makes_no_progress_while_loading(autojump_clock):
 
 
 async def test_ten_deaths_without_a_finished_request(autojump_clock):
-    dying = Behaviour(fatal=Fatal("internal", "bug", ""))
+    dying = Behaviour(fatal=Fatal(FatalCode.INTERNAL, "bug", ""))
     with pytest.raises(WorkerLost, match="10 times"):
         async with simulated_engine(behaviours=[Behaviour(), dying]) as (_, simulation):
             simulation.worker.kill()
@@ -93,7 +93,7 @@ async def test_ten_deaths_without_a_finished_request(autojump_clock):
 
 async def test_the_engine_dies_for_good_while_others_knock(autojump_clock):
     """Whoever opens a session in any pass of the engine's end is refused with a typed error; one error comes out."""
-    dying = Behaviour(fatal=Fatal("internal", "bug", ""))
+    dying = Behaviour(fatal=Fatal(FatalCode.INTERNAL, "bug", ""))
     refusals = []
 
     async def knock(engine):
@@ -116,7 +116,7 @@ async def test_the_engine_dies_for_good_while_others_knock(autojump_clock):
 
 
 async def test_a_body_that_fails_with_the_engine_gives_one_error(autojump_clock):
-    dying = Behaviour(fatal=Fatal("internal", "bug", ""))
+    dying = Behaviour(fatal=Fatal(FatalCode.INTERNAL, "bug", ""))
     with pytest.raises(WorkerLost, match="2 times"):
         async with simulated_engine(
             EngineConfig(model="toy", max_restarts=2, restart_delays=(0.0,)), behaviours=[Behaviour(), dying]

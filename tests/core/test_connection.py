@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from trioengine.core.codec import LENGTH, decode, encode
-from trioengine.core.config import WorkerConfig
+from trioengine.core.config import MAX_SESSIONS, WorkerConfig
 from trioengine.core.connection import MIN_FRAME_LIMIT, Connection, Role
 from trioengine.core.errors import FrameTooLarge, LocalProtocolError, RemoteProtocolError
 from trioengine.core.messages import (
@@ -21,6 +21,7 @@ from trioengine.core.messages import (
     Configure,
     EndSession,
     Fatal,
+    FatalCode,
     FinishReason,
     Loading,
     Ping,
@@ -74,7 +75,7 @@ EVERY_MESSAGE = [
     SessionEnded(1),
     Audited(1, (1, 2), (3,), 8, 4, 2, 2),
     Pong(1, 2, Activity.IDLE, 0.5),
-    Fatal("model", "no", "Traceback"),
+    Fatal(FatalCode.MODEL, "no", "Traceback"),
 ]
 
 
@@ -137,6 +138,7 @@ def test_a_field_of_a_wrong_type_is_refused(message):
         (msgpack.packb({"type": "TOKENS", "rows": [[1]], "statistics": list(range(10))}), "TokensRow"),
         (msgpack.packb({"type": "PONG", "ping": 1, "progress": 1, "activity": "tired", "seconds": 1}), "tired"),
         (msgpack.packb({"type": "PONG", "ping": 1, "progress": 1, "activity": "idle", "seconds": "1"}), "float"),
+        (msgpack.packb({"type": "FATAL", "code": "hunger", "message": "", "traceback": ""}), "hunger"),
         (msgpack.packb({"type": "PONG", "ping": 1, "progress": 1, "activity": [], "seconds": 1}), "Activity"),
     ],
 )
@@ -293,7 +295,7 @@ def test_before_ready_there_are_no_sessions():
 def test_what_we_say_may_cross_fatal_and_nothing_follows_it():
     pair = Pair()
     pair.down(AddSession(1))
-    pair.up(Fatal("internal", "bug", ""))
+    pair.up(Fatal(FatalCode.INTERNAL, "bug", ""))
     pair.engine.send(EndSession(1))
     with pytest.raises(LocalProtocolError):
         pair.worker.send(SessionEnded(1))
@@ -329,6 +331,12 @@ def test_a_long_context_has_longer_frames():
     pair.down(AddSession(1))
     pair.worker.receive_data(pair.engine.send(add_message(ids=range(MIN_FRAME_LIMIT - 1))))
     assert len(pair.worker.next_message().token_ids) == MIN_FRAME_LIMIT - 1
+
+
+def test_an_audit_of_every_session_and_request_fits_a_frame():
+    greatest = range(2**63 - MAX_SESSIONS, 2**63)
+    audited = Audited(2**63, tuple(greatest), tuple(greatest), 2**63, 2**63, 2**63, 2**63)
+    assert len(Connection(Role.WORKER).encode(audited)) <= MIN_FRAME_LIMIT
 
 
 def test_a_torn_frame_shows():

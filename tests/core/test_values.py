@@ -1,38 +1,117 @@
 """Configuration, sampling parameters, ledger: each bad value is named."""
 
+import dataclasses
+
 import pytest
 
 from trioengine import EngineConfig, InvalidConfig, RequestRejected, SamplingParams
+from trioengine.core.bounds import brief
+from trioengine.core.codec import decode, encode
+from trioengine.core.config import MAX_SESSIONS
 from trioengine.core.errors import InvariantError
 from trioengine.core.ledger import Ledger, Stand
-from trioengine.core.messages import FinishReason
+from trioengine.core.messages import AddMessage, Configure, FinishReason, token_ids
+
+HUGE = 10**400  # no float holds it
+UNPRINTABLE = 10**5000  # more digits than Python prints
+NO_NUMBERS = ["3", None, True, [], {}, (1,), float("nan"), float("inf"), -float("inf"), HUGE, -HUGE, UNPRINTABLE]
+NO_INTEGERS = [*NO_NUMBERS, 1.5, 2**70, -(2**70)]
+NO_SWITCHES = [1, 0, None, "yes", []]
 
 BAD_PARAMS = {
-    "max_tokens": [0, -1, 1.5, True, "3"],
-    "temperature": [-1, float("nan"), float("inf"), "hot", True],
-    "top_k": [-2, 1.5],
-    "top_p": [0, 1.1],
-    "min_p": [-0.1, 1.1],
-    "repetition_penalty": [0, -1],
-    "presence_penalty": [-2.1, 2.1],
-    "frequency_penalty": [-2.1, 2.1],
-    "seed": [2**63, 1.0],
-    "stop": [3, ("",), ("x" * 257,), ("x",) * 17, (3,)],
-    "stop_token_ids": [3, (-1,), (1.5,), (1,) * 1025],
-    "min_tokens": [-1],
-    "ignore_eos": [1, None],
-    "skip_special_tokens": ["yes"],
-    "logit_bias": [3, {"a": 1.0}, {1: 101.0}, {1: None}, dict.fromkeys(range(1025), 0.0)],
-    "logprobs": [-1, 21],
+    "max_tokens": [0, -1, 2**31, *NO_INTEGERS],
+    "temperature": [-1, 100.5, *NO_NUMBERS],
+    "top_k": [-2, 2**31, *NO_INTEGERS],
+    "top_p": [0, 1.1, *NO_NUMBERS],
+    "min_p": [-0.1, 1.1, *NO_NUMBERS],
+    "repetition_penalty": [0, -1, 0.009, 1e-39, 100.5, 1e300, *NO_NUMBERS],
+    "presence_penalty": [-2.1, 2.1, *NO_NUMBERS],
+    "frequency_penalty": [-2.1, 2.1, *NO_NUMBERS],
+    "seed": [2**63, -(2**63) - 1, 1.0, *NO_INTEGERS],
+    "stop": [3, None, {"a"}, ("",), ("x" * 257,), ("x",) * 17, (3,)],
+    "stop_token_ids": [3, None, "12", (-1,), (1,) * 1025, range(3), *[(value,) for value in NO_INTEGERS]],
+    "min_tokens": [-1, 2**31, *NO_INTEGERS],
+    "ignore_eos": NO_SWITCHES,
+    "skip_special_tokens": NO_SWITCHES,
+    "logit_bias": [
+        3,
+        None,
+        [(1, 2.0)],
+        {"a": 1.0},
+        {2**31: 1.0},
+        {1: 101.0},
+        dict.fromkeys(range(1025), 0.0),
+        *[{1: value} for value in NO_NUMBERS],
+    ],
+    "logprobs": [-1, 21, *NO_INTEGERS],
 }
+OPTIONAL = {"max_tokens", "seed", "logprobs", "max_model_len", "kv_cache_memory", "num_threads"}
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD_PARAMS.items() for value in values])
+def bad_values(table):
+    return [
+        (name, value) for name, values in table.items() for value in values if value is not None or name not in OPTIONAL
+    ]
+
+
+def test_every_parameter_is_tried():
+    assert BAD_PARAMS.keys() == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+@pytest.mark.parametrize(("name", "value"), bad_values(BAD_PARAMS), ids=lambda value: brief(value)[:30])
 def test_a_bad_sampling_parameter_is_named(name, value):
-    with pytest.raises(RequestRejected, match=name) as caught:
+    with pytest.raises(RequestRejected, match=f"^{name} must ") as caught:
         SamplingParams(**{name: value})
     assert (caught.value.code, caught.value.param) == ("invalid_value", name)
     assert len(str(caught.value)) < 250
+
+
+def test_the_range_is_said():
+    for name, value, rule in [
+        ("temperature", HUGE, "a number from 0 to 100"),
+        ("repetition_penalty", 0, "a number from 0.01 to 100"),
+        ("top_p", 0, "a number above 0 and at most 1"),
+        ("top_k", 2**70, "an integer from -1 to 2147483647"),
+    ]:
+        with pytest.raises(RequestRejected, match=f"{name} must be {rule}, got"):
+            SamplingParams(**{name: value})
+
+
+LEAST = {
+    "max_tokens": 1,
+    "temperature": 0,
+    "top_k": -1,
+    "top_p": 5e-324,
+    "min_p": 0,
+    "repetition_penalty": 0.01,
+    "presence_penalty": -2,
+    "frequency_penalty": -2,
+    "seed": -(2**63),
+    "min_tokens": 0,
+    "logit_bias": {0: -100},
+    "logprobs": 0,
+}
+MOST = {
+    "max_tokens": 2**31 - 1,
+    "temperature": 100,
+    "top_k": 2**31 - 1,
+    "top_p": 1,
+    "min_p": 1,
+    "repetition_penalty": 100,
+    "presence_penalty": 2,
+    "frequency_penalty": 2,
+    "seed": 2**63 - 1,
+    "min_tokens": 2**31 - 1,
+    "logit_bias": {2**31 - 1: 100},
+    "stop_token_ids": (0, 2**31 - 1),
+    "logprobs": 20,
+}
+
+
+@pytest.mark.parametrize("values", [LEAST, MOST], ids=["least", "most"])
+def test_the_bounds_themselves_are_allowed_and_travel(values):
+    message = AddMessage(1, 1, 0, token_ids(), SamplingParams(**values), ())
+    assert decode(encode(message)) == message
 
 
 def test_sampling_parameters_take_one_string_or_lists():
@@ -44,32 +123,55 @@ def test_sampling_parameters_take_one_string_or_lists():
 
 
 BAD_CONFIG = {
-    "model": ["", 3],
-    "device": ["tpu", "cuda:x", 3],
-    "dtype": ["int4"],
-    "max_num_seqs": [0, 1.5, True],
-    "max_sessions": [0],
-    "max_num_batched_tokens": [0, 5],
-    "block_size": [0],
-    "max_restarts": [0],
-    "max_num_queued_reqs": [-1],
-    "max_model_len": [0],
-    "kv_cache_memory": [0, "1G"],
-    "num_threads": [0],
-    "gpu_memory_utilization": [0, 1.5],
-    "startup_timeout": [0, "1"],
-    "step_timeout": [-1],
-    "unresponsive_timeout": [float("inf")],
-    "ping_interval": [0],
-    "worker_shutdown_timeout": [None],
-    "restart_delays": [(), (-1.0,), ("1",)],
+    "model": ["", *NO_NUMBERS[1:]],
+    "device": ["tpu", "cuda:", "cuda:x", "cuda:-1", "cuda:128", "cuda:01", "cuda:٣", "cuda:" + "9" * 20, *NO_NUMBERS],
+    "dtype": ["int4", *NO_NUMBERS],
+    "max_num_seqs": [0, 2**31, *NO_INTEGERS],
+    "max_sessions": [0, MAX_SESSIONS + 1, *NO_INTEGERS],
+    "max_num_batched_tokens": [0, 5, 2**31, *NO_INTEGERS],
+    "block_size": [0, 2**31, *NO_INTEGERS],
+    "max_restarts": [0, 2**31, *NO_INTEGERS],
+    "max_num_queued_reqs": [-1, 2**31, *NO_INTEGERS],
+    "max_model_len": [0, 1, 2**31, *NO_INTEGERS],
+    "kv_cache_memory": [0, "1G", 2**63, *NO_INTEGERS],
+    "num_threads": [0, 1025, *NO_INTEGERS],
+    "gpu_memory_utilization": [0, 1.5, *NO_NUMBERS],
+    "enable_prefix_caching": NO_SWITCHES,
+    "startup_timeout": [0, 2e9, *NO_NUMBERS],
+    "step_timeout": [-1, 2e9, *NO_NUMBERS],
+    "unresponsive_timeout": [0, 2e9, *NO_NUMBERS],
+    "ping_interval": [0, 2e9, *NO_NUMBERS],
+    "worker_shutdown_timeout": [0, 2e9, *NO_NUMBERS],
+    "restart_delays": [(), [], 5, "5", {1.0}, None, (-1.0,), *[(0.0, value) for value in NO_NUMBERS]],
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD_CONFIG.items() for value in values])
+def test_every_field_is_tried():
+    assert BAD_CONFIG.keys() == {field.name for field in dataclasses.fields(EngineConfig)}
+
+
+@pytest.mark.parametrize(("name", "value"), bad_values(BAD_CONFIG), ids=lambda value: brief(value)[:30])
 def test_a_bad_configuration_is_named(name, value):
-    with pytest.raises(InvalidConfig, match=name):
+    with pytest.raises(InvalidConfig, match=rf"^{name} (\(5\) )?must ") as caught:
         EngineConfig(**{name: value})
+    assert len(str(caught.value)) < 250
+
+
+def test_the_greatest_configuration_travels():
+    most = EngineConfig(
+        device="cuda:127",
+        max_model_len=2**31 - 1,
+        max_num_seqs=2**31 - 1,
+        max_num_batched_tokens=2**31 - 1,
+        block_size=2**31 - 1,
+        kv_cache_memory=2**63 - 1,
+        gpu_memory_utilization=1,
+        num_threads=1024,
+        restart_delays=[0, 10**9],
+    )
+    assert most.restart_delays == (0, 10**9)
+    message = Configure(most.for_worker("m.gguf"))
+    assert decode(encode(message)) == message
 
 
 def test_the_worker_gets_its_part():

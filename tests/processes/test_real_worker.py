@@ -26,6 +26,7 @@ from trioengine import (
 from trioengine.core.lifecycle import Cause, Power
 
 PATIENCE = 300  # seconds; a guard against hanging, far beyond what is needed
+ORPHAN_PATIENCE = 60  # for what takes milliseconds
 LONG = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=4, temperature=0)
 
@@ -188,7 +189,7 @@ ORPHAN = """
         async with open_engine(EngineConfig(model=sys.argv[1], kv_cache_memory=64 << 20)) as engine:
             if sys.argv[2] == "fork":
                 if os.fork() == 0:  # a child that knows nothing of us, and holds every descriptor
-                    time.sleep(60)
+                    time.sleep(600)  # it is killed before
                     os._exit(0)
             async with engine.open_session() as session:
                 async with session.generate("Count.", SamplingParams(max_tokens=2000, ignore_eos=True)) as generation:
@@ -201,6 +202,7 @@ ORPHAN = """
 
 @pytest.mark.parametrize("forks", ["alone", "fork"])
 def test_no_worker_outlives_its_parent(smollm2, forks):
+    """Its fork holds the pipes for longer than we wait here: then it is not their end that tells the worker."""
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(ORPHAN), str(smollm2), forks],
         stdout=subprocess.PIPE,
@@ -211,11 +213,34 @@ def test_no_worker_outlives_its_parent(smollm2, forks):
             worker = int(parent.stdout.readline())
             pidfd = os.pidfd_open(worker)
             os.kill(parent.pid, signal.SIGKILL)
-            readable, _, _ = select.select([pidfd], [], [], PATIENCE)
+            readable, _, _ = select.select([pidfd], [], [], ORPHAN_PATIENCE)
             os.close(pidfd)
             assert readable, "the worker is still there"
         finally:
-            os.killpg(parent.pid, signal.SIGKILL)
+            os.killpg(parent.pid, signal.SIGKILL)  # its child, too
+
+
+IDLE = """
+    import sys, trio
+    from pathlib import Path
+    from trioengine import EngineConfig, SamplingParams, open_engine
+
+    async def main():
+        async with open_engine(EngineConfig(model=sys.argv[1], kv_cache_memory=64 << 20)) as engine:
+            await engine.generate("Hello.", SamplingParams(max_tokens=4))
+            print(Path("/proc/self/status").read_text())
+            print("modules:", *sys.modules)
+
+    trio.run(main)
+"""
+
+
+def test_an_idle_engine_is_light(smollm2):
+    """One engine with its model's tokenizer, in a process that does nothing else."""
+    command = [sys.executable, "-c", textwrap.dedent(IDLE), str(smollm2)]
+    said = dict(line.split(":", 1) for line in subprocess.check_output(command, text=True).splitlines() if line)
+    assert not {"torch", "numpy", "gguf"} & set(said["modules"].split())
+    assert int(said["VmRSS"].split()[0]) < 90_000  # kB
 
 
 @pytest.fixture
@@ -245,9 +270,9 @@ async def test_a_cache_that_is_too_small_is_the_models_fault_and_named(in_time, 
 
 
 def test_cold_imports():
-    """The worker's loop loads no trio, the engine's front no torch."""
+    """The worker's process and loop load no trio and no torch, the engine's front no torch."""
     for module, forbidden in [
-        ("trioengine.worker.loop", ("trio", "torch")),
+        ("trioengine.worker.process", ("trio", "torch", "numpy")),
         ("trioengine.actors.engine", ("torch", "gguf", "numpy")),
         ("trioengine.serve", ("torch",)),
         ("trioengine.cli", ("torch", "trio")),

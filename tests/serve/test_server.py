@@ -17,7 +17,7 @@ from trio_websocket import ConnectionClosed, wrap_client_stream
 
 from trioengine import EngineConfig, EngineError, InvalidConfig, WorkerLost
 from trioengine.actors.engine import open_unwrapped_nursery
-from trioengine.core.messages import Fatal
+from trioengine.core.messages import Fatal, FatalCode
 from trioengine.serve import Server, serve
 from trioengine.serve.server import address
 from trioengine.serve.signals import obey_signals
@@ -204,7 +204,7 @@ def test_the_third_signal_kills():
 
 async def test_an_engine_that_cannot_start_ends_the_server(autojump_clock):
     with pytest.raises(WorkerLost, match="no such thing"):
-        async with running(Behaviour(fatal=Fatal("worker_lost", "no such thing", ""))) as state:
+        async with running(Behaviour(fatal=Fatal(FatalCode.INTERNAL, "no such thing", ""))) as state:
             await state.ended.wait()
 
 

@@ -15,7 +15,7 @@ import pytest
 from toy_worker import EngineEnd, request
 
 from trioengine.core.config import WorkerConfig
-from trioengine.core.messages import AddSession, Configure, Fatal, Loading, Ping, Pong, Shutdown, Tokens
+from trioengine.core.messages import AddSession, Configure, Fatal, FatalCode, Loading, Ping, Pong, Shutdown, Tokens
 
 SCRIPT = Path(__file__).with_name("toy_worker.py")
 PARENT = """
@@ -48,9 +48,11 @@ def pipes() -> Iterator[tuple[EngineEnd, tuple[int, int]]]:
 
 
 @contextlib.contextmanager
-def started(parent: int | None = None, *, new_session: bool = True) -> Iterator[Process]:
+def started(parent: int | None = None, *, new_session: bool = True, closed: str = "") -> Iterator[Process]:
+    """`closed`: what a shell closes before, as `2>&-`."""
     with pipes() as (engine, fds):
-        command = [sys.executable, str(SCRIPT), "--in", str(fds[0]), "--out", str(fds[1])]
+        command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, str(SCRIPT)]
+        command += ["--in", str(fds[0]), "--out", str(fds[1])]
         popen = subprocess.Popen(
             [*command, "--parent", str(parent or os.getpid())],
             pass_fds=fds,
@@ -85,13 +87,22 @@ def test_shutdown_exits_with_0_and_what_is_printed_goes_to_the_log() -> None:
         assert process.engine.receive() is None
 
 
+@pytest.mark.parametrize("closed", ["2>&-", "1>&-", "1>&- 2>&-", "0<&- 1>&- 2>&-"])
+def test_without_standard_descriptors_it_works(closed: str) -> None:
+    with started(closed=closed) as process:
+        process.engine.configure("noisy")
+        process.engine.send(Shutdown())
+        assert process.popen.communicate() == ("", "")
+        assert process.popen.returncode == 0
+
+
 def test_a_bad_model_exits_with_1() -> None:
     with started() as process:
         process.engine.send(Configure(WorkerConfig("bad")))
         assert process.engine.receive() == Loading(1, 2)
         message = process.engine.receive()
         assert isinstance(message, Fatal)
-        assert (message.code, message.message) == ("model", "ModelError: no such model")
+        assert (message.code, message.message) == (FatalCode.MODEL, "no such model")
         assert process.engine.receive() is None
         assert process.popen.wait() == 1
 

@@ -1,14 +1,17 @@
 """The sampler: every parameter, alone and in a batch."""
 
+import itertools
 import math
 from collections import Counter
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.worker.runner.logits import process_row
 from trioengine.worker.runner.random import uniform
-from trioengine.worker.runner.sampler import best_tokens, sample
+from trioengine.worker.runner.sampler import _first_above, best_tokens, sample
 from trioengine.worker.scheduling.sequence import Sequence
 
 VOCAB = 300  # more than a bucket, and no multiple of one
@@ -162,6 +165,28 @@ def test_logit_bias():
     assert chosen({5: 2.0}, logit_bias={9: 3.0}) == 9
     assert chosen({5: 2.0, 6: 1.0}, logit_bias={5: -100.0}) == 6
     assert chosen({5: 2.0}, logit_bias={VOCAB + 5: 100.0}) == 5  # no such token
+    assert chosen({5: 2.0}, logit_bias={VOCAB + 5: 100.0, 9: 3.0}) == 9
+
+
+class Operations(TorchFunctionMode):
+    """Counts what torch is asked to do."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_long_logit_bias_takes_no_more_operations():
+    counts = []
+    for length in (1, 200):
+        with Operations() as operations:
+            process_row(torch.zeros(VOCAB), sequence(logit_bias=dict.fromkeys(range(length), 1.0)))
+        counts.append(operations.count)
+    assert counts[0] == counts[1] < 10
 
 
 def test_min_tokens_bans_every_stop_token():
@@ -192,6 +217,59 @@ def test_rows_that_are_not_finite_fail_alone(bad, params):
     assert [token.error for token in tokens] == [None, "logits are not finite", None]
     assert [token.request for token in tokens] == [0, 1, 2]
     assert (tokens[0].token_id, tokens[2].token_id) == (5, 8)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}, {"logprobs": 3}])
+def test_rows_that_overflow_or_have_every_token_banned_fail_alone(temperature, filters):
+    params = {"temperature": temperature, **filters}
+    rows = logits({5: 50.0}, {5: 3e38}, dict.fromkeys(range(VOCAB), -3e38), {5: 50.0}, {8: 50.0})
+    tokens = sample(
+        rows,
+        [
+            sequence(request=0, **params),
+            sequence(request=1, prompt=[5], repetition_penalty=0.01, **params),
+            sequence(request=2, prompt=list(range(VOCAB)), repetition_penalty=100.0, **params),
+            sequence(request=3, min_tokens=1, stop_token_ids=tuple(range(VOCAB)), **params),
+            sequence(request=4, **params),
+        ],
+    )
+    no_token = "the parameters leave no token to choose"
+    assert [token.error for token in tokens] == [None, "logits are not finite", no_token, no_token, None]
+    assert [token.request for token in tokens] == list(range(5))
+    assert (tokens[0].token_id, tokens[4].token_id) == (5, 8)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4, 1e30])
+def test_parameters_at_their_bounds_overflow_nothing(scale):
+    kinds = itertools.product([1e-5, 100], [0.01, 100], [-2, 2], [5e-324, 1], [0, 5e-324, 1], [-1, 1, 2**31 - 1])
+    sequences = [
+        sequence(
+            prompt=range(0, VOCAB, 2),
+            output=[3] * 1000,
+            request=request,
+            temperature=temperature,
+            repetition_penalty=repetition,
+            presence_penalty=penalty,
+            frequency_penalty=penalty,
+            logit_bias={3: 50 * penalty, 4: -50 * penalty},
+            top_p=top_p,
+            min_p=min_p,
+            top_k=top_k,
+            min_tokens=2**31 - 1,
+        )
+        for request, (temperature, repetition, penalty, top_p, min_p, top_k) in enumerate(kinds)
+    ]
+    rows = torch.randn(len(sequences), VOCAB, generator=torch.Generator().manual_seed(2)) * scale
+    tokens = sample(rows, sequences)
+    assert [token.error for token in tokens] == [None] * len(sequences)
+    assert all(0 <= token.token_id < VOCAB and token.token_id != EOS for token in tokens)
+
+
+@pytest.mark.parametrize("place", [math.nan, 2.0])
+def test_a_running_sum_that_means_nothing_gives_a_place_within_it(place):
+    sums = torch.tensor([[0.0, 0.0], [math.nan, math.nan], [0.5, 1.0]], dtype=torch.float64)
+    assert all(0 <= found < 2 for found in _first_above(sums, torch.full((3,), place, dtype=torch.float64)).tolist())
 
 
 def test_nothing_to_sample():

@@ -1,7 +1,6 @@
-"""A worker process with a toy runner, and the engine's end of its pipes.
+"""A worker process with a runner that counts, and the engine's end of its pipes.
 
-Run as a script it is `python -m trioengine.worker` but for the model: the next token is the last one plus 1, and
-CONFIGURE's `model_path` says what loading does.
+Run as a script it is `python -m trioengine.worker` but for the model; CONFIGURE's `model_path` says what loading does.
 """
 
 from __future__ import annotations
@@ -23,8 +22,11 @@ from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
 VOCAB_SIZE = 1000
 
 
-class ToyRunner:
-    """`before_step` is called at the start of each step; `describe` makes the sampled token of a sequence."""
+class CountingRunner:
+    """The next token is the last one plus 1.
+
+    `before_step` is called at the start of each step; `describe` makes the sampled token of a sequence.
+    """
 
     def __init__(self) -> None:
         self.model_type = "toy"
@@ -88,9 +90,9 @@ def request(session: int, number: int, ids: list[int], max_tokens: int = 3) -> A
     return AddMessage(session, number, 0, token_ids(ids), SamplingParams(max_tokens=max_tokens, seed=1), ())
 
 
-def load(config: WorkerConfig, on_progress: OnProgress) -> ToyRunner:
+def load(config: WorkerConfig, on_progress: OnProgress) -> CountingRunner:
     """`model_path`: "bad" raises ModelError, "noisy" prints, "child" starts a process and names it in model_type."""
-    runner = ToyRunner()
+    runner = CountingRunner()
     on_progress(1, 2)
     if config.model_path == "bad":
         raise ModelError("no such model")

@@ -16,7 +16,18 @@ from trioengine.actors.link import Link
 from trioengine.actors.ports import WorkerProcess
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import EngineError, ModelError, RemoteProtocolError, WorkerLost
-from trioengine.core.messages import Activity, Configure, Fatal, Loading, Message, Ping, Pong, Ready, Shutdown
+from trioengine.core.messages import (
+    Activity,
+    Configure,
+    Fatal,
+    FatalCode,
+    Loading,
+    Message,
+    Ping,
+    Pong,
+    Ready,
+    Shutdown,
+)
 
 if TYPE_CHECKING:
     from trioengine.actors.engine import Engine
@@ -215,7 +226,7 @@ def _signal_name(number: int) -> str:
 def _loss(incarnation: Incarnation, exit_code: int | None) -> EngineError:
     """Why the incarnation is gone: from inside it where it said so."""
     fatal = incarnation.fatal
-    if fatal is not None and fatal.code == "model":
+    if fatal is not None and fatal.code is FatalCode.MODEL:
         return ModelError(fatal.message)
     if fatal is not None:
         reason = fatal.message

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from trioengine.core.bounds import MAX_COUNT, MAX_INT64, brief, integer_problem, number_problem
 from trioengine.core.errors import InvalidConfig
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+MAX_SESSIONS = 50_000  # so that AUDITED, with 18 bytes a session and its request, always fits a frame
+MAX_SECONDS = 10**9
+_DEVICES = ("auto", "cpu", "cuda", *(f"cuda:{index}" for index in range(128)))
+_INTEGERS = {
+    "max_num_seqs": (1, MAX_COUNT),
+    "max_num_queued_reqs": (0, MAX_COUNT),
+    "max_sessions": (1, MAX_SESSIONS),
+    "max_num_batched_tokens": (1, MAX_COUNT),
+    "block_size": (1, MAX_COUNT),
+    "max_restarts": (1, MAX_COUNT),
+}
+_OPTIONAL_INTEGERS = {
+    "max_model_len": (2, MAX_COUNT),  # a prompt and a token
+    "kv_cache_memory": (1, MAX_INT64),
+    "num_threads": (1, 1024),
+}
+_SECONDS = ("startup_timeout", "step_timeout", "unresponsive_timeout", "ping_interval", "worker_shutdown_timeout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,43 +74,36 @@ class EngineConfig:
     max_restarts: int = 10  # deaths without one finished request until the engine gives up
 
     def __post_init__(self) -> None:
+        if isinstance(self.restart_delays, list):
+            object.__setattr__(self, "restart_delays", tuple(self.restart_delays))
         if not isinstance(self.model, str) or not self.model:
-            raise InvalidConfig(f"model must be a name or a path, got {self.model!r}")
-        if self.device not in ("auto", "cpu", "cuda") and not _is_cuda_index(self.device):
-            raise InvalidConfig(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+            raise InvalidConfig(f"model must be a name or a path, got {brief(self.model)}")
+        if self.device not in _DEVICES:
+            raise InvalidConfig(f"device must be auto, cpu, cuda or cuda:N, got {brief(self.device)}")
         if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise InvalidConfig(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
-        for name in ("max_num_seqs", "max_sessions", "max_num_batched_tokens", "block_size", "max_restarts"):
-            self._integer(name, 1)
-        self._integer("max_num_queued_reqs", 0)
-        for name in ("max_model_len", "kv_cache_memory", "num_threads"):
-            self._integer(name, 1, optional=True)
+            raise InvalidConfig(f"dtype must be auto, float32 or bfloat16, got {brief(self.dtype)}")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise InvalidConfig(f"enable_prefix_caching must be True or False, got {brief(self.enable_prefix_caching)}")
+        self._validate_numbers()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidConfig(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): every running sequence needs a token a step"
             )
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise InvalidConfig(
-                f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}"
-            )
-        for name in ("startup_timeout", "step_timeout", "unresponsive_timeout"):
-            self._seconds(name, getattr(self, name))
-        for name in ("ping_interval", "worker_shutdown_timeout"):
-            self._seconds(name, getattr(self, name))
-        if not self.restart_delays or any(not _is_finite(delay) or delay < 0 for delay in self.restart_delays):
-            raise InvalidConfig(f"restart_delays must be seconds, at least one, got {self.restart_delays!r}")
 
-    def _integer(self, name: str, low: int, *, optional: bool = False) -> None:
-        value = getattr(self, name)
-        if optional and value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise InvalidConfig(f"{name} must be an integer of at least {low}, got {value!r}")
-
-    def _seconds(self, name: str, value: object) -> None:
-        if not _is_finite(value) or value <= 0:  # type: ignore[operator]
-            raise InvalidConfig(f"{name} must be a positive number of seconds, got {value!r}")
+    def _validate_numbers(self) -> None:
+        for name, (low, high) in _INTEGERS.items():
+            _refuse(name, integer_problem(getattr(self, name), low, high))
+        for name, (low, high) in _OPTIONAL_INTEGERS.items():
+            if getattr(self, name) is not None:
+                _refuse(name, integer_problem(getattr(self, name), low, high))
+        _refuse("gpu_memory_utilization", number_problem(self.gpu_memory_utilization, 0, 1, above=True))
+        for name in _SECONDS:
+            _refuse(name, number_problem(getattr(self, name), 0, MAX_SECONDS, above=True))
+        if not isinstance(self.restart_delays, tuple) or not self.restart_delays:
+            raise InvalidConfig(f"restart_delays must be seconds, at least one, got {brief(self.restart_delays)}")
+        for delay in self.restart_delays:
+            _refuse("restart_delays", number_problem(delay, 0, MAX_SECONDS))
 
     def for_worker(self, model_path: str) -> WorkerConfig:
         """The worker's part, for the model file or directory that `model` was found at."""
@@ -112,9 +122,6 @@ class EngineConfig:
         )
 
 
-def _is_cuda_index(device: object) -> bool:
-    return isinstance(device, str) and device.startswith("cuda:") and device[5:].isdecimal()
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _refuse(name: str, problem: str | None) -> None:
+    if problem is not None:
+        raise InvalidConfig(f"{name} {problem}")

@@ -221,11 +221,19 @@ class Pong:
     seconds: float  # in this activity
 
 
+class FatalCode(enum.Enum):
+    """Why a worker cannot go on."""
+
+    MODEL = "model"  # the model cannot be found, read or run: a ModelError, and no restart helps
+    MEMORY = "memory"
+    INTERNAL = "internal"
+
+
 @dataclass(frozen=True, slots=True)
 class Fatal:
-    """The worker cannot go on, and exits. `code` is `model` (a bad model: ModelError), `memory` or `internal`."""
+    """The worker cannot go on, and exits."""
 
-    code: str
+    code: FatalCode
     message: str
     traceback: str
 

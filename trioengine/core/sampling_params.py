@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from trioengine.core.bounds import MAX_COUNT, MAX_INT64, brief, integer_problem, number_problem
 from trioengine.core.errors import RequestRejected
 
 MAX_STOP_STRINGS = 16
@@ -51,60 +51,53 @@ class SamplingParams:
         self._validate_logit_bias()
 
     def _validate_numbers(self) -> None:
-        _integer("max_tokens", self.max_tokens, 1, optional=True)
-        _number("temperature", self.temperature, 0.0)
-        _integer("top_k", self.top_k, -1)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, open_low=True)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _integer("seed", self.seed, -(2**63), 2**63 - 1, optional=True)
-        _integer("min_tokens", self.min_tokens, 0)
+        _integer("max_tokens", self.max_tokens, 1, MAX_COUNT, optional=True)
+        _number("temperature", self.temperature, 0, 100)
+        _integer("top_k", self.top_k, -1, MAX_COUNT)
+        _number("top_p", self.top_p, 0, 1, above=True)
+        _number("min_p", self.min_p, 0, 1)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        _number("presence_penalty", self.presence_penalty, -2, 2)
+        _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _integer("seed", self.seed, -MAX_INT64 - 1, MAX_INT64, optional=True)
+        _integer("min_tokens", self.min_tokens, 0, MAX_COUNT)
         _integer("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS, optional=True)
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise _invalid(name, "must be true or false", getattr(self, name))
+                raise _invalid(name, f"must be true or false, got {brief(getattr(self, name))}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _invalid("min_tokens", f"must be at most max_tokens ({self.max_tokens})", self.min_tokens)
+            raise _invalid("min_tokens", f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
 
     def _validate_stops(self) -> None:
         if not isinstance(self.stop, tuple) or len(self.stop) > MAX_STOP_STRINGS:
-            raise _invalid("stop", f"must be a string or at most {MAX_STOP_STRINGS} strings", self.stop)
+            raise _invalid("stop", f"must be a string or at most {MAX_STOP_STRINGS} strings, got {brief(self.stop)}")
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
-                raise _invalid("stop", f"must hold strings of 1 to {MAX_STOP_LENGTH} characters", text)
+                raise _invalid("stop", f"must hold strings of 1 to {MAX_STOP_LENGTH} characters, got {brief(text)}")
         if not isinstance(self.stop_token_ids, tuple) or len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise _invalid("stop_token_ids", f"must hold at most {MAX_STOP_TOKEN_IDS} token ids", self.stop_token_ids)
+            shown = brief(self.stop_token_ids)
+            raise _invalid("stop_token_ids", f"must hold at most {MAX_STOP_TOKEN_IDS} token ids, got {shown}")
         for token_id in self.stop_token_ids:
-            _integer("stop_token_ids", token_id, 0, 2**31 - 1)
+            _integer("stop_token_ids", token_id, 0, MAX_COUNT)
 
     def _validate_logit_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise _invalid("logit_bias", f"must map at most {MAX_LOGIT_BIAS} token ids to numbers", self.logit_bias)
+            shown = brief(self.logit_bias)
+            raise _invalid("logit_bias", f"must map at most {MAX_LOGIT_BIAS} token ids to numbers, got {shown}")
         for token_id, bias in self.logit_bias.items():
-            _integer("logit_bias", token_id, 0, 2**31 - 1)
-            _number("logit_bias", bias, -100.0, 100.0)
+            _integer("logit_bias", token_id, 0, MAX_COUNT)
+            _number("logit_bias", bias, -100, 100)
 
 
-def _invalid(name: str, rule: str, value: object) -> RequestRejected:
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return RequestRejected("invalid_value", f"{name} {rule}, got {shown}", param=name)
+def _invalid(name: str, problem: str) -> RequestRejected:
+    return RequestRejected("invalid_value", f"{name} {problem}", param=name)
 
 
-def _integer(name: str, value: object, low: int, high: int | None = None, *, optional: bool = False) -> None:
-    if optional and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _invalid(name, "must be an integer", value)
-    if value < low or (high is not None and value > high):
-        raise _invalid(name, f"must be at least {low}" if high is None else f"must be from {low} to {high}", value)
+def _integer(name: str, value: object, low: int, high: int, *, optional: bool = False) -> None:
+    if not (optional and value is None) and (problem := integer_problem(value, low, high)) is not None:
+        raise _invalid(name, problem)
 
 
-def _number(name: str, value: object, low: float, high: float | None = None, *, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise _invalid(name, "must be a finite number", value)
-    if value < low or (open_low and value == low) or (high is not None and value > high):
-        above = f"above {low:g}" if open_low else f"at least {low:g}"
-        raise _invalid(name, f"must be {above}" if high is None else f"must be {above} and at most {high:g}", value)
+def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
+    if (problem := number_problem(value, low, high, above=above)) is not None:
+        raise _invalid(name, problem)

@@ -21,6 +21,7 @@ from trioengine.core.messages import (
     Activity,
     Configure,
     Fatal,
+    FatalCode,
     FromWorker,
     Message,
     Ping,
@@ -310,7 +311,7 @@ class SimulatedWorker:
 
     def _blame(self, error: RemoteProtocolError) -> None:
         self.blamed = error
-        self._send_all([Fatal("internal", str(error), "")])
+        self._send_all([Fatal(FatalCode.INTERNAL, str(error), "")])
         self.exit(1)
 
     def _pong(self, message: Ping) -> None:

@@ -11,8 +11,18 @@ from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 from trioengine.core.config import WorkerConfig
-from trioengine.core.errors import InvalidConfig, ModelError, RemoteProtocolError
-from trioengine.core.messages import WIRE_NAMES, Activity, Configure, Fatal, Loading, Ready, Shutdown, ToWorker
+from trioengine.core.errors import ModelError, RemoteProtocolError
+from trioengine.core.messages import (
+    WIRE_NAMES,
+    Activity,
+    Configure,
+    Fatal,
+    FatalCode,
+    Loading,
+    Ready,
+    Shutdown,
+    ToWorker,
+)
 from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.output import ModelRunner
 from trioengine.worker.scheduling.step_loop import StepLoop
@@ -136,13 +146,14 @@ def _take(transport: Transport, step_loop: StepLoop) -> list[ToWorker]:
 
 
 def _fatal(exc: Exception) -> Fatal:
-    if isinstance(exc, (ModelError, InvalidConfig)):
-        code = "model"
+    message = f"{type(exc).__name__}: {exc}"
+    if isinstance(exc, ModelError):
+        code, message = FatalCode.MODEL, str(exc)  # the engine raises it as a ModelError again
     elif _is_out_of_memory(exc):
-        code = "memory"
+        code = FatalCode.MEMORY
     else:
-        code = "internal"
-    return Fatal(code, _encodable(f"{type(exc).__name__}: {exc}"), _encodable("".join(traceback.format_exception(exc))))
+        code = FatalCode.INTERNAL
+    return Fatal(code, _encodable(message), _encodable("".join(traceback.format_exception(exc))))
 
 
 def _is_out_of_memory(exc: Exception) -> bool:

@@ -27,8 +27,8 @@ def run(arguments: Sequence[str], load: Load) -> int:
     parser.add_argument("--out", dest="fd_out", type=int, required=True, metavar="FD")
     parser.add_argument("--parent", type=int, required=True, metavar="PID")
     options = parser.parse_args(arguments)
-    os.dup2(2, 1)  # what a library prints belongs to the log
-    faulthandler.enable()
+    _print_to_the_log()
+    faulthandler.enable(file=2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     _watch_parent(options.parent)
     for fd in (options.fd_in, options.fd_out):
@@ -37,6 +37,15 @@ def run(arguments: Sequence[str], load: Load) -> int:
     transport = Transport(options.fd_in, options.fd_out, Progress(time.monotonic), kill_own_group)
     transport.start()
     return serve(transport, load, time.monotonic)
+
+
+def _print_to_the_log() -> None:
+    """What a library prints belongs to the log; where the parent has none, nowhere."""
+    try:
+        os.fstat(2)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    os.dup2(2, 1)
 
 
 def kill_own_group() -> None:

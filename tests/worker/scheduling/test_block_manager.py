@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from toy_runner import sequence_of
+from toy_driver import sequence_of
 
 from trioengine.core.errors import InvariantError
 from trioengine.worker.scheduling.block_manager import BlockManager

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from toy_runner import EOS, VOCAB_SIZE, ToyRunner, answer, next_token, run_all, run_step, sequence_of
+from toy_driver import answer, next_token, run_all, run_step, sequence_of
 
 from trioengine.core.errors import InvariantError, RequestRejected
 from trioengine.core.messages import FinishReason
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.testing.toy_model import IM_END as EOS
+from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner
 from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.output import SampledToken
 from trioengine.worker.scheduling.scheduler import Scheduler
@@ -24,7 +26,7 @@ def make(**changes: int) -> tuple[Scheduler, ToyRunner]:
         "max_num_batched_tokens": 16,
     }
     limits = Limits(**(values | changes))
-    return Scheduler(limits), ToyRunner(limits)
+    return Scheduler(limits), ToyRunner(limits.block_size)
 
 
 def params(max_tokens: int, **changes: object) -> SamplingParams:
@@ -178,7 +180,7 @@ def test_a_prompt_that_leaves_one_token_is_accepted() -> None:
 
 def test_a_failed_sequence_fails_alone_and_its_blocks_are_not_cached() -> None:
     scheduler, runner = make()
-    runner.failing = {1}
+    runner.fail_requests = {1}
     scheduler.add(sequence_of(1, [1] * 20))
     scheduler.add(sequence_of(2, [2] * 5))
     ends = {row.sequence.request: row for row in run_all(scheduler, runner)}
@@ -268,10 +270,8 @@ def test_the_next_turn_finds_the_turn_before() -> None:
     assert first.num_cached_tokens == 0
     second = sequence_of(2, [*first.token_ids, 7, 7], params(6))
     scheduler.add(second)
-    before = runner.num_computed
-    run_step(scheduler, runner)
+    assert shape(scheduler, runner) == [(2, 18 - 12)]
     assert second.num_cached_tokens == 12  # the 15 computed ones: three full blocks
-    assert runner.num_computed - before == 18 - 12
     run_all(scheduler, runner)
     assert second.token_ids[18:] == answer(second.token_ids[:18], second.params, 64)
     statistics = scheduler.statistics(0)

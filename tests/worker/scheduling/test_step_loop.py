@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from toy_runner import EOS, VOCAB_SIZE, ToyRunner, answer
+from toy_driver import answer
 
 from trioengine.core.errors import RemoteProtocolError
 from trioengine.core.messages import (
@@ -24,6 +24,8 @@ from trioengine.core.messages import (
     token_ids,
 )
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.testing.toy_model import IM_END as EOS
+from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner
 from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
 from trioengine.worker.scheduling.step_loop import StepLoop
@@ -49,7 +51,7 @@ class Bench:
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.clock = Clock()
-        self.runner = ToyRunner(limits)
+        self.runner = ToyRunner(limits.block_size)
         self.step_loop = StepLoop(self.runner, limits, self.clock)
 
     def handle(self, *messages: ToWorker) -> list[FromWorker]:
@@ -194,14 +196,14 @@ def test_a_request_that_cannot_be_sampled_fails_alone() -> None:
     bench = Bench()
     bench.handle(AddSession(1), AddSession(2), message(1, 1, 0, [1]), message(2, 2, 0, [2]))
     bench.step_loop.step()
-    bench.runner.failing = {1}
+    bench.runner.fail_requests = {1}
     tokens, failed = bench.step_loop.step()
     assert isinstance(tokens, Tokens)
     assert [row.session for row in tokens.rows] == [2]
-    assert failed == RequestFailed(1, 1, "sampling_failed", "the logits are not finite")
+    assert failed == RequestFailed(1, 1, "sampling_failed", "told to fail")
     assert bench.step_loop.held_tokens(1).tolist() == [1, answer([1], PARAMS, 64)[0]]
-    bench.runner.failing = {2}
-    assert bench.step_loop.step() == [RequestFailed(2, 2, "sampling_failed", "the logits are not finite")]
+    bench.runner.fail_requests = {2}
+    assert bench.step_loop.step() == [RequestFailed(2, 2, "sampling_failed", "told to fail")]
 
 
 def test_logprobs_travel_with_their_token() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from toy_runner import EOS, VOCAB_SIZE, ToyRunner, next_token
+from toy_driver import next_token
 
 from trioengine.core.messages import (
     AddMessage,
@@ -30,6 +30,8 @@ from trioengine.core.messages import (
     token_ids,
 )
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.testing.toy_model import IM_END as EOS
+from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner
 from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.step_loop import StepLoop
 
@@ -60,7 +62,7 @@ class StepLoopMachine(RuleBasedStateMachine):
     )
     def start(self, **limits: int) -> None:
         self.limits = Limits(vocab_size=VOCAB_SIZE, **limits)  # type: ignore[arg-type]
-        self.runner = ToyRunner(self.limits)
+        self.runner = ToyRunner(self.limits.block_size)
         self.step_loop = StepLoop(self.runner, self.limits, lambda: 0.0)
         self.mirrors: dict[int, Mirror] = {}
         self.last_session = 0
@@ -83,7 +85,7 @@ class StepLoopMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 20),
         min_tokens=st.integers(0, 3),
         ignore_eos=st.booleans(),
-        stop_token_ids=st.sampled_from([(), (3,), (3, 4, 5, 6, 7)]),
+        stop_token_ids=st.sampled_from([(), tuple(b"a"), tuple(b"abcde")]),
     )
     def add_message(
         self,
@@ -140,7 +142,7 @@ class StepLoopMachine(RuleBasedStateMachine):
     def break_sampling(self, data: st.DataObject) -> None:
         request = self.mirrors[data.draw(st.sampled_from(self.busy))].request
         assert request is not None
-        self.runner.failing.add(request.number)
+        self.runner.fail_requests.add(request.number)
 
     @rule(num_steps=st.integers(1, 8))
     def step(self, num_steps: int) -> None:

@@ -17,13 +17,14 @@ def changes_logits(sequence: Sequence) -> bool:
 
 def process_row(logits: Tensor, sequence: Sequence) -> None:
     """Change one row, [vocab_size] in float32, in place."""
-    params = sequence.params
-    for token_id, bias in params.logit_bias.items():
-        if token_id < len(logits):
-            logits[token_id] += bias
+    params, vocab_size = sequence.params, len(logits)
+    if params.logit_bias:
+        bias = {token_id: value for token_id, value in params.logit_bias.items() if token_id < vocab_size}
+        values = torch.tensor(list(bias.values()), dtype=logits.dtype, device=logits.device)
+        logits.index_add_(0, torch.tensor(list(bias), dtype=torch.int64, device=logits.device), values)
     if _bans_stops(sequence):
         banned = sequence.eos_token_ids.union(params.stop_token_ids)
-        logits[[token_id for token_id in banned if token_id < len(logits)]] = float("-inf")
+        logits[[token_id for token_id in banned if token_id < vocab_size]] = float("-inf")
     if _has_penalties(params):
         _penalize(logits, sequence)
 

@@ -9,6 +9,7 @@ import torch
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.worker.layers.attention import TorchAttention
+from trioengine.worker.loop import OnProgress
 from trioengine.worker.models.llama import LlamaModel, optional_tensors, wanted_tensors
 from trioengine.worker.runner.batch import make_batch
 from trioengine.worker.runner.kv_cache import KVCache, count_blocks
@@ -16,7 +17,7 @@ from trioengine.worker.runner.sampler import sample
 from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
 from trioengine.worker.weights import Checkpoint, open_checkpoint
 from trioengine.worker.weights.checkpoint import check_tensors
-from trioengine.worker.weights.reader import OnProgress, WeightReader
+from trioengine.worker.weights.reader import WeightReader
 
 
 @dataclass(frozen=True, slots=True)

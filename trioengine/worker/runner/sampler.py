@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -15,12 +17,13 @@ from trioengine.worker.scheduling.sequence import Sequence
 
 GREEDY_BELOW = 1e-5  # temperatures below are greedy, as in vLLM
 NOT_FINITE = "logits are not finite"
+NOTHING_LEFT = "the parameters leave no token to choose"
 
 _BUCKET = 256  # tokens
 
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
-    """One token for each row of logits [num_rows, vocab_size]; a row that is not finite fails alone.
+    """One token for each row of logits [num_rows, vocab_size]; a row without one, or not finite, fails alone.
 
     A row's token depends on the row, its parameters, its seed and its position, and on nothing else in the batch.
     """
@@ -28,12 +31,17 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
         return []
     if all(_is_plain(sequence) for sequence in sequences):
         best, token_ids = best_tokens(logits)
-        return _rows(sequences, token_ids.tolist(), best.isfinite().tolist(), [None] * len(sequences))
+        return _rows(sequences, token_ids.tolist(), best.tolist(), [None] * len(sequences))
     raw = logits.float()
-    finite = raw.amax(dim=-1).isfinite()
-    raw = torch.where(finite[:, None], raw, 0.0)
-    ids = _choose(raw, sequences)
-    return _rows(sequences, ids.tolist(), finite.tolist(), _logprobs(raw, ids, sequences))
+    changed = [row for row, sequence in enumerate(sequences) if changes_logits(sequence)]
+    processed = raw.clone() if changed else raw
+    for row in changed:
+        process_row(processed[row], sequences[row])
+    best, token_ids = best_tokens(processed)
+    if changed:
+        best = torch.where(raw.amax(dim=-1).isfinite(), best, math.nan)
+    _draw_all(processed, best, token_ids, sequences)
+    return _rows(sequences, token_ids.tolist(), best.tolist(), _logprobs(raw, token_ids, sequences))
 
 
 def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,29 +65,27 @@ def _is_plain(sequence: Sequence) -> bool:
 
 
 def _rows(
-    sequences: list[Sequence], token_ids: list[int], finite: list[bool], logprobs: list[Logprobs | None]
+    sequences: list[Sequence], token_ids: list[int], best: list[float], logprobs: list[Logprobs | None]
 ) -> list[SampledToken]:
+    """`best` holds the greatest logit of each row, which tells whether there is a token at all."""
     rows = []
-    for sequence, token_id, is_finite, logprob in zip(sequences, token_ids, finite, logprobs, strict=True):
-        if is_finite:
+    for sequence, token_id, logit, logprob in zip(sequences, token_ids, best, logprobs, strict=True):
+        if math.isfinite(logit):
             rows.append(SampledToken(sequence.request, token_id, logprob))
         else:
-            rows.append(SampledToken(sequence.request, 0, error=NOT_FINITE))
+            error = NOTHING_LEFT if logit == -math.inf else NOT_FINITE
+            rows.append(SampledToken(sequence.request, 0, error=error))
     return rows
 
 
-def _choose(raw: Tensor, sequences: list[Sequence]) -> Tensor:
-    """Token ids, [num_rows]."""
-    changed = [row for row, sequence in enumerate(sequences) if changes_logits(sequence)]
-    logits = raw.clone() if changed else raw
-    for row in changed:
-        process_row(logits[row], sequences[row])
-    best, token_ids = best_tokens(logits)
+def _draw_all(logits: Tensor, best: Tensor, token_ids: Tensor, sequences: list[Sequence]) -> None:
+    """Replace the best tokens by drawn ones in the rows that are not greedy; a row that failed gets any."""
     drawn = [row for row, sequence in enumerate(sequences) if sequence.params.temperature >= GREEDY_BELOW]
     if drawn:
         rows = torch.tensor(drawn, device=logits.device)
-        token_ids[rows] = _draw(logits[rows] - best[rows, None], [sequences[row] for row in drawn])
-    return token_ids
+        highest = best[rows, None]
+        shifted = logits[rows].sub_(highest).masked_fill_(~highest.isfinite(), 0.0)
+        token_ids[rows] = _draw(shifted, [sequences[row] for row in drawn])
 
 
 def _draw(shifted: Tensor, sequences: list[Sequence]) -> Tensor:
@@ -113,7 +119,8 @@ def _invert(weights: Tensor, draws: Tensor) -> Tensor:
 def _first_above(sums: Tensor, target: Tensor) -> Tensor:
     """The first place where a row's running sum exceeds its target, which is kept below the last sum."""
     target = torch.minimum(target, sums[:, -1] * (1 - 2.0**-40)).clamp_(min=0.0)
-    return torch.searchsorted(sums, target[:, None], right=True).squeeze(1)
+    place = torch.searchsorted(sums, target[:, None], right=True).squeeze(1)
+    return place.clamp_(max=sums.shape[1] - 1)  # a place beyond the end would be everybody's failure
 
 
 def _logprobs(raw: Tensor, ids: Tensor, sequences: list[Sequence]) -> list[Logprobs | None]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
 from trioengine.worker.layers.linear import Linear, make_linear
+from trioengine.worker.loop import OnProgress
 from trioengine.worker.quantization.four_bit import join_four_bit
 from trioengine.worker.weights.checkpoint import Checkpoint
-
-OnProgress = Callable[[int, int], None]  # bytes of weights read, bytes in all
 
 
 class WeightReader:

@@ -1,0 +1,56 @@
+"""Run sequences through the scheduler and the toy model, and the answers that they must give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from trioengine.core.sampling_params import SamplingParams
+from trioengine.testing.toy_model import IM_END as EOS
+from trioengine.testing.toy_model import ToyRunner, toy_answer
+from trioengine.worker.scheduling.scheduler import SampledRow, Scheduler
+from trioengine.worker.scheduling.sequence import Sequence
+
+
+def next_token(history: Iterable[int]) -> int:
+    """What the toy model says after `history`: the reference."""
+    return toy_answer(history, 1)[0]
+
+
+def answer(prompt: list[int], params: SamplingParams, max_sequence_len: int) -> list[int]:
+    """The reference: what a request must give, computed without blocks, batches or caches."""
+    tokens = list(prompt)
+    output: list[int] = []
+    while True:
+        output.append(next_token(tokens))
+        tokens.append(output[-1])
+        stops = output[-1] in params.stop_token_ids or (output[-1] == EOS and not params.ignore_eos)
+        if (stops and len(output) >= params.min_tokens) or len(output) == params.max_tokens:
+            return output
+        if len(tokens) == max_sequence_len:
+            return output
+
+
+def sequence_of(request: int, prompt: list[int], params: SamplingParams | None = None) -> Sequence:
+    """A new sequence, its session numbered as the request."""
+    params = params or SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
+    return Sequence(request, request, list(prompt), len(prompt), params, frozenset({EOS}))
+
+
+def run_step(scheduler: Scheduler, runner: ToyRunner) -> list[SampledRow]:
+    """One step and a check of the books before and after its update."""
+    output = scheduler.schedule()
+    assert output is not None
+    assert output.num_tokens <= scheduler.limits.max_num_batched_tokens
+    assert len(output.scheduled) <= scheduler.limits.max_num_seqs
+    scheduler.check_integrity()
+    rows = scheduler.update(output, runner.execute(output))
+    scheduler.check_integrity()
+    return rows
+
+
+def run_all(scheduler: Scheduler, runner: ToyRunner) -> list[SampledRow]:
+    """Steps until nothing is left; the rows of the sequences' ends."""
+    ends: list[SampledRow] = []
+    while scheduler.has_work:
+        ends += [row for row in run_step(scheduler, runner) if row.finish_reason is not None]
+    return ends
