@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
@@ -175,3 +176,31 @@ def offline(
         fields["enable_prefix_caching"] = False  # the runs repeat their prompts
     config = build(EngineConfig, fields, model=model)
     bench_offline(config, requests, prompt_len, output_len, repeat=repeat, as_json=json)
+
+
+@app.command()
+@with_options()
+def fuzz(
+    seconds: Annotated[float | None, typer.Option(min=0, help="How long to look; 60 if nothing is said.")] = None,
+    examples: Annotated[int | None, typer.Option(min=1, help="How many programs to run.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed runs the same programs.")] = 0,
+    profile: Annotated[Literal["quick", "deep"], typer.Option(help="How long the programs are.")] = "quick",
+    mutant: Annotated[str | None, typer.Option(help="Put this bug into the engine first.")] = None,
+    mutants: Annotated[bool, typer.Option("--mutants", help="Hunt every mutant, and print a table.")] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="With --mutants: how many seeds for each.")] = 8,
+    replay: Annotated[Path | None, typer.Option(help="Run the program in this file again.")] = None,
+    keep: Annotated[Path, typer.Option(help="Where the program that failed is kept.")] = Path("fuzz-failure.json"),
+) -> int:
+    """Look for a program that breaks the engine's promises, on a simulated worker; exit code 1 if there is one."""
+    try:
+        from trioengine.cli import fuzzing
+    except ModuleNotFoundError as exc:
+        if exc.name != "hypothesis":
+            raise
+        raise InvalidConfig("the fuzzer needs hypothesis: pip install 'trioengine[fuzz]'") from exc
+
+    if mutants:
+        return fuzzing.mutants(seeds=seeds, profile=profile)
+    if replay is not None:
+        return fuzzing.replay_file(replay, mutant)
+    return fuzzing.fuzz(seconds=seconds, examples=examples, seed=seed, profile=profile, mutant=mutant, keep=keep)

@@ -21,6 +21,7 @@ from typing import Any
 import hypothesis  # noqa: F401 -- its import makes trio sort runnable tasks before it shuffles them
 import trio
 import trio.testing
+from outcome import Outcome
 from trio._core import _run
 
 FIFO = (0,)
@@ -42,24 +43,35 @@ class SimLoop(trio.abc.Instrument):
         self._todo: deque[Callable[[], object]] = deque()
         self._picks = _Picks()
         self._keeper: trio.lowlevel.Task | None = None
-        self._over = False
+        self._keeping = trio.CancelScope(shield=True)
+        self._outcome: Outcome[None] | None = None
         self._random, _run._r = _run._r, self._picks  # type: ignore[assignment]
         trio.lowlevel.start_guest_run(
             self._root,
             run_sync_soon_threadsafe=self._todo.append,
-            done_callback=lambda outcome: setattr(self, "_over", True),
+            done_callback=self._end,
             host_uses_signal_set_wakeup_fd=True,
             clock=self.clock,
             instruments=[self],
         )
         while self._keeper is None:
-            self._todo.popleft()()
+            self._pass()
+
+    def _end(self, outcome: Outcome[None]) -> None:
+        self._outcome = outcome
+
+    def _pass(self) -> None:
+        if self._outcome is not None:
+            self._outcome.unwrap()
+            raise RuntimeError("the loop is over")
+        self._todo.popleft()()
 
     async def _root(self) -> None:
         async with trio.open_nursery() as self.nursery:
             self._keeper = trio.lowlevel.current_task()
-            while True:
-                await trio.lowlevel.checkpoint()
+            with self._keeping:
+                while True:
+                    await trio.lowlevel.checkpoint()
 
     def before_task_step(self, task: trio.lowlevel.Task) -> None:
         if task is not self._keeper:
@@ -80,7 +92,7 @@ class SimLoop(trio.abc.Instrument):
         """One pass for each pick. A pick says which runnable task goes first, in order of their start; 0 is FIFO."""
         for pick in picks:
             self._picks.first = pick
-            self._todo.popleft()()
+            self._pass()
             self.passes += 1
         self._picks.first = 0
 
@@ -109,14 +121,19 @@ class SimLoop(trio.abc.Instrument):
     def close(self, limit: int = 5000) -> None:
         """Cancel everything, and run to the end. Livelock if that takes more than `limit` passes."""
         try:
-            self.nursery.cancel_scope.cancel()
+            if self._outcome is None:
+                self.nursery.cancel_scope.cancel()
             for _ in range(limit):
-                self._todo.popleft()()
-                if self._over:
+                if self._outcome is not None:
                     return
-                if 0.0 < self.seconds_to_next_deadline() < math.inf:
+                if self.idle:
+                    self._keeping.cancel()
+                elif 0.0 < self.seconds_to_next_deadline() < math.inf:
                     self.clock.jump(self.seconds_to_next_deadline())
-            raise Livelock(f"tasks did not end when cancelled:\n{self.stacks()}")
+                self._pass()
+            stacks = self.stacks()
+            _run.GLOBAL_RUN_CONTEXT.__dict__.clear()  # given up: the next loop can start
+            raise Livelock(f"tasks did not end when cancelled:\n{stacks}")
         finally:
             _run._r = self._random
 

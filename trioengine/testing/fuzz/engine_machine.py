@@ -17,7 +17,7 @@ from trioengine.testing.fuzz.callers import Call, Holder, Reader, Style
 from trioengine.testing.fuzz.oracles import check_books, check_farewell, check_holder, check_reader, check_worker
 from trioengine.testing.fuzz.program import Program, recorded
 from trioengine.testing.fuzz.rare import Rare
-from trioengine.testing.sim_loop import SimLoop
+from trioengine.testing.sim_loop import Livelock, SimLoop
 from trioengine.testing.simulated_worker import Health, SimulatedWorker
 from trioengine.testing.simulation import Simulation
 from trioengine.testing.toy_model import VOCAB_SIZE
@@ -61,6 +61,7 @@ class EngineMachine(RuleBasedStateMachine):
         super().__init__()
         self.program = Program(type(self).__name__)
         self.rare = Rare()
+        self.rare.begin()
         self.loop = SimLoop()
         self.simulation = Simulation(limits=LIMITS)
         self.engine = Engine(CONFIG, ports=self.simulation.ports)
@@ -164,6 +165,7 @@ class EngineMachine(RuleBasedStateMachine):
     def stop_reading(self, which: int, what: str) -> None:
         """Also of a request that is over; the latest is the first to be chosen."""
         reader = _pick(self.readers[::-1], which)
+        self._note_moment(reader, what)
         if what == "cancel":
             reader.scope.cancel()
         elif what == "go on":
@@ -214,6 +216,10 @@ class EngineMachine(RuleBasedStateMachine):
         """Its last bytes still arrive; what is behind them is torn off."""
         self.disturbed = True
         worker = self._worker()
+        if worker.to_worker:
+            self.rare.saw("a worker dies with bytes on their way to it")
+        if len(worker.to_engine) > last_bytes:
+            self.rare.saw("a worker's last frame is torn")
         worker.exit(-9)
         worker.deliver(last_bytes)
         worker.end_stream()
@@ -251,8 +257,20 @@ class EngineMachine(RuleBasedStateMachine):
         try:
             self._finish()
         finally:
-            self.loop.close()
+            self._close()
             self._raise_crash()
+
+    def _close(self) -> None:
+        for worker in self.simulation.workers:
+            statistics = worker.step_loop.statistics()
+            for state in ("num_preemptions", "prefix_cache_hits"):
+                if getattr(statistics, state):
+                    self.rare.saw(state.replace("_", " "))
+        self.rare.end()
+        try:
+            self.loop.close()
+        except Livelock as exc:
+            self.loop.crashes.append(exc)
 
     def _finish(self) -> None:
         self._raise_crash()
@@ -322,6 +340,17 @@ class EngineMachine(RuleBasedStateMachine):
         call = Call(name, function, allowed)
         self.calls.append(call)
         self.loop.start_soon(call.run, name=f"{name}-{len(self.calls)}")
+
+    def _note_moment(self, reader: Reader, what: str) -> None:
+        session, generation, worker = reader.holder.session, reader.generation, self.worker
+        if generation is None or session is None or reader.over:
+            return
+        if not reader.entered:
+            self.rare.saw(f"{what} on the way in")
+        elif session.attached and worker is not None and session.id not in worker.step_loop.sessions:
+            self.rare.saw(f"{what} before the worker has seen ADD_SESSION")
+        elif generation.outcome is not None:
+            self.rare.saw(f"{what} after the outcome, before it is read")
 
     def _worker(self) -> SimulatedWorker:
         assert self.worker is not None, "a precondition says so"

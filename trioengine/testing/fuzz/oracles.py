@@ -33,7 +33,8 @@ def check_reader(reader: Reader, max_model_len: int) -> None:
     if reader.outcome_at_leaving is not None:
         assert outcome is reader.outcome_at_leaving, f"{reader.outcome_at_leaving} became {outcome}"
     if outcome.finish_reason is FinishReason.ERROR:
-        assert reader.error is outcome.error or reader.error is None, f"{reader.error!r} instead of {outcome.error!r}"
+        found, expected = repr(reader.error), repr(outcome.error)
+        assert reader.error is None or found == expected, f"{found} instead of {expected}"
         return
     prompt = _prompt_ids((*_committed_before(reader), ("user", reader.prompt)))
     _check_answer(generation.completion, prompt, reader.params, max_model_len)

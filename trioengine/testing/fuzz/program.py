@@ -15,6 +15,7 @@ from hypothesis.stateful import rule
 from hypothesis.strategies import SearchStrategy
 
 Method = TypeVar("Method", bound=Callable[..., None])
+Machine = TypeVar("Machine")
 
 ENVIRONMENT_RULES = frozenset({"tick", "settle", "receive", "deliver", "turn", "teardown"})  # they do not count
 
@@ -55,6 +56,12 @@ class Program:
             raise ValueError(f"no replay file: {type(exc).__name__}: {exc}") from exc
         return Program(data["machine"], steps)
 
+    def machine_in(self, machines: Mapping[str, Machine]) -> Machine:
+        """The machine that it is for. Raises ValueError if there is none of that name."""
+        if self.machine not in machines:
+            raise ValueError(f"no machine {self.machine!r}; there are {', '.join(machines)}")
+        return machines[self.machine]
+
 
 def recorded(decorator: Callable[..., Any] = rule, **arguments: SearchStrategy[Any]) -> Callable[[Method], Any]:
     """A hypothesis rule (or `initialize`) that the machine's `program` takes down before it runs."""
@@ -80,10 +87,3 @@ def replay(machine: Any, program: Program) -> None:
             method(**arguments)
     finally:
         machine.teardown()
-
-
-def as_mapping(machines: Mapping[str, type], program: Program) -> Any:
-    """The machine that the program is for. Raises ValueError if there is none of that name."""
-    if program.machine not in machines:
-        raise ValueError(f"no machine {program.machine!r}; there are {', '.join(machines)}")
-    return machines[program.machine]()

@@ -1,15 +1,82 @@
-"""Rare states: what a fuzzer that does its work reaches sometimes. One that is no longer reached is a finding, too."""
+"""Rare states: what a fuzzer that does its work reaches sometimes. One that is no longer reached is a finding, too.
+
+Every transition of the lifecycle tables that is taken is one of them, by its name; the machine adds others.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+
+from trioengine.actors import gate
+from trioengine.core.lifecycle import (
+    POWER_TRANSITIONS,
+    SESSION_TRANSITIONS,
+    Attachment,
+    Event,
+    Phase,
+    Power,
+    PowerEvent,
+    SessionLifecycle,
+)
+from trioengine.testing.mutants.mutant import replaced
 
 
 class Rare:
-    """Counts how often each named state was reached."""
+    """Counts how often each state was reached, from `begin` to `end`."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self._watching = ExitStack()
+
+    def begin(self) -> None:
+        """Watch the lifecycle tables."""
+        self._watching.enter_context(replaced(SessionLifecycle, "apply", self._watch_sessions)())
+        self._watching.enter_context(replaced(gate, "next_power", self._watch_power)())
+
+    def end(self) -> None:
+        """Watch them no longer."""
+        self._watching.close()
 
     def saw(self, state: str) -> None:
+        """A state was reached."""
         self.counts[state] += 1
+
+    def _watch_sessions(self, apply: Any) -> Any:
+        counts = self.counts
+
+        def watched(lifecycle: SessionLifecycle, event: Event) -> Any:
+            counts[session_state(lifecycle.phase, lifecycle.attachment, event)] += 1
+            return apply(lifecycle, event)
+
+        return watched
+
+    def _watch_power(self, next_power: Any) -> Any:
+        def watched(power: Power, event: PowerEvent) -> Any:
+            self.saw(power_state(power, event))
+            return next_power(power, event)
+
+        return watched
+
+
+def session_state(phase: Phase, attachment: Attachment, event: Event) -> str:
+    """The name of a transition of a session."""
+    return _SESSION_STATES[phase, attachment, event]
+
+
+def power_state(power: Power, event: PowerEvent) -> str:
+    """The name of a transition of the engine."""
+    return f"engine {power.value}: {event.value}"
+
+
+_SESSION_STATES = {
+    (phase, attachment, event): f"session {phase.value}, {attachment.value}: {event.value}"
+    for phase in Phase
+    for attachment in Attachment
+    for event in Event
+}
+
+TABLE_STATES = frozenset(_SESSION_STATES[key] for key in SESSION_TRANSITIONS) | frozenset(
+    power_state(power, event) for power, row in POWER_TRANSITIONS.items() for event in row
+)

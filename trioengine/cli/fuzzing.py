@@ -1,0 +1,139 @@
+"""`trioengine fuzz`: the lifecycle fuzzer on the engine itself, on its mutants, or on a program kept in a file."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from trioengine.core.errors import InvalidConfig
+from trioengine.testing.fuzz.engine_machine import EngineMachine
+from trioengine.testing.fuzz.program import Program, replay
+from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, Report, silence
+from trioengine.testing.mutants import MUTANTS, Mutant
+
+MACHINES: dict[str, type[EngineMachine]] = {EngineMachine.__name__: EngineMachine}
+MUTANT_SECONDS = 60.0
+REFRESH = 0.25  # seconds between two lines of progress
+
+
+class Progress:
+    """A line that says how far the run is, where stderr is a terminal."""
+
+    def __init__(self) -> None:
+        self._live = Live(console=Console(stderr=True), transient=True, refresh_per_second=4, auto_refresh=False)
+        self._shown = 0.0
+
+    def __enter__(self) -> Progress:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._live.__exit__(None, None, None)
+
+    def show(self, report: Report) -> None:
+        now = time.monotonic()
+        if now - self._shown >= REFRESH:
+            self._shown = now
+            self._live.update(_summary(report), refresh=True)
+
+
+def fuzz(
+    *, seconds: float | None, examples: int | None, seed: int, profile: str, mutant: str | None, keep: Path
+) -> int:
+    """Run the fuzzer; 1 if it found something. A mutant that is not found is no failure of the engine: 0."""
+    if mutant is not None and mutant not in MUTANTS:
+        raise InvalidConfig(f"no mutant {mutant!r}; there are {', '.join(MUTANTS)}")
+    if seconds is None and examples is None:
+        seconds = 60.0
+    with silence(), Progress() as progress:
+        fuzzer = Fuzzer(EngineMachine, PROFILES[profile], seed, progress.show)
+        if mutant is None:
+            report = fuzzer.run(examples=examples, seconds=seconds)
+        else:
+            with MUTANTS[mutant].active():
+                report = fuzzer.run(examples=examples, seconds=seconds)
+    print(_summary(report))
+    print("\n".join(f"{count:8} {state}" for state, count in sorted(report.rare.items())))
+    if report.failure is None or report.program is None:
+        return 0
+    print(f"\n{type(report.failure).__name__}: {report.failure}\n\n{report.program}\n")
+    keep.write_text(report.program.to_json(seed=seed, mutant=mutant, found=str(report.failure)), encoding="utf-8")
+    print(f"trioengine fuzz --replay {keep}{f' --mutant {mutant}' if mutant else ''}")
+    return 1
+
+
+def replay_file(path: Path, mutant: str | None) -> int:
+    """Run a kept program again; 1 if it still fails."""
+    try:
+        program = Program.from_json(path.read_text(encoding="utf-8"))
+        machine = program.machine_in(MACHINES)
+    except (OSError, ValueError) as exc:
+        raise InvalidConfig(f"{path}: {exc}") from exc
+    if mutant is not None and mutant not in MUTANTS:
+        raise InvalidConfig(f"no mutant {mutant!r}; there are {', '.join(MUTANTS)}")
+    with silence():
+        if mutant is None:
+            failure, checksum = _replayed(machine, program)
+        else:
+            with MUTANTS[mutant].active():
+                failure, checksum = _replayed(machine, program)
+    print(f"{len(program.steps)} rules, steps of tasks {checksum}")
+    if failure is not None:
+        print(f"{type(failure).__name__}: {failure}")
+    return int(failure is not None)
+
+
+def _replayed(machine_type: type[EngineMachine], program: Program) -> tuple[Exception | None, str]:
+    machine = machine_type()
+    failure: Exception | None = None
+    try:
+        replay(machine, program)
+    except ValueError as exc:
+        raise InvalidConfig(str(exc)) from exc
+    except Exception as exc:
+        failure = exc
+    return failure, f"{machine.loop.steps}:{machine.loop.trace:08x}"
+
+
+def mutants(*, seeds: int, profile: str) -> int:
+    """Every mutant under every seed, as a table; 1 if one was not found."""
+    table = Table("mutant", "found", "programs", "seconds", "rules", "failure", box=None)
+    missed = 0
+    with silence():
+        for mutant in MUTANTS.values():
+            reports = [_hunt(mutant, seed, profile) for seed in range(seeds)]
+            found = [report for report in reports if report.failure is not None]
+            missed += len(found) < seeds
+            table.add_row(mutant.id, f"{len(found)}/{seeds}", *_medians(found), mutant.failure)
+            print(f"{mutant.id}: {len(found)} of {seeds}", file=sys.stderr, flush=True)
+    Console(width=150).print(table)
+    return int(missed > 0)
+
+
+def _hunt(mutant: Mutant, seed: int, profile: str) -> Report:
+    with mutant.active():
+        return Fuzzer(EngineMachine, PROFILES[profile], seed).run(seconds=MUTANT_SECONDS)
+
+
+def _medians(found: list[Report]) -> tuple[str, str, str]:
+    if not found:
+        return "-", "-", "-"
+    programs = statistics.median(report.programs_to_find for report in found)
+    seconds = statistics.median(report.seconds_to_find for report in found)
+    lengths = [report.program.length for report in found if report.program is not None]
+    return f"{programs:g}", f"{seconds:.1f}", f"{statistics.median(lengths):g} (at most {max(lengths)})"
+
+
+def _summary(report: Report) -> str:
+    seconds = max(report.seconds, 1e-9)
+    return (
+        f"seed {report.seed}: {report.programs} programs ({report.programs / seconds:.0f}/s), "
+        f"{report.passes} scheduler passes ({report.passes / seconds:.0f}/s), {len(report.rare)} rare states, "
+        f"{report.seconds:.0f} s"
+    )

@@ -1,0 +1,138 @@
+"""Runs a machine under hypothesis, within a time or a number of programs, and gives back what was found."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import hypothesis
+from hypothesis import HealthCheck, Phase, Verbosity, settings
+from hypothesis.stateful import get_state_machine_test
+
+from trioengine.testing.fuzz.engine_machine import EngineMachine
+from trioengine.testing.fuzz.program import Program
+
+BATCH = 200  # programs between two looks at the clock
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How thorough a run is."""
+
+    steps: int  # rules a program, at most
+
+
+PROFILES = {"quick": Profile(steps=30), "deep": Profile(steps=80)}
+
+
+@dataclass
+class Report:
+    """What a run did; `failure` and `program` are set when it found something."""
+
+    seed: int
+    programs: int = 0
+    passes: int = 0
+    seconds: float = 0.0
+    rare: Counter[str] = field(default_factory=Counter)
+    failure: BaseException | None = None
+    program: Program | None = None  # the shrunk one
+    programs_to_find: int = 0
+    seconds_to_find: float = 0.0
+
+
+Progress = Callable[[Report], None]
+
+
+class Fuzzer:
+    """One run of a machine."""
+
+    def __init__(self, machine: type[EngineMachine], profile: Profile, seed: int, progress: Progress | None = None):
+        self.report = Report(seed)
+        self._profile = profile
+        self._progress = progress
+        self._began = time.monotonic()
+        self._last: Program | None = None
+        self._machine = self._watched(machine)
+
+    def _watched(self, machine: type[EngineMachine]) -> type[EngineMachine]:
+        fuzzer = self
+
+        class Watched(machine):  # type: ignore[misc, valid-type]
+            def teardown(self) -> None:
+                try:
+                    super().teardown()
+                finally:
+                    fuzzer._count(self, failed=_is_failure(sys.exc_info()[1]))  # in a rule, or here
+
+        Watched.__name__ = Watched.__qualname__ = machine.__name__
+        return Watched
+
+    def _count(self, machine: EngineMachine, *, failed: bool) -> None:
+        report = self.report
+        report.programs += 1
+        report.passes += machine.loop.passes
+        report.rare.update(machine.rare.counts)
+        report.seconds = time.monotonic() - self._began
+        if failed and not report.programs_to_find:
+            report.programs_to_find, report.seconds_to_find = report.programs, report.seconds
+        self._last = machine.program
+        if self._progress is not None:
+            self._progress(report)
+
+    def run(self, *, examples: int | None = None, seconds: float | None = None) -> Report:
+        """Until something is found, or so many programs or seconds are over; shrinking may take longer."""
+        batch = 0
+        while self.report.failure is None and not self._is_over(examples, seconds):
+            count = BATCH if examples is None else min(BATCH, examples - self.report.programs)
+            self._run_batch(count, self.report.seed + 1_000_003 * batch)
+            batch += 1
+        self.report.seconds = time.monotonic() - self._began
+        return self.report
+
+    def _is_over(self, examples: int | None, seconds: float | None) -> bool:
+        is_over = examples is not None and self.report.programs >= examples
+        return is_over or (seconds is not None and time.monotonic() - self._began >= seconds)
+
+    def _run_batch(self, count: int, seed: int) -> None:
+        test = get_state_machine_test(
+            self._machine,
+            settings=settings(
+                max_examples=count,
+                stateful_step_count=self._profile.steps,
+                deadline=None,
+                database=None,
+                report_multiple_bugs=False,
+                print_blob=False,
+                phases=(Phase.generate, Phase.shrink),
+                suppress_health_check=list(HealthCheck),
+                verbosity=Verbosity.quiet,
+            ),
+        )
+        try:
+            hypothesis.seed(seed)(test)()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as exc:
+            self.report.failure, self.report.program = exc, self._last
+
+
+def _is_failure(error: BaseException | None) -> bool:
+    """Hypothesis leaves a program that it has seen enough of by an exception of its own."""
+    return error is not None and not type(error).__module__.startswith("hypothesis.")
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """The engine's log, which a fuzzer fills with what it does to it."""
+    logger = logging.getLogger("trioengine")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before

@@ -1,0 +1,20 @@
+"""Bugs that other engines had, put back into this one: the fuzzer must find each of them.
+
+A mutant replaces a piece of the engine, or of the worker's scheduling, while it is active; the engine knows nothing of
+it. Its id is that of the failure's row in docs/fuzzing.md.
+"""
+
+from __future__ import annotations
+
+from trioengine.testing.mutants.gate import GATE_MUTANTS
+from trioengine.testing.mutants.link import LINK_MUTANTS
+from trioengine.testing.mutants.mutant import Mutant as Mutant
+from trioengine.testing.mutants.session import SESSION_MUTANTS
+from trioengine.testing.mutants.worker import WORKER_MUTANTS
+
+MUTANTS: dict[str, Mutant] = {
+    mutant.id: mutant
+    for mutant in sorted(
+        (*SESSION_MUTANTS, *GATE_MUTANTS, *LINK_MUTANTS, *WORKER_MUTANTS), key=lambda mutant: int(mutant.id[1:])
+    )
+}

@@ -1,0 +1,67 @@
+"""What a mutant is, and the two ways to replace a piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from trioengine.core.lifecycle import SESSION_TRANSITIONS, Attachment, Event, Phase, Transition
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A bug: while `active()` is entered, it is there."""
+
+    id: str
+    failure: str
+    active: Callable[[], AbstractContextManager[None]]
+
+
+def replaced(owner: Any, name: str, mutate: Callable[[Any], Any]) -> Callable[[], AbstractContextManager[None]]:
+    """The attribute becomes `mutate(attribute)`."""
+
+    @contextmanager
+    def active() -> Iterator[None]:
+        original = owner.__dict__[name]
+        setattr(owner, name, mutate(original))
+        try:
+            yield
+        finally:
+            setattr(owner, name, original)
+
+    return active
+
+
+def rewritten(
+    phase: Phase, attachment: Attachment, event: Event, transition: Transition | None
+) -> Callable[[], AbstractContextManager[None]]:
+    """The session table has another transition there, or none."""
+
+    @contextmanager
+    def active() -> Iterator[None]:
+        table: Any = SESSION_TRANSITIONS
+        key = (phase, attachment, event)
+        original = table.pop(key)
+        if transition is not None:
+            table[key] = transition
+        try:
+            yield
+        finally:
+            table[key] = original
+
+    return active
+
+
+def together(*parts: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
+    """All of them at once."""
+
+    @contextmanager
+    def active() -> Iterator[None]:
+        with ExitStack() as stack:
+            for part in parts:
+                stack.enter_context(part())
+            yield
+
+    return active

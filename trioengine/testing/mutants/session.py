@@ -1,0 +1,90 @@
+"""Mutants of the session: its table, its handle, its history."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import trio
+
+from trioengine.actors.generation import Generation
+from trioengine.actors.session import Session
+from trioengine.core.lifecycle import Action, Attachment, Cause, Event, Phase, Transition
+from trioengine.testing.mutants.mutant import Mutant, replaced, rewritten
+
+_A, _D = Attachment.ATTACHED, Attachment.DETACHED
+
+
+def _forget_cancelled_preparation(abort_request: Any) -> Any:
+    def mutant(self: Session, generation: Generation, cause: Cause) -> None:
+        if self.phase is not Phase.PREPARING:
+            abort_request(self, generation, cause)
+
+    return mutant
+
+
+def _swallow_cancellation(read: Any) -> Any:
+    async def mutant(self: Generation) -> Any:
+        while True:
+            try:
+                return await read(self)
+            except trio.Cancelled:
+                continue
+
+    return mutant
+
+
+def _await_before_the_end(aexit: Any) -> Any:
+    async def mutant(self: Session, *exc: Any) -> None:
+        await trio.lowlevel.checkpoint()
+        await aexit(self, *exc)
+
+    return mutant
+
+
+def _keep_what_was_not_read(leave: Any) -> Any:
+    def mutant(self: Session, generation: Generation) -> None:
+        generation.keep_partial = True
+        leave(self, generation)
+
+    return mutant
+
+
+SESSION_MUTANTS = (
+    Mutant(
+        "F1",
+        "a request whose caller is cancelled while it is prepared is never removed",
+        replaced(Session, "abort_request", _forget_cancelled_preparation),
+    ),
+    Mutant(
+        "F2",
+        "a session that ends between register and submit is never ended on the worker",
+        rewritten(Phase.PREPARING, _A, Event.END, Transition(Phase.ENDED, _A, (Action.SETTLE_ABORTED,))),
+    ),
+    Mutant(
+        "F7",
+        "an abort gives the slot back before the worker has acted on it",
+        rewritten(
+            Phase.RUNNING,
+            _A,
+            Event.ABORT,
+            Transition(Phase.IDLE, _A, (Action.POST_STOP_SESSION, Action.SETTLE_ABORTED)),
+        ),
+    ),
+    Mutant("F8", "a second end raises", rewritten(Phase.ENDED, _A, Event.END, None)),
+    Mutant(
+        "F9",
+        "a read swallows its cancellation, and goes on",
+        replaced(Generation, "__anext__", _swallow_cancellation),
+    ),
+    Mutant("F10", "the end is behind an await in a dying scope", replaced(Session, "__aexit__", _await_before_the_end)),
+    Mutant(
+        "F26",
+        "the turn after a disconnect sees the answer that was taken back",
+        replaced(Session, "leave", _keep_what_was_not_read),
+    ),
+    Mutant(
+        "F41",
+        "the end of a session strands the reader of its request",
+        rewritten(Phase.ENDING, _A, Event.SESSION_ENDED, Transition(Phase.ENDED, _D, (Action.FREE_SESSION,))),
+    ),
+)
