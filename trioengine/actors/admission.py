@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from trioengine.actors.engine import Engine
     from trioengine.actors.session import Session
 
-THREAD_THRESHOLD = 1 << 13  # characters or tokens; a longer prompt is prepared in a thread
-
 
 class Admission:
     """One request on its way in."""
@@ -74,7 +72,7 @@ class Admission:
         generation.prompt = None
         conversation = self._session.conversation
         conversation.check_length(prompt, self._engine.limits.max_model_len)
-        if prompt_length(prompt) + conversation.size > THREAD_THRESHOLD:
+        if prompt_length(prompt) + conversation.size > self._engine.ports.thread_threshold:
             prepared = await self._engine.ports.run_in_thread(conversation.prepare, prompt)
         else:
             await trio.lowlevel.checkpoint()

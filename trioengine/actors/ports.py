@@ -172,3 +172,4 @@ class Ports:
     find_model: Callable[[str, Callable[[int, int], None] | None], Awaitable[Path]] = _find_model
     read_model: Callable[[Path], ModelInfo] = read_model
     mint_seed: Callable[[], int] = _mint_seed
+    thread_threshold: int = 1 << 13  # characters or tokens; a longer prompt is prepared in a thread

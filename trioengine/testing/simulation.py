@@ -34,7 +34,7 @@ class Simulation:
     """The outside world of one engine: its workers, one an incarnation, run in `nursery`, or are moved by hand.
 
     `behaviours` are those of the incarnations in turn; the last one stays. `thread_passes` is how many scheduler
-    passes a call in a thread takes. The next `failing_starts` workers cannot be started.
+    passes a call in a thread takes, where prompts longer than `thread_threshold` are prepared. The next `failing_starts` workers cannot be started.
     """
 
     def __init__(
@@ -44,11 +44,13 @@ class Simulation:
         limits: Limits = DEFAULT_LIMITS,
         behaviours: Iterable[Behaviour] = (Behaviour(),),
         thread_passes: int = 1,
+        thread_threshold: int = Ports.thread_threshold,
     ) -> None:
         self.limits = limits
         self.workers: list[SimulatedWorker] = []
         self.thread_passes = thread_passes
         self.failing_starts = 0
+        self._thread_threshold = thread_threshold
         self._nursery = nursery
         self._behaviours = list(behaviours)
         self._seeds = itertools.count(1)
@@ -67,6 +69,7 @@ class Simulation:
             find_model=self._find_model,
             read_model=lambda path: toy_model(self.limits.max_model_len),
             mint_seed=partial(next, self._seeds),
+            thread_threshold=self._thread_threshold,
         )
 
     async def _spawn_worker(self) -> WorkerProcess:

@@ -42,13 +42,14 @@ LIMITS = Limits(
     kv_blocks_total=24,
     block_size=8,
     max_num_seqs=CONFIG.max_num_seqs,
-    max_num_batched_tokens=48,
+    max_num_batched_tokens=8,  # so that every prompt is prefilled in chunks
 )
 AUDIT_TIMEOUT = 10.0
 HORIZON = 60.0  # seconds, past the longest timeout: what waits then, waits for ever
 ROUNDS = 400  # of settling between two moments of the clock; more is a livelock
 
 PROMPTS = ("a", "be", "<|im_end|>")
+LONG_PROMPT = 1  # characters: all but the first prompt of a session are prepared in a thread
 WHICH = st.integers(0, 3)
 WORKER_OUTAGES = ("hang", "stall", "garbage", "nonsense", "close pipe", "starts fail")
 OUTAGES = ("abort all", *WORKER_OUTAGES, "abort all", "drain soon", "close", "abort all", "cancel", "drain")
@@ -63,7 +64,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.rare = Rare()
         self.rare.begin()
         self.loop = SimLoop()
-        self.simulation = Simulation(limits=LIMITS)
+        self.simulation = Simulation(limits=LIMITS, thread_threshold=LONG_PROMPT)
         self.engine = Engine(CONFIG, ports=self.simulation.ports)
         self.engine_call = Call("engine", self.engine.run, (WorkerLost,))
         self.holders: list[Holder] = []
@@ -72,9 +73,15 @@ class EngineMachine(RuleBasedStateMachine):
         self.disturbed = False  # something may have kept a worker from ending well
         self.loop.start_soon(self.engine_call.run, name="engine")
 
-    @recorded(initialize, ready=st.sampled_from((True, True, True, False)), sessions=st.integers(0, 2))
-    def begin(self, ready: bool, sessions: int) -> None:
+    @recorded(
+        initialize,
+        ready=st.sampled_from((True, True, True, False)),
+        sessions=st.integers(0, 2),
+        thread_passes=st.integers(1, 4),
+    )
+    def begin(self, ready: bool, sessions: int, thread_passes: int) -> None:
         """Mostly from an engine that is ready."""
+        self.simulation.thread_passes = thread_passes
         if ready:
             self._settle()
         for _ in range(sessions):
@@ -210,7 +217,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     # ---- for all of them ------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.worker is not None)
+    @precondition(lambda self: self.readers and self.worker is not None)
     @recorded(last_bytes=st.integers(0, 40))
     def kill_worker(self, last_bytes: int) -> None:
         """Its last bytes still arrive; what is behind them is torn off."""
@@ -224,6 +231,7 @@ class EngineMachine(RuleBasedStateMachine):
         worker.deliver(last_bytes)
         worker.end_stream()
 
+    @precondition(lambda self: self.readers)
     @recorded(way=st.sampled_from(OUTAGES))
     def outage(self, way: str) -> None:
         """The engine is told to stop everything, or its worker goes wrong."""
