@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeVarTuple, Unpack
+from typing import TypeVarTuple
 
 from trioengine.actors.session import Session
 from trioengine.core.errors import WorkerLost
@@ -75,7 +75,7 @@ class Sessions:
         for session_id in list(self._by_id):
             self._tell(session_id, Session.on_worker_lost, error)
 
-    def _tell(self, session_id: int, tell: Callable[[Session, Unpack[Args]], None], *args: Unpack[Args]) -> None:
+    def _tell(self, session_id: int, tell: Callable[[Session, *Args], None], *args: *Args) -> None:
         session = self._by_id[session_id]
         try:
             tell(session, *args)
