@@ -1,6 +1,7 @@
 """Requests and sessions that wait for a slot of a whole engine."""
 
 from contextlib import nullcontext, suppress
+from functools import partial
 
 import pytest
 import trio
@@ -8,6 +9,7 @@ from expectations import GREEDY, LONG
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineClosed, EngineConfig, EngineOverloaded, FinishReason, SamplingParams, SessionEnded
+from trioengine.actors.waiting_line import WaitingLine
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 
@@ -173,3 +175,43 @@ async def test_requests_that_wait_through_a_restart_keep_their_order(autojump_cl
             nursery.start_soon(ask, number)
             await wait_all_tasks_blocked()
     assert answered == list(range(5))
+
+
+@pytest.mark.parametrize("waits_longer", [True, False])
+async def test_all_that_is_in_flight_is_aborted_and_who_waits_gets_the_slot(autojump_clock, waits_longer):
+    """Whether the waiting request's session is older than the aborted one's or not."""
+    async with (
+        simulated_engine(ONE_SLOT) as (engine, _),
+        engine.open_session() as first,
+        engine.open_session() as second,
+    ):
+        running, waiting = (second, first) if waits_longer else (first, second)
+        outcomes = {}
+
+        async def ask(session, params):
+            async with session.generate("x", params, wait=True) as generation:
+                outcomes[session] = (await generation.result()).finish_reason
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, running, LONG)
+            await wait_all_tasks_blocked()
+            nursery.start_soon(ask, waiting, SHORT)
+            await wait_all_tasks_blocked()
+            engine.abort_all()
+        assert outcomes == {running: FinishReason.ABORT, waiting: FinishReason.LENGTH}
+
+
+async def test_an_admission_may_serve_its_own_line(autojump_clock):
+    """Nobody is admitted twice."""
+    line, admitted = WaitingLine(), []
+
+    def admission(name):
+        admitted.append(name)
+        line.serve()
+
+    async with trio.open_nursery() as nursery:
+        for name in "ab":
+            nursery.start_soon(line.wait, partial(admission, name))
+            await wait_all_tasks_blocked()
+        line.serve()
+    assert admitted == ["a", "b"]

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from test_weights import write_gguf
 from torch_driver import generate, load
 
-from trioengine.worker.layers.linear import FEW_ROWS, has_four_bit_kernel, make_linear
+from trioengine.worker.layers.linear import FEW_ROWS, has_four_bit_kernel, make_linear, wants_four_bit
 from trioengine.worker.quantization.four_bit import join_four_bit, read_four_bit
 from trioengine.worker.quantization.gguf import dequantize_gguf
 from trioengine.worker.weights import open_checkpoint
@@ -75,19 +75,12 @@ def test_the_codes_are_used_for_few_rows_only():
     assert linear(torch.ones(FEW_ROWS + 1, 64, dtype=torch.bfloat16)).count_nonzero() == 0
 
 
-def test_float32_does_not_round_to_four_bit_kernels():
-    """In float32 the answer is the reference's, token for token: the kernel computes in bfloat16."""
-    data = stored("Q4_1", 32, 64)
-    linear = make_linear(torch.zeros(32, 64), None, read_four_bit(data, "Q4_1", (32, 64)))
-    assert linear(torch.ones(1, 64)).count_nonzero() == 0
-
-
 @needs_kernel
-def test_a_number_of_rows_that_the_kernel_does_not_take():
-    """Such a weight runs in bfloat16 alone."""
-    data = stored("Q4_1", 40, 64)
-    linear = make_linear(torch.zeros(40, 64, dtype=torch.bfloat16), None, read_four_bit(data, "Q4_1", (40, 64)))
-    assert linear(torch.ones(1, 64, dtype=torch.bfloat16)).count_nonzero() == 0
+def test_what_wants_four_bits():
+    """Not float32, where the answer is the reference's token for token; not a shape that the kernel does not take."""
+    assert wants_four_bit(torch.zeros(32, 64, dtype=torch.bfloat16))
+    assert not wants_four_bit(torch.zeros(32, 64))
+    assert not wants_four_bit(torch.zeros(40, 64, dtype=torch.bfloat16))
 
 
 def test_joined_rows_and_the_rotary_layout(tiny_llama, tmp_path):
@@ -97,9 +90,9 @@ def test_joined_rows_and_the_rotary_layout(tiny_llama, tmp_path):
     checkpoint = open_checkpoint(str(write_gguf(tiny_llama, tmp_path / "t.gguf", "plain", kinds=kinds, **changes)))
     parts = [checkpoint.read_four_bit(name) for name in kinds]
     values = torch.cat([checkpoint.read(name, torch.float32) for name in kinds])
-    joined = join_four_bit(parts)
-    assert joined is not None
-    torch.testing.assert_close(joined.dequantize(), values, rtol=1e-6, atol=1e-6)
+    whole = join_four_bit(parts)
+    assert whole is not None
+    torch.testing.assert_close(whole.dequantize(), values, rtol=1e-6, atol=1e-6)
     assert join_four_bit([*parts, None]) is None
     assert checkpoint.read_four_bit("model.layers.0.self_attn.o_proj.weight") is None
     checkpoint.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -119,7 +120,7 @@ class Engine:
         """Wait until requests are admitted. Raises why, if that will never be."""
         while self.gate.power is not Power.AWAKE:
             if self.gate.power in (Power.DRAINING, Power.CLOSED):
-                raise self.gate.failure or EngineClosed(f"the engine is {self.gate.power.value}")
+                raise copy(self.gate.failure or EngineClosed(f"the engine is {self.gate.power.value}"))
             await self.gate.changed()
 
     # ---- what users call ------------------------------------------------------------------------------------------

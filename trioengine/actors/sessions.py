@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TypeVarTuple
 
 from trioengine.actors.session import Session
 from trioengine.core.errors import WorkerLost
 from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import RequestFailed, SessionEnded, Tokens
+
+Args = TypeVarTuple("Args")
 
 
 class Sessions:
@@ -51,30 +54,30 @@ class Sessions:
         return False
 
     def abort_all(self, cause: Cause) -> None:
-        """Abort every request in flight."""
-        for session in self:
-            if session.generation is not None:
-                session.abort_request(session.generation, cause)
+        """Abort every request in flight; those that get the slots of the aborted ones go on."""
+        in_flight = [(session, session.generation) for session in self if session.generation is not None]
+        for session, generation in in_flight:
+            session.abort_request(generation, cause)
 
     # ---- what the worker says -------------------------------------------------------------------------------------
 
     def on_tokens(self, message: Tokens) -> None:
         for row in message.rows:
-            self._tell(row.session, lambda session, row=row: session.on_row(row))  # type: ignore[misc]
+            self._tell(row.session, Session.on_row, row)
 
     def on_failed(self, message: RequestFailed) -> None:
-        self._tell(message.session, lambda session: session.on_failed(message))
+        self._tell(message.session, Session.on_failed, message)
 
     def on_ended(self, message: SessionEnded) -> None:
-        self._tell(message.session, lambda session: session.on_ended())
+        self._tell(message.session, Session.on_ended)
 
     def on_worker_lost(self, error: WorkerLost) -> None:
         for session_id in list(self._by_id):
-            self._tell(session_id, lambda session: session.on_worker_lost(error))
+            self._tell(session_id, Session.on_worker_lost, error)
 
-    def _tell(self, session_id: int, tell: Callable[[Session], None]) -> None:
+    def _tell(self, session_id: int, tell: Callable[[Session, *Args], None], *args: *Args) -> None:
         session = self._by_id[session_id]
         try:
-            tell(session)
+            tell(session, *args)
         except Exception as exc:
             session.crash(exc)

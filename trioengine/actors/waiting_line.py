@@ -50,12 +50,13 @@ class WaitingLine:
     def serve(self) -> None:
         """Admit from the front, until one is told EngineOverloaded and so goes on waiting."""
         while self._waiters:
-            task, waiter = next(iter(self._waiters.items()))
+            task, waiter = self._waiters.popitem(last=False)
             try:
                 waiter.admission()
             except EngineOverloaded:
+                self._waiters[task] = waiter
+                self._waiters.move_to_end(task, last=False)
                 return
             except Exception as exc:
                 waiter.refusal = exc
-            del self._waiters[task]
             trio.lowlevel.reschedule(task)

@@ -22,14 +22,12 @@ _FOUR_BIT_ROWS = 16  # the four-bit kernel takes multiples of these output featu
 def make_linear(weight: Tensor, bias: Tensor | None = None, four_bit: FourBitWeight | None = None) -> Linear:
     """The fastest linear layer for the weight [out_features, in_features] where it lies; the weight is consumed.
 
-    `four_bit` is the same weight as it was stored, where it was stored in four bits.
+    `four_bit` is the same weight as it was stored in four bits, where `wants_four_bit` of the weight.
     """
     if weight.device.type != "cpu":
         return plain_linear(weight, bias)
     many = _packed_linear(weight, bias) if _can_pack(weight.dtype) else plain_linear(weight, bias)
-    if four_bit is None or not _takes_four_bit(weight):
-        return many
-    return _by_rows(_four_bit_linear(four_bit, bias), many)
+    return many if four_bit is None else _by_rows(_four_bit_linear(four_bit, bias), many)
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -39,6 +37,12 @@ def plain_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
         return F.linear(x, weight, bias)
 
     return linear
+
+
+def wants_four_bit(weight: Tensor) -> bool:
+    """Whether there is a faster kernel for the weight, should it be stored in four bits."""
+    is_bfloat16 = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    return is_bfloat16 and len(weight) % _FOUR_BIT_ROWS == 0 and has_four_bit_kernel()
 
 
 def has_four_bit_kernel() -> bool:
@@ -69,10 +73,6 @@ def _packed_linear(weight: Tensor, bias: Tensor | None) -> Linear:
         return result
 
     return linear
-
-
-def _takes_four_bit(weight: Tensor) -> bool:
-    return weight.dtype == torch.bfloat16 and len(weight) % _FOUR_BIT_ROWS == 0 and has_four_bit_kernel()
 
 
 def _four_bit_linear(weight: FourBitWeight, bias: Tensor | None) -> Linear:

@@ -6,7 +6,7 @@ minimum in float16, then 16 bytes whose low halves are the first 16 codes and wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,13 +49,20 @@ def read_four_bit(data: memoryview, kind: str, shape: tuple[int, ...]) -> FourBi
     return FourBitWeight(*(torch.from_numpy(np.ascontiguousarray(part)) for part in (codes, scales, minima)))
 
 
-def join_four_bit(parts: Sequence[FourBitWeight | None]) -> FourBitWeight | None:
+def join_four_bit(parts: Iterable[FourBitWeight | None]) -> FourBitWeight | None:
     """The rows of all parts; None where one of them has no such form."""
-    present = [part for part in parts if part is not None]
-    if len(present) < len(parts):
-        return None
+    present = []
+    for part in parts:
+        if part is None:
+            return None
+        present.append(part)
     return FourBitWeight(
-        torch.cat([part.codes for part in present]),
-        torch.cat([part.scales for part in present]),
-        torch.cat([part.minima for part in present]),
+        joined([part.codes for part in present]),
+        joined([part.scales for part in present]),
+        joined([part.minima for part in present]),
     )
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """The rows of all parts; a single part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -7,9 +7,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from trioengine.worker.layers.linear import Linear, make_linear
+from trioengine.worker.layers.linear import Linear, make_linear, wants_four_bit
 from trioengine.worker.loop import OnProgress
-from trioengine.worker.quantization.four_bit import join_four_bit
+from trioengine.worker.quantization.four_bit import join_four_bit, joined
 from trioengine.worker.weights.checkpoint import Checkpoint
 
 
@@ -46,7 +46,9 @@ class WeightReader:
 
     def linear(self, *names: str, has_bias: bool = False) -> Linear:
         """One layer of all the named projections, which share their input: `NAME.weight`, perhaps `NAME.bias`."""
-        weight = torch.cat([self.tensor(f"{name}.weight") for name in names])
-        bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
-        four_bit = join_four_bit([self._checkpoint.read_four_bit(f"{name}.weight") for name in names])
+        weight = joined([self.tensor(f"{name}.weight") for name in names])
+        bias = joined([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
+        four_bit = None
+        if wants_four_bit(weight):
+            four_bit = join_four_bit(self._checkpoint.read_four_bit(f"{name}.weight") for name in names)
         return make_linear(weight, bias, four_bit)
