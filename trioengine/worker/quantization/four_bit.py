@@ -16,6 +16,7 @@ from torch import Tensor
 GROUP = 32  # columns that share a scale
 
 _ZERO_CODE = 8  # of Q4_0, whose blocks have no minimum
+_PIECE = 1 << 19  # elements: 2 MiB in float32, which the caches hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,16 @@ class FourBitWeight:
     scales: Tensor  # [rows, columns / GROUP], float32
     minima: Tensor  # the same
 
-    def dequantize(self) -> Tensor:
-        """[rows, columns] in float32."""
-        scales, minima = (part.repeat_interleave(GROUP, dim=1) for part in (self.scales, self.minima))
-        return self.codes * scales + minima
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """[rows, columns]; computed in float32, some rows at a time."""
+        result = torch.empty(self.codes.shape, dtype=dtype)
+        step = max(1, _PIECE // self.codes.shape[1])
+        for start in range(0, len(result), step):
+            rows = slice(start, start + step)
+            groups = self.codes[rows].view(-1, self.scales.shape[1], GROUP)  # [rows, columns / GROUP, GROUP]
+            values = (groups * self.scales[rows, :, None]).add_(self.minima[rows, :, None])
+            result[rows] = values.flatten(1)
+        return result
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> FourBitWeight:
         """The weight with its rows in another order; `change` is given tensors of any number of columns."""
