@@ -145,8 +145,11 @@ class _Picks:
         self.first = 0
 
     def shuffle(self, batch: list[trio.lowlevel.Task]) -> None:
-        first = self.first % len(batch)
-        batch[:] = [*batch[first:], *batch[:first]][::-1]
+        keeper, *others = batch  # in the order of their start; the keeper can always run, and was the first
+        if others:
+            first = self.first % len(others)
+            others = [*others[first:], *others[:first]]
+        batch[:] = [keeper, *others][::-1]
 
 
 def _tasks_below(nursery: trio.Nursery) -> list[trio.lowlevel.Task]:

@@ -34,7 +34,8 @@ class Simulation:
     """The outside world of one engine: its workers, one an incarnation, run in `nursery`, or are moved by hand.
 
     `behaviours` are those of the incarnations in turn; the last one stays. `thread_passes` is how many scheduler
-    passes a call in a thread takes, where prompts longer than `thread_threshold` are prepared. The next `failing_starts` workers cannot be started.
+    passes a call in a thread takes, where prompts longer than `thread_threshold` are prepared. The next
+    `failing_starts` workers cannot be started.
     """
 
     def __init__(
@@ -101,10 +102,17 @@ async def simulated_engine(
     limits: Limits = DEFAULT_LIMITS,
     behaviours: Iterable[Behaviour] = (Behaviour(),),
     thread_passes: int = 1,
+    thread_threshold: int = Ports.thread_threshold,
 ) -> AsyncIterator[tuple[Engine, Simulation]]:
     """An engine that is ready, over a simulated worker. Use MockClock: a step takes simulated time."""
     async with open_unwrapped_nursery() as nursery:
-        simulation = Simulation(nursery, limits=limits, behaviours=behaviours, thread_passes=thread_passes)
+        simulation = Simulation(
+            nursery,
+            limits=limits,
+            behaviours=behaviours,
+            thread_passes=thread_passes,
+            thread_threshold=thread_threshold,
+        )
         config = EngineConfig(model="toy", max_num_seqs=limits.max_num_seqs) if config is None else config
         async with open_engine(config, ports=simulation.ports) as engine:
             yield engine, simulation

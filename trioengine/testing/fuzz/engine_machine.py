@@ -49,7 +49,6 @@ HORIZON = 60.0  # seconds, past the longest timeout: what waits then, waits for 
 ROUNDS = 400  # of settling between two moments of the clock; more is a livelock
 
 PROMPTS = ("a", "be", "<|im_end|>")
-LONG_PROMPT = 1  # characters: all but the first prompt of a session are prepared in a thread
 WHICH = st.integers(0, 3)
 WORKER_OUTAGES = ("hang", "stall", "garbage", "nonsense", "close pipe", "starts fail")
 OUTAGES = ("abort all", *WORKER_OUTAGES, "abort all", "drain soon", "close", "abort all", "cancel", "drain")
@@ -64,7 +63,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.rare = Rare()
         self.rare.begin()
         self.loop = SimLoop()
-        self.simulation = Simulation(limits=LIMITS, thread_threshold=LONG_PROMPT)
+        self.simulation = Simulation(limits=LIMITS, thread_threshold=0)
         self.engine = Engine(CONFIG, ports=self.simulation.ports)
         self.engine_call = Call("engine", self.engine.run, (WorkerLost,))
         self.holders: list[Holder] = []

@@ -61,8 +61,11 @@ def check_farewell(worker: SimulatedWorker) -> None:
 
 def check_worker(engine: Engine, worker: SimulatedWorker, holders: Sequence[Holder]) -> None:
     """At rest with a healthy worker: both sides know the same sessions, and nothing is held that nobody uses."""
-    attached = {holder.session.id for holder in holders if holder.session is not None and holder.session.attached}
+    sessions = [holder.session for holder in holders if holder.session is not None]
+    attached = {session.id for session in sessions if session.attached}
     there = set(worker.step_loop.sessions)
+    left = [session for session in sessions if session.attached and session.end_cause is not None]
+    assert not left, f"ended, and still on the worker: {left}"
     assert there == attached, f"the worker holds sessions {there}, attached are {attached}"
     worker.step_loop.check_integrity()
     statistics = worker.step_loop.statistics()
