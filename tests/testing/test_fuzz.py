@@ -48,7 +48,7 @@ def test_each_mutant_is_found(mutant):
 PROGRAM = Program(
     "EngineMachine",
     [
-        ("begin", {"ready": True, "sessions": 2, "thread_passes": 2}),
+        ("begin", {"ready": True, "sessions": 2, "turns": 1, "thread_passes": 2}),
         ("ask", {"which": 0, "max_tokens": 40}),
         ("tick", {"passes": 4, "order": 50}),
         ("ask_once", {"wait": True, "timeout": 8.0}),

@@ -39,7 +39,7 @@ CONFIG = EngineConfig(
 LIMITS = Limits(
     vocab_size=VOCAB_SIZE,
     max_model_len=96,
-    kv_blocks_total=24,
+    kv_blocks_total=16,
     block_size=8,
     max_num_seqs=CONFIG.max_num_seqs,
     max_num_batched_tokens=8,  # so that every prompt is prefilled in chunks
@@ -76,10 +76,11 @@ class EngineMachine(RuleBasedStateMachine):
         initialize,
         ready=st.sampled_from((True, True, True, False)),
         sessions=st.integers(0, 2),
+        turns=st.integers(0, 1),
         thread_passes=st.integers(1, 4),
     )
-    def begin(self, ready: bool, sessions: int, thread_passes: int) -> None:
-        """Mostly from an engine that is ready."""
+    def begin(self, ready: bool, sessions: int, turns: int, thread_passes: int) -> None:
+        """Mostly from an engine that is ready, with sessions that the worker may know already."""
         self.simulation.thread_passes = thread_passes
         if ready:
             self._settle()
@@ -87,6 +88,10 @@ class EngineMachine(RuleBasedStateMachine):
             self._open(wait=True)
         if ready:
             self.loop.settle()
+        for session in range(sessions if ready else 0):
+            for _ in range(turns):
+                self._read(session, Style.ALL, SamplingParams(max_tokens=1))
+                self._settle()
 
     # ---- time, bytes, the worker's work ---------------------------------------------------------------------------
 
@@ -170,7 +175,7 @@ class EngineMachine(RuleBasedStateMachine):
     @recorded(which=WHICH, what=st.sampled_from(("abort", "cancel", "go on", "abort by id", "fail")))
     def stop_reading(self, which: int, what: str) -> None:
         """Also of a request that is over; the latest is the first to be chosen."""
-        reader = _pick(self.readers[::-1], which)
+        reader = _pick(sorted(self.readers[::-1], key=lambda reader: reader.over), which)
         self._note_moment(reader, what)
         if what == "cancel":
             reader.scope.cancel()
@@ -188,7 +193,7 @@ class EngineMachine(RuleBasedStateMachine):
     @recorded(which=WHICH, what=st.sampled_from(("leave", "cancel", "end")))
     def leave(self, which: int, what: str) -> None:
         """Also a session that has ended."""
-        holder = _pick(self.holders[::-1], which)
+        holder = _pick(sorted(self.holders[::-1], key=lambda holder: holder.over), which)
         match what:
             case "leave":
                 holder.leave.set()
