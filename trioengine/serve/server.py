@@ -110,8 +110,8 @@ async def serve(
     """Serve an engine until the server is drained or aborted, or this is cancelled. It listens at once.
 
     `model_name` is what clients call the model (default: as the configuration does); connections beyond
-    `max_connections` are answered with 503. Raises InvalidConfig for an
-    address that other machines reach, unless `insecure`; EngineError when it cannot listen, or the engine cannot run.
+    `max_connections` are answered with 503. Raises InvalidConfig for an address that other machines reach, unless
+    `insecure`; EngineError when it cannot listen, or the engine cannot run.
     """
     if not insecure and not is_loopback(host):
         raise InvalidConfig(f"host {host} is reachable from other machines and no key is configured: use --insecure")
