@@ -1,6 +1,7 @@
 """The real model that tests may use, and how Hypothesis searches: the same examples every time, however slow."""
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -25,3 +26,11 @@ def smollm2() -> Path:
         if os.environ.get("CI") == "true":
             raise
         pytest.skip(str(exc))
+
+
+@pytest.fixture
+def descriptors():
+    """A function that sets how many descriptors the process may have, until the test ends."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield lambda limit: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

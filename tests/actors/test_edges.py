@@ -1,4 +1,4 @@
-"""The edges: waiting at the gate, spawning that fails, exceptions that must come out as they were."""
+"""The edges: spawning that fails, exceptions that must come out as they were."""
 
 import pytest
 import trio
@@ -12,49 +12,12 @@ from trioengine import (
     FinishReason,
     RequestRejected,
     SamplingParams,
-    SessionEnded,
     WorkerLost,
 )
 from trioengine.core.lifecycle import Cause, Power
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.toy_model import IM_END
-
-ONE_SLOT = EngineConfig(model="toy", max_num_seqs=1, max_num_queued_reqs=0, max_num_batched_tokens=64)
-
-
-async def test_an_abort_while_waiting_at_the_gate(autojump_clock):
-    """It never is admitted: the books know nothing of it."""
-    async with (
-        simulated_engine(ONE_SLOT) as (engine, _),
-        engine.open_session() as first,
-        engine.open_session() as second,
-    ):
-        async with first.generate("one", LONG), trio.open_nursery() as nursery:
-            waiting = second.generate("two", LONG, wait=True)
-            nursery.start_soon(waiting.__aenter__)
-            await wait_all_tasks_blocked()
-            waiting.abort()
-        assert waiting.completion.cause is Cause.CLIENT
-        assert engine.statistics().received == 1
-        await waiting.__aexit__(None, None, None)
-
-
-async def test_a_session_that_ends_while_its_request_waits(autojump_clock):
-    async with (
-        simulated_engine(ONE_SLOT) as (engine, _),
-        engine.open_session() as first,
-        engine.open_session() as second,
-    ):
-        async with first.generate("one", LONG), trio.open_nursery() as nursery:
-
-            async def enter():
-                with pytest.raises(SessionEnded):
-                    await second.generate("two", wait=True).__aenter__()
-
-            nursery.start_soon(enter)
-            await wait_all_tasks_blocked()
-            second.end()
 
 
 async def test_a_one_shot_waits_for_a_session_no_longer_than_its_timeout(autojump_clock):

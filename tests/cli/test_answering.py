@@ -5,7 +5,8 @@ import os
 
 import pytest
 
-from trioengine import SamplingParams
+from trioengine import RequestRejected, SamplingParams
+from trioengine.cli import standard_input
 from trioengine.cli.answering import answer
 from trioengine.cli.standard_input import Lines
 from trioengine.testing import simulated_engine
@@ -21,6 +22,25 @@ async def test_lines_of_a_pipe():
     os.write(writable, "ö\n\nlast".encode())
     os.close(writable)
     assert [await lines.next() for _ in range(4)] == ["twö", "", "last", ""]
+    os.close(readable)
+
+
+@pytest.mark.parametrize(
+    "data", [b"x" * 100, b"x" * 17 + b"\n", b"one\n" + b"x" * 17 + b"\n"], ids=["without an end", "with one", "later"]
+)
+async def test_a_line_that_is_too_long(monkeypatch, data):
+    """With its end or without: what is read is bounded, and what comes before it is answered."""
+    monkeypatch.setattr(standard_input, "MAX_LINE", 16)
+    monkeypatch.setattr(standard_input, "_CHUNK", 5)
+    readable, writable = os.pipe()
+    lines = Lines(readable)
+    os.write(writable, b"y" * 16 + b"\n" + data)
+    assert await lines.next() == "y" * 16
+    if data.startswith(b"one"):
+        assert await lines.next() == "one"
+    with pytest.raises(RequestRejected, match="a line of the input is longer than 16 bytes"):
+        await lines.next()
+    os.close(writable)
     os.close(readable)
 
 

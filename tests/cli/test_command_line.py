@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import resource
 import subprocess
 import sys
 
@@ -55,6 +56,13 @@ def test_a_mistake_is_one_line(capsys, arguments, exit_code, named):
     assert printed.err.startswith("trioengine: error: ")
     assert printed.err.count("\n") == 1
     assert named in printed.err
+
+
+def test_the_server_takes_the_descriptors_that_it_may(descriptors):
+    descriptors(100)
+    assert run(["serve", "--host", "a..b", "--insecure"]) == 1
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert soft == hard
 
 
 def test_version_and_help(capsys):

@@ -1,7 +1,9 @@
 """Configuration, sampling parameters, ledger: each bad value is named."""
 
 import dataclasses
+from fractions import Fraction
 
+import numpy as np
 import pytest
 
 from trioengine import EngineConfig, InvalidConfig, RequestRejected, SamplingParams
@@ -22,7 +24,7 @@ BAD_PARAMS = {
     "max_tokens": [0, -1, 2**31, *NO_INTEGERS],
     "temperature": [-1, 100.5, *NO_NUMBERS],
     "top_k": [-2, 2**31, *NO_INTEGERS],
-    "top_p": [0, 1.1, *NO_NUMBERS],
+    "top_p": [-0.1, 1.1, *NO_NUMBERS],
     "min_p": [-0.1, 1.1, *NO_NUMBERS],
     "repetition_penalty": [0, -1, 0.009, 1e-39, 100.5, 1e300, *NO_NUMBERS],
     "presence_penalty": [-2.1, 2.1, *NO_NUMBERS],
@@ -60,7 +62,7 @@ def test_every_parameter_is_tried():
 
 @pytest.mark.parametrize(("name", "value"), bad_values(BAD_PARAMS), ids=lambda value: brief(value)[:30])
 def test_a_bad_sampling_parameter_is_named(name, value):
-    with pytest.raises(RequestRejected, match=f"^{name} must ") as caught:
+    with pytest.raises(RequestRejected, match=rf"^{name}(: token id|: bias)? must ") as caught:
         SamplingParams(**{name: value})
     assert (caught.value.code, caught.value.param) == ("invalid_value", name)
     assert len(str(caught.value)) < 250
@@ -70,18 +72,72 @@ def test_the_range_is_said():
     for name, value, rule in [
         ("temperature", HUGE, "a number from 0 to 100"),
         ("repetition_penalty", 0, "a number from 0.01 to 100"),
-        ("top_p", 0, "a number above 0 and at most 1"),
+        ("top_p", 2, "a number from 0 to 1"),
         ("top_k", 2**70, "an integer from -1 to 2147483647"),
     ]:
         with pytest.raises(RequestRejected, match=f"{name} must be {rule}, got"):
             SamplingParams(**{name: value})
 
 
+def test_what_of_a_mapping_is_wrong_is_said():
+    with pytest.raises(RequestRejected, match=r"^logit_bias: token id must be an integer from 0 to .*, got '5'"):
+        SamplingParams(logit_bias={"5": 1})
+    with pytest.raises(RequestRejected, match=r"^logit_bias: bias must be a number from -100 to 100, got '5'"):
+        SamplingParams(logit_bias={5: "5"})
+    with pytest.raises(RequestRejected, match=r"^stop_token_ids: token id must be an integer from 0 to .*, got '5'"):
+        SamplingParams(stop_token_ids=["5"])
+
+
+def test_the_logit_bias_is_a_copy():
+    bias = {1: 1.0}
+    params = SamplingParams(logit_bias=bias)
+    bias["x"] = float("nan")
+    assert params.logit_bias == {1: 1.0}
+
+
+def types(values):
+    return {type(value) for value in values}
+
+
+def test_numbers_of_numpy_become_pythons():
+    """So that they travel, and print, as any other."""
+    params = SamplingParams(
+        max_tokens=np.int64(5),
+        seed=np.uint8(7),
+        temperature=np.float32(0.5),
+        top_p=np.int32(1),
+        min_p=Fraction(1, 4),
+        stop_token_ids=[np.int64(3)],
+        logit_bias={np.int64(4): np.float16(2)},
+    )
+    assert (params.max_tokens, params.seed, params.temperature, params.min_p) == (5, 7, 0.5, 0.25)
+    assert types([params.max_tokens, params.seed, *params.stop_token_ids, *params.logit_bias]) == {int}
+    assert types([params.temperature, params.top_p, params.min_p, *params.logit_bias.values()]) == {float}
+    message = AddMessage(1, 1, 0, token_ids(), params, ())
+    assert decode(encode(message)) == message
+    config = EngineConfig(max_num_seqs=np.int64(8), step_timeout=np.float32(2), restart_delays=[np.float64(1), 2])
+    assert types([config.max_num_seqs]) == {int}
+    assert types([config.step_timeout, *config.restart_delays]) == {float}
+
+
+@pytest.mark.parametrize("value", [np.True_, np.float64(3), np.array([1, 2]), np.float32("nan")])
+def test_what_is_no_number_of_numpy_either(value):
+    with pytest.raises(RequestRejected, match="max_tokens must be an integer"):
+        SamplingParams(max_tokens=value)
+    with pytest.raises(InvalidConfig, match="step_timeout must be a number above 0"):
+        EngineConfig(step_timeout=-value if isinstance(value, np.floating) else value)
+
+
+def test_a_number_that_no_float_holds_is_not_above_zero():
+    with pytest.raises(InvalidConfig, match="step_timeout must be a number above 0"):
+        EngineConfig(step_timeout=Fraction(1, 10**400))
+
+
 LEAST = {
     "max_tokens": 1,
     "temperature": 0,
     "top_k": -1,
-    "top_p": 5e-324,
+    "top_p": 0,
     "min_p": 0,
     "repetition_penalty": 0.01,
     "presence_penalty": -2,

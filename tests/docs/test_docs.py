@@ -59,7 +59,7 @@ def children():
 
 @pytest.mark.parametrize("wait_for_the_worker", [False, True])
 def test_the_asyncio_example_is_cancelled(config, wait_for_the_worker):
-    """However far it is; trio has then ended, and the worker with it."""
+    """However far it is, and however often; trio has then ended, and the worker with it."""
     ask_from_asyncio = examples("asyncio.md")["ask_from_asyncio"]
     before = children()
     complaints = []
@@ -70,7 +70,9 @@ def test_the_asyncio_example_is_cancelled(config, wait_for_the_worker):
         await asyncio.sleep(0)
         while wait_for_the_worker and children() == before:  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.01)
-        task.cancel()
+        for _ in range(3):
+            task.cancel()
+            await asyncio.sleep(0)
         with pytest.raises(asyncio.CancelledError):
             await task
         assert children() == before
@@ -79,6 +81,27 @@ def test_the_asyncio_example_is_cancelled(config, wait_for_the_worker):
 
     asyncio.run(asyncio.wait_for(main(), 120))
     assert complaints == []
+
+
+def test_the_asyncio_example_is_cancelled_when_trio_has_ended(monkeypatch):
+    """Before the caller could hear of it."""
+    ask_from_asyncio = examples("asyncio.md")["ask_from_asyncio"]
+    start_guest_run = trio.lowlevel.start_guest_run
+
+    async def main():
+        def start(*args, done_callback, **options):
+            def end(outcome):
+                done_callback(outcome)
+                task.cancel()
+
+            start_guest_run(*args, done_callback=end, **options)
+
+        monkeypatch.setattr(trio.lowlevel, "start_guest_run", start)
+        task = asyncio.create_task(ask_from_asyncio(EngineConfig(model="/no/such/model.gguf"), "x"))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 @pytest.mark.parametrize("page", ["README.md", *sorted(path.name for path in DOCS.glob("*.md"))])

@@ -296,18 +296,34 @@ def test_a_bad_file_of_a_directory_is_named(directory, name, content, message):
     assert len(str(caught.value)) < 300 + len(str(directory))
 
 
-def test_a_tokenizer_larger_than_the_model(directory):
-    """Ids need not be without holes: the largest counts. So the fallback for the end token is within, too."""
-    special = {"id": 8, "content": "</s>", **FLAGS}
-    vocab = {"a": 0, "b": 1, "</s>": 8}
+def write_larger_tokenizer(directory, name):
+    """Its last token lies beyond the usual vocab_size of 8; ids need not be without holes."""
+    special = {"id": 8, "content": name, **FLAGS}
+    vocab = {"a": 0, "b": 1, "</s>": 2, name: 8}
     write(directory, "tokenizer.json", {**TOKENIZER, "added_tokens": [special], "model": model_of(vocab)})
+
+
+def test_a_tokenizer_larger_than_the_model(directory):
+    """A pad token that was added, as many have it: a prompt cannot hold it."""
+    write_larger_tokenizer(directory, "<pad>")
+    model = read_model(directory)
+    assert (model.vocab_size, model.tokenizer.vocab_size, model.tokenizer.special_tokens) == (8, 8, {"<pad>": 8})
+    write(directory, "config.json", config(vocab_size=100))
+    model = read_model(directory)
+    assert (model.vocab_size, model.tokenizer.vocab_size) == (100, 9)
+
+
+def test_the_tokenizers_end_token_is_one_of_the_models(directory):
+    write_larger_tokenizer(directory, "</s>")
+    assert read_model(directory).eos_token_ids == (2,)
     write(directory, "config.json", config(eos_token_id=None, vocab_size=9))
     assert read_model(directory).eos_token_ids == (8,)
     write(directory, "config.json", config(eos_token_id=None))
     with pytest.raises(ModelError) as caught:
         read_model(directory)
-    files = directory / "tokenizer.json", directory / "config.json"
-    assert str(caught.value) == f"{files[0]}: token 8 is beyond the vocab_size 8 of {files[1]}"
+    assert str(caught.value) == (
+        f"{directory / 'tokenizer_config.json'}: eos_token must be a token below 8, got '</s>'"
+    )
 
 
 def test_a_directory_without_a_config_or_weights(directory):

@@ -10,6 +10,9 @@ from trio.testing import lockstep_stream_pair, memory_stream_pair, wait_all_task
 from trio_websocket import ConnectionClosed
 
 from trioengine.core.lifecycle import Cause
+from trioengine.serve.descriptors import RESERVE, affordable
+from trioengine.serve.front_door import MAX_REFUSALS
+from trioengine.serve.sockets import LINGER_TIMEOUT
 from trioengine.testing import simulated_engine, toy_answer
 
 LONG = {"temperature": 0, "max_output_tokens": 400, "ignore_eos": True}
@@ -249,6 +252,53 @@ async def test_more_connections_than_the_server_takes(autojump_clock):
             assert (await client.ask("hello", temperature=0))["status"] == "completed"
             assert status_and_body(await clients.http(health))[0] == 200
         clients.server.front_door.close_idle()
+
+
+async def test_more_connections_than_the_server_refuses(autojump_clock):
+    """Whoever is refused keeps a descriptor until it reads that: of these there is a limit, too."""
+    async with simulated_engine() as (engine, simulation), trio.open_nursery() as nursery:
+        clients = Clients(engine, simulation, nursery, max_connections=1)
+        served = clients.stream()
+        await wait_all_tasks_blocked()
+        refused = [clients.stream() for _ in range(MAX_REFUSALS)]
+        await wait_all_tasks_blocked()
+        assert await clients.stream().receive_some() == b""
+        for stream in refused:
+            assert (await stream.receive_some()).startswith(b"HTTP/1.1 503 ")
+        await trio.sleep(LINGER_TIMEOUT + 1)
+        assert status_and_body(await clients.http(b""))[0] == 503
+        await served.aclose()
+
+
+async def test_a_bad_request_has_its_place_until_it_is_closed(autojump_clock):
+    async with simulated_engine() as (engine, simulation), trio.open_nursery() as nursery:
+        clients = Clients(engine, simulation, nursery, max_connections=1)
+        bad = clients.stream()
+        await bad.send_all(b"nonsense\r\n\r\n")
+        assert (await bad.receive_some()).startswith(b"HTTP/1.1 400 ")
+        assert status_and_body(await clients.http(b""))[0] == 503
+        await bad.aclose()
+        await wait_all_tasks_blocked()
+        assert status_and_body(await clients.http(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"))[0] == 200
+        clients.server.front_door.close_idle()
+
+
+async def test_no_more_connections_than_descriptors(autojump_clock, descriptors, caplog):
+    """Some are left for the worker; with enough of them the number is the configured one."""
+    descriptors(RESERVE + 2)
+    async with simulated_engine() as (engine, simulation), trio.open_nursery() as nursery:
+        clients = Clients(engine, simulation, nursery)
+        assert f"at most 2 connections: the process may have {RESERVE + 2} descriptors" in caplog.text
+        idle = [clients.stream() for _ in range(2)]
+        await wait_all_tasks_blocked()
+        status, body = status_and_body(await clients.http(b""))
+        assert (status, "has 2 connections" in body["error"]["message"]) == (503, True)
+        for stream in idle:
+            await stream.aclose()
+    assert affordable(3) == 2
+    assert affordable(2) == 2
+    descriptors(RESERVE - 1)
+    assert affordable(3) == 1
 
 
 REFUSED = [

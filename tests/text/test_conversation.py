@@ -3,8 +3,8 @@
 import threading
 
 import pytest
+from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import models
 
 from trioengine import ModelError, RequestRejected
 from trioengine.core.messages import token_ids
@@ -223,3 +223,21 @@ def test_token_ids_may_have_holes():
     assert conversation.prepare([300, 0]).token_ids.tolist() == [300, 0]
     with pytest.raises(RequestRejected, match="from 0 to 300"):
         conversation.prepare([301])
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_prompt_with_a_token_that_the_model_has_not(special):
+    """An ordinary added token is one wherever it stands; a special one only where the template has it."""
+    raw = RawTokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    raw.add_tokens([AddedToken("<pad>", special=special, normalized=False)])
+    template = ChatTemplate("{{ messages[0].content }}{% if messages[1] %}<pad>{% endif %}")
+    chat = ChatTokenizer(Tokenizer(raw, vocab_size=2), template)
+    conversation = Conversation(chat)
+    assert conversation.prepare("ab").token_ids.tolist() == [0, 1]
+    for prompt in [[user("a"), user("b")], *([] if special else ["a<pad>"])]:
+        with pytest.raises(RequestRejected, match="prompt: token 2 is beyond the model's vocabulary of 2") as caught:
+            conversation.prepare(prompt)
+        assert (caught.value.code, caught.value.param) == ("invalid_value", "prompt")
+    with pytest.raises(RequestRejected, match=r"prompt\[1\] must be a token id from 0 to 1, got 2"):
+        conversation.prepare([1, 2])
+    assert chat.encode("<pad>") == [2]

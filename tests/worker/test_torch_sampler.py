@@ -124,6 +124,7 @@ def test_top_k():
 
 def test_top_p():
     row = peaked(0.4, 0.3, 0.2, 0.1)
+    assert set(drawn(row, top_p=0)) == {10}
     assert set(drawn(row, top_p=0.39)) == {10}
     assert set(drawn(row, top_p=0.69)) == {10, 11}
     assert set(drawn(row, top_p=0.71)) == {10, 11, 12}

@@ -6,7 +6,10 @@ import os
 
 import trio
 
+from trioengine.core.errors import RequestRejected
+
 STDIN = 0
+MAX_LINE = 16 << 20  # bytes
 _CHUNK = 1 << 16
 
 
@@ -25,14 +28,23 @@ class Lines:
 
     def __init__(self, fd: int = STDIN) -> None:
         self._fd = fd
-        self._rest = b""
+        self._rest = bytearray()
 
     async def next(self) -> str:
-        """A line without its end; "" for an empty one, and at the end of the input."""
-        while b"\n" not in self._rest:
+        """A line without its end; "" for an empty one, and at the end of the input.
+
+        Raises RequestRejected for a line that is too long; there is no next one then.
+        """
+        searched = 0
+        while (end := self._rest.find(b"\n", searched)) < 0 and len(self._rest) <= MAX_LINE:
+            searched = len(self._rest)
             data = await trio.to_thread.run_sync(os.read, self._fd, _CHUNK, abandon_on_cancel=True)
             if not data:
+                end = searched
                 break
             self._rest += data
-        line, _, self._rest = self._rest.partition(b"\n")
+        if not 0 <= end <= MAX_LINE:
+            raise RequestRejected("too_large", f"a line of the input is longer than {MAX_LINE} bytes", param="prompt")
+        line = self._rest[:end]
+        del self._rest[: end + 1]
         return line.decode("utf-8", "surrogateescape")

@@ -1,26 +1,39 @@
-"""What a value may be: each check gives the rule that the value breaks, or None."""
+"""What a value may be: each check gives the value as a plain int or float, or raises ValueError with the rule."""
 
 from __future__ import annotations
+
+import math
+import numbers
+import operator
+from typing import Any
 
 MAX_COUNT = 2**31 - 1  # of tokens, sequences, …: what an int32 holds
 MAX_INT64 = 2**63 - 1  # what msgpack and torch hold
 _SHOWN = 80  # characters
 
 
-def integer_problem(value: object, low: int, high: int) -> str | None:
-    """The bounds are allowed; a bool is no integer."""
-    if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
-        return None
-    return f"must be an integer from {low} to {high}, got {brief(value)}"
+def integer(value: Any, low: int, high: int) -> int:
+    """Of whatever is an integer to Python, numpy's among them; the bounds are allowed, a bool is no integer."""
+    try:
+        count = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = None
+    if count is None or not low <= count <= high:
+        raise ValueError(f"must be an integer from {low} to {high}, got {brief(value)}")
+    return count
 
 
-def number_problem(value: object, low: float, high: float, *, above: bool = False) -> str | None:
-    """The bounds are allowed, or only the upper one where it must be `above`; nan and infinity are out."""
-    within = isinstance(value, (int, float)) and low <= value <= high
-    if within and not isinstance(value, bool) and not (above and value == low):
-        return None
+def number(value: Any, low: float, high: float, *, above: bool = False) -> float:
+    """The bounds are allowed, or only the upper one where it must be `above`; nan, infinity and bools are out."""
+    try:
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        converted = float(value) if is_number else math.nan
+    except OverflowError:  # an integer that no float holds
+        converted = math.nan
+    if low <= converted <= high and not (above and converted == low):
+        return converted
     rule = f"above {low} and at most {high}" if above else f"from {low} to {high}"
-    return f"must be a number {rule}, got {brief(value)}"
+    raise ValueError(f"must be a number {rule}, got {brief(value)}")
 
 
 def brief(value: object) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from trioengine.core.bounds import MAX_COUNT, MAX_INT64, brief, integer_problem, number_problem
+from trioengine.core.bounds import MAX_COUNT, MAX_INT64, brief, integer, number
 from trioengine.core.errors import InvalidConfig
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -92,18 +94,21 @@ class EngineConfig:
             )
 
     def _validate_numbers(self) -> None:
-        for name, (low, high) in _INTEGERS.items():
-            _refuse(name, integer_problem(getattr(self, name), low, high))
-        for name, (low, high) in _OPTIONAL_INTEGERS.items():
-            if getattr(self, name) is not None:
-                _refuse(name, integer_problem(getattr(self, name), low, high))
-        _refuse("gpu_memory_utilization", number_problem(self.gpu_memory_utilization, 0, 1, above=True))
+        for name, bounds in (_INTEGERS | _OPTIONAL_INTEGERS).items():
+            if name in _INTEGERS or getattr(self, name) is not None:
+                self._validate(name, integer, *bounds)
+        self._validate("gpu_memory_utilization", partial(number, above=True), 0, 1)
         for name in _SECONDS:
-            _refuse(name, number_problem(getattr(self, name), 0, MAX_SECONDS, above=True))
+            self._validate(name, partial(number, above=True), 0, MAX_SECONDS)
         if not isinstance(self.restart_delays, tuple) or not self.restart_delays:
             raise InvalidConfig(f"restart_delays must be seconds, at least one, got {brief(self.restart_delays)}")
-        for delay in self.restart_delays:
-            _refuse("restart_delays", number_problem(delay, 0, MAX_SECONDS))
+        self._validate("restart_delays", _numbers, 0, MAX_SECONDS)
+
+    def _validate(self, name: str, check: Callable[..., object], *bounds: int) -> None:
+        try:
+            object.__setattr__(self, name, check(getattr(self, name), *bounds))
+        except ValueError as exc:
+            raise InvalidConfig(f"{name} {exc}") from None
 
     def for_worker(self, model_path: str) -> WorkerConfig:
         """The worker's part, for the model file or directory that `model` was found at."""
@@ -122,6 +127,5 @@ class EngineConfig:
         )
 
 
-def _refuse(name: str, problem: str | None) -> None:
-    if problem is not None:
-        raise InvalidConfig(f"{name} {problem}")
+def _numbers(values: tuple[float, ...], low: int, high: int) -> tuple[float, ...]:
+    return tuple(number(value, low, high) for value in values)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from trioengine.core.bounds import MAX_COUNT, MAX_INT64, brief, integer_problem, number_problem
+from trioengine.core.bounds import MAX_COUNT, MAX_INT64, brief, integer, number
 from trioengine.core.errors import RequestRejected
 
 MAX_STOP_STRINGS = 16
@@ -13,6 +14,23 @@ MAX_STOP_LENGTH = 256
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+_INTEGERS = {
+    "max_tokens": (1, MAX_COUNT),
+    "top_k": (-1, MAX_COUNT),
+    "seed": (-MAX_INT64 - 1, MAX_INT64),
+    "min_tokens": (0, MAX_COUNT),
+    "logprobs": (0, MAX_TOP_LOGPROBS),
+}
+_OPTIONAL = ("max_tokens", "seed", "logprobs")
+_NUMBERS = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +43,7 @@ class SamplingParams:
     max_tokens: int | None = None  # None: up to the context
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # 0 or -1: all tokens
-    top_p: float = 1.0
+    top_p: float = 1.0  # 0: the best token alone
     min_p: float = 0.0
     repetition_penalty: float = 1.0  # over prompt and output, multiplicative; 1: none
     presence_penalty: float = 0.0  # over the output, additive
@@ -41,27 +59,21 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
+            self._set("stop", (self.stop,))
         elif isinstance(self.stop, list):
-            object.__setattr__(self, "stop", tuple(self.stop))
+            self._set("stop", tuple(self.stop))
         if isinstance(self.stop_token_ids, list):
-            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+            self._set("stop_token_ids", tuple(self.stop_token_ids))
         self._validate_numbers()
         self._validate_stops()
         self._validate_logit_bias()
 
     def _validate_numbers(self) -> None:
-        _integer("max_tokens", self.max_tokens, 1, MAX_COUNT, optional=True)
-        _number("temperature", self.temperature, 0, 100)
-        _integer("top_k", self.top_k, -1, MAX_COUNT)
-        _number("top_p", self.top_p, 0, 1, above=True)
-        _number("min_p", self.min_p, 0, 1)
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 100)
-        _number("presence_penalty", self.presence_penalty, -2, 2)
-        _number("frequency_penalty", self.frequency_penalty, -2, 2)
-        _integer("seed", self.seed, -MAX_INT64 - 1, MAX_INT64, optional=True)
-        _integer("min_tokens", self.min_tokens, 0, MAX_COUNT)
-        _integer("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS, optional=True)
+        for name, (least, most) in _INTEGERS.items():
+            if name not in _OPTIONAL or getattr(self, name) is not None:
+                self._set(name, _checked(name, integer, getattr(self, name), least, most))
+        for name, (low, high) in _NUMBERS.items():
+            self._set(name, _checked(name, number, getattr(self, name), low, high))
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _invalid(name, f"must be true or false, got {brief(getattr(self, name))}")
@@ -77,27 +89,32 @@ class SamplingParams:
         if not isinstance(self.stop_token_ids, tuple) or len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             shown = brief(self.stop_token_ids)
             raise _invalid("stop_token_ids", f"must hold at most {MAX_STOP_TOKEN_IDS} token ids, got {shown}")
-        for token_id in self.stop_token_ids:
-            _integer("stop_token_ids", token_id, 0, MAX_COUNT)
+        self._set("stop_token_ids", tuple(_token_id("stop_token_ids", token_id) for token_id in self.stop_token_ids))
 
     def _validate_logit_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > MAX_LOGIT_BIAS:
             shown = brief(self.logit_bias)
             raise _invalid("logit_bias", f"must map at most {MAX_LOGIT_BIAS} token ids to numbers, got {shown}")
-        for token_id, bias in self.logit_bias.items():
-            _integer("logit_bias", token_id, 0, MAX_COUNT)
-            _number("logit_bias", bias, -100, 100)
+        biases = {
+            _token_id("logit_bias", token_id): _checked("logit_bias", number, bias, -100, 100, what=": bias")
+            for token_id, bias in self.logit_bias.items()
+        }
+        self._set("logit_bias", biases)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
 
 def _invalid(name: str, problem: str) -> RequestRejected:
     return RequestRejected("invalid_value", f"{name} {problem}", param=name)
 
 
-def _integer(name: str, value: object, low: int, high: int, *, optional: bool = False) -> None:
-    if not (optional and value is None) and (problem := integer_problem(value, low, high)) is not None:
-        raise _invalid(name, problem)
+def _checked(name: str, check: Callable[..., T], value: object, low: float, high: float, *, what: str = "") -> T:
+    try:
+        return check(value, low, high)
+    except ValueError as exc:
+        raise RequestRejected("invalid_value", f"{name}{what} {exc}", param=name) from None
 
 
-def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-    if (problem := number_problem(value, low, high, above=above)) is not None:
-        raise _invalid(name, problem)
+def _token_id(name: str, value: object) -> int:
+    return _checked(name, integer, value, 0, MAX_COUNT, what=": token id")

@@ -30,10 +30,7 @@ def read(directory: Path) -> ModelInfo:
     vocab_size = config.count("vocab_size")
     tokenizer_file = directory / "tokenizer.json"
     with naming(tokenizer_file):
-        tokenizer = Tokenizer.from_json(_text(tokenizer_file))
-    if tokenizer.vocab_size > vocab_size:
-        last = tokenizer.vocab_size - 1
-        raise ModelError(f"{tokenizer_file}: token {last} is beyond the vocab_size {vocab_size} of {config.path}")
+        tokenizer = Tokenizer.from_json(_text(tokenizer_file), vocab_size=vocab_size)
     _check_weights(directory)
     return ModelInfo(
         path=directory,
@@ -110,6 +107,8 @@ def _eos_token_ids(
         if ids := config.token_ids("eos_token_id", vocab_size):
             return ids
     eos = tokenizer.special_tokens.get(tokenizer_config.string("eos_token"))
+    if eos is not None and eos >= vocab_size:
+        raise tokenizer_config.bad("eos_token", f"must be a token below {vocab_size}")
     return () if eos is None else (eos,)
 
 

@@ -35,10 +35,26 @@ logger = logging.getLogger("trioengine")
 E = TypeVar("E", bound=BaseException)
 MAX_MESSAGE = 1 << 20  # characters of a WebSocket message
 MAX_CONNECTIONS = 4096
+MAX_REFUSALS = 16  # connections that are told that they are too many, at a time; others are closed without a word
 SUBPROTOCOL = "realtime"
 
 CheckUpgrade = Callable[[Request], None]  # raises ClientError
 WebSocketHandler = Callable[[WebSocketConnection], Awaitable[None]]
+
+
+class _Places:
+    """So many connections at a time, each from its acceptance until it is closed."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    @contextmanager
+    def take(self) -> Iterator[None]:
+        self.left -= 1
+        try:
+            yield
+        finally:
+            self.left += 1
 
 
 class FrontDoor:
@@ -58,7 +74,8 @@ class FrontDoor:
         self._check_upgrade = check_upgrade
         self._realtime = realtime
         self._max_connections = max_connections
-        self._num_connections = 0
+        self._places = _Places(max_connections)
+        self._refusals = _Places(MAX_REFUSALS)
         self._idle: set[trio.CancelScope] = set()
         self._closing = False
 
@@ -70,38 +87,41 @@ class FrontDoor:
 
     async def handle(self, stream: trio.abc.Stream) -> None:
         """Serve one connection to its end. Nothing but cancellation comes out; the stream is closed in any case."""
+        if self._places.left:
+            await self._handle(stream, self._places, self._serve)
+        elif self._refusals.left:
+            await self._handle(stream, self._refusals, self._turn_away)
+        else:
+            await trio.aclose_forcefully(stream)
+
+    async def _handle(
+        self, stream: trio.abc.Stream, places: _Places, serve: Callable[[trio.abc.Stream], Awaitable[None]]
+    ) -> None:
         guard(stream)
-        async with stream:
-            try:
-                await self._serve(stream)
-            except* (Disconnected, ConnectionClosed, trio.BrokenResourceError, trio.ClosedResourceError) as group:
-                logger.info("a client went away: %s", _first(group))
-            except* (trio.TooSlowError, ProtocolError) as group:
-                logger.info("a client was disconnected: %r", _first(group))
-            except* Exception as group:
-                logger.error("a connection crashed and was closed", exc_info=group)
+        with places.take():
+            async with stream:
+                try:
+                    await serve(stream)
+                except* (Disconnected, ConnectionClosed, trio.BrokenResourceError, trio.ClosedResourceError) as group:
+                    logger.info("a client went away: %s", _first(group))
+                except* (trio.TooSlowError, ProtocolError) as group:
+                    logger.info("a client was disconnected: %r", _first(group))
+                except* Exception as group:
+                    logger.error("a connection crashed and was closed", exc_info=group)
 
     async def _serve(self, stream: trio.abc.Stream) -> None:
         connection = HttpConnection(stream)
         try:
-            with self._place():
-                await self._serve_requests(connection, stream)
+            await self._serve_requests(connection, stream)
         except* BadRequest as group:
             await connection.refuse(_first(group).response)
             await linger(stream)
 
-    @contextmanager
-    def _place(self) -> Iterator[None]:
-        """One of the connections that are served at a time. Raises BadRequest when there is no more."""
-        if self._num_connections == self._max_connections:
-            message = f"the server has {self._max_connections} connections, and takes no more"
-            problem = Problem(SERVER_ERROR, "too_many_connections", message, retry_after=1.0)
-            raise BadRequest(problem_response(503, problem))
-        self._num_connections += 1
-        try:
-            yield
-        finally:
-            self._num_connections -= 1
+    async def _turn_away(self, stream: trio.abc.Stream) -> None:
+        message = f"the server has {self._max_connections} connections, and takes no more"
+        problem = Problem(SERVER_ERROR, "too_many_connections", message, retry_after=1.0)
+        await HttpConnection(stream).refuse(problem_response(503, problem))
+        await linger(stream)
 
     async def _serve_requests(self, connection: HttpConnection, stream: trio.abc.Stream) -> None:
         while (request := await self._next_request(connection)) is not None:

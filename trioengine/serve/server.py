@@ -16,6 +16,7 @@ from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, InvalidConfig
 from trioengine.core.lifecycle import Cause
 from trioengine.serve.access import anyone, is_loopback, loopback_only
+from trioengine.serve.descriptors import affordable
 from trioengine.serve.front_door import MAX_CONNECTIONS, FrontDoor
 from trioengine.serve.http import Request
 from trioengine.serve.problem import ClientError
@@ -45,7 +46,7 @@ class Server:
             anyone if insecure else loopback_only,
             self._check_upgrade,
             self._realtime,
-            max_connections=max_connections,
+            max_connections=affordable(max_connections),
         )
         self._closing = trio.Event()
         self._accepting = trio.CancelScope()
@@ -109,9 +110,10 @@ async def serve(
 ) -> None:
     """Serve an engine until the server is drained or aborted, or this is cancelled. It listens at once.
 
-    `model_name` is what clients call the model (default: as the configuration does); connections beyond
-    `max_connections` are answered with 503. Raises InvalidConfig for an
-    address that other machines reach, unless `insecure`; EngineError when it cannot listen, or the engine cannot run.
+    `model_name` is what clients call the model (default: as the configuration does). Connections beyond
+    `max_connections`, or beyond what the limit of descriptors leaves, are answered with 503. Raises InvalidConfig for
+    an address that other machines reach, unless `insecure`; EngineError when it cannot listen, or the engine cannot
+    run.
     """
     if not insecure and not is_loopback(host):
         raise InvalidConfig(f"host {host} is reachable from other machines and no key is configured: use --insecure")

@@ -52,8 +52,16 @@ class ChatTokenizer:
         return self._template.render(protected, add_generation_prompt=add_generation_prompt)
 
     def encode_rendering(self, rendering: str) -> TokenIds:
-        """Token ids of a rendering, or of what follows a special token in one."""
-        return self.tokenizer.encode_pieces(rendering, self._restore)
+        """Token ids of a rendering, or of what follows a special token in one.
+
+        Raises RequestRejected for a token that the model does not know.
+        """
+        ids = self.tokenizer.encode_pieces(rendering, self._restore)
+        vocab_size = self.tokenizer.vocab_size
+        if (last := max(ids, default=-1)) >= vocab_size:
+            message = f"prompt: token {last} is beyond the model's vocabulary of {vocab_size}"
+            raise RequestRejected("invalid_value", message, param="prompt")
+        return ids
 
     def protect(self, content: str) -> str:
         """The content with nothing special in it."""

@@ -15,6 +15,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as _Tokenizer
 
+from trioengine.core.bounds import MAX_COUNT
 from trioengine.core.errors import ModelError
 from trioengine.core.messages import TokenIds, token_ids
 
@@ -22,9 +23,13 @@ CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 
 
 class Tokenizer:
-    """Text to token ids and back. Safe for threads."""
+    """Text to token ids and back. Safe for threads.
 
-    def __init__(self, tokenizer: _Tokenizer) -> None:
+    A model may know fewer ids than its tokenizer, which then has a pad token that was added: `vocab_size` is the
+    lesser of both numbers. Every id that the model can be given is below it; not every number is an id.
+    """
+
+    def __init__(self, tokenizer: _Tokenizer, *, vocab_size: int = MAX_COUNT) -> None:
         tokenizer.encode_special_tokens = True
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -33,19 +38,18 @@ class Tokenizer:
         self.special_tokens: dict[str, int] = {token.content: id for id, token in added.items() if token.special}
         self.special_ids = frozenset(self.special_tokens.values())
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1  # every id is below it; not every number is an id
-        self.max_token_bytes = max(
-            (len(token.encode()) for token in vocabulary), default=1
-        )  # of the text it stands for
+        self.vocab_size = min(max(vocabulary.values(), default=-1) + 1, vocab_size)
+        # of the text that a token stands for
+        self.max_token_bytes = max((len(token.encode()) for token in vocabulary), default=1)
         self._bytes: dict[int, bytes] = {}
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
 
     @classmethod
-    def from_json(cls, text: str) -> Tokenizer:
-        """From the contents of a tokenizer.json. Raises ModelError."""
+    def from_json(cls, text: str, *, vocab_size: int = MAX_COUNT) -> Tokenizer:
+        """From the contents of a tokenizer.json, for a model of `vocab_size` tokens. Raises ModelError."""
         try:
-            return cls(_Tokenizer.from_str(text))
+            return cls(_Tokenizer.from_str(text), vocab_size=vocab_size)
         except Exception as exc:  # tokenizers raises Exception itself
             raise ModelError(f"tokenizer.json cannot be used: {exc!s:.200}") from exc
 
