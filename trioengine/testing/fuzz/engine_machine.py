@@ -24,11 +24,12 @@ from trioengine.testing.toy_model import VOCAB_SIZE
 from trioengine.worker.scheduling.limits import Limits
 
 T = TypeVar("T")
+Task = TypeVar("Task", Holder, Reader)
 
 CONFIG = EngineConfig(
     model="toy",
-    max_num_seqs=3,
-    max_num_queued_reqs=2,
+    max_num_seqs=2,
+    max_num_queued_reqs=0,
     max_sessions=4,
     ping_interval=4.0,
     unresponsive_timeout=6.0,
@@ -45,13 +46,14 @@ LIMITS = Limits(
     max_num_batched_tokens=8,  # so that every prompt is prefilled in chunks
 )
 AUDIT_TIMEOUT = 10.0
+UNHARMFUL = 1.5  # seconds that no worker is killed for
 HORIZON = 60.0  # seconds, past the longest timeout: what waits then, waits for ever
 ROUNDS = 400  # of settling between two moments of the clock; more is a livelock
 
 PROMPTS = ("a", "be", "<|im_end|>")
 WHICH = st.integers(0, 3)
-WORKER_OUTAGES = ("hang", "stall", "garbage", "nonsense", "close pipe", "starts fail")
-OUTAGES = ("abort all", *WORKER_OUTAGES, "abort all", "drain soon", "close", "abort all", "cancel", "drain")
+WORKER_OUTAGES = ("hang", "stall", "garbage", "nonsense", "close pipe")
+OUTAGES = ("abort all", *WORKER_OUTAGES, "starts fail", "abort all", "drain soon", "close", "cancel", "drain", "cancel")
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -69,7 +71,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.holders: list[Holder] = []
         self.readers: list[Reader] = []
         self.calls: list[Call] = []
-        self.disturbed = False  # something may have kept a worker from ending well
+        self.harmed: SimulatedWorker | None = None  # the latest that cannot be asked to end well
+        self.waited = 0.0  # seconds, since bytes were last moved fairly
+        self.parting: list[SimulatedWorker] = []  # the one that was READY when the engine was first told to end
         self.loop.start_soon(self.engine_call.run, name="engine")
 
     @recorded(
@@ -127,10 +131,12 @@ class EngineMachine(RuleBasedStateMachine):
             case "turn":
                 worker.turn()
 
-    @recorded(seconds=st.sampled_from((0.2, 1.0, 5.0, 11.0)))
+    @recorded(seconds=st.sampled_from((0.2, 1.0, 0.6, 11.0)))
     def advance(self, seconds: float) -> None:
         """The clock jumps."""
-        self.disturbed = True
+        self.waited += seconds
+        if self.waited > UNHARMFUL:
+            self.harmed = self.worker or self.harmed
         self.loop.clock.jump(seconds)
         self.loop.tick()
 
@@ -161,21 +167,30 @@ class EngineMachine(RuleBasedStateMachine):
         params = SamplingParams(max_tokens=20, stop=(stop,) if stop else ())
         self._read(which, Style(style), params, prompt=prompt, keep_partial=keep_partial, timeout=timeout, wait=wait)
 
-    @recorded(wait=st.booleans(), timeout=st.sampled_from((None, 0.5, 8.0)))
-    def ask_once(self, wait: bool, timeout: float | None) -> None:
-        """`engine.generate`, with a session of its own."""
-        params = SamplingParams(max_tokens=3)
-        self._call(
-            "one-shot",
-            lambda: self.engine.generate("hi", params, wait=wait, timeout=timeout),
-            (EngineOverloaded, EngineClosed, WorkerLost),
-        )
+    @recorded(what=st.sampled_from(("ask", "audit", "cancel")), wait=st.booleans(), which=WHICH)
+    def call(self, what: str, wait: bool, which: int) -> None:
+        """`engine.generate` with a session of its own, `engine.check_invariants`; or one of these is cancelled."""
+        refusals = (EngineOverloaded, EngineClosed, WorkerLost)
+        if what == "ask":
+            params, timeout = SamplingParams(max_tokens=3), (None, None, 0.5, 8.0)[which]
+            self._call("ask", lambda: self.engine.generate("hi", params, wait=wait, timeout=timeout), refusals)
+        elif what == "audit":
+            self._call("audit", self._audit, refusals)
+        elif self.running_calls:
+            _pick(self.running_calls, which).scope.cancel()
+
+    async def _audit(self) -> None:
+        try:
+            await self.engine.check_invariants(timeout=AUDIT_TIMEOUT)
+        except InvariantError as exc:
+            if "did not answer" not in str(exc):  # that alone is no finding: its bytes may not move in time
+                raise
 
     @precondition(lambda self: self.readers)
     @recorded(which=WHICH, what=st.sampled_from(("abort", "cancel", "go on", "abort by id", "fail")))
     def stop_reading(self, which: int, what: str) -> None:
         """Also of a request that is over; the latest is the first to be chosen."""
-        reader = _pick(sorted(self.readers[::-1], key=lambda reader: reader.over), which)
+        reader = _pick(_latest_first(self.readers), which)
         self._note_moment(reader, what)
         if what == "cancel":
             reader.scope.cancel()
@@ -193,7 +208,7 @@ class EngineMachine(RuleBasedStateMachine):
     @recorded(which=WHICH, what=st.sampled_from(("leave", "cancel", "end")))
     def leave(self, which: int, what: str) -> None:
         """Also a session that has ended."""
-        holder = _pick(sorted(self.holders[::-1], key=lambda holder: holder.over), which)
+        holder = _pick(_latest_first(self.holders), which)
         match what:
             case "leave":
                 holder.leave.set()
@@ -202,31 +217,13 @@ class EngineMachine(RuleBasedStateMachine):
             case "end" if holder.session is not None:
                 holder.session.end()
 
-    @precondition(lambda self: self.engine.gate.link is not None)
-    @recorded()
-    def audit(self) -> None:
-        self._call("audit", self._audit, (EngineOverloaded, EngineClosed, WorkerLost))
-
-    async def _audit(self) -> None:
-        try:
-            await self.engine.check_invariants(timeout=AUDIT_TIMEOUT)
-        except InvariantError as exc:
-            if "did not answer" not in str(exc):  # that alone is no finding: its bytes may not move in time
-                raise
-
-    @precondition(lambda self: self.running_calls)
-    @recorded(which=WHICH)
-    def cancel_call(self, which: int) -> None:
-        _pick(self.running_calls, which).scope.cancel()
-
     # ---- for all of them ------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.readers and self.worker is not None)
     @recorded(last_bytes=st.integers(0, 40))
     def kill_worker(self, last_bytes: int) -> None:
         """Its last bytes still arrive; what is behind them is torn off."""
-        self.disturbed = True
-        worker = self._worker()
+        worker = self.harmed = self._worker()
         if worker.to_worker:
             self.rare.saw("a worker dies with bytes on their way to it")
         if len(worker.to_engine) > last_bytes:
@@ -240,7 +237,8 @@ class EngineMachine(RuleBasedStateMachine):
     def outage(self, way: str) -> None:
         """The engine is told to stop everything, or its worker goes wrong."""
         worker = self.worker
-        self.disturbed |= way in WORKER_OUTAGES
+        if way in WORKER_OUTAGES:
+            self.harmed = worker or self.harmed
         match way:
             case "abort all":
                 self.engine.abort_all()
@@ -249,8 +247,10 @@ class EngineMachine(RuleBasedStateMachine):
             case "drain" | "drain soon":
                 self._call("drain", lambda: self.engine.drain(None if way == "drain" else 0.5), ())
             case "close":
+                self._note_parting()
                 self.engine.close()
             case "cancel":
+                self._note_parting()
                 self.engine_call.scope.cancel()
             case "hang" if worker is not None:
                 worker.hang()
@@ -293,14 +293,16 @@ class EngineMachine(RuleBasedStateMachine):
             holder.leave.set()
         self._run_out(lambda: not self.running_holders and not self.running_calls, "callers wait for ever")
         self._check()
+        self._note_parting()
         self.engine.close()
         self._run_out(lambda: self.engine_call.over, "the engine does not end")
         self._raise_crash()
         assert self.loop.idle, f"tasks are left:\n{self.loop.stacks()}"
         for worker in self.simulation.workers:
             assert worker.reaped, f"worker {worker.pid} was not reaped"
-        if not self.disturbed and self.simulation.workers:
-            check_farewell(self.simulation.workers[-1])
+        for worker in self.parting:
+            if worker is not self.harmed:
+                check_farewell(worker)
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 
@@ -353,6 +355,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.calls.append(call)
         self.loop.start_soon(call.run, name=f"{name}-{len(self.calls)}")
 
+    def _note_parting(self) -> None:
+        if not self.engine_call.scope.cancel_called and self.engine.gate.link is not None and not self.parting:
+            self.parting = [self._worker()]
+
     def _note_moment(self, reader: Reader, what: str) -> None:
         session, generation, worker = reader.holder.session, reader.generation, self.worker
         if generation is None or session is None or reader.over:
@@ -380,6 +386,7 @@ class EngineMachine(RuleBasedStateMachine):
         return moved
 
     def _settle(self) -> None:
+        self.waited = 0.0
         for _ in range(ROUNDS):
             ran = self.loop.settle() > 0
             if not self._move() and not ran:
@@ -422,6 +429,11 @@ class EngineMachine(RuleBasedStateMachine):
 
 def _is_busy(holder: Holder) -> bool:
     return any(not reader.over for reader in holder.readers)
+
+
+def _latest_first(tasks: list[Task]) -> list[Task]:
+    """Those that are over come last."""
+    return [task for task in tasks[::-1] if not task.over] + [task for task in tasks[::-1] if task.over]
 
 
 def _pick(candidates: list[T], which: int) -> T:

@@ -51,8 +51,17 @@ Progress = Callable[[Report], None]
 class Fuzzer:
     """One run of a machine."""
 
-    def __init__(self, machine: type[EngineMachine], profile: Profile, seed: int, progress: Progress | None = None):
+    def __init__(
+        self,
+        machine: type[EngineMachine],
+        profile: Profile,
+        seed: int,
+        progress: Progress | None = None,
+        *,
+        shrink: bool = True,
+    ) -> None:
         self.report = Report(seed)
+        self._phases = (Phase.generate, Phase.shrink) if shrink else (Phase.generate,)
         self._profile = profile
         self._progress = progress
         self._began = time.monotonic()
@@ -108,7 +117,7 @@ class Fuzzer:
                 database=None,
                 report_multiple_bugs=False,
                 print_blob=False,
-                phases=(Phase.generate, Phase.shrink),
+                phases=self._phases,
                 suppress_health_check=list(HealthCheck),
                 verbosity=Verbosity.quiet,
             ),

@@ -1,0 +1,54 @@
+"""Bugs that the fuzzer found, by the programs that it shrank them to."""
+
+import pytest
+
+from trioengine.testing.fuzz.engine_machine import EngineMachine
+from trioengine.testing.fuzz.program import Program, replay
+from trioengine.testing.fuzz.runner import silence
+
+BEGIN = ("begin", {"ready": True, "sessions": 1, "turns": 0, "thread_passes": 1})
+FOUND = {
+    "an engine that is cancelled while its worker cannot start raises that in a group": [
+        ("begin", {"ready": False, "sessions": 1, "turns": 0, "thread_passes": 1}),
+        ("call", {"what": "ask", "wait": False, "which": 0}),
+        ("outage", {"way": "starts fail"}),
+        ("tick", {"passes": 4, "order": 0}),
+        ("outage", {"way": "cancel"}),
+    ],
+    "what was to be kept of an answer is lost when its session ends": [
+        BEGIN,
+        (
+            "ask_so",
+            {
+                "which": 0,
+                "prompt": "a",
+                "stop": "",
+                "style": "all",
+                "keep_partial": True,
+                "timeout": None,
+                "wait": False,
+            },
+        ),
+        ("tick", {"passes": 4, "order": 0}),
+        ("flow", {"rounds": 8}),
+        ("leave", {"which": 0, "what": "leave"}),
+        ("settle", {}),
+    ],
+    "a one-shot request of an engine that ends is told that its session has ended": [
+        BEGIN,
+        ("kill_worker", {"last_bytes": 0}),
+        ("settle", {}),
+        ("kill_worker", {"last_bytes": 0}),
+        ("settle", {}),
+        ("call", {"what": "ask", "wait": True, "which": 0}),
+        ("settle", {}),
+        ("outage", {"way": "cancel"}),
+        ("settle", {}),
+    ],
+}
+
+
+@pytest.mark.parametrize("steps", FOUND.values(), ids=FOUND)
+def test_what_was_found_once(steps):
+    with silence():
+        replay(EngineMachine(), Program("EngineMachine", steps))
