@@ -25,9 +25,9 @@ def no_variables(monkeypatch):
 
 
 BAD = [
-    ([], 2, "Missing command"),
+    ([], 2, "Missing command. See trioengine --help."),
     (["nope"], 2, "nope"),
-    (["bench"], 2, "Missing command"),
+    (["bench"], 2, "Missing command. See trioengine bench --help."),
     (["serve", "--nope"], 2, "--nope"),
     (["serve", "--port", "70000"], 2, "--port"),
     (["serve", "--max-num-seqs", "many"], 2, "--max-num-seqs"),
@@ -36,7 +36,7 @@ BAD = [
     (["serve", "--host", "0.0.0.0"], 2, "--insecure"),
     (["serve", "--host", "a..b", "--insecure"], 1, "cannot listen on a..b:8000"),
     (["serve", "--max-connections", "0"], 2, "--max-connections"),
-    (["generate"], 2, "prompt"),
+    (["generate"], 2, "Missing argument 'prompt'. See trioengine generate --help."),
     (["generate", " "], 2, "prompt is empty"),
     (["generate", "hi", "--temperature", "-1"], 2, "temperature"),
     (["generate", "hi", "--max-tokens", "0"], 2, "max_tokens"),
@@ -278,3 +278,24 @@ def test_sigterm_while_a_model_is_fetched(tmp_path, command, handler):
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid), 0)
     assert list(home.iterdir()) == []
+
+
+def test_help_says_what_bench_does(capsys):
+    assert run(["bench", "--help"]) == 0
+    assert "..." not in capsys.readouterr().out.partition("Commands:")[2]
+    assert run(["bench", "offline", "--help"]) == 0
+    caching = capsys.readouterr().out.partition("--enable-prefix-caching")[2].partition("\n  --")[0]
+    assert "[default: False]" in " ".join(caching.split())
+
+
+@pytest.mark.parametrize(
+    ("variable", "arguments", "expected"),
+    [(None, [], False), ("1", [], True), (None, ["--enable-prefix-caching"], True)],
+)
+def test_bench_uses_no_prefix_cache_unless_told(monkeypatch, variable, arguments, expected):
+    configs = []
+    monkeypatch.setattr("trioengine.cli.bench.bench_offline", lambda config, *work, **how: configs.append(config))
+    if variable is not None:
+        monkeypatch.setenv("TRIOENGINE_ENABLE_PREFIX_CACHING", variable)
+    assert run(["bench", "offline", *arguments]) == 0
+    assert [config.enable_prefix_caching for config in configs] == [expected]
