@@ -6,6 +6,7 @@ The public names are loaded when first used, because this module also runs in th
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ _HOMES = {
 }
 
 __all__ = [*_HOMES, "__version__"]
+
+logging.getLogger("trioengine").addHandler(logging.NullHandler())  # silent, unless the program wants a log
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ import pytest
 
 from trioengine import RequestRejected, SamplingParams
 from trioengine.cli import standard_input
-from trioengine.cli.answering import answer
+from trioengine.cli.answering import answer, converse
 from trioengine.cli.standard_input import Lines
 from trioengine.testing import simulated_engine
 
@@ -54,3 +54,18 @@ async def test_an_answer_waits_for_the_next_worker(autojump_clock, capsys, as_js
     assert printed.endswith("\n")
     text = json.loads(printed)["text"] if as_json else printed[:-1]
     assert len(text) == 5
+
+
+async def test_a_chat_goes_on_after_a_line_that_cannot_be_answered(autojump_clock, capsys):
+    readable, writable = os.pipe()
+    os.write(writable, b"hello\ncaf\xe9\n" + b"long " * 600 + b"\nbye\n\n")
+    os.close(writable)
+    async with simulated_engine() as (engine, _), engine.open_session() as session:
+        await converse(session, Lines(readable), GREEDY)
+        assert [message["content"] for message in session.history if message["role"] == "user"] == ["hello", "bye"]
+    os.close(readable)
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) == 2
+    not_utf8, too_long = printed.err.splitlines()
+    assert not_utf8 == "trioengine: error: prompt is not UTF-8"
+    assert too_long.startswith("trioengine: error: ")

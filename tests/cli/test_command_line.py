@@ -1,10 +1,13 @@
 """What is typed, and what comes of it: exit codes, errors of one line, options made from the configuration."""
 
 import dataclasses
+import io
 import os
 import resource
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import typer
@@ -23,9 +26,9 @@ def no_variables(monkeypatch):
 
 
 BAD = [
-    ([], 2, "Missing command"),
+    ([], 2, "Missing command. See trioengine --help."),
     (["nope"], 2, "nope"),
-    (["bench"], 2, "Missing command"),
+    (["bench"], 2, "Missing command. See trioengine bench --help."),
     (["serve", "--nope"], 2, "--nope"),
     (["serve", "--port", "70000"], 2, "--port"),
     (["serve", "--max-num-seqs", "many"], 2, "--max-num-seqs"),
@@ -34,7 +37,7 @@ BAD = [
     (["serve", "--host", "0.0.0.0"], 2, "--insecure"),
     (["serve", "--host", "a..b", "--insecure"], 1, "cannot listen on a..b:8000"),
     (["serve", "--max-connections", "0"], 2, "--max-connections"),
-    (["generate"], 2, "prompt"),
+    (["generate"], 2, "Missing argument 'prompt'. See trioengine generate --help."),
     (["generate", " "], 2, "prompt is empty"),
     (["generate", "hi", "--temperature", "-1"], 2, "temperature"),
     (["generate", "hi", "--max-tokens", "0"], 2, "max_tokens"),
@@ -211,3 +214,96 @@ def test_standard_descriptors_that_are_closed(arguments, closed):
     command = [sys.executable, *arguments]
     ended = subprocess.run(command, stdin=subprocess.DEVNULL, preexec_fn=close, timeout=60, check=False)
     assert ended.returncode == 0
+
+
+def test_the_last_newline_of_stdin_is_no_part_of_the_prompt(configured, monkeypatch):
+    monkeypatch.setattr("trioengine.cli.standard_input.read_all", io.StringIO("What…?\n\n").read)
+    assert configured("-")[1] == "What…?\n"
+
+
+def test_the_log_is_silent_unless_it_is_configured():
+    program = "import logging, trioengine; logging.getLogger('trioengine').warning('the worker ended')"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+END_WHILE_IT_IS_LOADED = """
+import os, signal, sys
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.{name})
+
+signal.signal(signal.SIGINT, {handler})
+sys.meta_path.insert(0, Slow())
+from trioengine.cli import main
+
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "handler", "exit_code"),
+    [
+        ("SIGINT", "signal.default_int_handler", 130),
+        ("SIGTERM", "signal.default_int_handler", 143),
+        ("SIGTERM", "signal.SIG_IGN", 143),
+    ],
+)
+def test_a_signal_while_it_is_loaded(name, handler, exit_code):
+    program = END_WHILE_IT_IS_LOADED.format(name=name, handler=handler)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (exit_code, b"")
+
+
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
+@pytest.mark.parametrize("command", [["pull"], ["generate", "hi"]])
+def test_sigterm_while_a_model_is_fetched(tmp_path, command, handler):
+    """pip is ended, and what it has written is removed, be SIGINT ignored or not."""
+    pip = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    (tmp_path / "sitecustomize.py").write_text(f"import os, sys, time\nif 'pip' in sys.orig_argv:\n    {pip}\n")
+    home = tmp_path / "home"
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trioengine.cli", *command],
+        env=os.environ | {"PYTHONPATH": path, "TRIOENGINE_HOME": str(home)},
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, handler),
+    )
+    try:
+        while not ((tmp_path / "pid").exists() and (pid := (tmp_path / "pid").read_text())):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.terminate()
+        assert process.wait(60) == 143
+        (shown,) = process.stderr.read().splitlines()
+        assert shown.startswith("fetching the model")
+    finally:
+        process.kill()
+        process.communicate()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+    assert list(home.iterdir()) == []
+
+
+def test_help_says_what_bench_does(capsys):
+    assert run(["bench", "--help"]) == 0
+    assert "..." not in capsys.readouterr().out.partition("Commands:")[2]
+    assert run(["bench", "offline", "--help"]) == 0
+    caching = capsys.readouterr().out.partition("--enable-prefix-caching")[2].partition("\n  --")[0]
+    assert "[default: False]" in " ".join(caching.split())
+
+
+@pytest.mark.parametrize(
+    ("variable", "arguments", "expected"),
+    [(None, [], False), ("1", [], True), (None, ["--enable-prefix-caching"], True)],
+)
+def test_bench_uses_no_prefix_cache_unless_told(monkeypatch, variable, arguments, expected):
+    configs = []
+    monkeypatch.setattr("trioengine.cli.bench.bench_offline", lambda config, *work, **how: configs.append(config))
+    if variable is not None:
+        monkeypatch.setenv("TRIOENGINE_ENABLE_PREFIX_CACHING", variable)
+    assert run(["bench", "offline", *arguments]) == 0
+    assert [config.enable_prefix_caching for config in configs] == [expected]

@@ -5,6 +5,8 @@ import pty
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import sys
 from trioengine.cli.progress import download_bar
@@ -42,3 +44,24 @@ def test_a_bar_leaves_the_output_alone():
     show_cursor = b"\x1b[?25h"  # the last that rich writes
     assert shown.rindex(show_cursor) < shown.index(b"LOG")
     assert b"fetching the model" in shown
+
+
+SLOW = """
+import time
+from trioengine.cli.progress import download_bar
+
+with download_bar() as progress:
+    for done in (0, 100, {done}):
+        progress(done, 1 << 30)
+        time.sleep(0.2)
+"""
+
+
+@pytest.mark.parametrize(("done", "is_estimated"), [(200, False), (2 << 20, True)])
+def test_no_estimate_before_it_means_something(done, is_estimated):
+    environment = os.environ | {"COLUMNS": "120"}
+    command = [sys.executable, "-c", SLOW.format(done=done)]
+    shown = subprocess.run(command, stderr=subprocess.PIPE, env=environment, timeout=60, check=True).stderr
+    assert b"fetching the model" in shown
+    assert (b"/s" in shown) == is_estimated
+    assert (b":" in shown) == is_estimated

@@ -50,6 +50,7 @@ def test_files_and_directories(tmp_path, monkeypatch):
     [
         ("missing.gguf", "'missing.gguf': no such file"),
         ("some/missing.gguf", "no such file"),
+        ("some/MISSING.GGUF", "no such file"),
         ("./missing", "no such file"),
         ("/missing", "no such file"),
         ("~/missing", "no such file"),
@@ -86,7 +87,7 @@ except ModelError as exc: print(exc)
 
 
 def test_a_hub_id_without_the_hubs_client(run_python):
-    assert "pip install 'trioengine[hub]'" in run_python(RESOLVE_HUB_ID, "-S")
+    assert "pip install huggingface_hub" in run_python(RESOLVE_HUB_ID, "-S")
 
 
 @pytest.mark.parametrize(

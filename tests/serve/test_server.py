@@ -208,7 +208,31 @@ async def test_an_engine_that_cannot_start_ends_the_server(autojump_clock):
             await state.ended.wait()
 
 
-async def test_an_address_that_others_reach_is_refused():
+class Names(trio.abc.HostnameResolver):
+    """Knows every name but those in .invalid."""
+
+    async def getaddrinfo(self, host, *others):
+        if host.endswith(b".invalid"):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return []
+
+    async def getnameinfo(self, sockaddr, flags):
+        raise NotImplementedError
+
+
+@pytest.fixture
+async def names():
+    before = trio.socket.set_custom_hostname_resolver(Names())
+    yield
+    trio.socket.set_custom_hostname_resolver(before)
+
+
+async def test_a_name_that_is_none_is_not_called_reachable(names):
+    with pytest.raises(EngineError, match=r"cannot listen on nohost\.invalid:0: Name or service not known"):
+        await serve(CONFIG, "nohost.invalid", 0)
+
+
+async def test_an_address_that_others_reach_is_refused(names):
     for host in ("0.0.0.0", "::", "192.168.0.1", "example.com"):
         with pytest.raises(InvalidConfig, match=f"host {host} .* --insecure"):
             await serve(CONFIG, host, 0)

@@ -129,3 +129,8 @@ def test_devices_and_dtypes():
 def test_on_cuda(tiny_llama, tmp_path, variant):
     runner = load(tiny_llama.write(tmp_path, variant), device="cuda", kv_cache_memory=4 << 20)
     assert generate(runner, [tiny_llama.PROMPT] * 3, 48)[0] == [VARIANTS[variant]["output"]] * 3
+
+
+def test_memory_that_cannot_be_had(tiny_llama, tmp_path):
+    with pytest.raises(ModelError, match=r"\d{17} bytes for the KV cache cannot be had on cpu: lower kv_cache_memory"):
+        load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=10**17)

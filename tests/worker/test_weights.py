@@ -282,3 +282,7 @@ def test_paths_that_hold_no_model(tiny_llama, tmp_path):
     (path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"no file .*model\.safetensors"):
         load(path)
+
+
+def test_gguf_in_capitals(tiny_llama, tmp_path):
+    assert open_checkpoint(str(write_gguf(tiny_llama, tmp_path / "TINY.GGUF", "plain"))) is not None

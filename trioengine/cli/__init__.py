@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 _STANDARD = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))  # by descriptor
+_INTERRUPTED, _TERMINATED = 130, 143  # exit codes
 
 
 def main() -> None:
     """The entry point `trioengine`."""
-    _open_missing()
-    from trioengine.cli.app import run
+    terminations: list[int] = []
+    try:
+        _end_at_sigterm(terminations)
+        _open_missing()
+        from trioengine.cli.app import run
 
-    sys.exit(run(sys.argv[1:]))
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:  # while that was loaded
+        code = _INTERRUPTED
+    sys.exit(_TERMINATED if terminations else code)
+
+
+def _end_at_sigterm(terminations: list[int]) -> None:
+    """SIGTERM, which is noted in `terminations`, ends everything as SIGINT does: nothing of ours is left behind."""
+
+    def interrupt(signum: int, frame: object) -> None:
+        terminations.append(signum)
+        signal.raise_signal(signal.SIGINT)  # whose handler may be trio's, which chooses where tasks are interrupted
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
+    signal.signal(signal.SIGTERM, interrupt)
 
 
 def _open_missing() -> None:

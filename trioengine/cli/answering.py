@@ -22,13 +22,18 @@ from trioengine.core.sampling_params import SamplingParams
 
 def print_answer(config: EngineConfig, prompt: str, params: SamplingParams, *, as_json: bool) -> None:
     """Stream one answer to stdout, or print it as one JSON object. Raises RequestRejected for a bad prompt."""
+    check_prompt(prompt)
+    trio.run(_print_answer, config, prompt, params, as_json)
+
+
+def check_prompt(prompt: str) -> None:
+    """Raises RequestRejected for what is no prompt."""
     if not prompt.strip():
         raise RequestRejected("empty_prompt", "prompt is empty", param="prompt")
     try:
         prompt.encode()
     except UnicodeEncodeError as exc:
         raise RequestRejected("invalid_value", "prompt is not UTF-8", param="prompt") from exc
-    trio.run(_print_answer, config, prompt, params, as_json)
 
 
 async def _print_answer(config: EngineConfig, prompt: str, params: SamplingParams, as_json: bool) -> None:
@@ -83,8 +88,17 @@ def hold_chat(config: EngineConfig, params: SamplingParams) -> None:
 async def _hold_chat(config: EngineConfig, params: SamplingParams) -> None:
     lines = Lines()
     async with _open_session(config) as session:
-        while question := await _ask(lines):
+        await converse(session, lines, params)
+
+
+async def converse(session: Session, lines: Lines, params: SamplingParams) -> None:
+    """Answer each line until an empty one; of a line that cannot be answered stderr says why."""
+    while question := await _ask(lines):
+        try:
+            check_prompt(question)
             await answer(session, question, params)
+        except RequestRejected as exc:
+            print("trioengine: error:", exc, file=sys.stderr)
 
 
 async def _ask(lines: Lines) -> str:

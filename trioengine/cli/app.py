@@ -48,7 +48,7 @@ def _exit_code(error: BaseException) -> int:
         case KeyboardInterrupt() | typer.Abort():
             return 130
         case typer.TyperException():
-            return _fail(getattr(error, "format_message", error.__str__)(), 2)
+            return _fail(_usage(error), 2)
         case InvalidConfig() | RequestRejected():
             return _fail(str(error), 2)
         case BrokenPipeError():
@@ -58,6 +58,13 @@ def _exit_code(error: BaseException) -> int:
             return _fail(str(error), 1)
         case _:
             return _fail(f"internal error: {type(error).__name__}: {error}", 1)
+
+
+def _usage(error: typer.TyperException) -> str:
+    """What is wrong with what was typed, and which help to read."""
+    message = getattr(error, "format_message", error.__str__)()
+    context = getattr(error, "ctx", None)
+    return message if context is None else f"{message} See {context.command_path} --help."
 
 
 def _leaf(error: BaseException) -> BaseException:
@@ -132,7 +139,7 @@ def generate(
     from trioengine.cli.answering import print_answer
     from trioengine.cli.standard_input import read_all
 
-    prompt = read_all() if prompt == "-" else prompt
+    prompt = read_all().removesuffix("\n") if prompt == "-" else prompt
     params = build(SamplingParams, fields)
     print_answer(build(EngineConfig, fields, model=model), prompt, params, as_json=json)
 
@@ -167,14 +174,18 @@ def offline(
     output_len: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
     repeat: Annotated[int, typer.Option(min=1, help="Runs; the median is reported.")] = 3,
     json: Json = False,
+    enable_prefix_caching: Annotated[
+        bool, typer.Option(help="The runs repeat their prompts: with it, they find them computed. [default: False]")
+    ] = False,
     **fields: object,
 ) -> None:
-    """Throughput and latency of requests that come all at once, greedy, with random prompts."""
+    """Requests that come all at once.
+
+    Their throughput and latency, greedy, with random prompts.
+    """
     from trioengine.cli.bench import bench_offline
 
-    if os.environ.get("TRIOENGINE_ENABLE_PREFIX_CACHING") is None and fields.get("enable_prefix_caching") is None:
-        fields["enable_prefix_caching"] = False  # the runs repeat their prompts
-    config = build(EngineConfig, fields, model=model)
+    config = build(EngineConfig, fields, model=model, enable_prefix_caching=enable_prefix_caching)
     bench_offline(config, requests, prompt_len, output_len, repeat=repeat, as_json=json)
 
 

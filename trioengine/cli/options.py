@@ -94,12 +94,13 @@ SAMPLING_OPTIONS = _options(SamplingParams, "Sampling")
 
 
 def with_options(*groups: list[inspect.Parameter]) -> Callable[[F], F]:
-    """Replace the command's `**fields` by these options, and give every option its variable."""
+    """Replace the command's `**fields` by these options but for its own, and give every option its variable."""
 
     def decorate(command: F) -> F:
         signature = inspect.signature(command, eval_str=True)
         own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-        parameters = [*own, *(option for group in groups for option in group)]
+        names = {parameter.name for parameter in own}
+        parameters = [*own, *(option for group in groups for option in group if option.name not in names)]
         for parameter in parameters:
             (info,) = parameter.annotation.__metadata__
             if isinstance(info, OptionInfo):

@@ -6,7 +6,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.text import Text
+
+_TELLING = 1 << 20  # bytes; what came before is pip's small files, and the pace unknown
+
+
+class _Estimate(ProgressColumn):
+    """Another column, once enough has come for its figure to mean something."""
+
+    def __init__(self, column: TransferSpeedColumn | TimeRemainingColumn) -> None:
+        super().__init__()
+        self._column = column
+
+    def render(self, task: Task) -> Text:
+        return self._column.render(task) if task.completed >= _TELLING else Text("")
 
 
 @contextmanager
@@ -16,8 +39,8 @@ def download_bar() -> Iterator[Callable[[int, int], None]]:
         TextColumn("fetching the model"),
         BarColumn(),
         DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        _Estimate(TransferSpeedColumn()),
+        _Estimate(TimeRemainingColumn()),
     )
     bar = Progress(*columns, console=Console(stderr=True), redirect_stdout=False, redirect_stderr=False)
 

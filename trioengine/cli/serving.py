@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import trio
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.cli.progress import download_bar
 from trioengine.core.config import EngineConfig
+from trioengine.core.errors import EngineClosed
 from trioengine.serve.descriptors import raise_limit
 from trioengine.serve.server import serve
 from trioengine.serve.signals import obey_signals
@@ -43,8 +45,9 @@ async def _serve(serving: partial[Coroutine[Any, Any, None]], shutdown_timeout: 
             nursery.start_soon(obey_signals, server, shutdown_timeout)
             for address in server.addresses:
                 logging.getLogger("trioengine").info("listening on http://%s", address)
-            await server.engine.ready()
-            logging.getLogger("trioengine").info("ready: %s on %s", server.model_name, server.engine.limits.device)
+            with suppress(EngineClosed):  # told to end before; why else it has ended comes out of the server
+                await server.engine.ready()
+                logging.getLogger("trioengine").info("ready: %s on %s", server.model_name, server.engine.limits.device)
 
 
 async def _and_then_cancel(

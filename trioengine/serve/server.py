@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from urllib.parse import parse_qsl
 
@@ -116,6 +117,8 @@ async def serve(
     run.
     """
     if not insecure and not is_loopback(host):
+        with _listening_on(host, port):
+            await trio.socket.getaddrinfo(host, port)  # a name that is none has another error
         raise InvalidConfig(f"host {host} is reachable from other machines and no key is configured: use --insecure")
     engine = Engine(config, ports=ports, on_progress=on_progress)
     server = Server(engine, model_name=model_name, insecure=insecure, max_connections=max_connections)
@@ -134,8 +137,15 @@ async def _run_engine(engine: Engine, scope: trio.CancelScope) -> None:
 
 
 async def _listen(host: str, port: int) -> list[trio.SocketListener]:
-    try:
+    with _listening_on(host, port):
         return await trio.open_tcp_listeners(port, host=host)
+
+
+@contextmanager
+def _listening_on(host: str, port: int) -> Iterator[None]:
+    """Say as an EngineError why it cannot be done."""
+    try:
+        yield
     except (OSError, ValueError) as exc:  # UnicodeError, among others, for what cannot be a name
         why = getattr(exc, "strerror", None) or exc
         raise EngineError(f"cannot listen on {address(host, port)}: {why}") from exc

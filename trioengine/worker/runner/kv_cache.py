@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,9 +33,13 @@ class KVCache:
     def allocate(
         model: LlamaConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> KVCache:
-        """Reserve the memory."""
+        """Reserve the memory; ModelError where it cannot be had."""
         shape = (num_blocks, 2 * model.num_kv_heads, block_size, model.head_dim)
-        layers = tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(model.num_layers))
+        try:
+            layers = tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(model.num_layers))
+        except RuntimeError as exc:  # as torch says it, of a GPU's memory too
+            size = math.prod(shape) * dtype.itemsize * model.num_layers
+            raise ModelError(f"{size} bytes for the KV cache cannot be had on {device}: lower kv_cache_memory") from exc
         return KVCache(num_blocks, block_size, model.num_kv_heads, layers)
 
 

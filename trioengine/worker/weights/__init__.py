@@ -22,6 +22,6 @@ def open_checkpoint(path: str) -> Checkpoint:
         return SafetensorsCheckpoint(location)
     if not location.exists():
         raise ModelError(f"no model at {location}")
-    if location.suffix != ".gguf":
+    if location.suffix.lower() != ".gguf":
         raise ModelError(f"{location} is neither a .gguf file nor a directory with config.json and safetensors")
     return GGUFCheckpoint(location)
