@@ -42,14 +42,15 @@ def rewritten(
     @contextmanager
     def active() -> Iterator[None]:
         table: Any = SESSION_TRANSITIONS
-        key = (phase, attachment, event)
-        original = table.pop(key)
+        original = dict(table)
+        del table[phase, attachment, event]
         if transition is not None:
-            table[key] = transition
+            table[phase, attachment, event] = transition
         try:
             yield
         finally:
-            table[key] = original
+            table.clear()
+            table.update(original)  # in its order
 
     return active
 
