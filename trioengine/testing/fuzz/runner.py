@@ -115,6 +115,7 @@ class Fuzzer:
                 stateful_step_count=self._profile.steps,
                 deadline=None,
                 database=None,
+                derandomize=False,  # hypothesis would ignore our seed where it believes to be in CI
                 report_multiple_bugs=False,
                 print_blob=False,
                 phases=self._phases,
