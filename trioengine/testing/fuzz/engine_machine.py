@@ -71,7 +71,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.holders: list[Holder] = []
         self.readers: list[Reader] = []
         self.calls: list[Call] = []
-        self.harmed: SimulatedWorker | None = None  # the latest that cannot be asked to end well
+        self.harmed: list[SimulatedWorker | None] = []  # those that cannot be asked to end well
         self.waited = 0.0  # seconds, since bytes were last moved fairly
         self.parting: list[SimulatedWorker] = []  # the one that was READY when the engine was first told to end
         self.loop.start_soon(self.engine_call.run, name="engine")
@@ -136,7 +136,7 @@ class EngineMachine(RuleBasedStateMachine):
         """The clock jumps."""
         self.waited += seconds
         if self.waited > UNHARMFUL:
-            self.harmed = self.worker or self.harmed
+            self.harmed.append(self.worker)
         self.loop.clock.jump(seconds)
         self.loop.tick()
 
@@ -223,7 +223,8 @@ class EngineMachine(RuleBasedStateMachine):
     @recorded(last_bytes=st.integers(0, 40))
     def kill_worker(self, last_bytes: int) -> None:
         """Its last bytes still arrive; what is behind them is torn off."""
-        worker = self.harmed = self._worker()
+        worker = self._worker()
+        self.harmed.append(worker)
         if worker.to_worker:
             self.rare.saw("a worker dies with bytes on their way to it")
         if len(worker.to_engine) > last_bytes:
@@ -238,7 +239,7 @@ class EngineMachine(RuleBasedStateMachine):
         """The engine is told to stop everything, or its worker goes wrong."""
         worker = self.worker
         if way in WORKER_OUTAGES:
-            self.harmed = worker or self.harmed
+            self.harmed.append(worker)
         match way:
             case "abort all":
                 self.engine.abort_all()
@@ -301,7 +302,7 @@ class EngineMachine(RuleBasedStateMachine):
         for worker in self.simulation.workers:
             assert worker.reaped, f"worker {worker.pid} was not reaped"
         for worker in self.parting:
-            if worker is not self.harmed:
+            if worker not in self.harmed:
                 check_farewell(worker)
 
     # ---- helpers --------------------------------------------------------------------------------------------------
