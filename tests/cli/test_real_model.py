@@ -10,6 +10,7 @@ import sys
 import termios
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import trio
 from trio_websocket import open_websocket_url
@@ -140,8 +141,7 @@ async def converse(port):
 
 def children(pid):
     """The processes whose parent this is."""
-    with open(f"/proc/{pid}/task/{pid}/children") as file:  # noqa: PTH123
-        return [int(child) for child in file.read().split()]
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def is_alive(pid):

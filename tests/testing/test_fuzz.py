@@ -14,6 +14,7 @@ from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
 from trioengine.testing.mutants import MUTANTS
 
 PROGRAMS = 1500
+PROGRAMS_A_MUTANT = 5000
 SEEDS = {"F1": 1, "F4": 2, "F6": 6, "F11": 7, "F30": 1, "F41": 1}  # that find these soon; 0 does for the others
 OUT_OF_REACH = (
     frozenset(  # legal, and not taken: a request that is over, and a session or engine that is gone, ask no more
@@ -53,7 +54,9 @@ def test_every_transition_is_taken(report):
 def test_each_mutant_is_found(mutant):
     """By one seed, and not shrunk; the same program without the mutant is harmless."""
     with silence(), mutant.active():
-        report = Fuzzer(EngineMachine, PROFILES["quick"], SEEDS.get(mutant.id, 0), shrink=False).run(seconds=60)
+        report = Fuzzer(EngineMachine, PROFILES["quick"], SEEDS.get(mutant.id, 0), shrink=False).run(
+            examples=PROGRAMS_A_MUTANT
+        )
     assert report.failure is not None, f"{mutant.failure}: not found in {report.programs} programs"
     with silence():
         replay(EngineMachine(), Program.from_json(report.program.to_json()))
