@@ -98,7 +98,7 @@ def _replayed(machine_type: type[EngineMachine], program: Program) -> tuple[Exce
         raise InvalidConfig(str(exc)) from exc
     except Exception as exc:
         failure = exc
-    return failure, f"{machine.loop.steps}:{machine.loop.trace:08x}"
+    return failure, machine.checksum
 
 
 def mutants(*, seeds: int, profile: str) -> int:

@@ -14,7 +14,8 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis.stateful import get_state_machine_test
 
-from trioengine.testing.fuzz.engine_machine import EngineMachine
+from trioengine.testing.fuzz.choices import BACKEND, sow
+from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.program import Program
 
 BATCH = 200  # programs between two looks at the clock
@@ -53,7 +54,7 @@ class Fuzzer:
 
     def __init__(
         self,
-        machine: type[EngineMachine],
+        machine: type[Machine],
         profile: Profile,
         seed: int,
         progress: Progress | None = None,
@@ -68,7 +69,7 @@ class Fuzzer:
         self._last: Program | None = None
         self._machine = self._watched(machine)
 
-    def _watched(self, machine: type[EngineMachine]) -> type[EngineMachine]:
+    def _watched(self, machine: type[Machine]) -> type[Machine]:
         fuzzer = self
 
         class Watched(machine):  # type: ignore[misc, valid-type]
@@ -81,10 +82,10 @@ class Fuzzer:
         Watched.__name__ = Watched.__qualname__ = machine.__name__
         return Watched
 
-    def _count(self, machine: EngineMachine, *, failed: bool) -> None:
+    def _count(self, machine: Machine, *, failed: bool) -> None:
         report = self.report
         report.programs += 1
-        report.passes += machine.loop.passes
+        report.passes += machine.passes
         report.rare.update(machine.rare.counts)
         report.seconds = time.monotonic() - self._began
         if failed and not report.programs_to_find:
@@ -95,11 +96,10 @@ class Fuzzer:
 
     def run(self, *, examples: int | None = None, seconds: float | None = None) -> Report:
         """Until something is found, or so many programs or seconds are over; shrinking may take longer."""
-        batch = 0
+        sow(self.report.seed)
         while self.report.failure is None and not self._is_over(examples, seconds):
             count = BATCH if examples is None else min(BATCH, examples - self.report.programs)
-            self._run_batch(count, self.report.seed + 1_000_003 * batch)
-            batch += 1
+            self._run_batch(count)
         self.report.seconds = time.monotonic() - self._began
         return self.report
 
@@ -107,7 +107,7 @@ class Fuzzer:
         is_over = examples is not None and self.report.programs >= examples
         return is_over or (seconds is not None and time.monotonic() - self._began >= seconds)
 
-    def _run_batch(self, count: int, seed: int) -> None:
+    def _run_batch(self, count: int) -> None:
         test = get_state_machine_test(
             self._machine,
             settings=settings(
@@ -115,7 +115,8 @@ class Fuzzer:
                 stateful_step_count=self._profile.steps,
                 deadline=None,
                 database=None,
-                derandomize=False,  # hypothesis would ignore our seed where it believes to be in CI
+                backend=BACKEND,
+                derandomize=False,  # in CI, too: our seed counts
                 report_multiple_bugs=False,
                 print_blob=False,
                 phases=self._phases,
@@ -124,7 +125,7 @@ class Fuzzer:
             ),
         )
         try:
-            hypothesis.seed(seed)(test)()
+            hypothesis.seed(self.report.seed)(test)()
         except KeyboardInterrupt:
             raise
         except BaseException as exc:
