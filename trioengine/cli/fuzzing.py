@@ -13,6 +13,7 @@ from rich.table import Table
 
 from trioengine.core.errors import InvalidConfig
 from trioengine.testing.fuzz.engine_machine import EngineMachine
+from trioengine.testing.fuzz.machine import Finding
 from trioengine.testing.fuzz.program import Program, replay
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, Report, silence
 from trioengine.testing.mutants import MUTANTS, Mutant
@@ -96,8 +97,8 @@ def _replayed(machine_type: type[EngineMachine], program: Program) -> tuple[Exce
         replay(machine, program)
     except ValueError as exc:
         raise InvalidConfig(str(exc)) from exc
-    except Exception as exc:
-        failure = exc
+    except Finding as finding:
+        failure = finding.error
     return failure, machine.checksum
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 from urllib.parse import parse_qsl
 
 import trio
@@ -40,7 +41,7 @@ class Server:
     ) -> None:
         self.engine = engine
         self.model_name = engine.config.model if model_name is None else model_name
-        self.port = 0  # of its first listener, once it listens
+        self.port = 0  # of its first socket, once it listens
         self.addresses: tuple[str, ...] = ()  # host:port of each
         self.front_door = FrontDoor(
             routes(engine),
@@ -54,17 +55,21 @@ class Server:
         self._connections = trio.CancelScope()
 
     async def run(
-        self, listeners: list[trio.SocketListener], *, task_status: trio.TaskStatus[Server] = trio.TASK_STATUS_IGNORED
+        self,
+        listeners: Sequence[trio.abc.Listener[Any]],
+        *,
+        task_status: trio.TaskStatus[Server] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Accept and serve until `drain` or `abort`; returns when every connection has ended."""
-        names = [listener.socket.getsockname() for listener in listeners]
-        self.port = names[0][1]
+        sockets = [listener.socket for listener in listeners if isinstance(listener, trio.SocketListener)]
+        names = [socket.getsockname() for socket in sockets]
+        self.port = names[0][1] if names else 0
         self.addresses = tuple(address(*name[:2]) for name in names)
         with self._connections:
             async with trio.open_nursery() as connections:
                 task_status.started(self)
                 with self._accepting:
-                    await trio.serve_listeners(self.front_door.handle, listeners, handler_nursery=connections)
+                    await trio.serve_listeners(self.front_door.handle, list(listeners), handler_nursery=connections)
         await trio.lowlevel.checkpoint()
 
     async def drain(self, timeout: float | None = None) -> bool:

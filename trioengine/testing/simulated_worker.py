@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import trio
@@ -33,6 +32,7 @@ from trioengine.core.messages import (
     ToWorker,
 )
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner
+from trioengine.testing.wire import Wire, WireEnd
 from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.step_loop import StepLoop
 
@@ -60,45 +60,6 @@ class Health(enum.Enum):
     DEAD = "dead"
 
 
-class Wire:
-    """Bytes on their way in one direction: they arrive at once, or when they are moved."""
-
-    def __init__(self, arrive: Callable[[bytes], None], size: int, *, by_hand: bool) -> None:
-        self.by_hand = by_hand
-        self._arrive = arrive
-        self._size = size
-        self._bytes = bytearray()
-        self._moved = trio.Event()
-
-    def __len__(self) -> int:
-        return len(self._bytes)
-
-    def put(self, data: bytes) -> None:
-        """Write, whatever the wire holds."""
-        self._bytes += data
-        if not self.by_hand:
-            self.move()
-
-    async def room(self) -> None:
-        """Wait until a write would not block."""
-        while len(self._bytes) >= self._size:
-            self._moved = trio.Event()
-            await self._moved.wait()
-
-    def move(self, count: int | None = None) -> None:
-        """Let so many bytes arrive, or all."""
-        data = bytes(self._bytes[:count])
-        del self._bytes[:count]
-        self._moved.set()
-        if data:
-            self._arrive(data)
-
-    def cut(self) -> None:
-        """What is on its way is lost."""
-        self._bytes.clear()
-        self._moved.set()
-
-
 class SimulatedWorker:
     """One incarnation. What the engine writes arrives as it would by a reader thread.
 
@@ -121,7 +82,8 @@ class SimulatedWorker:
         size = SMALL_PIPE if by_hand else PIPE_SIZE
         self.to_worker = Wire(self._arrive, size, by_hand=by_hand)
         self.to_engine = Wire(self._reach_engine, size, by_hand=by_hand)
-        self.send_stream: trio.abc.SendStream = _Inbox(self, SMALL_PORTION if by_hand else PORTION)
+        portion = SMALL_PORTION if by_hand else PORTION
+        self.send_stream: trio.abc.SendStream = WireEnd(self.to_worker, portion, self._broken)
         self.health = Health.WELL
         self.received: list[Message] = []  # everything the engine said, in order
         self.blamed: RemoteProtocolError | None = None  # what the engine did that it must not do
@@ -291,6 +253,9 @@ class SimulatedWorker:
         if activity is not self._activity:
             self._activity, self._since = activity, trio.current_time()
 
+    def _broken(self) -> str | None:
+        return "the worker is dead" if self.health is Health.DEAD else None
+
     def _reach_engine(self, data: bytes) -> None:
         if not self._stream_ended:
             self.receive_stream.put_data(data)
@@ -317,25 +282,3 @@ class SimulatedWorker:
     def _pong(self, message: Ping) -> None:
         seconds = trio.current_time() - self._since
         self._send_all([Pong(message.ping, self._progress, self._activity, seconds)])
-
-
-class _Inbox(trio.abc.SendStream):
-    """The engine's end of the wire to a simulated worker: a write moves in portions, like one to a pipe that fills."""
-
-    def __init__(self, worker: SimulatedWorker, portion: int) -> None:
-        self._worker = worker
-        self._portion = portion
-
-    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        for start in range(0, len(data), self._portion):
-            await trio.lowlevel.checkpoint()
-            await self._worker.to_worker.room()
-            if self._worker.health is Health.DEAD:
-                raise trio.BrokenResourceError("the worker is dead")
-            self._worker.to_worker.put(bytes(data[start : start + self._portion]))
-
-    async def wait_send_all_might_not_block(self) -> None:
-        await trio.lowlevel.checkpoint()
-
-    async def aclose(self) -> None:
-        await trio.lowlevel.checkpoint()

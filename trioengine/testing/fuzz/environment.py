@@ -19,7 +19,7 @@ from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.oracles import check_farewell
 from trioengine.testing.fuzz.program import recorded
-from trioengine.testing.sim_loop import Livelock, SimLoop
+from trioengine.testing.sim_loop import SimLoop
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.testing.simulation import Simulation
 from trioengine.testing.toy_model import VOCAB_SIZE
@@ -175,13 +175,6 @@ class Environment(Machine):
 
     # ---- the end --------------------------------------------------------------------------------------------------
 
-    def teardown(self) -> None:
-        try:
-            self._finish()
-        finally:
-            self._close()
-            self._raise_crash()
-
     def _close(self) -> None:
         for worker in self.simulation.workers:
             statistics = worker.step_loop.statistics()
@@ -189,10 +182,8 @@ class Environment(Machine):
                 if getattr(statistics, state):
                     self.rare.saw(state.replace("_", " "))
         self.rare.end()
-        try:
-            self.loop.close()
-        except Livelock as exc:
-            self.loop.crashes.append(exc)
+        self.loop.close()
+        self._raise_crash()
 
     def _finish(self) -> None:
         self._raise_crash()
@@ -274,7 +265,7 @@ class Environment(Machine):
             self._settle()
 
     def _raise_crash(self) -> None:
-        """One exception, from one place, whatever crashed: so that shrinking compares like with like."""
+        """What a task, or the engine's peer, complained of."""
         if self.loop.crashes:
             raise self.loop.crashes[0]
         for worker in self.simulation.workers:

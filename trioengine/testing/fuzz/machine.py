@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from hypothesis.errors import HypothesisException
 from hypothesis.stateful import RuleBasedStateMachine
 
 from trioengine.testing.fuzz.program import Program
 from trioengine.testing.fuzz.rare import Rare
 
 
+class Finding(Exception):
+    """What a machine found: `error`. All are alike for hypothesis, so that it looks for the shortest program of any."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.error = error
+
+
 class Machine(RuleBasedStateMachine):
-    """Its rules are under `@recorded`; what it finds it raises as one exception, in a rule or at its teardown."""
+    """Its rules are under `@recorded`. What it finds, in a rule or in the end, it raises once: as a Finding."""
 
     def __init__(self) -> None:
         super().__init__()
         self.program = Program(type(self).__name__)
         self.rare = Rare()
+        self.finding: Finding | None = None
+
+    # ---- for machines ---------------------------------------------------------------------------------------------
 
     @property
     def passes(self) -> int:
@@ -25,3 +39,43 @@ class Machine(RuleBasedStateMachine):
     def checksum(self) -> str:
         """Equal in two runs that took the same steps."""
         return ""
+
+    def _finish(self) -> None:
+        """The end of a program in which nothing was found: everybody goes, and nothing may be left."""
+
+    def _close(self) -> None:
+        """What has to be done in any case."""
+
+    # ---- for hypothesis -------------------------------------------------------------------------------------------
+
+    def act(self, rule: Callable[[], None]) -> None:
+        """Run a rule."""
+        self._try(rule)
+        self._report()
+
+    def teardown(self) -> None:
+        if self.finding is not None:
+            self._try(self._close)
+            return
+        self._try(self._finish)
+        self._try(self._close)
+        self._report()
+
+    def _try(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except HypothesisException:
+            raise
+        except Exception as exc:
+            self.finding = self.finding or Finding(_leaf(exc))
+
+    def _report(self) -> None:
+        """From this one place, and outside of any handler: hypothesis compares where exceptions come from."""
+        if self.finding is not None:
+            raise self.finding
+
+
+def _leaf(error: Exception) -> Exception:
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -17,7 +17,7 @@ from hypothesis.strategies import SearchStrategy
 Method = TypeVar("Method", bound=Callable[..., None])
 Machine = TypeVar("Machine")
 
-ENVIRONMENT_RULES = frozenset({"tick", "settle", "receive", "deliver", "turn", "teardown"})  # they do not count
+ENVIRONMENT_RULES = frozenset({"tick", "flow", "settle", "move", "carry"})  # they do not count
 
 
 @dataclass
@@ -70,7 +70,7 @@ def recorded(decorator: Callable[..., Any] = rule, **arguments: SearchStrategy[A
         @functools.wraps(method)
         def run(self: Any, **values: Any) -> None:
             self.program.steps.append((method.__name__, values))
-            method(self, **values)
+            self.act(functools.partial(method, self, **values))
 
         return decorator(**arguments)(run)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis.stateful import get_state_machine_test
 
 from trioengine.testing.fuzz.choices import BACKEND, sow
-from trioengine.testing.fuzz.machine import Machine
+from trioengine.testing.fuzz.machine import Finding, Machine
 from trioengine.testing.fuzz.program import Program
 
 BATCH = 200  # programs between two looks at the clock
@@ -40,7 +39,7 @@ class Report:
     passes: int = 0
     seconds: float = 0.0
     rare: Counter[str] = field(default_factory=Counter)
-    failure: BaseException | None = None
+    failure: Exception | None = None
     program: Program | None = None  # the shrunk one
     programs_to_find: int = 0
     seconds_to_find: float = 0.0
@@ -77,18 +76,18 @@ class Fuzzer:
                 try:
                     super().teardown()
                 finally:
-                    fuzzer._count(self, failed=_is_failure(sys.exc_info()[1]))  # in a rule, or here
+                    fuzzer._count(self)
 
         Watched.__name__ = Watched.__qualname__ = machine.__name__
         return Watched
 
-    def _count(self, machine: Machine, *, failed: bool) -> None:
+    def _count(self, machine: Machine) -> None:
         report = self.report
         report.programs += 1
         report.passes += machine.passes
         report.rare.update(machine.rare.counts)
         report.seconds = time.monotonic() - self._began
-        if failed and not report.programs_to_find:
+        if machine.finding is not None and not report.programs_to_find:
             report.programs_to_find, report.seconds_to_find = report.programs, report.seconds
         self._last = machine.program
         if self._progress is not None:
@@ -126,15 +125,8 @@ class Fuzzer:
         )
         try:
             hypothesis.seed(self.report.seed)(test)()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as exc:
-            self.report.failure, self.report.program = exc, self._last
-
-
-def _is_failure(error: BaseException | None) -> bool:
-    """Hypothesis leaves a program that it has seen enough of by an exception of its own."""
-    return error is not None and not type(error).__module__.startswith("hypothesis.")
+        except Finding as finding:
+            self.report.failure, self.report.program = finding.error, self._last
 
 
 @contextlib.contextmanager
