@@ -112,7 +112,7 @@ async def test_drain_is_bounded_though_the_worker_hangs(autojump_clock):
 async def test_a_request_that_is_preparing_survives_a_restart_while_draining(autojump_clock):
     """It was admitted before the drain: with `wait` it runs on the next incarnation."""
     async with (
-        simulated_engine(thread_passes=8, thread_threshold=0) as (engine, simulation),
+        simulated_engine(thread_passes=20, thread_threshold=0) as (engine, simulation),
         trio.open_nursery() as nursery,
     ):
         answers = []

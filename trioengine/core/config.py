@@ -70,7 +70,7 @@ class EngineConfig:
     startup_timeout: float = 120.0  # without progress while the worker loads
     step_timeout: float = 300.0  # one step longer than that is death
     unresponsive_timeout: float = 10.0  # no answer to a PING for that long is death
-    ping_interval: float = 2.0
+    ping_interval: float = 0.5  # from an answer to the next PING: silence is noticed after both together
     worker_shutdown_timeout: float = 5.0  # bounds the whole shutdown, the worker's end included
     restart_delays: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0)  # the last one repeats
     max_restarts: int = 10  # deaths without one finished request until the engine gives up
