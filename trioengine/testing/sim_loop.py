@@ -16,6 +16,7 @@ import traceback
 import zlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import hypothesis  # noqa: F401 -- its import makes trio sort runnable tasks before it shuffles them
@@ -25,6 +26,7 @@ from outcome import Outcome
 from trio._core import _run
 
 FIFO = (0,)
+_TRIO = str(Path(trio.__file__).parent)
 
 
 class Livelock(AssertionError):
@@ -160,4 +162,5 @@ def _tasks_below(nursery: trio.Nursery) -> list[trio.lowlevel.Task]:
 
 def _stack(task: trio.lowlevel.Task) -> str:
     frames = traceback.StackSummary.extract(iter(list(task.iter_await_frames())))
-    return "".join(frames.format())
+    ours = [frame for frame in frames if not frame.filename.startswith(_TRIO)]
+    return "".join(traceback.format_list(ours))

@@ -192,7 +192,7 @@ class EngineMachine(Environment):
     def _check(self) -> None:
         """What must hold whenever nothing can run."""
         self._raise_crash()
-        check_books(self.engine, self.holders, self.readers)
+        check_books(self.engine)
         for reader in self.readers:
             if reader.over and not reader.checked:
                 check_reader(reader, LIMITS.max_model_len)
@@ -201,7 +201,8 @@ class EngineMachine(Environment):
             check_holder(holder)
         worker = self.worker
         if worker is not None and worker.health is Health.WELL and self.engine.gate.power is Power.AWAKE:
-            check_worker(self.engine, worker, self.holders)
+            sessions = [holder.session for holder in self.holders if holder.session is not None]
+            check_worker(self.engine, worker, sessions)
 
 
 def _is_busy(holder: Holder) -> bool:

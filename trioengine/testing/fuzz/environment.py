@@ -93,10 +93,7 @@ class Environment(Machine):
     @recorded(rounds=st.integers(1, 8))
     def flow(self, rounds: int) -> None:
         """A little of everything, fairly."""
-        for _ in range(rounds):
-            self.loop.tick()
-            self._move()
-        self.loop.tick()
+        self._flow(rounds)
 
     @recorded()
     def settle(self) -> None:
@@ -146,6 +143,9 @@ class Environment(Machine):
     @recorded(way=st.sampled_from(OUTAGES))
     def outage(self, way: str) -> None:
         """The engine is told to stop everything, or its worker goes wrong."""
+        self._suffer(way)
+
+    def _suffer(self, way: str) -> None:
         worker = self.worker
         if way in WORKER_OUTAGES:
             self.harmed.append(worker)
@@ -243,6 +243,12 @@ class Environment(Machine):
         worker.receive()
         worker.turn()
         return moved
+
+    def _flow(self, rounds: int) -> None:
+        for _ in range(rounds):
+            self.loop.tick()
+            self._move()
+        self.loop.tick()
 
     def _settle(self) -> None:
         self.waited = 0.0

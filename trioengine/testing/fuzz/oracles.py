@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Completion
+from trioengine.actors.session import Session
 from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import FinishReason
 from trioengine.core.sampling_params import SamplingParams
@@ -18,7 +19,7 @@ from trioengine.text.chat_tokenizer import ChatTokenizer
 Turn = tuple[str, str]  # role and content
 
 
-def check_books(engine: Engine, holders: Sequence[Holder], readers: Sequence[Reader]) -> None:
+def check_books(engine: Engine) -> None:
     """At every moment: the counters balance, and nothing is counted twice or forgotten."""
     engine.gate.ledger.check()
 
@@ -36,7 +37,7 @@ def check_reader(reader: Reader, max_model_len: int) -> None:
         found, expected = repr(reader.error), repr(outcome.error)
         assert reader.error is None or found == expected, f"{found} instead of {expected}"
         return
-    prompt = _prompt_ids((*_committed_before(reader), ("user", reader.prompt)))
+    prompt = prompt_ids((*_committed_before(reader), ("user", reader.prompt)))
     _check_answer(generation.completion, prompt, reader.params, max_model_len)
 
 
@@ -59,9 +60,8 @@ def check_farewell(worker: SimulatedWorker) -> None:
     assert not worker.step_loop.sessions, f"sessions {set(worker.step_loop.sessions)} were never ended"
 
 
-def check_worker(engine: Engine, worker: SimulatedWorker, holders: Sequence[Holder]) -> None:
+def check_worker(engine: Engine, worker: SimulatedWorker, sessions: Sequence[Session]) -> None:
     """At rest with a healthy worker: both sides know the same sessions, and nothing is held that nobody uses."""
-    sessions = [holder.session for holder in holders if holder.session is not None]
     attached = {session.id for session in sessions if session.attached}
     there = set(worker.step_loop.sessions)
     left = [session for session in sessions if session.attached and session.end_cause is not None]
@@ -78,16 +78,16 @@ def check_worker(engine: Engine, worker: SimulatedWorker, holders: Sequence[Hold
 
 def _check_answer(completion: Completion, prompt: tuple[int, ...], params: SamplingParams, max_model_len: int) -> None:
     room = max_model_len - len(prompt)
-    reference = _reference(prompt, min(room, params.max_tokens or room), params.stop)
+    expected = reference(prompt, min(room, params.max_tokens or room), params.stop)
     ids, text = completion.token_ids, completion.text
     if completion.finish_reason is FinishReason.ABORT:
         assert isinstance(completion.cause, Cause), "an abort has a cause"
-        assert reference.token_ids[: len(ids)] == ids, f"{ids} is no part of the model's answer {reference.token_ids}"
-        assert reference.text.startswith(text), f"{text!r} is no part of the model's answer {reference.text!r}"
+        assert expected.token_ids[: len(ids)] == ids, f"{ids} is no part of the model's answer {expected.token_ids}"
+        assert expected.text.startswith(text), f"{text!r} is no part of the model's answer {expected.text!r}"
         return
-    assert ids == reference.token_ids, f"the answer is {ids}, the model's is {reference.token_ids}"
-    assert text == reference.text, f"the answer is {text!r}, the model's is {reference.text!r}"
-    assert completion.finish_reason is reference.finish_reason, f"{completion.finish_reason}, not {reference}"
+    assert ids == expected.token_ids, f"the answer is {ids}, the model's is {expected.token_ids}"
+    assert text == expected.text, f"the answer is {text!r}, the model's is {expected.text!r}"
+    assert completion.finish_reason is expected.finish_reason, f"{completion.finish_reason}, not {expected}"
     assert completion.cause is None, "only an abort has a cause"
     assert completion.usage.prompt_tokens == len(prompt), "the prompt was counted wrongly"
 
@@ -115,14 +115,14 @@ def _turns(reader: Reader) -> tuple[Turn, ...]:
 
 
 @lru_cache(maxsize=1 << 14)
-def _prompt_ids(turns: tuple[Turn, ...]) -> tuple[int, ...]:
+def prompt_ids(turns: tuple[Turn, ...]) -> tuple[int, ...]:
     """The whole conversation rendered and tokenized at once, which the engine never does."""
     model = toy_model()
     tokenizer = ChatTokenizer(model.tokenizer, model.chat_template)
     return tuple(tokenizer.apply_chat_template([{"role": role, "content": content} for role, content in turns]))
 
 
-class _Answer:
+class Answer:
     """What the model says."""
 
     def __init__(self, token_ids: tuple[int, ...], text: str, finish_reason: FinishReason) -> None:
@@ -130,12 +130,12 @@ class _Answer:
 
 
 @lru_cache(maxsize=1 << 14)
-def _reference(prompt: tuple[int, ...], max_tokens: int, stop: tuple[str, ...]) -> _Answer:
+def reference(prompt: tuple[int, ...], max_tokens: int, stop: tuple[str, ...]) -> Answer:
     ids = tuple(toy_answer(prompt, max_tokens))
     ended = ids[-1] == IM_END
     text = bytes(ids[:-1] if ended else ids).decode("ascii")  # a token is a character
     found = [(text.index(string) + len(string), text.index(string)) for string in stop if string in text]
     if found:
         taken, cut = min(found)
-        return _Answer(ids[:taken], text[:cut], FinishReason.STOP)
-    return _Answer(ids, text, FinishReason.STOP if ended else FinishReason.LENGTH)
+        return Answer(ids[:taken], text[:cut], FinishReason.STOP)
+    return Answer(ids, text, FinishReason.STOP if ended else FinishReason.LENGTH)

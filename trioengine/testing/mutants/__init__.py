@@ -9,12 +9,9 @@ from __future__ import annotations
 from trioengine.testing.mutants.gate import GATE_MUTANTS
 from trioengine.testing.mutants.link import LINK_MUTANTS
 from trioengine.testing.mutants.mutant import Mutant as Mutant
+from trioengine.testing.mutants.server import SERVER_MUTANTS
 from trioengine.testing.mutants.session import SESSION_MUTANTS
 from trioengine.testing.mutants.worker import WORKER_MUTANTS
 
-MUTANTS: dict[str, Mutant] = {
-    mutant.id: mutant
-    for mutant in sorted(
-        (*SESSION_MUTANTS, *GATE_MUTANTS, *LINK_MUTANTS, *WORKER_MUTANTS), key=lambda mutant: int(mutant.id[1:])
-    )
-}
+_ALL = (*SESSION_MUTANTS, *GATE_MUTANTS, *LINK_MUTANTS, *WORKER_MUTANTS, *SERVER_MUTANTS)
+MUTANTS: dict[str, Mutant] = {mutant.id: mutant for mutant in sorted(_ALL, key=lambda mutant: int(mutant.id[1:]))}

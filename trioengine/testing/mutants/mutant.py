@@ -12,11 +12,12 @@ from trioengine.core.lifecycle import SESSION_TRANSITIONS, Attachment, Event, Ph
 
 @dataclass(frozen=True)
 class Mutant:
-    """A bug: while `active()` is entered, it is there."""
+    """A bug: while `active()` is entered, it is there, and a machine of this name can find it."""
 
     id: str
     failure: str
     active: Callable[[], AbstractContextManager[None]]
+    machine: str = "EngineMachine"
 
 
 def replaced(owner: Any, name: str, mutate: Callable[[Any], Any]) -> Callable[[], AbstractContextManager[None]]:

@@ -1,0 +1,217 @@
+"""A server under hypothesis, as its clients have it: Realtime connections that talk, stall, break off and vanish."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import ExitStack
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition
+
+from trioengine.core.lifecycle import Power
+from trioengine.serve import front_door
+from trioengine.serve.realtime import connection, responder
+from trioengine.serve.server import Server
+from trioengine.testing.fuzz.callers import Call
+from trioengine.testing.fuzz.environment import LIMITS, WORKER_OUTAGES, Environment
+from trioengine.testing.fuzz.oracles import check_books, check_worker
+from trioengine.testing.fuzz.program import recorded
+from trioengine.testing.fuzz.realtime_client import RealtimeClient
+from trioengine.testing.mutants.mutant import replaced
+from trioengine.testing.simulated_client import Mood, SimulatedListener
+from trioengine.testing.simulated_worker import Health
+
+PROMPTS = ("a", "be", "<|im_end|>")
+WHICH = st.integers(0, 3)
+TOKENS = st.sampled_from((1, 3, 20))
+MAX_CLIENTS = 5
+OUTAGES = ("abort all", *WORKER_OUTAGES, "abort all", "starts fail", "abort all", "drain", "drain soon", "abort")
+
+
+class RealtimeMachine(Environment):
+    """Rules are what clients, and who runs the server, can do."""
+
+    horizon = 120.0  # past the timeouts of pings, of sending and of closing, one after the other
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._crashes = ExitStack()
+        for module in (front_door, connection, responder):
+            self._crashes.enter_context(replaced(module, "logger", functools.partial(_CrashLog, self.loop.crashes))())
+        self.clients: list[RealtimeClient] = []
+        self.listener = SimulatedListener()
+        self.server = Server(self.engine, max_connections=MAX_CLIENTS)
+        self.server_call = Call("server", functools.partial(self.server.run, [self.listener]), ())
+        self.loop.start_soon(self.server_call.run, name="server")
+
+    @recorded(
+        initialize, ready=st.sampled_from((True, True, True, False)), clients=st.integers(1, 3), turns=st.integers(0, 1)
+    )
+    def begin(self, ready: bool, clients: int, turns: int) -> None:
+        """Mostly from a server that is ready, with clients that have talked."""
+        if ready:
+            self._settle()
+        for _ in range(clients):
+            self._connect()
+        if ready:
+            self._settle()
+        for client in self.clients if ready else ():
+            for _ in range(turns):
+                client.say("a")
+                client.respond(1)
+                self._settle()
+
+    # ---- clients --------------------------------------------------------------------------------------------------
+
+    @recorded()
+    def connect(self) -> None:
+        self._connect()
+
+    @precondition(lambda self: self.speakers)
+    @recorded(which=WHICH, prompt=st.sampled_from(PROMPTS), max_tokens=TOKENS, rounds=st.integers(0, 14))
+    def ask(self, which: int, prompt: str, max_tokens: int, rounds: int) -> None:
+        """An item and a response, without waiting for an answer; how far they get is given."""
+        client = _pick(self.speakers, which)
+        client.say(prompt)
+        client.respond(max_tokens)
+        if rounds:
+            self._flow(rounds)
+
+    @precondition(lambda self: self.speakers)
+    @recorded(which=WHICH, what=st.sampled_from(("cancel", "respond", "say", "delete", "instruct", "odd", "ping")))
+    def send(self, which: int, what: str) -> None:
+        """One event, whatever is in progress."""
+        client = _pick(self.speakers, which)
+        match what:
+            case "cancel":
+                self._note_moment(client)
+                client.cancel()
+            case "respond":
+                client.respond(20)
+            case "say":
+                client.say("hi")
+            case "delete":
+                client.ask("conversation.item.delete", item_id=client.order[-1] if client.order else "none")
+            case "instruct":
+                client.ask("session.update", session={"type": "realtime", "instructions": "be"})
+            case "odd":
+                client.ask("conversation.fly")
+            case "ping":
+                client.ping()
+
+    @precondition(lambda self: self.clients)
+    @recorded(
+        which=WHICH,
+        how=st.sampled_from(("close", "hang up", "reset", "stall", "vanish", "read again", "garbage")),
+    )
+    def go(self, which: int, how: str) -> None:
+        """A client leaves, in one of the ways to leave, or reads no more for a while."""
+        client = _pick(self.clients, which)
+        self.rare.saw(f"{how} while {'a response is active' if client.response else 'no response is active'}")
+        match how:
+            case "close":
+                client.close()
+            case "hang up":
+                client.hang_up()
+            case "reset":
+                client.reset()
+            case "vanish":
+                client.vanish()
+            case "stall" if client.mood is Mood.WELL:
+                client.mood = Mood.STALLED
+            case "read again" if client.mood is Mood.STALLED:
+                client.mood = Mood.WELL
+            case "garbage" if client.can_send:
+                client.to_server.put(b"\xff" * 8)
+
+    @precondition(lambda self: self.clients)
+    @recorded(which=WHICH, to_server=st.integers(0, 400), to_client=st.integers(0, 400))
+    def carry(self, which: int, to_server: int, to_client: int) -> None:
+        """Bytes arrive at the server, and at the client."""
+        _pick(self.clients, which).carry(to_server=to_server, to_client=to_client)
+
+    @precondition(lambda self: self.in_use)
+    @recorded(way=st.sampled_from(OUTAGES))
+    def outage(self, way: str) -> None:
+        """The server is told to end, or everything to stop, or the worker goes wrong."""
+        match way:
+            case "abort":
+                self.server.abort()
+            case "drain" | "drain soon":
+                self._call("drain", lambda: self.server.drain(None if way == "drain" else 0.5), ())
+            case _:
+                self._suffer(way)
+
+    # ---- what the environment asks --------------------------------------------------------------------------------
+
+    @property
+    def in_use(self) -> bool:
+        return bool(self.clients)
+
+    @property
+    def speakers(self) -> list[RealtimeClient]:
+        """Those that can send, the latest first."""
+        return [client for client in self.clients[::-1] if client.can_send]
+
+    def _connect(self) -> None:
+        client = RealtimeClient(LIMITS.max_model_len)
+        self.clients.append(client)
+        self.listener.connect(client)
+
+    def _move(self) -> bool:
+        moved = super()._move()
+        for client in self.clients:
+            moved = client.moves or moved
+            client.carry(to_server=None, to_client=None)
+        return moved
+
+    def _check(self) -> None:
+        self._raise_crash()
+        check_books(self.engine)
+        for client in self.clients:
+            client.check_at_rest()
+        worker = self.worker
+        if worker is not None and worker.health is Health.WELL and self.engine.gate.power is Power.AWAKE:
+            check_worker(self.engine, worker, list(self.engine._sessions))
+            stuck = [client.response for client in self.clients if client.response and client.mood is Mood.WELL]
+            assert not stuck, f"responses {stuck} never end"
+
+    def _let_go(self) -> None:
+        for client in self.clients:
+            client.close()
+        self._run_out(lambda: all(client.stream.closed for client in self.clients), "connections never end")
+        left = [session for session in self.engine._sessions if session.end_cause is None]
+        assert not left, f"sessions without a client: {left}"
+        self._call("drain", lambda: self.server.drain(0.5), ())
+        self._run_out(lambda: self.server_call.over and not self.running_calls, "the server does not end")
+
+    def _close(self) -> None:
+        try:
+            super()._close()
+        finally:
+            self._crashes.close()
+
+    def _note_moment(self, client: RealtimeClient) -> None:
+        if client.response is not None:
+            self.rare.saw("a cancel crosses what the server sends" if len(client.to_client) else "a cancel")
+
+
+class _CrashLog:
+    """A logger of the server's; what it would log as an error is a finding."""
+
+    def __init__(self, crashes: list[Exception], logger: Any) -> None:
+        self._crashes = crashes
+
+    def info(self, *args: object) -> None:
+        """Nothing that is wrong."""
+
+    def error(self, message: str, *args: object, exc_info: Exception) -> None:
+        self._crashes.append(exc_info)
+
+    def exception(self, message: str, *args: object) -> None:
+        self._crashes.append(AssertionError(message % args))
+
+
+def _pick(clients: list[RealtimeClient], which: int) -> RealtimeClient:
+    return clients[which % len(clients)]

@@ -1,0 +1,57 @@
+"""Mutants of the server: what a client does to the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import trio
+from trio_websocket import WebSocketConnection
+
+from trioengine.serve.front_door import FrontDoor
+from trioengine.serve.realtime.outbox import Outbox
+from trioengine.testing.mutants.mutant import Mutant, replaced
+
+_sender: trio.lowlevel.RunVar[trio.Lock] = trio.lowlevel.RunVar("sender")
+
+
+class _InTurn:
+    """A WebSocket on which a message is sent when those before it, on any, are sent."""
+
+    def __init__(self, websocket: WebSocketConnection, lock: trio.Lock) -> None:
+        self._websocket = websocket
+        self._lock = lock
+
+    async def send_message(self, text: str) -> None:
+        async with self._lock:
+            await self._websocket.send_message(text)
+
+
+def _one_sender_for_all(send_to: Any) -> Any:
+    async def mutant(self: Outbox, websocket: WebSocketConnection) -> None:
+        try:
+            lock = _sender.get()
+        except LookupError:
+            _sender.set(lock := trio.Lock())
+        await send_to(self, _InTurn(websocket, lock))
+
+    return mutant
+
+
+def _let_errors_out(handle: Any) -> Any:
+    async def mutant(self: FrontDoor, stream: trio.abc.Stream, places: Any, serve: Any) -> None:
+        with places.take():
+            async with stream:
+                await serve(stream)
+
+    return mutant
+
+
+SERVER_MUTANTS = (
+    Mutant("F24", "a slow client stalls everyone", replaced(Outbox, "send_to", _one_sender_for_all), "RealtimeMachine"),
+    Mutant(
+        "F36",
+        "an abrupt close of a WebSocket crashes the server",
+        replaced(FrontDoor, "_handle", _let_errors_out),
+        "RealtimeMachine",
+    ),
+)
