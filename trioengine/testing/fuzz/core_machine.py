@@ -1,0 +1,392 @@
+"""The core alone under hypothesis: real tables, books and connections, with bytes on their way; no trio, no engine.
+
+The machine does what the table says, as the actors do. Beside it stand two models, of a session and of a worker. They
+know facts (committed, given up, what was said) and no phase, so that they do not err with the table.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition
+
+from trioengine.core import messages
+from trioengine.core.config import WorkerConfig
+from trioengine.core.connection import Connection, Role
+from trioengine.core.ledger import Ledger, Stand
+from trioengine.core.lifecycle import Action, Attachment, Event, SessionLifecycle
+from trioengine.core.messages import FinishReason, Message, TokensRow, token_ids
+from trioengine.core.sampling_params import SamplingParams
+from trioengine.testing.fuzz.machine import Machine
+from trioengine.testing.fuzz.program import recorded
+
+T = TypeVar("T")
+Settlement: TypeAlias = tuple[Action, FinishReason]  # how the table settles, and what the books call it
+
+ABORTED = Action.SETTLE_ABORTED, FinishReason.ABORT
+REFUSED = Action.SETTLE_REFUSED, FinishReason.ERROR
+LOST = Action.SETTLE_LOST, FinishReason.ERROR
+SETTLEMENTS = {settlement[0]: settlement for settlement in (ABORTED, REFUSED, LOST)}
+
+SESSION_SLOTS = 3
+WHICH = st.integers(0, 3)
+CONFIGURE = messages.Configure(WorkerConfig("model"))
+READY = messages.Ready("model", "cpu", "float32", vocab_size=8, max_model_len=64, kv_blocks_total=0, block_size=8)
+PARAMS = SamplingParams(max_tokens=8, seed=0)
+USAGE = messages.Usage(0, 0, 0)
+STATISTICS = messages.WorkerStatistics(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
+@dataclass
+class ModelSession:
+    """A session, and what must be true of it; `freed` and `settled` are what the table does."""
+
+    id: int
+    lifecycle: SessionLifecycle = field(default_factory=SessionLifecycle)
+    ended: bool = False
+    held: bool = False  # committed since the last death, and SESSION_ENDED has not arrived
+    freed: int = 0
+    request: int = 0  # the latest
+    in_flight: bool = False  # its slot is taken
+    stand: Stand = Stand.PREPARING
+    given_up: bool = False  # aborted, or the session ended
+    due: list[Settlement] = field(default_factory=list)  # of each request that is over
+    settled: list[Settlement] = field(default_factory=list)
+
+    @property
+    def preparing(self) -> bool:
+        return self.in_flight and self.stand is Stand.PREPARING
+
+    @property
+    def running(self) -> int | None:
+        """The request that the worker has, or will have."""
+        return self.request if self.in_flight and not self.preparing else None
+
+    def begin(self, request: int) -> None:
+        self.request, self.in_flight, self.stand, self.given_up = request, True, Stand.PREPARING, False
+
+    def learn(self, event: Event, said: Settlement | None) -> None:
+        """A request is over by what is said of it, or when nobody is left who could say something."""
+        self.ended |= event is Event.END
+        self.held = event is Event.COMMIT or (self.held and event not in (Event.SESSION_ENDED, Event.WORKER_LOST))
+        self.given_up |= event in (Event.ABORT, Event.END)
+        if said is None and (self.given_up if self.preparing else not self.held):
+            said = ABORTED if self.given_up else LOST
+        if self.in_flight and said is not None:
+            self.in_flight = False
+            self.due.append(said)
+
+
+class ModelWorker:
+    """What the protocol makes of a worker: the sessions that it holds, each with its request or None."""
+
+    def __init__(self) -> None:
+        self.requests: dict[int, int | None] = {}
+
+    def handle(self, message: Message) -> Message | None:
+        """The answer, if there is one."""
+        match message:
+            case messages.Configure():
+                return READY
+            case messages.Audit(audit):
+                return messages.Audited(audit, tuple(self.requests), (), 0, 0, 0, 0)
+            case messages.AddSession(session) if session not in self.requests:
+                self.requests[session] = None
+            case messages.AddMessage(session, request) if self.requests.get(session, request) is None:
+                self.requests[session] = request
+            case messages.StopSession(session, request) if session in self.requests:
+                if self.requests[session] == request:
+                    self.requests[session] = None
+                    return _row(session, request, FinishReason.ABORT)
+            case messages.EndSession(session) if session in self.requests:
+                del self.requests[session]
+                return messages.SessionEnded(session)
+            case _:
+                raise AssertionError(f"the engine broke the protocol: {message}")
+        return None
+
+
+class CoreMachine(Machine):
+    """Rules are what callers, the worker and its pipe can do; the models say which are legal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+        self.sessions: list[ModelSession] = []
+        self.last_id = 0
+        self.sent = 0  # crc32 of all that was written
+        self._start_worker()
+        self.rare.begin()
+
+    @property
+    def checksum(self) -> str:
+        return f"{self.sent:08x}"
+
+    # ---- callers --------------------------------------------------------------------------------------------------
+
+    @recorded(initialize, sessions=st.integers(1, SESSION_SLOTS), turns=st.integers(0, 2))
+    def begin(self, sessions: int, turns: int) -> None:
+        """Mostly with sessions that the worker knows already."""
+        for _ in range(sessions):
+            self._open()
+            for _ in range(turns):
+                self._reserve(self.sessions[-1])
+                self._commit(self.sessions[-1])
+                self._move_all()
+                self._generate(*self._running[-1], "last row")
+                self._move_all()
+
+    @precondition(lambda self: self.ledger.sessions < SESSION_SLOTS)
+    @recorded()
+    def open(self) -> None:
+        self._open()
+
+    @precondition(lambda self: self._idle)
+    @recorded(which=WHICH, commit=st.booleans())
+    def reserve(self, which: int, commit: bool) -> None:
+        session = _pick(self._idle, which)
+        self._reserve(session)
+        if commit:
+            self._commit(session)
+
+    @precondition(lambda self: self._preparing)
+    @recorded(which=WHICH)
+    def commit(self, which: int) -> None:
+        self._commit(_pick(self._preparing, which))
+
+    @precondition(lambda self: self._preparing)
+    @recorded(which=WHICH)
+    def refuse(self, which: int) -> None:
+        self._apply(_pick(self._preparing, which), Event.REFUSE, REFUSED)
+
+    @precondition(lambda self: self.sessions)
+    @recorded(which=WHICH)
+    def abort(self, which: int) -> None:
+        self._apply(_pick(self._any, which), Event.ABORT)
+
+    @precondition(lambda self: self.sessions)
+    @recorded(which=WHICH)
+    def end(self, which: int) -> None:
+        self._apply(_pick(self._any, which), Event.END)
+
+    # ---- the worker and its pipe ----------------------------------------------------------------------------------
+
+    @precondition(lambda self: self._running)
+    @recorded(which=WHICH, what=st.sampled_from(("last row", "failure", "row")))
+    def generate(self, which: int, what: str) -> None:
+        """The worker says something of a request that it runs."""
+        self._generate(*_pick(self._running, which), what)
+
+    @recorded(way=st.sampled_from(("down", "up")), count=st.integers(1, 300))
+    def move(self, way: str, count: int) -> None:
+        """So many bytes arrive, at the worker or at the engine."""
+        self._move(way, count)
+
+    @recorded()
+    def settle(self) -> None:
+        """Until no byte is on its way."""
+        self._move_all()
+        self._check_rest()
+
+    @recorded()
+    def audit(self) -> None:
+        """The worker is asked what it holds: what is posted now, whatever is still on its way."""
+        self.audits[self._mint()] = {session.id for session in self.sessions if session.held and not session.ended}
+        self._send("down", messages.Audit(self.last_id))
+
+    @precondition(lambda self: any(session.held for session in self.sessions))
+    @recorded()
+    def die(self) -> None:
+        """All bytes on their way are lost; the next incarnation is ready."""
+        if self.wires["down"]:
+            self.rare.saw("a worker dies with bytes on their way to it")
+        if self.engine_end.has_partial_frame:
+            self.rare.saw("a worker's last frame is torn")
+        self._start_worker()
+        for session in self.sessions:
+            self._apply(session, Event.WORKER_LOST)
+
+    def teardown(self) -> None:
+        try:
+            for session in self.sessions:
+                self._apply(session, Event.END)
+            self._move_all()
+            self._check_rest()
+            left = (len(self.worker.requests), self.ledger.in_flight, self.ledger.sessions)
+            assert left == (0, 0, 0), f"left are sessions on the worker, request slots, session slots: {left}"
+        finally:
+            self.rare.end()
+
+    # ---- who can be chosen ----------------------------------------------------------------------------------------
+
+    @property
+    def _idle(self) -> list[ModelSession]:
+        return [session for session in self.sessions if not session.in_flight and not session.ended]
+
+    @property
+    def _preparing(self) -> list[ModelSession]:
+        return [session for session in self.sessions if session.preparing]
+
+    @property
+    def _any(self) -> list[ModelSession]:
+        """Those with a slot, and one that is gone."""
+        return sorted(self.sessions, key=lambda session: session.freed)[: self.ledger.sessions + 1]
+
+    @property
+    def _running(self) -> list[tuple[int, int]]:
+        return [(session, request) for session, request in self.worker.requests.items() if request is not None]
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self.ledger.open_session()
+        self.sessions.append(ModelSession(self._mint()))
+        self._check()
+
+    def _reserve(self, session: ModelSession) -> None:
+        self.ledger.receive()
+        session.begin(self._mint())
+        self._apply(session, Event.RESERVE)
+
+    def _commit(self, session: ModelSession) -> None:
+        self._stand(session, Stand.WAITING)
+        self._apply(session, Event.COMMIT)
+
+    def _generate(self, session: int, request: int, what: str) -> None:
+        if what != "row":
+            self.worker.requests[session] = None
+        if what == "failure":
+            self._send("up", messages.RequestFailed(session, request, "code", "message"))
+        else:
+            self._send("up", _row(session, request, FinishReason.STOP if what == "last row" else None))
+
+    def _mint(self) -> int:
+        self.last_id += 1
+        return self.last_id
+
+    # ---- bytes ----------------------------------------------------------------------------------------------------
+
+    def _start_worker(self) -> None:
+        self.engine_end, self.worker_end = Connection(Role.ENGINE), Connection(Role.WORKER)
+        self.wires = {"down": bytearray(), "up": bytearray()}
+        self.worker = ModelWorker()
+        self.audits: dict[int, set[int]] = {}  # what each must find
+        self._send("down", CONFIGURE)
+        self._move_all()
+
+    def _send(self, way: str, message: Message) -> None:
+        data = (self.engine_end if way == "down" else self.worker_end).send(message)
+        self.sent = zlib.crc32(data, self.sent)
+        self.wires[way] += data
+
+    def _move_all(self) -> None:
+        while self.wires["down"] or self.wires["up"]:
+            self._move("down")
+            self._move("up")
+
+    def _move(self, way: str, count: int | None = None) -> None:
+        wire, end = self.wires[way], self.worker_end if way == "down" else self.engine_end
+        end.receive_data(wire[:count])
+        del wire[:count]
+        while (message := end.next_message()) is not None:
+            if way == "up":
+                self._hear(message)
+            elif (answer := self.worker.handle(message)) is not None:
+                self._send("up", answer)
+
+    def _hear(self, message: Message) -> None:
+        match message:
+            case messages.Tokens((row,)):
+                self._hear_row(self._session(row.session), row)
+            case messages.RequestFailed(session):
+                self._apply(self._session(session), Event.FINISH, (Action.SETTLE_AS_REPORTED, FinishReason.ERROR))
+            case messages.SessionEnded(session):
+                self._apply(self._session(session), Event.SESSION_ENDED)
+            case messages.Audited(audit, sessions):
+                expected = self.audits.pop(audit)
+                assert set(sessions) == expected, f"the worker holds {set(sessions)}, audited for {expected}"
+
+    def _hear_row(self, session: ModelSession, row: TokensRow) -> None:
+        assert session.in_flight and session.request == row.request, f"{row}, and its slot is not taken: {session}"
+        self._stand(session, Stand.RUNNING)
+        if row.finish_reason is FinishReason.STOP and session.given_up:
+            self.rare.saw("an end crosses the finish" if session.ended else "a stop crosses the finish")
+        if row.finish_reason is not None:
+            self._apply(session, Event.FINISH, (Action.SETTLE_AS_REPORTED, row.finish_reason))
+
+    def _session(self, id: int) -> ModelSession:
+        return next(session for session in self.sessions if session.id == id)
+
+    # ---- what the table says, and what must be true ---------------------------------------------------------------
+
+    def _apply(self, session: ModelSession, event: Event, said: Settlement | None = None) -> None:
+        session.learn(event, said)
+        for action in session.lifecycle.apply(event):
+            self._do(action, session, said)
+        self._check()
+
+    def _do(self, action: Action, session: ModelSession, said: Settlement | None) -> None:
+        match action:
+            case Action.POST_ADD_SESSION:
+                self._send("down", messages.AddSession(session.id))
+            case Action.POST_ADD_MESSAGE:
+                self._send("down", messages.AddMessage(session.id, session.request, 0, token_ids((1,)), PARAMS, ()))
+            case Action.POST_STOP_SESSION:
+                self._send("down", messages.StopSession(session.id, session.request))
+            case Action.POST_END_SESSION:
+                self._send("down", messages.EndSession(session.id))
+            case Action.FREE_SESSION:
+                assert session.id not in self.worker.requests, f"freed, and on the worker: {session}"
+                session.freed += 1
+                self.ledger.free_session()
+            case _:
+                settlement = SETTLEMENTS.get(action, said)
+                assert settlement is not None, f"{action.value}, and nothing was: {session}"
+                session.settled.append(settlement)
+                self.ledger.settle(session.stand, settlement[1])
+
+    def _stand(self, session: ModelSession, stand: Stand) -> None:
+        self.ledger.move(session.stand, stand)
+        session.stand = stand
+
+    def _check(self) -> None:
+        """After every event."""
+        ledger, sessions = self.ledger, self.sessions
+        ledger.check()
+        for session in sessions:
+            assert session.settled == session.due, f"settled too early, too late or wrongly: {session}"
+            assert session.freed == (session.ended and not session.held), (
+                f"freed too early, too late or twice: {session}"
+            )
+        stands = Counter(session.stand for session in sessions if session.in_flight)
+        reasons = Counter(reason for session in sessions for _, reason in session.due)
+        due = [stands[stand] for stand in Stand]
+        due += [reasons[FinishReason.STOP], reasons[FinishReason.ABORT], reasons[FinishReason.ERROR]]
+        books = [ledger.preparing, ledger.waiting, ledger.running, ledger.finished, ledger.aborted, ledger.failed]
+        assert books == due, f"the books say {books} of requests, due is {due}"
+        slots = sum(not session.freed for session in sessions)
+        assert ledger.sessions == slots, f"{ledger.sessions} session slots are taken, by {slots} sessions"
+
+    def _check_rest(self) -> None:
+        """With nothing on its way, nobody waits for what nobody will do, and all know the same sessions."""
+        for session in self.sessions:
+            assert not (session.ended and session.held), f"ended, and the worker is not told: {session}"
+            assert not (session.in_flight and session.given_up), f"given up, and the worker is not told: {session}"
+        held = {session.id: session.running for session in self.sessions if session.held}
+        attached = {session.id for session in self.sessions if session.lifecycle.attachment is Attachment.ATTACHED}
+        assert self.worker.requests == held, f"the worker holds {self.worker.requests}, it must hold {held}"
+        assert attached == self.engine_end.sessions == self.worker_end.sessions == set(held), f"attached: {attached}"
+        assert not self.audits, f"not answered: {self.audits}"
+
+
+def _pick(candidates: list[T], which: int) -> T:
+    return candidates[which % len(candidates)]
+
+
+def _row(session: int, request: int, finish_reason: FinishReason | None) -> Message:
+    ids = token_ids(() if finish_reason is FinishReason.ABORT else (2,))
+    return messages.Tokens((TokensRow(session, request, ids, None, finish_reason, USAGE),), STATISTICS)
