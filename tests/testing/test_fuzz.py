@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from trioengine.testing.fuzz.engine_machine import EngineMachine
+from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.program import Program, replay
 from trioengine.testing.fuzz.rare import TABLE_STATES
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
@@ -53,10 +54,10 @@ def test_every_transition_is_taken(report):
 def test_each_mutant_is_found(mutant):
     """By one seed, and not shrunk; the same program without the mutant is harmless."""
     with silence(), mutant.active():
-        report = Fuzzer(EngineMachine, PROFILES["quick"], 0, shrink=False).run(examples=PROGRAMS_A_MUTANT)
+        report = Fuzzer(MACHINES[mutant.machine], PROFILES["quick"], 0, shrink=False).run(examples=PROGRAMS_A_MUTANT)
     assert report.failure is not None, f"{mutant.failure}: not found in {report.programs} programs"
     with silence():
-        replay(EngineMachine(), Program.from_json(report.program.to_json()))
+        replay(MACHINES[mutant.machine](), Program.from_json(report.program.to_json()))
 
 
 PROGRAM = Program(
@@ -79,6 +80,7 @@ PROGRAM = Program(
 RUN = """
 import sys
 from trioengine.testing.fuzz.engine_machine import EngineMachine
+from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.program import Program, replay
 machine = EngineMachine()
 replay(machine, Program.from_json(sys.stdin.read()))

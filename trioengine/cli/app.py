@@ -200,6 +200,7 @@ def fuzz(
     mutants: Annotated[bool, typer.Option("--mutants", help="Hunt every mutant, and print a table.")] = False,
     seeds: Annotated[int, typer.Option(min=1, help="With --mutants: how many seeds for each.")] = 8,
     replay: Annotated[Path | None, typer.Option(help="Run the program in this file again.")] = None,
+    machine: Annotated[str | None, typer.Option(help="Only this one: engine, realtime or core.")] = None,
     keep: Annotated[Path, typer.Option(help="Where the program that failed is kept.")] = Path("fuzz-failure.json"),
 ) -> int:
     """Look for a program that breaks the engine's promises, on a simulated worker; exit code 1 if there is one."""
@@ -214,4 +215,12 @@ def fuzz(
         return fuzzing.mutants(seeds=seeds, profile=profile)
     if replay is not None:
         return fuzzing.replay_file(replay, mutant)
-    return fuzzing.fuzz(seconds=seconds, examples=examples, seed=seed, profile=profile, mutant=mutant, keep=keep)
+    return fuzzing.fuzz(
+        seconds=seconds,
+        examples=examples,
+        seed=seed,
+        profile=profile,
+        machine=machine,
+        mutant=mutant,
+        keep=keep,
+    )

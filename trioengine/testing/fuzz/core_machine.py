@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
@@ -18,96 +17,19 @@ from trioengine.core import messages
 from trioengine.core.config import WorkerConfig
 from trioengine.core.connection import Connection, Role
 from trioengine.core.ledger import Ledger, Stand
-from trioengine.core.lifecycle import Action, Attachment, Event, SessionLifecycle
+from trioengine.core.lifecycle import Action, Attachment, Event
 from trioengine.core.messages import FinishReason, Message, TokensRow, token_ids
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.testing.fuzz.core_model import REFUSED, SETTLEMENTS, ModelSession, ModelWorker, Settlement, row_of
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.program import recorded
 
 T = TypeVar("T")
-Settlement: TypeAlias = tuple[Action, FinishReason]  # how the table settles, and what the books call it
-
-ABORTED = Action.SETTLE_ABORTED, FinishReason.ABORT
-REFUSED = Action.SETTLE_REFUSED, FinishReason.ERROR
-LOST = Action.SETTLE_LOST, FinishReason.ERROR
-SETTLEMENTS = {settlement[0]: settlement for settlement in (ABORTED, REFUSED, LOST)}
 
 SESSION_SLOTS = 3
 WHICH = st.integers(0, 3)
 CONFIGURE = messages.Configure(WorkerConfig("model"))
-READY = messages.Ready("model", "cpu", "float32", vocab_size=8, max_model_len=64, kv_blocks_total=0, block_size=8)
 PARAMS = SamplingParams(max_tokens=8, seed=0)
-USAGE = messages.Usage(0, 0, 0)
-STATISTICS = messages.WorkerStatistics(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-
-
-@dataclass
-class ModelSession:
-    """A session, and what must be true of it; `freed` and `settled` are what the table does."""
-
-    id: int
-    lifecycle: SessionLifecycle = field(default_factory=SessionLifecycle)
-    ended: bool = False
-    held: bool = False  # committed since the last death, and SESSION_ENDED has not arrived
-    freed: int = 0
-    request: int = 0  # the latest
-    in_flight: bool = False  # its slot is taken
-    stand: Stand = Stand.PREPARING
-    given_up: bool = False  # aborted, or the session ended
-    due: list[Settlement] = field(default_factory=list)  # of each request that is over
-    settled: list[Settlement] = field(default_factory=list)
-
-    @property
-    def preparing(self) -> bool:
-        return self.in_flight and self.stand is Stand.PREPARING
-
-    @property
-    def running(self) -> int | None:
-        """The request that the worker has, or will have."""
-        return self.request if self.in_flight and not self.preparing else None
-
-    def begin(self, request: int) -> None:
-        self.request, self.in_flight, self.stand, self.given_up = request, True, Stand.PREPARING, False
-
-    def learn(self, event: Event, said: Settlement | None) -> None:
-        """A request is over by what is said of it, or when nobody is left who could say something."""
-        self.ended |= event is Event.END
-        self.held = event is Event.COMMIT or (self.held and event not in (Event.SESSION_ENDED, Event.WORKER_LOST))
-        self.given_up |= event in (Event.ABORT, Event.END)
-        if said is None and (self.given_up if self.preparing else not self.held):
-            said = ABORTED if self.given_up else LOST
-        if self.in_flight and said is not None:
-            self.in_flight = False
-            self.due.append(said)
-
-
-class ModelWorker:
-    """What the protocol makes of a worker: the sessions that it holds, each with its request or None."""
-
-    def __init__(self) -> None:
-        self.requests: dict[int, int | None] = {}
-
-    def handle(self, message: Message) -> Message | None:
-        """The answer, if there is one."""
-        match message:
-            case messages.Configure():
-                return READY
-            case messages.Audit(audit):
-                return messages.Audited(audit, tuple(self.requests), (), 0, 0, 0, 0)
-            case messages.AddSession(session) if session not in self.requests:
-                self.requests[session] = None
-            case messages.AddMessage(session, request) if self.requests.get(session, request) is None:
-                self.requests[session] = request
-            case messages.StopSession(session, request) if session in self.requests:
-                if self.requests[session] == request:
-                    self.requests[session] = None
-                    return _row(session, request, FinishReason.ABORT)
-            case messages.EndSession(session) if session in self.requests:
-                del self.requests[session]
-                return messages.SessionEnded(session)
-            case _:
-                raise AssertionError(f"the engine broke the protocol: {message}")
-        return None
 
 
 class CoreMachine(Machine):
@@ -120,7 +42,6 @@ class CoreMachine(Machine):
         self.last_id = 0
         self.sent = 0  # crc32 of all that was written
         self._start_worker()
-        self.rare.begin()
 
     @property
     def checksum(self) -> str:
@@ -210,16 +131,13 @@ class CoreMachine(Machine):
         for session in self.sessions:
             self._apply(session, Event.WORKER_LOST)
 
-    def teardown(self) -> None:
-        try:
-            for session in self.sessions:
-                self._apply(session, Event.END)
-            self._move_all()
-            self._check_rest()
-            left = (len(self.worker.requests), self.ledger.in_flight, self.ledger.sessions)
-            assert left == (0, 0, 0), f"left are sessions on the worker, request slots, session slots: {left}"
-        finally:
-            self.rare.end()
+    def _finish(self) -> None:
+        for session in self.sessions:
+            self._apply(session, Event.END)
+        self._move_all()
+        self._check_rest()
+        left = (len(self.worker.requests), self.ledger.in_flight, self.ledger.sessions)
+        assert left == (0, 0, 0), f"left are sessions on the worker, request slots, session slots: {left}"
 
     # ---- who can be chosen ----------------------------------------------------------------------------------------
 
@@ -262,7 +180,7 @@ class CoreMachine(Machine):
         if what == "failure":
             self._send("up", messages.RequestFailed(session, request, "code", "message"))
         else:
-            self._send("up", _row(session, request, FinishReason.STOP if what == "last row" else None))
+            self._send("up", row_of(session, request, FinishReason.STOP if what == "last row" else None))
 
     def _mint(self) -> int:
         self.last_id += 1
@@ -385,8 +303,3 @@ class CoreMachine(Machine):
 
 def _pick(candidates: list[T], which: int) -> T:
     return candidates[which % len(candidates)]
-
-
-def _row(session: int, request: int, finish_reason: FinishReason | None) -> Message:
-    ids = token_ids(() if finish_reason is FinishReason.ABORT else (2,))
-    return messages.Tokens((TokensRow(session, request, ids, None, finish_reason, USAGE),), STATISTICS)

@@ -57,7 +57,6 @@ class Environment(Machine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rare.begin()
         self.loop = SimLoop()
         self.simulation = Simulation(limits=LIMITS, thread_threshold=0)
         self.engine = Engine(CONFIG, ports=self.simulation.ports)
@@ -181,7 +180,6 @@ class Environment(Machine):
             for state in ("num_preemptions", "prefix_cache_hits"):
                 if getattr(statistics, state):
                     self.rare.saw(state.replace("_", " "))
-        self.rare.end()
         self.loop.close()
         self._raise_crash()
 

@@ -26,6 +26,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.program = Program(type(self).__name__)
         self.rare = Rare()
+        self.rare.begin()
         self.finding: Finding | None = None
 
     # ---- for machines ---------------------------------------------------------------------------------------------
@@ -54,12 +55,13 @@ class Machine(RuleBasedStateMachine):
         self._report()
 
     def teardown(self) -> None:
-        if self.finding is not None:
-            self._try(self._close)
-            return
-        self._try(self._finish)
+        is_new = self.finding is None  # else it was reported by the rule that found it
+        if is_new:
+            self._try(self._finish)
         self._try(self._close)
-        self._report()
+        self.rare.end()
+        if is_new:
+            self._report()
 
     def _try(self, step: Callable[[], None]) -> None:
         try:

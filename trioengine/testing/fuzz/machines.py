@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from trioengine.testing.fuzz.core_machine import CoreMachine
 from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.realtime_machine import RealtimeMachine
 
-MACHINES: dict[str, type[Machine]] = {machine.__name__: machine for machine in (EngineMachine, RealtimeMachine)}
+_ALL: tuple[type[Machine], ...] = (EngineMachine, RealtimeMachine, CoreMachine)
+MACHINES = {machine.__name__: machine for machine in _ALL}

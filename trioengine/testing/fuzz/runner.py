@@ -34,6 +34,7 @@ PROFILES = {"quick": Profile(steps=30), "deep": Profile(steps=80)}
 class Report:
     """What a run did; `failure` and `program` are set when it found something."""
 
+    machine: str
     seed: int
     programs: int = 0
     passes: int = 0
@@ -60,7 +61,7 @@ class Fuzzer:
         *,
         shrink: bool = True,
     ) -> None:
-        self.report = Report(seed)
+        self.report = Report(machine.__name__, seed)
         self._phases = (Phase.generate, Phase.shrink) if shrink else (Phase.generate,)
         self._profile = profile
         self._progress = progress
