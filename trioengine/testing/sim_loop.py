@@ -45,7 +45,7 @@ class SimLoop(trio.abc.Instrument):
         self._todo: deque[Callable[[], object]] = deque()
         self._picks = _Picks()
         self._keeper: trio.lowlevel.Task | None = None
-        self._keeping = trio.CancelScope(shield=True)
+        self._keeping = True
         self._outcome: Outcome[None] | None = None
         self._random, _run._r = _run._r, self._picks  # type: ignore[assignment]
         trio.lowlevel.start_guest_run(
@@ -71,9 +71,8 @@ class SimLoop(trio.abc.Instrument):
     async def _root(self) -> None:
         async with trio.open_nursery() as self.nursery:
             self._keeper = trio.lowlevel.current_task()
-            with self._keeping:
-                while True:
-                    await trio.lowlevel.checkpoint()
+            while self._keeping:
+                await trio.lowlevel.cancel_shielded_checkpoint()
 
     def before_task_step(self, task: trio.lowlevel.Task) -> None:
         if task is not self._keeper:
@@ -129,7 +128,7 @@ class SimLoop(trio.abc.Instrument):
                 if self._outcome is not None:
                     return
                 if self.idle:
-                    self._keeping.cancel()
+                    self._keeping = False
                 elif 0.0 < self.seconds_to_next_deadline() < math.inf:
                     self.clock.jump(self.seconds_to_next_deadline())
                 self._pass()

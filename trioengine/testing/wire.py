@@ -34,10 +34,10 @@ class Wire:
 
     def move(self, count: int | None = None) -> None:
         """Let so many bytes arrive, or all."""
-        data = bytes(self._bytes[:count])
-        del self._bytes[:count]
-        self._moved.set()
-        if data:
+        if self._bytes:
+            data = bytes(self._bytes[:count])
+            del self._bytes[:count]
+            self._moved.set()
             self._arrive(data)
 
     def cut(self) -> None:

@@ -131,8 +131,8 @@ class Answer:
 
 @lru_cache(maxsize=1 << 14)
 def reference(prompt: tuple[int, ...], max_tokens: int, stop: tuple[str, ...]) -> Answer:
-    ids = tuple(toy_answer(prompt, max_tokens))
-    ended = ids[-1] == IM_END
+    ids = tuple(toy_answer(prompt, max(max_tokens, 0)))  # a prompt may be longer than the context
+    ended = ids[-1:] == (IM_END,)
     text = bytes(ids[:-1] if ended else ids).decode("ascii")  # a token is a character
     found = [(text.index(string) + len(string), text.index(string)) for string in stop if string in text]
     if found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import time
 from collections import Counter
@@ -18,6 +19,7 @@ from trioengine.testing.fuzz.machine import Finding, Machine
 from trioengine.testing.fuzz.program import Program
 
 BATCH = 200  # programs between two looks at the clock
+COLLECT_AFTER = 20_000  # objects
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,10 @@ class Fuzzer:
     def run(self, *, examples: int | None = None, seconds: float | None = None) -> Report:
         """Until something is found, or so many programs or seconds are over; shrinking may take longer."""
         sow(self.report.seed)
-        while self.report.failure is None and not self._is_over(examples, seconds):
-            count = BATCH if examples is None else min(BATCH, examples - self.report.programs)
-            self._run_batch(count)
+        with _fewer_collections():
+            while self.report.failure is None and not self._is_over(examples, seconds):
+                count = BATCH if examples is None else min(BATCH, examples - self.report.programs)
+                self._run_batch(count)
         self.report.seconds = time.monotonic() - self._began
         return self.report
 
@@ -128,6 +131,20 @@ class Fuzzer:
             hypothesis.seed(self.report.seed)(test)()
         except Finding as finding:
             self.report.failure, self.report.program = finding.error, self._last
+
+
+@contextlib.contextmanager
+def _fewer_collections() -> Iterator[None]:
+    """A program leaves little garbage that is cyclic; looking for it all the time costs a sixth of the rate."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 @contextlib.contextmanager
