@@ -1,9 +1,11 @@
 """The test kit: a simulated worker under the real engine, for tests of programs that embed trioengine.
 
-async def test_my_program(autojump_clock):
-    async with simulated_engine() as (engine, simulation):
-        completion = await engine.generate("hello")
-        assert completion.text == simulation.reference(...)
+    async def test_my_program(autojump_clock):
+        async with simulated_engine() as (engine, simulation):
+            completion = await engine.generate([7, 8, 9], SamplingParams(max_tokens=5, ignore_eos=True))
+            assert list(completion.token_ids) == toy_answer([7, 8, 9], 5, ignore_eos=True)
+
+The fuzzer, `trioengine.testing.fuzz`, needs the extra `fuzz`.
 """
 
 from trioengine.testing.simulated_worker import SimulatedWorker as SimulatedWorker
