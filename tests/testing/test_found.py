@@ -3,6 +3,7 @@
 import pytest
 
 from trioengine.testing.fuzz.engine_machine import EngineMachine
+from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.program import Program, replay
 from trioengine.testing.fuzz.runner import silence
 
@@ -47,8 +48,41 @@ FOUND = {
     ],
 }
 
+SECONDS = (*[0.2] * 15, 1.0, *[0.2] * 6, 1.0, *[0.2] * 4, 1.0, *[0.2] * 5, 1.0)
+FALSE_ALARMS = {
+    "requests of a session are admitted in another order than they were started": (
+        "EngineMachine",
+        [
+            BEGIN,
+            *[("advance", {"seconds": seconds}) for seconds in SECONDS],
+            *[("open", {"wait": False})] * 2,
+            ("advance", {"seconds": 0.2}),
+            ("flow", {"rounds": 8}),
+            ("advance", {"seconds": 0.2}),
+            *[("ask", {"which": which, "max_tokens": 1}) for which in (0, 2, 0, 0)],
+            ("tick", {"passes": 1, "order": 2}),
+        ],
+    ),
+    "no bytes arrive, and wake who waits for some": (
+        "RealtimeMachine",
+        [
+            ("begin", {"ready": True, "clients": 1, "turns": 0}),
+            ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 0}),
+            ("carry", {"which": 0, "to_server": 0, "to_client": 0}),
+            ("settle", {}),
+        ],
+    ),
+}
+
 
 @pytest.mark.parametrize("steps", FOUND.values(), ids=FOUND)
 def test_what_was_found_once(steps):
     with silence():
         replay(EngineMachine(), Program("EngineMachine", steps))
+
+
+@pytest.mark.parametrize(("machine", "steps"), FALSE_ALARMS.values(), ids=FALSE_ALARMS)
+def test_what_was_no_bug(machine, steps):
+    """Programs that a machine once complained of, and should not have."""
+    with silence():
+        replay(MACHINES[machine](), Program(machine, steps))

@@ -34,7 +34,7 @@ class Wire:
 
     def move(self, count: int | None = None) -> None:
         """Let so many bytes arrive, or all."""
-        if self._bytes:
+        if self._bytes and count != 0:
             data = bytes(self._bytes[:count])
             del self._bytes[:count]
             self._moved.set()

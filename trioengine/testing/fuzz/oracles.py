@@ -93,12 +93,17 @@ def _check_answer(completion: Completion, prompt: tuple[int, ...], params: Sampl
 
 
 def _committed_before(reader: Reader) -> tuple[Turn, ...]:
-    readers = reader.holder.readers
-    return _committed(readers[: readers.index(reader)])
+    own = _request_id(reader)
+    return _committed([other for other in reader.holder.readers if _request_id(other) < own])
 
 
 def _committed(readers: Sequence[Reader]) -> tuple[Turn, ...]:
-    return tuple(turn for reader in readers for turn in _turns(reader))
+    """In the order in which they were admitted, which need not be that in which they were started."""
+    return tuple(turn for reader in sorted(readers, key=_request_id) for turn in _turns(reader))
+
+
+def _request_id(reader: Reader) -> int:
+    return reader.generation.request_id if reader.generation is not None and reader.entered else 0
 
 
 def _turns(reader: Reader) -> tuple[Turn, ...]:
