@@ -8,6 +8,7 @@ that move when told and `turn`, as the fuzzer does.
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -96,6 +97,7 @@ class SimulatedWorker:
         self._stopped: set[int] = set()  # requests
         self.exit_code = 0
         self._stream_ended = False
+        self._stalled_until = math.inf
         self._activity, self._since, self._progress = Activity.STARTING, trio.current_time(), 0
 
     # ---- WorkerProcess --------------------------------------------------------------------------------------------
@@ -140,11 +142,18 @@ class SimulatedWorker:
             self.health = Health.HUNG
             self.to_worker.by_hand = True
 
-    def stall(self) -> None:
-        """Never end a step again; PING is still answered."""
+    def stall(self, seconds: float = math.inf) -> None:
+        """Be in a step for so long, or for ever; PING is still answered. By hand, `recover` ends it."""
         if self.health is Health.WELL:
             self.health = Health.STALLED
+            self._stalled_until = trio.current_time() + seconds
             self._turn_to(Activity.STEPPING)
+
+    def recover(self) -> None:
+        """A step that took long ends, if its time has passed."""
+        if self.health is Health.STALLED and trio.current_time() >= self._stalled_until:
+            self.health = Health.WELL
+            self._turn_to(Activity.IDLE)
 
     def close_pipe(self) -> None:
         """Close the pipe to the engine and live on."""

@@ -46,7 +46,8 @@ LIMITS = Limits(
 )
 UNHARMFUL = 1.5  # seconds that no worker is killed for
 ROUNDS = 400  # of settling between two moments of the clock; more is a livelock
-WORKER_OUTAGES = ("hang", "stall", "garbage", "nonsense", "close pipe")
+SLOW = 3.0  # seconds of a slow step; the timeouts are longer
+WORKER_OUTAGES = ("hang", "stall", "slow step", "garbage", "nonsense", "close pipe")
 OUTAGES = ("abort all", *WORKER_OUTAGES, "starts fail", "abort all", "drain soon", "close", "cancel", "drain", "cancel")
 
 
@@ -165,6 +166,8 @@ class Environment(Machine):
                 worker.hang()
             case "stall" if worker is not None:
                 worker.stall()
+            case "slow step" if worker is not None:
+                worker.stall(SLOW)
             case "close pipe" if worker is not None:
                 worker.close_pipe()
             case "garbage" if worker is not None:
@@ -236,6 +239,7 @@ class Environment(Machine):
         worker = self.worker
         if worker is None:
             return False
+        worker.recover()
         moved = worker.has_work or len(worker.to_engine) > 0 or (worker.reads and len(worker.to_worker) > 0)
         worker.deliver()
         worker.receive()
