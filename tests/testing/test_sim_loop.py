@@ -1,6 +1,10 @@
 """The loop under the fuzzer: passes by hand, picks as data, the same steps every time."""
 
+import gc
 import math
+import signal
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import trio
@@ -87,3 +91,45 @@ def test_tasks_that_wait_are_cancelled_at_the_end_also_behind_a_shield():
     loop.settle()
     assert "stubborn" in loop.stacks() and "sleep_forever" in loop.stacks()
     loop.close()
+
+
+def test_a_loop_that_is_given_up_leaves_nothing_behind():
+    def spin_for_ever():
+        loop = SimLoop()
+
+        async def spin():
+            while True:
+                with suppress(trio.Cancelled):
+                    await trio.lowlevel.checkpoint()
+
+        loop.start_soon(spin, name="spin")
+        loop.tick([0] * 3)
+        with pytest.raises(Livelock, match="did not end"):
+            loop.close(limit=20)
+
+    def state():
+        return signal.getsignal(signal.SIGINT), len(list(Path("/proc/self/fd").iterdir())), _run._r
+
+    before = state()
+    for _ in range(3):
+        spin_for_ever()
+    gc.collect()
+    assert state() == before
+    loop = SimLoop()
+    loop.settle()
+    loop.close()
+
+
+def test_an_interrupt_comes_out():
+    """Whether it hits a task, or what is between the passes."""
+    loop = SimLoop()
+
+    async def interrupted():
+        signal.raise_signal(signal.SIGINT)
+
+    loop.start_soon(interrupted, name="interrupted")
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            loop.settle()
+        finally:
+            loop.close()

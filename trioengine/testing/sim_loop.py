@@ -4,8 +4,9 @@ Guest mode lets a host run trio's loop. A keeper task that is always runnable ke
 thread, so that every callback it queues is exactly one scheduler pass; the clock is a MockClock, and which of the
 runnable tasks goes first is given as data. No thread, no I/O, no wall clock: the same calls give the same steps.
 
-The one private name is `trio._core._run._r`, the random generator that trio itself registers with hypothesis in order
-to be deterministic under it; `tests/testing/test_sim_loop.py` says so if it changes.
+The one private name that a loop needs is `trio._core._run._r`, the random generator that trio itself registers with
+hypothesis in order to be deterministic under it; `tests/testing/test_sim_loop.py` says so if it changes. (To end a task
+that does not want to end takes three more, in `_give_up`.)
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import hypothesis  # noqa: F401 -- its import makes trio sort runnable tasks before it shuffles them
 import trio
 import trio.testing
-from outcome import Outcome
+from outcome import Error, Outcome, Value
 from trio._core import _run
 
 FIFO = (0,)
@@ -47,7 +48,6 @@ class SimLoop(trio.abc.Instrument):
         self._keeper: trio.lowlevel.Task | None = None
         self._keeping = True
         self._outcome: Outcome[None] | None = None
-        self._random, _run._r = _run._r, self._picks  # type: ignore[assignment]
         trio.lowlevel.start_guest_run(
             self._root,
             run_sync_soon_threadsafe=self._todo.append,
@@ -56,6 +56,7 @@ class SimLoop(trio.abc.Instrument):
             clock=self.clock,
             instruments=[self],
         )
+        self._random, _run._r = _run._r, self._picks  # type: ignore[assignment]
         while self._keeper is None:
             self._pass()
 
@@ -64,9 +65,18 @@ class SimLoop(trio.abc.Instrument):
 
     def _pass(self) -> None:
         if self._outcome is not None:
-            self._outcome.unwrap()
+            self._unwrap()
             raise RuntimeError("the loop is over")
         self._todo.popleft()()
+
+    def _unwrap(self) -> None:
+        """How the run ended, told once: trio delivers a KeyboardInterrupt to one of its tasks, perhaps in a group."""
+        outcome, self._outcome = self._outcome, Value(None)
+        if isinstance(outcome, Error):
+            interrupts = (KeyboardInterrupt, SystemExit)
+            if isinstance(outcome.error, BaseExceptionGroup) and outcome.error.subgroup(interrupts):
+                raise KeyboardInterrupt
+            raise outcome.error
 
     async def _root(self) -> None:
         async with trio.open_nursery() as self.nursery:
@@ -124,19 +134,40 @@ class SimLoop(trio.abc.Instrument):
         try:
             if self._outcome is None:
                 self.nursery.cancel_scope.cancel()
-            for _ in range(limit):
-                if self._outcome is not None:
-                    return
-                if self.idle:
-                    self._keeping = False
-                elif 0.0 < self.seconds_to_next_deadline() < math.inf:
-                    self.clock.jump(self.seconds_to_next_deadline())
-                self._pass()
+            if self._ends_within(limit):
+                self._unwrap()
+                return
             stacks = self.stacks()
-            _run.GLOBAL_RUN_CONTEXT.__dict__.clear()  # given up: the next loop can start
+            self._give_up(limit)
             raise Livelock(f"tasks did not end when cancelled:\n{stacks}")
         finally:
             _run._r = self._random
+
+    def _ends_within(self, limit: int) -> bool:
+        for _ in range(limit):
+            if self._outcome is not None:
+                return True
+            if self.idle:
+                self._keeping = False
+            elif 0.0 < self.seconds_to_next_deadline() < math.inf:
+                self.clock.jump(self.seconds_to_next_deadline())
+            self._pass()
+        return False
+
+    def _give_up(self, limit: int) -> None:
+        """Who swallows a cancellation gets what nobody swallows: trio's run ends, and leaves nothing behind."""
+        for _ in range(limit):
+            guest = self._todo[0].__self__  # type: ignore[attr-defined]
+            for task in guest.runner.runq:
+                if task is not self._keeper and task is not guest.runner.init_task:
+                    task._next_send_fn, task._next_send = task.coro.throw, _GivenUp()
+            if self._ends_within(1) or self._outcome is not None:
+                return
+        raise RuntimeError(f"a task cannot be ended:\n{self.stacks()}")
+
+
+class _GivenUp(BaseException):
+    """Ends a task."""
 
 
 class _Picks:

@@ -28,6 +28,7 @@ class Machine(RuleBasedStateMachine):
         self.rare = Rare()
         self.rare.begin()
         self.finding: Finding | None = None
+        self._interrupted = False
 
     # ---- for machines ---------------------------------------------------------------------------------------------
 
@@ -56,10 +57,14 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         is_new = self.finding is None  # else it was reported by the rule that found it
-        if is_new:
-            self._try(self._finish)
-        self._try(self._close)
-        self.rare.end()
+        try:
+            if is_new and not self._interrupted:
+                self._try(self._finish)
+        finally:
+            try:
+                self._try(self._close)
+            finally:
+                self.rare.end()
         if is_new:
             self._report()
 
@@ -69,7 +74,11 @@ class Machine(RuleBasedStateMachine):
         except HypothesisException:
             raise
         except Exception as exc:
-            self.finding = self.finding or Finding(_leaf(exc))
+            if not self._interrupted:
+                self.finding = self.finding or Finding(_leaf(exc))
+        except BaseException:
+            self._interrupted = True
+            raise
 
     def _report(self) -> None:
         """From this one place, and outside of any handler: hypothesis compares where exceptions come from."""

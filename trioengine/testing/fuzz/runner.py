@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity, settings
+from hypothesis.errors import Flaky
 from hypothesis.stateful import get_state_machine_test
 
 from trioengine.testing.fuzz.choices import BACKEND, sow
@@ -69,6 +70,7 @@ class Fuzzer:
         self._progress = progress
         self._began = time.monotonic()
         self._last: Program | None = None
+        self._shortest: tuple[Exception, Program] | None = None  # of the programs that failed
         self._machine = self._watched(machine)
 
     def _watched(self, machine: type[Machine]) -> type[Machine]:
@@ -93,6 +95,10 @@ class Fuzzer:
         if machine.finding is not None and not report.programs_to_find:
             report.programs_to_find, report.seconds_to_find = report.programs, report.seconds
         self._last = machine.program
+        if machine.finding is not None and (
+            self._shortest is None or len(machine.program.steps) <= len(self._shortest[1].steps)
+        ):
+            self._shortest = machine.finding.error, machine.program
         if self._progress is not None:
             self._progress(report)
 
@@ -131,6 +137,11 @@ class Fuzzer:
             hypothesis.seed(self.report.seed)(test)()
         except Finding as finding:
             self.report.failure, self.report.program = finding.error, self._last
+        except (Flaky, KeyboardInterrupt) as exc:  # before it was shrunk, or it failed only once: nothing is lost
+            if self._shortest is not None:
+                self.report.failure, self.report.program = self._shortest
+            if isinstance(exc, KeyboardInterrupt) or self._shortest is None:
+                raise
 
 
 @contextlib.contextmanager
