@@ -8,6 +8,7 @@ from trioengine.testing.fuzz.program import Program, replay
 from trioengine.testing.fuzz.runner import silence
 
 BEGIN = ("begin", {"ready": True, "sessions": 1, "turns": 0, "thread_passes": 1})
+BE = {"which": 0, "prompt": "be", "stop": "", "style": "all", "keep_partial": False, "timeout": None, "wait": False}
 FOUND = {
     "an engine that is cancelled while its worker cannot start raises that in a group": [
         ("begin", {"ready": False, "sessions": 1, "turns": 0, "thread_passes": 1}),
@@ -33,6 +34,17 @@ FOUND = {
         ("tick", {"passes": 4, "order": 0}),
         ("flow", {"rounds": 8}),
         ("leave", {"which": 0, "what": "leave"}),
+        ("settle", {}),
+    ],
+    "what a stop string held back is in the answer, and in no chunk, when the session ends": [
+        ("begin", {"ready": True, "sessions": 2, "turns": 0, "thread_passes": 1}),
+        ("ask_so", BE),
+        ("settle", {}),
+        ("ask_so", BE | {"which": 1, "stop": "a b"}),
+        ("flow", {"rounds": 1}),
+        ("flow", {"rounds": 5}),
+        ("flow", {"rounds": 8}),
+        ("outage", {"way": "close"}),
         ("settle", {}),
     ],
     "a one-shot request of an engine that ends is told that its session has ended": [

@@ -65,6 +65,10 @@ class _Mailbox:
     def __bool__(self) -> bool:
         return bool(self.token_ids or self.text)
 
+    def add(self, text: str) -> None:
+        if text:
+            self.text.append(text)
+
     def take(self, *, with_logprobs: bool) -> Chunk:
         chunk = Chunk("".join(self.text), tuple(self.token_ids), tuple(self.logprobs) if with_logprobs else None)
         self.__init__()  # type: ignore[misc]
@@ -208,7 +212,7 @@ class Generation:
             delta = answer.feed(row.token_ids)
         else:
             delta = answer.finish(row.token_ids, ended_by_token=row.finish_reason is FinishReason.STOP)
-        self._mailbox.text.extend([delta.text] if delta.text else [])
+        self._mailbox.add(delta.text)
         self._mailbox.token_ids.extend(row.token_ids[: delta.num_tokens])
         if row.logprobs is not None:
             self._mailbox.logprobs.extend(row.logprobs[: delta.num_tokens])
@@ -219,6 +223,11 @@ class Generation:
         if row.finish_reason is FinishReason.ABORT:
             return Outcome(FinishReason.ABORT, self.abort_cause)
         return Outcome(row.finish_reason) if row.finish_reason is not None else None
+
+    def flush(self) -> None:
+        """No more rows will come: what a stop string or a character held back belongs to the tokens that came."""
+        if self.answer is not None:
+            self._mailbox.add(self.answer.flush())
 
     def decide(self, outcome: Outcome) -> None:
         """The first outcome is the outcome."""

@@ -244,8 +244,7 @@ class Session:
         """Nothing more is read of this request: without an outcome it is aborted now, with what came until now."""
         if generation.outcome is not None:
             return
-        if generation.answer is not None:
-            generation.answer.flush()  # what a stop string or a character still held back belongs to these tokens
+        generation.flush()
         self._conclude(generation, Outcome(FinishReason.ABORT, cause))
 
     def _conclude(self, generation: Generation, outcome: Outcome) -> None:
@@ -327,8 +326,7 @@ class Session:
     def _settle(self) -> None:
         """The request is over for the worker, too; undecided, it was aborted."""
         generation = self._in_flight()
-        if generation.outcome is None:
-            self._conclude(generation, Outcome(FinishReason.ABORT, generation.abort_cause))
+        self._cut_short(generation, generation.abort_cause)
         assert generation.outcome is not None, "just decided"
         if generation.outcome.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._engine.request_finished()

@@ -8,11 +8,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
 from trioengine.core.errors import EngineClosed, EngineOverloaded, InvariantError, WorkerLost
-from trioengine.core.lifecycle import Power
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.callers import Holder, Reader, Style
 from trioengine.testing.fuzz.environment import LIMITS, Environment
-from trioengine.testing.fuzz.oracles import check_books, check_holder, check_reader, check_worker
+from trioengine.testing.fuzz.oracles import (
+    check_answer,
+    check_books,
+    check_holder,
+    check_reader,
+    check_worker,
+    prompt_ids,
+)
 from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.simulated_worker import Health
 
@@ -20,7 +26,7 @@ T = TypeVar("T")
 Task = TypeVar("Task", Holder, Reader)
 
 AUDIT_TIMEOUT = 10.0
-PROMPTS = ("a", "be", "<|im_end|>")
+PROMPTS = ("a", "be or not be or not be or", "<|im_end|>", "")
 WHICH = st.integers(0, 3)
 
 
@@ -85,18 +91,22 @@ class EngineMachine(Environment):
         """`engine.generate` with a session of its own, `engine.check_invariants`; or one of these is cancelled."""
         refusals = (EngineOverloaded, EngineClosed, WorkerLost)
         if what == "ask":
-            params, timeout = SamplingParams(max_tokens=3), (None, None, 0.5, 8.0)[which]
-            self._call("ask", lambda: self.engine.generate("hi", params, wait=wait, timeout=timeout), refusals)
+            self._call("ask", lambda: self._ask_once(wait, (None, None, 0.5, 8.0)[which]), refusals)
         elif what == "audit":
             self._call("audit", self._audit, refusals)
         elif self.running_calls:
             _pick(self.running_calls, which).scope.cancel()
 
+    async def _ask_once(self, wait: bool, timeout: float | None) -> None:
+        params = SamplingParams(max_tokens=3)
+        completion = await self.engine.generate("hi", params, wait=wait, timeout=timeout)
+        check_answer(completion, prompt_ids((("user", "hi"),)), params, LIMITS.max_model_len)
+
     async def _audit(self) -> None:
         try:
             await self.engine.check_invariants(timeout=AUDIT_TIMEOUT)
         except InvariantError as exc:
-            if "did not answer" not in str(exc):  # that alone is no finding: its bytes may not move in time
+            if not self.troubles.workers or "did not answer" not in str(exc):  # its bytes may not move in time
                 raise
 
     @precondition(lambda self: self.readers)
@@ -116,6 +126,7 @@ class EngineMachine(Environment):
                 self.engine.abort(reader.generation.request_id)
             elif self.worker is not None:  # the worker cannot sample for it: it fails alone
                 self.worker.runner.fail_requests.add(reader.generation.request_id)
+                self.troubles.requests.add(reader.generation.request_id)
 
     @precondition(lambda self: self.holders)
     @recorded(which=WHICH, what=st.sampled_from(("leave", "cancel", "end")))
@@ -134,7 +145,7 @@ class EngineMachine(Environment):
 
     @property
     def in_use(self) -> bool:
-        return bool(self.readers)
+        return bool(self.readers or self.calls or self.holders)
 
     def _let_go(self) -> None:
         for reader in self.readers:
@@ -195,12 +206,12 @@ class EngineMachine(Environment):
         check_books(self.engine)
         for reader in self.readers:
             if reader.over and not reader.checked:
-                check_reader(reader, LIMITS.max_model_len)
+                check_reader(reader, LIMITS.max_model_len, self.troubles)
                 reader.checked = True
         for holder in self.holders:
             check_holder(holder)
         worker = self.worker
-        if worker is not None and worker.health is Health.WELL and self.engine.gate.power is Power.AWAKE:
+        if worker is not None and worker.health is Health.WELL and self.engine.gate.link is not None:
             sessions = [holder.session for holder in self.holders if holder.session is not None]
             check_worker(self.engine, worker, sessions)
 

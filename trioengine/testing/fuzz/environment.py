@@ -17,7 +17,7 @@ from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, WorkerLost
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.machine import Machine
-from trioengine.testing.fuzz.oracles import check_farewell
+from trioengine.testing.fuzz.oracles import Troubles, check_farewell
 from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.sim_loop import SimLoop
 from trioengine.testing.simulated_worker import SimulatedWorker
@@ -39,7 +39,7 @@ CONFIG = EngineConfig(
 LIMITS = Limits(
     vocab_size=VOCAB_SIZE,
     max_model_len=96,
-    kv_blocks_total=16,
+    kv_blocks_total=12,  # no more than one sequence may take: two at a time preempt each other
     block_size=8,
     max_num_seqs=CONFIG.max_num_seqs,
     max_num_batched_tokens=8,  # so that every prompt is prefilled in chunks
@@ -63,9 +63,10 @@ class Environment(Machine):
         self.engine = Engine(CONFIG, ports=self.simulation.ports)
         self.engine_call = Call("engine", self.engine.run, (WorkerLost,))
         self.calls: list[Call] = []
-        self.harmed: list[SimulatedWorker | None] = []  # those that cannot be asked to end well
+        self.troubles = Troubles()
+        self.harmed: list[SimulatedWorker] = []  # those that cannot be asked to end well
+        self.served: list[SimulatedWorker] = []  # those that the engine has known to be READY
         self.waited = 0.0  # seconds, since bytes were last moved fairly
-        self.parting: list[SimulatedWorker] = []  # the one that was READY when the engine was first told to end
         self.loop.start_soon(self.engine_call.run, name="engine")
 
     # ---- for who uses the engine ----------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ class Environment(Machine):
         """The clock jumps."""
         self.waited += seconds
         if self.waited > UNHARMFUL:
-            self.harmed.append(self.worker)
+            self._harm()
         self.loop.clock.jump(seconds)
         self.loop.tick()
 
@@ -129,8 +130,8 @@ class Environment(Machine):
     @recorded(last_bytes=st.integers(0, 40))
     def kill_worker(self, last_bytes: int) -> None:
         """Its last bytes still arrive; what is behind them is torn off."""
+        self._harm()
         worker = self._worker()
-        self.harmed.append(worker)
         if worker.to_worker:
             self.rare.saw("a worker dies with bytes on their way to it")
         if len(worker.to_engine) > last_bytes:
@@ -148,19 +149,18 @@ class Environment(Machine):
     def _suffer(self, way: str) -> None:
         worker = self.worker
         if way in WORKER_OUTAGES:
-            self.harmed.append(worker)
+            self._harm()
         match way:
             case "abort all":
                 self.engine.abort_all()
             case "starts fail":
+                self.troubles.workers = True
                 self.simulation.failing_starts = 2
             case "drain" | "drain soon":
-                self._call("drain", lambda: self.engine.drain(None if way == "drain" else 0.5), ())
+                self._call("drain", lambda: self._drain(None if way == "drain" else 0.5), ())
             case "close":
-                self._note_parting()
                 self.engine.close()
             case "cancel":
-                self._note_parting()
                 self.engine_call.scope.cancel()
             case "hang" if worker is not None:
                 worker.hang()
@@ -190,14 +190,13 @@ class Environment(Machine):
         self._raise_crash()
         self._let_go()
         self._check()
-        self._note_parting()
         self.engine.close()
         self._run_out(lambda: self.engine_call.over, "the engine does not end")
         self._raise_crash()
         assert self.loop.idle, f"tasks are left:\n{self.loop.stacks()}"
         for worker in self.simulation.workers:
             assert worker.reaped, f"worker {worker.pid} was not reaped"
-        for worker in self.parting:
+        for worker in self.served:
             if worker not in self.harmed:
                 check_farewell(worker)
 
@@ -230,9 +229,19 @@ class Environment(Machine):
         self.calls.append(call)
         self.loop.start_soon(call.run, name=f"{name}-{len(self.calls)}")
 
-    def _note_parting(self) -> None:
-        if not self.engine_call.scope.cancel_called and self.engine.gate.link is not None and not self.parting:
-            self.parting = [self._worker()]
+    async def _drain(self, timeout: float | None) -> None:
+        if await self.engine.drain(timeout):
+            assert not self.engine.gate.ledger.in_flight, "it said that it was drained"
+
+    def _harm(self) -> None:
+        self.troubles.workers = True
+        if self.worker is not None:
+            self.harmed.append(self.worker)
+
+    def act(self, rule: Callable[[], None]) -> None:
+        super().act(rule)
+        if self.engine.gate.link is not None and self.worker is not None and self.worker not in self.served:
+            self.served.append(self.worker)
 
     def _move(self) -> bool:
         """Bytes arrive, and the worker does a piece of work; whether there was anything."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
+from trioengine.actors import invariants
 from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Completion
 from trioengine.actors.session import Session
+from trioengine.core.errors import EngineClosed, EngineOverloaded, RequestRejected, WorkerLost
 from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import FinishReason
 from trioengine.core.sampling_params import SamplingParams
@@ -19,26 +22,50 @@ from trioengine.text.chat_tokenizer import ChatTokenizer
 Turn = tuple[str, str]  # role and content
 
 
+@dataclass
+class Troubles:
+    """What was done to the engine, by which errors are excused."""
+
+    workers: bool = False  # one was harmed, or could not be started
+    requests: set[int] = field(default_factory=set)  # that the worker was told to fail
+
+
 def check_books(engine: Engine) -> None:
-    """At every moment: the counters balance, and nothing is counted twice or forgotten."""
-    engine.gate.ledger.check()
+    """At rest: the counters balance and agree with the sessions, and nobody waits for a slot that is free."""
+    engine.gate.check()
+    invariants.check_books(engine.gate.ledger, engine._sessions)
+    crashed = [session for session in engine._sessions if session.end_cause is Cause.ERROR]
+    assert not crashed, f"a bug of the engine's ended {crashed}"
 
 
-def check_reader(reader: Reader, max_model_len: int) -> None:
-    """A request that is over: one outcome, and the text that the model gives for its history, as far as it goes."""
+def check_reader(reader: Reader, max_model_len: int, troubles: Troubles) -> None:
+    """A request that is over: one outcome, and the text that the model gives for its history, as far as it goes.
+
+    An error has its reason in what was done to the engine.
+    """
     generation = reader.generation
+    if reader.wait and reader.timeout is None:
+        assert not isinstance(reader.error, EngineOverloaded), f"it was to wait, and got {reader.error!r}"
     if generation is None or not reader.entered:
         return
     outcome = generation.outcome
     assert outcome is not None, f"{reader} is over without an outcome"
     if reader.outcome_at_leaving is not None:
         assert outcome is reader.outcome_at_leaving, f"{reader.outcome_at_leaving} became {outcome}"
+    prompt = prompt_ids((*_committed_before(reader), ("user", reader.prompt)))
     if outcome.finish_reason is FinishReason.ERROR:
         found, expected = repr(reader.error), repr(outcome.error)
         assert reader.error is None or found == expected, f"{found} instead of {expected}"
+        too_long = len(prompt) >= max_model_len
+        match outcome.error:
+            case WorkerLost():
+                assert troubles.workers, f"nobody harmed a worker, and {outcome.error!r}"
+            case RequestRejected():
+                assert too_long or generation.request_id in troubles.requests, f"nothing was wrong, and {expected}"
+            case error:
+                assert isinstance(error, EngineClosed), f"a request ends with {expected}"
         return
-    prompt = prompt_ids((*_committed_before(reader), ("user", reader.prompt)))
-    _check_answer(generation.completion, prompt, reader.params, max_model_len)
+    check_answer(generation.completion, prompt, reader.params, max_model_len)
 
 
 def check_holder(holder: Holder) -> None:
@@ -76,7 +103,7 @@ def check_worker(engine: Engine, worker: SimulatedWorker, sessions: Sequence[Ses
     assert in_flight == engine.gate.ledger.preparing == 0, f"{in_flight} requests are in flight, the worker has none"
 
 
-def _check_answer(completion: Completion, prompt: tuple[int, ...], params: SamplingParams, max_model_len: int) -> None:
+def check_answer(completion: Completion, prompt: tuple[int, ...], params: SamplingParams, max_model_len: int) -> None:
     room = max_model_len - len(prompt)
     expected = reference(prompt, min(room, params.max_tokens or room), params.stop)
     ids, text = completion.token_ids, completion.text

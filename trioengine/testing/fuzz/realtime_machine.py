@@ -9,7 +9,6 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
-from trioengine.core.lifecycle import Power
 from trioengine.serve import front_door
 from trioengine.serve.realtime import connection, responder
 from trioengine.serve.server import Server
@@ -184,7 +183,7 @@ class RealtimeMachine(Environment):
         for client in self.clients:
             client.check_at_rest()
         worker = self.worker
-        if worker is not None and worker.health is Health.WELL and self.engine.gate.power is Power.AWAKE:
+        if worker is not None and worker.health is Health.WELL and self.engine.gate.link is not None:
             check_worker(self.engine, worker, list(self.engine._sessions))
             stuck = [client.response for client in self.clients if client.response and client.mood is Mood.WELL]
             assert not stuck, f"responses {stuck} never end"
