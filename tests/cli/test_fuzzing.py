@@ -1,20 +1,64 @@
 """`trioengine fuzz`: what it prints, keeps and returns."""
 
+import json
+
 import pytest
 
+from trioengine.cli import fuzzing
 from trioengine.cli.app import run
+from trioengine.testing.fuzz.program import Program
+
+BEGIN = ("begin", {"sessions": 1, "turns": 0})
+COMMIT = ("commit", {"which": 0})  # of what was never reserved
 
 
 def test_a_mutant_is_found_kept_and_replayed(tmp_path, capsys):
     keep = tmp_path / "found.json"
     assert run(["fuzz", "--mutant", "F25", "--seconds", "60", "--keep", str(keep)]) == 1
     output = capsys.readouterr().out
-    assert "machine = EngineMachine()" in output and f"--replay {keep} --mutant F25" in output
-    assert run(["fuzz", "--replay", str(keep), "--mutant", "F25"]) == 1
-    first = capsys.readouterr().out
-    assert "blocks are counted" in first
-    assert run(["fuzz", "--replay", str(keep)]) == 0  # the engine itself does nothing wrong
-    assert "blocks are counted" not in capsys.readouterr().out
+    assert "machine = EngineMachine()" in output and f"--replay {keep}\n" in output
+    for mutant, is_found in (([], True), (["--mutant", "F25"], True), (["--mutant", "none"], False)):
+        assert run(["fuzz", "--replay", str(keep), *mutant]) == is_found
+        replayed = capsys.readouterr()
+        assert ("blocks are counted" in replayed.out) == ("mutant F25" in replayed.out) == is_found
+        assert "skipped" not in replayed.out and not replayed.err
+
+
+def test_other_versions_are_said(tmp_path, capsys):
+    keep = tmp_path / "found.json"
+    text = Program("CoreMachine", [BEGIN]).to_json()
+    keep.write_text(text)
+    assert run(["fuzz", "--replay", str(keep)]) == 0
+    assert not capsys.readouterr().err
+    keep.write_text(json.dumps(json.loads(text) | {"versions": {"python": "2.7", "trio": "0.1"}}))
+    assert run(["fuzz", "--replay", str(keep)]) == 0
+    error = capsys.readouterr().err
+    assert "found with python 2.7, trio 0.1; here are python 3" in error and error.count("\n") == 1
+
+
+def test_steps_whose_time_has_not_come_are_skipped(tmp_path, capsys):
+    keep = tmp_path / "found.json"
+    keep.write_text(Program("CoreMachine", [BEGIN, COMMIT, ("settle", {}), COMMIT]).to_json())
+    assert run(["fuzz", "--replay", str(keep)]) == 0
+    assert "4 rules, 2 skipped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("file", "complaint"),
+    [
+        ({"steps": [BEGIN, ("rare", {})]}, "step 2: the machine CoreMachine has no rule 'rare'"),
+        ({"steps": [BEGIN, ("commit", {})]}, "step 2: commit takes which, and is given nothing"),
+        ({"steps": [BEGIN], "mutant": "F999"}, "no mutant 'F999'"),
+        ({"steps": [BEGIN], "mutant": 5}, "no replay file"),
+        ({"steps": [BEGIN], "versions": "new"}, "no replay file"),
+    ],
+)
+def test_a_bad_file_is_no_finding(file, complaint, tmp_path, capsys):
+    keep = tmp_path / "found.json"
+    keep.write_text(json.dumps({"machine": "CoreMachine", **file}))
+    assert run(["fuzz", "--replay", str(keep)]) == 2
+    output = capsys.readouterr()
+    assert complaint in output.err and str(keep) in output.err and not output.out
 
 
 def test_so_many_programs_and_no_finding(tmp_path, capsys):
@@ -26,8 +70,14 @@ def test_so_many_programs_and_no_finding(tmp_path, capsys):
     assert not keep.exists()
 
 
-def test_one_machine(tmp_path, capsys):
-    assert run(["fuzz", "--examples", "20", "--machine", "core", "--keep", str(tmp_path / "found.json")]) == 0
+@pytest.mark.parametrize(("examples", "shares"), [(1, [1, 1, 1]), (3, [1, 1, 1]), (20, [7, 7, 6]), (300, [100] * 3)])
+def test_the_shares_add_up(examples, shares):
+    assert fuzzing.shares(examples, 3) == shares
+
+
+@pytest.mark.parametrize("more", [[], ["--mutant", "none"]])
+def test_one_machine(more, tmp_path, capsys):
+    assert run(["fuzz", *more, "--examples", "20", "--machine", "core", "--keep", str(tmp_path / "found.json")]) == 0
     output = capsys.readouterr().out
     assert "CoreMachine, seed 0: 2" in output and "EngineMachine" not in output
 
@@ -40,6 +90,17 @@ def test_one_machine(tmp_path, capsys):
         (["--replay", "/nowhere.json"], "/nowhere.json: "),
         (["--profile", "lazy"], "quick"),
         (["--examples", "0"], "--examples"),
+        (["--seconds", "0"], "--seconds must be more than 0"),
+        (["--seconds", "-1"], "--seconds must be more than 0"),
+        (["--mutants", "--seconds", "1"], "--mutants and --seconds"),
+        (["--mutants", "--examples", "1"], "--mutants and --examples"),
+        (["--mutants", "--machine", "core"], "--mutants and --machine"),
+        (["--mutants", "--mutant", "F2"], "--mutants and --mutant"),
+        (["--mutants", "--replay", "x"], "--mutants and --replay"),
+        (["--replay", "x", "--machine", "core"], "--replay and --machine"),
+        (["--replay", "x", "--seconds", "1"], "--replay and --seconds"),
+        (["--replay", "x", "--examples", "1"], "--replay and --examples"),
+        (["--mutant", "F2", "--machine", "core"], "--mutant and --machine"),
     ],
 )
 def test_what_cannot_be_done_is_said(arguments, complaint, capsys):

@@ -159,6 +159,8 @@ def test_a_seed_gives_the_same_programs_whatever_else_is_loaded():
         ("{}", "no replay file: KeyError: 'steps'"),
         (json.dumps({"machine": 1, "steps": []}), "must be names"),
         (json.dumps({"machine": "x", "steps": [["a"]]}), "no replay file"),
+        (json.dumps({"machine": "x", "steps": {}}), "must be lists"),
+        (json.dumps({"machine": "x", "steps": [["a", []]]}), "must be lists"),
     ],
 )
 def test_files_that_are_no_programs(text, complaint):
@@ -171,6 +173,45 @@ def test_unknown_rules_and_machines_are_named():
         replay(EngineMachine(), Program("EngineMachine", [("fly", {})]))
     with pytest.raises(ValueError, match="no machine 'X'; there are EngineMachine"):
         Program("X").machine_in({"EngineMachine": EngineMachine})
+
+
+@pytest.mark.parametrize(
+    ("step", "complaint"),
+    [
+        *[((name, {}), f"no rule '{name}'") for name in ("rare", "passes", "teardown", "_settle", "check_invariants")],
+        (("act", {"rule": 5}), "no rule 'act'"),
+        (("open", {}), "open takes wait, and is given nothing"),
+        (("open", {"wait": True, "which": 0}), "open takes wait, and is given wait, which"),
+        (("settle", {"wait": True}), "settle takes nothing, and is given wait"),
+        (("open", {"wait": 1}), r"open cannot be given wait=1, but booleans\(\)"),
+        (("flow", {"rounds": 0}), "flow cannot be given rounds=0"),
+        (("flow", {"rounds": True}), "flow cannot be given rounds=True"),
+        (("flow", {"rounds": "1"}), "flow cannot be given rounds='1'"),
+        (("ask", {"which": 0, "max_tokens": True}), "ask cannot be given max_tokens=True"),
+        (("outage", {"way": ["drain"]}), "outage cannot be given way="),
+    ],
+)
+def test_what_is_no_step_is_refused_before_anything_runs(step, complaint):
+    machine = EngineMachine()
+    with pytest.raises(ValueError, match=f"^step 2: .*{complaint}"):
+        replay(machine, Program("EngineMachine", [("settle", {}), step]))
+    assert not machine.program.steps
+    assert machine.engine_call.over, "its teardown has run"
+
+
+def test_a_refused_program_hides_nothing_behind_its_teardown():
+    machine = EngineMachine()
+    machine.loop.crashes.append(KeyError("found in the end"))
+    with pytest.raises(ValueError, match="no rule 'fly'"):
+        replay(machine, Program("EngineMachine", [("fly", {})]))
+    assert machine.finding is not None
+
+
+def test_a_step_whose_precondition_does_not_hold_is_skipped():
+    steps = [("ask", {"which": 0, "max_tokens": 1}), ("open", {"wait": True}), ("settle", {})]
+    machine = EngineMachine()
+    assert replay(machine, Program("EngineMachine", [*steps, steps[0], ("leave", {"which": 0, "what": "end"})])) == 1
+    assert [name for name, _ in machine.program.steps] == ["open", "settle", "ask", "leave"]
 
 
 def test_a_program_reads_as_code():

@@ -192,11 +192,14 @@ def offline(
 @app.command()
 @with_options()
 def fuzz(
-    seconds: Annotated[float | None, typer.Option(min=0, help="How long to look; 60 if nothing is said.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="How long to look, more than 0; 60 if nothing is said.")] = None,
     examples: Annotated[int | None, typer.Option(min=1, help="How many programs to run.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed runs the same programs.")] = 0,
     profile: Annotated[Literal["quick", "deep"], typer.Option(help="How long the programs are.")] = "quick",
-    mutant: Annotated[str | None, typer.Option(help="Put this bug into the engine first.")] = None,
+    mutant: Annotated[
+        str | None,
+        typer.Option(help="Put this bug into the engine first; with --replay, instead of the file's, or none."),
+    ] = None,
     mutants: Annotated[bool, typer.Option("--mutants", help="Hunt every mutant, and print a table.")] = False,
     seeds: Annotated[int, typer.Option(min=1, help="With --mutants: how many seeds for each.")] = 8,
     replay: Annotated[Path | None, typer.Option(help="Run the program in this file again.")] = None,
@@ -211,6 +214,8 @@ def fuzz(
             raise
         raise InvalidConfig("the fuzzer needs hypothesis: pip install 'trioengine[fuzz]'") from exc
 
+    given = {"--mutants": mutants, "--replay": replay, "--mutant": mutant, "--machine": machine}
+    fuzzing.refuse_conflicts(given | {"--seconds": seconds, "--examples": examples})
     if mutants:
         return fuzzing.mutants(seeds=seeds, profile=profile)
     if replay is not None:

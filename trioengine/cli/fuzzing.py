@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -15,11 +16,16 @@ from rich.table import Table
 from trioengine.core.errors import InvalidConfig
 from trioengine.testing.fuzz.machine import Finding, Machine
 from trioengine.testing.fuzz.machines import MACHINES
-from trioengine.testing.fuzz.program import Program, replay
+from trioengine.testing.fuzz.program import Program, ReplayFile, replay, versions
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, Report, silence
 from trioengine.testing.mutants import MUTANTS, Mutant
 
 MUTANT_SECONDS = 60.0
+NO_MUTANT = "none"
+CONFLICTS = (
+    ("--mutants", ("--replay", "--mutant", "--machine", "--seconds", "--examples")),
+    ("--replay", ("--machine", "--seconds", "--examples")),
+)
 REFRESH = 0.25  # seconds between two lines of progress
 
 
@@ -44,6 +50,14 @@ class Progress:
             self._live.update(_summary(report), refresh=True)
 
 
+def refuse_conflicts(given: Mapping[str, object]) -> None:
+    """Options, by name, of which one would be ignored. Raises InvalidConfig."""
+    for option, others in CONFLICTS:
+        for other in others:
+            if given[option] and given[other] is not None:
+                raise InvalidConfig(f"{option} and {other} do not go together")
+
+
 def fuzz(
     *,
     seconds: float | None,
@@ -56,27 +70,43 @@ def fuzz(
 ) -> int:
     """Run the fuzzer, each machine for its share; 1 if it found something."""
     bug = _mutant(mutant)
-    names = [bug.machine] if bug is not None else list(MACHINES) if machine is None else [_machine(machine)]
+    names = _machines(machine, bug)
     if seconds is None and examples is None:
         seconds = 60.0
-    share = None if seconds is None else seconds / len(names)
-    programs = None if examples is None else -(-examples // len(names))
-    for name in names:
+    if seconds is not None and not seconds > 0:
+        raise InvalidConfig(f"--seconds must be more than 0, not {seconds:g}")
+    time_share = None if seconds is None else seconds / len(names)
+    programs = [None] * len(names) if examples is None else shares(examples, len(names))
+    for name, program_share in zip(names, programs, strict=True):
         with silence(), Progress() as progress, _with(bug):
             fuzzer = Fuzzer(MACHINES[name], PROFILES[profile], seed, progress.show)
-            report = fuzzer.run(examples=programs, seconds=share)
+            report = fuzzer.run(examples=program_share, seconds=time_share)
         print(_summary(report))
         print("\n".join(f"{count:8} {state}" for state, count in sorted(report.rare.items())))
         if report.failure is not None and report.program is not None:
-            _keep(report.failure, report.program, keep, seed, mutant)
+            _keep(report.failure, report.program, keep, seed, bug)
             return 1
     return 0
 
 
-def _keep(failure: Exception, program: Program, keep: Path, seed: int, mutant: str | None) -> None:
+def shares(total: int, parts: int) -> list[int]:
+    """Parts of `total`, as equal as can be; but none is less than 1."""
+    return [max(1, (total + parts - 1 - index) // parts) for index in range(parts)]
+
+
+def _keep(failure: Exception, program: Program, keep: Path, seed: int, bug: Mutant | None) -> None:
     print(f"\n{type(failure).__name__}: {failure}\n\n{program}\n")
+    mutant = None if bug is None else bug.id
     keep.write_text(program.to_json(seed=seed, mutant=mutant, found=str(failure)), encoding="utf-8")
-    print(f"trioengine fuzz --replay {keep}{f' --mutant {mutant}' if mutant else ''}")
+    print(f"trioengine fuzz --replay {keep}")
+
+
+def _machines(machine: str | None, bug: Mutant | None) -> list[str]:
+    if bug is None:
+        return list(MACHINES) if machine is None else [_machine(machine)]
+    if machine is not None:
+        raise InvalidConfig(f"--mutant and --machine do not go together: {bug.id} is for the {bug.machine}")
+    return [bug.machine]
 
 
 def _machine(name: str) -> str:
@@ -88,9 +118,11 @@ def _machine(name: str) -> str:
 
 
 def _mutant(id: str | None) -> Mutant | None:
-    if id is not None and id not in MUTANTS:
+    if id in (None, NO_MUTANT):
+        return None
+    if id not in MUTANTS:
         raise InvalidConfig(f"no mutant {id!r}; there are {', '.join(MUTANTS)}")
-    return None if id is None else MUTANTS[id]
+    return MUTANTS[id]
 
 
 def _with(mutant: Mutant | None) -> AbstractContextManager[None]:
@@ -98,31 +130,44 @@ def _with(mutant: Mutant | None) -> AbstractContextManager[None]:
 
 
 def replay_file(path: Path, mutant: str | None) -> int:
-    """Run a kept program again; 1 if it still fails."""
+    """Run a kept program again, with its own mutant if none is named; 1 if it still fails."""
+    bug = _mutant(mutant)
     try:
-        program = Program.from_json(path.read_text(encoding="utf-8"))
-        machine = program.machine_in(MACHINES)
+        kept = ReplayFile.from_json(path.read_text(encoding="utf-8"))
+        machine_type = kept.program.machine_in(MACHINES)
+        if mutant is None:
+            bug = _mutant(kept.mutant)
+        with silence(), _with(bug):
+            machine, failure = _replayed(machine_type, kept.program)
     except (OSError, ValueError) as exc:
         raise InvalidConfig(f"{path}: {exc}") from exc
-    bug = _mutant(mutant)
-    with silence(), _with(bug):
-        failure, checksum = _replayed(machine, program)
-    print(f"{len(program.steps)} rules, steps of tasks {checksum}")
+    _compare(path, kept.versions)
+    skipped = machine.program.skipped
+    print(
+        f"{len(kept.program.steps)} rules"
+        f"{f', {skipped} skipped (not possible when their turn came)' if skipped else ''}, "
+        f"steps of tasks {machine.checksum}{f', mutant {bug.id}' if bug else ''}"
+    )
     if failure is not None:
         print(f"{type(failure).__name__}: {failure}")
     return int(failure is not None)
 
 
-def _replayed(machine_type: type[Machine], program: Program) -> tuple[Exception | None, str]:
+def _replayed(machine_type: type[Machine], program: Program) -> tuple[Machine, Exception | None]:
     machine = machine_type()
-    failure: Exception | None = None
     try:
         replay(machine, program)
-    except ValueError as exc:
-        raise InvalidConfig(str(exc)) from exc
     except Finding as finding:
-        failure = finding.error
-    return failure, machine.checksum
+        return machine, finding.error
+    return machine, None
+
+
+def _compare(path: Path, found_with: Mapping[str, str]) -> None:
+    """Say which versions are others than those in the file."""
+    here = {name: version for name, version in versions().items() if found_with.get(name, version) != version}
+    if here:
+        then, now = (", ".join(f"{name} {of[name]}" for name in here) for of in (found_with, here))
+        print(f"{path}: found with {then}; here are {now}", file=sys.stderr)
 
 
 def mutants(*, seeds: int, profile: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import platform
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 
 import hypothesis
 import trio
-from hypothesis.stateful import rule
+from hypothesis.stateful import INITIALIZE_RULE_MARKER, RULE_MARKER, Rule, rule
 from hypothesis.strategies import SearchStrategy
 
 Method = TypeVar("Method", bound=Callable[..., None])
@@ -26,6 +27,7 @@ class Program:
 
     machine: str
     steps: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    skipped: int = 0  # steps that a replay left out
 
     @property
     def length(self) -> int:
@@ -41,17 +43,18 @@ class Program:
 
     def to_json(self, **more: object) -> str:
         """The replay file: the program, and the versions that it was found with."""
-        versions = {"python": platform.python_version(), "trio": trio.__version__, "hypothesis": hypothesis.__version__}
-        return json.dumps({"machine": self.machine, "steps": self.steps, "versions": versions, **more}, indent=1)
+        return json.dumps({"machine": self.machine, "steps": self.steps, "versions": versions(), **more}, indent=1)
 
     @staticmethod
     def from_json(text: str) -> Program:
         """Read a replay file. Raises ValueError that says what is wrong with it."""
         try:
             data = json.loads(text)
-            steps = [(name, dict(arguments)) for name, arguments in data["steps"]]
+            steps = [(name, arguments) for name, arguments in data["steps"]]
             if not isinstance(data["machine"], str) or not all(isinstance(name, str) for name, _ in steps):
                 raise TypeError("machine and rules must be names")
+            if not isinstance(data["steps"], list) or not all(isinstance(arguments, dict) for _, arguments in steps):
+                raise TypeError("steps must be lists of a rule and its arguments by name")
         except (ValueError, TypeError, KeyError) as exc:
             raise ValueError(f"no replay file: {type(exc).__name__}: {exc}") from exc
         return Program(data["machine"], steps)
@@ -61,6 +64,30 @@ class Program:
         if self.machine not in machines:
             raise ValueError(f"no machine {self.machine!r}; there are {', '.join(machines)}")
         return machines[self.machine]
+
+
+@dataclass(frozen=True)
+class ReplayFile:
+    """A program that was kept, and what it was found with."""
+
+    program: Program
+    mutant: str | None
+    versions: dict[str, str]  # of python and packages; empty if it does not say
+
+    @staticmethod
+    def from_json(text: str) -> ReplayFile:
+        """Raises ValueError that says what is wrong with it."""
+        program = Program.from_json(text)
+        data = json.loads(text)
+        mutant, found_with = data.get("mutant"), data.get("versions", {})
+        if not isinstance(mutant, str | None) or not isinstance(found_with, dict):
+            raise ValueError("no replay file: mutant must be a name, versions must be by name")
+        return ReplayFile(program, mutant, found_with)
+
+
+def versions() -> dict[str, str]:
+    """What the same program may run differently with."""
+    return {"python": platform.python_version(), "trio": trio.__version__, "hypothesis": hypothesis.__version__}
 
 
 def recorded(decorator: Callable[..., Any] = rule, **arguments: SearchStrategy[Any]) -> Callable[[Method], Any]:
@@ -77,13 +104,54 @@ def recorded(decorator: Callable[..., Any] = rule, **arguments: SearchStrategy[A
     return decorate
 
 
-def replay(machine: Any, program: Program) -> None:
-    """Run the program on a fresh machine, to its teardown. Raises what it finds; ValueError for an unknown rule."""
+def replay(machine: Any, program: Program) -> int:
+    """Run the program on a fresh machine, to its teardown; how many steps its preconditions left out.
+
+    Raises what the machine finds. Raises ValueError, before anything runs, for a step that is none of the machine's.
+    """
     try:
-        for name, arguments in program.steps:
-            method: Callable[..., None] | None = getattr(machine, name, None)
-            if method is None or name.startswith("_"):
-                raise ValueError(f"the machine {program.machine} has no rule {name!r}")
-            method(**arguments)
+        rules = [_rule_of(machine, program, index) for index in range(len(program.steps))]
+    except ValueError:
+        with contextlib.suppress(Exception):  # nothing has run: what is found is nobody's
+            machine.teardown()
+        raise
+    try:
+        for made, (name, arguments) in zip(rules, program.steps, strict=True):
+            if all(holds(machine) for holds in made.preconditions):
+                getattr(machine, name)(**arguments)
+            else:
+                machine.program.skipped += 1
     finally:
         machine.teardown()
+    skipped: int = machine.program.skipped
+    return skipped
+
+
+def _rule_of(machine: Any, program: Program, index: int) -> Rule:
+    name, arguments = program.steps[index]
+    method = getattr(type(machine), name, None)
+    made: Rule | None = getattr(method, RULE_MARKER, None) or getattr(method, INITIALIZE_RULE_MARKER, None)
+    where = f"step {index + 1}: "
+    if made is None:
+        raise ValueError(f"{where}the machine {program.machine} has no rule {name!r}")
+    if set(arguments) != set(made.arguments):
+        takes, given = (", ".join(names) or "nothing" for names in (made.arguments, arguments))
+        raise ValueError(f"{where}{name} takes {takes}, and is given {given}")
+    for key, strategy in made.arguments.items():
+        if not _may_draw(strategy, arguments[key]):
+            raise ValueError(f"{where}{name} cannot be given {key}={arguments[key]!r}, but {strategy}")
+    return made
+
+
+def _may_draw(strategy: Any, value: object) -> bool:
+    """False if the strategy cannot have drawn it, as far as that is easily told: hypothesis has no question for it."""
+    strategy = getattr(strategy, "wrapped_strategy", strategy)
+    match type(strategy).__name__:
+        case "BooleansStrategy":
+            return isinstance(value, bool)
+        case "IntegersStrategy":
+            low, high = strategy.start, strategy.end
+            return type(value) is int and (low is None or low <= value) and (high is None or value <= high)
+        case "SampledFromStrategy" if not strategy._transformations:
+            return any(type(value) is type(element) and value == element for element in strategy.elements)
+    return True
