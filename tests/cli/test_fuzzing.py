@@ -1,12 +1,30 @@
 """`trioengine fuzz`: what it prints, keeps and returns."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from trioengine.cli import fuzzing
 from trioengine.cli.app import run
 from trioengine.testing.fuzz.program import Program
+
+INTERRUPTED = """
+import signal, sys
+from trioengine.cli import fuzzing, main
+from trioengine.testing.fuzz.runner import Fuzzer
+
+count = Fuzzer._count
+
+def interrupt_after_the_finding(self, machine):
+    count(self, machine)
+    if machine.finding is not None:
+        signal.raise_signal(signal.SIGINT)
+
+Fuzzer._count = interrupt_after_the_finding
+sys.exit(main())
+"""
 
 BEGIN = ("begin", {"sessions": 1, "turns": 0})
 COMMIT = ("commit", {"which": 0})  # of what was never reserved
@@ -106,3 +124,12 @@ def test_one_machine(more, tmp_path, capsys):
 def test_what_cannot_be_done_is_said(arguments, complaint, capsys):
     assert run(["fuzz", *arguments]) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_it_and_keeps_what_was_found(tmp_path):
+    keep = tmp_path / "found.json"
+    command = [sys.executable, "-c", INTERRUPTED, "fuzz", "--mutant", "F25", "--keep", str(keep)]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert ended.returncode == 130
+    assert "machine = EngineMachine()" in ended.stdout
+    assert Program.from_json(keep.read_text()).steps

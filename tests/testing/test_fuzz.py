@@ -184,7 +184,7 @@ def test_unknown_rules_and_machines_are_named():
         (("open", {"wait": True, "which": 0}), "open takes wait, and is given wait, which"),
         (("settle", {"wait": True}), "settle takes nothing, and is given wait"),
         (("open", {"wait": 1}), r"open cannot be given wait=1, but booleans\(\)"),
-        (("flow", {"rounds": 0}), "flow cannot be given rounds=0"),
+        (("flow", {"rounds": "x"}), "flow cannot be given rounds='x'"),
         (("flow", {"rounds": True}), "flow cannot be given rounds=True"),
         (("flow", {"rounds": "1"}), "flow cannot be given rounds='1'"),
         (("ask", {"which": 0, "max_tokens": True}), "ask cannot be given max_tokens=True"),

@@ -41,7 +41,11 @@ class Progress:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._live.__exit__(None, None, None)
+        self.close()
+
+    def close(self) -> None:
+        """Take the line away."""
+        self._live.stop()
 
     def show(self, report: Report) -> None:
         now = time.monotonic()
@@ -78,13 +82,15 @@ def fuzz(
     time_share = None if seconds is None else seconds / len(names)
     programs = [None] * len(names) if examples is None else shares(examples, len(names))
     for name, program_share in zip(names, programs, strict=True):
-        with silence(), Progress() as progress, _with(bug):
+        with Progress() as progress:
             fuzzer = Fuzzer(MACHINES[name], PROFILES[profile], seed, progress.show)
-            report = fuzzer.run(examples=program_share, seconds=time_share)
-        print(_summary(report))
-        print("\n".join(f"{count:8} {state}" for state, count in sorted(report.rare.items())))
-        if report.failure is not None and report.program is not None:
-            _keep(report.failure, report.program, keep, seed, bug)
+            try:
+                with silence(), _with(bug):
+                    fuzzer.run(examples=program_share, seconds=time_share)
+            finally:  # interrupted, too
+                progress.close()
+                _show(fuzzer.report, keep, bug)
+        if fuzzer.report.failure is not None:
             return 1
     return 0
 
@@ -94,11 +100,15 @@ def shares(total: int, parts: int) -> list[int]:
     return [max(1, (total + parts - 1 - index) // parts) for index in range(parts)]
 
 
-def _keep(failure: Exception, program: Program, keep: Path, seed: int, bug: Mutant | None) -> None:
-    print(f"\n{type(failure).__name__}: {failure}\n\n{program}\n")
-    mutant = None if bug is None else bug.id
-    keep.write_text(program.to_json(seed=seed, mutant=mutant, found=str(failure)), encoding="utf-8")
-    print(f"trioengine fuzz --replay {keep}")
+def _show(report: Report, keep: Path, bug: Mutant | None) -> None:
+    print(_summary(report))
+    print("\n".join(f"{count:8} {state}" for state, count in sorted(report.rare.items())))
+    failure, program = report.failure, report.program
+    if failure is not None and program is not None:
+        print(f"\n{type(failure).__name__}: {failure}\n\n{program}\n")
+        mutant = None if bug is None else bug.id
+        keep.write_text(program.to_json(seed=report.seed, mutant=mutant, found=str(failure)), encoding="utf-8")
+        print(f"trioengine fuzz --replay {keep}")
 
 
 def _machines(machine: str | None, bug: Mutant | None) -> list[str]:

@@ -15,6 +15,7 @@ from hypothesis.stateful import precondition
 from trioengine.actors.engine import Engine
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, WorkerLost
+from trioengine.core.lifecycle import Power
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.oracles import Troubles, check_farewell
@@ -65,7 +66,7 @@ class Environment(Machine):
         self.calls: list[Call] = []
         self.troubles = Troubles()
         self.harmed: list[SimulatedWorker] = []  # those that cannot be asked to end well
-        self.served: list[SimulatedWorker] = []  # those that the engine has known to be READY
+        self.served: set[SimulatedWorker] = set()  # those that were READY while the engine was open
         self.waited = 0.0  # seconds, since bytes were last moved fairly
         self.loop.start_soon(self.engine_call.run, name="engine")
 
@@ -196,8 +197,8 @@ class Environment(Machine):
         assert self.loop.idle, f"tasks are left:\n{self.loop.stacks()}"
         for worker in self.simulation.workers:
             assert worker.reaped, f"worker {worker.pid} was not reaped"
-        for worker in self.served:
-            if worker not in self.harmed:
+        for worker in self.simulation.workers:
+            if worker in self.served and worker not in self.harmed:
                 check_farewell(worker)
 
     # ---- helpers --------------------------------------------------------------------------------------------------
@@ -240,8 +241,9 @@ class Environment(Machine):
 
     def act(self, rule: Callable[[], None]) -> None:
         super().act(rule)
-        if self.engine.gate.link is not None and self.worker is not None and self.worker not in self.served:
-            self.served.append(self.worker)
+        gate, worker = self.engine.gate, self.worker
+        if gate.link is not None and gate.power is not Power.CLOSED and worker is not None:
+            self.served.add(worker)  # one that is READY after the end is killed, as one that still starts
 
     def _move(self) -> bool:
         """Bytes arrive, and the worker does a piece of work; whether there was anything."""
