@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -70,10 +71,11 @@ def test_what_used_to_be_reached_is_reached(report):
 
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
 def test_each_mutant_is_found(mutant):
-    """By one seed, and not shrunk; the same program without the mutant is harmless."""
+    """By one seed, for its own reason, and not shrunk; the same program without the mutant is harmless."""
     with silence(), mutant.active():
         report = Fuzzer(MACHINES[mutant.machine], PROFILES["quick"], 0, shrink=False).run(examples=PROGRAMS_A_MUTANT)
     assert report.failure is not None, f"{mutant.failure}: not found in {report.programs} programs"
+    assert re.search(mutant.shows, f"{type(report.failure).__name__}: {report.failure}"), repr(report.failure)
     with silence():
         replay(MACHINES[mutant.machine](), Program.from_json(report.program.to_json()))
 

@@ -88,6 +88,7 @@ class SimulatedWorker:
         self.health = Health.WELL
         self.received: list[Message] = []  # everything the engine said, in order
         self.blamed: RemoteProtocolError | None = None  # what the engine did that it must not do
+        self.fatal: Fatal | None = None  # said for an exception of the step loop, which is the worker's own bug
         self.reaped = False
         self._limits = limits
         self._behaviour = behaviour
@@ -217,7 +218,13 @@ class SimulatedWorker:
                 self._step() if step else self._handle(self._queue.popleft())
 
     def _step(self) -> None:
-        messages = self.step_loop.step()
+        try:
+            messages = self.step_loop.step()
+        except AssertionError:  # the kit's own
+            raise
+        except Exception as exc:
+            self._fail(exc)
+            return
         for message in messages:
             rows = message.rows if isinstance(message, Tokens) else ()
             assert not any(row.request in self._stopped for row in rows), "a stopped request goes on"
@@ -240,6 +247,8 @@ class SimulatedWorker:
                 self._send_all(self.step_loop.handle(message))
             except RemoteProtocolError as exc:
                 self._blame(exc)
+            except Exception as exc:
+                self._fail(exc)
 
     def _ready(self) -> Ready:
         limits = self._limits
@@ -286,6 +295,12 @@ class SimulatedWorker:
     def _blame(self, error: RemoteProtocolError) -> None:
         self.blamed = error
         self._send_all([Fatal(FatalCode.INTERNAL, str(error), "")])
+        self.exit(1)
+
+    def _fail(self, error: Exception) -> None:
+        """As the real worker does; without its traceback, whose length would depend on paths."""
+        self.fatal = Fatal(FatalCode.INTERNAL, f"{type(error).__name__}: {error}", "")
+        self._send_all([self.fatal])
         self.exit(1)
 
     def _pong(self, message: Ping) -> None:

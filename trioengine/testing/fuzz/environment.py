@@ -289,3 +289,4 @@ class Environment(Machine):
             raise self.loop.crashes[0]
         for worker in self.simulation.workers:
             assert worker.blamed is None, f"the engine broke the protocol: {worker.blamed}"
+            assert worker.fatal is None, f"a worker failed: {worker.fatal}"

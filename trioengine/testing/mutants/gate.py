@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
 from typing import Any
 
 import trio
 
-from trioengine.actors.admission import Admission
+from trioengine.actors.engine import Engine
 from trioengine.actors.gate import Gate
-from trioengine.actors.generation import Generation
+from trioengine.actors.session import Session
 from trioengine.actors.waiting_line import WaitingLine
 from trioengine.core.ledger import Ledger, Stand
 from trioengine.core.messages import FinishReason
 from trioengine.testing.mutants.mutant import Mutant, replaced, together
 
-_REUSED_IDS = 4
 
-
-def _reuse_ids(mint: Any) -> Any:
-    def mutant(self: Gate) -> int:
-        return int(mint(self)) % _REUSED_IDS + 1
+def _reuse_ids(init: Any) -> Any:
+    def mutant(self: Engine, *args: Any, **more: Any) -> None:
+        init(self, *args, **more)
+        self.gate.mint = partial(_smallest_free_id, self)  # type: ignore[method-assign]
 
     return mutant
+
+
+def _smallest_free_id(engine: Engine) -> int:
+    requests = [session.generation.request_id for session in engine._sessions if session.generation is not None]
+    used = {*(session.id for session in engine._sessions), *requests, *engine._auditor._pending}
+    return next(id for id in itertools.count(1) if id not in used)
 
 
 def _forget_the_waiting(settle: Any) -> Any:
@@ -42,7 +49,7 @@ def _serve_nobody(serve: Any) -> Any:
 
 
 class _Locked:
-    """One lock for all: taken to ask, and to leave. Whoever waits for a slot holds it, so that nobody can give one."""
+    """One lock for all: to open a session, and to leave one. Who waits for a slot holds it; nobody can give one."""
 
     def __init__(self) -> None:
         self.locks: dict[Gate, trio.Lock] = {}
@@ -56,31 +63,52 @@ class _Locked:
 _LOCKED = _Locked()
 
 
-def _ask_under_the_lock(run: Any) -> Any:
-    async def mutant(self: Admission) -> None:
+def _open_under_the_lock(aenter: Any) -> Any:
+    async def mutant(self: Session) -> Any:
         async with _LOCKED.of(self._gate):
-            await run(self)
+            return await aenter(self)
 
     return mutant
 
 
 def _leave_under_the_lock(aexit: Any) -> Any:
-    async def mutant(self: Generation, *exc: Any) -> None:
-        async with _LOCKED.of(self._session._gate):
+    async def mutant(self: Session, *exc: Any) -> None:
+        lock = _LOCKED.of(self._gate)
+        with trio.CancelScope(shield=True):  # else it is F10
+            await lock.acquire()
+        try:
             await aexit(self, *exc)
+        finally:
+            lock.release()
 
     return mutant
 
 
 GATE_MUTANTS = (
-    Mutant("F5", "ids are used again", replaced(Gate, "mint", _reuse_ids)),
+    Mutant(
+        "F5",
+        "ids are used again",
+        replaced(Engine, "__init__", _reuse_ids),
+        shows="is not newer than|in flight, the worker has none",
+    ),
     Mutant(
         "F11",
         "who waits for a slot holds the lock that is needed to give one back",
         together(
-            replaced(Admission, "run", _ask_under_the_lock), replaced(Generation, "__aexit__", _leave_under_the_lock)
+            replaced(Session, "__aenter__", _open_under_the_lock), replaced(Session, "__aexit__", _leave_under_the_lock)
         ),
+        shows=r"wait for ever[\s\S]*lock\.acquire",
     ),
-    Mutant("F28", "an abort before the first token is not counted", replaced(Ledger, "settle", _forget_the_waiting)),
-    Mutant("F35", "a slot is free, and nobody who waits is admitted", replaced(WaitingLine, "serve", _serve_nobody)),
+    Mutant(
+        "F28",
+        "an abort before the first token is not counted",
+        replaced(Ledger, "settle", _forget_the_waiting),
+        shows="received .* != settled",
+    ),
+    Mutant(
+        "F35",
+        "a slot is free, and nobody who waits is admitted",
+        replaced(WaitingLine, "serve", _serve_nobody),
+        shows="wait for ever",
+    ),
 )

@@ -71,13 +71,30 @@ LINK_MUTANTS = (
         "F18",
         "the worker dies, and its readers are not told",
         replaced(Session, "on_worker_lost", _tell_nobody_who_runs),
+        shows="wait for ever|the worker holds sessions",
     ),
-    Mutant("F27", "what was said for one session reaches another", replaced(Sessions, "_tell", _tell_the_oldest)),
-    Mutant("F45", "a writer is cancelled, and tears a frame", replaced(Link, "write", _cancel_the_writer)),
-    Mutant("F46", "frames for a dead worker reach the next one", replaced(Link, "__init__", _Leftovers().pass_on)),
+    Mutant(
+        "F27",
+        "what was said for one session reaches another",
+        replaced(Sessions, "_tell", _tell_the_oldest),
+        shows="wait for ever|in flight, the worker has none",
+    ),
+    Mutant(
+        "F45",
+        "a writer is cancelled, and tears a frame",
+        replaced(Link, "write", _cancel_the_writer),
+        shows="still on the worker|the worker holds sessions|in flight, the worker has none|broke the protocol",
+    ),
+    Mutant(
+        "F46",
+        "frames for a dead worker reach the next one",
+        replaced(Link, "__init__", _Leftovers().pass_on),
+        shows="the engine broke the protocol: .* while the connection is new",
+    ),
     Mutant(
         "F47",
         "the writer dies with the scopes whose ends it has to write",
         replaced(Supervisor, "__init__", _unshielded),
+        shows="a healthy worker ended with -9",
     ),
 )

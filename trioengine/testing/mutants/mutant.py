@@ -17,6 +17,7 @@ class Mutant:
     id: str
     failure: str
     active: Callable[[], AbstractContextManager[None]]
+    shows: str  # how a finding names its consequences, as a regular expression for `search`
     machine: str = "EngineMachine"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import trio
-from trio_websocket import WebSocketConnection
+from trio_websocket import ConnectionClosed, WebSocketConnection
 
 from trioengine.serve.front_door import FrontDoor
 from trioengine.serve.realtime.outbox import Outbox
@@ -37,21 +37,36 @@ def _one_sender_for_all(send_to: Any) -> Any:
     return mutant
 
 
-def _let_errors_out(handle: Any) -> Any:
+def _let_closes_out(handle: Any) -> Any:
     async def mutant(self: FrontDoor, stream: trio.abc.Stream, places: Any, serve: Any) -> None:
-        with places.take():
-            async with stream:
+        closes: list[Exception] = []
+
+        async def watched(stream: trio.abc.Stream) -> None:
+            try:
                 await serve(stream)
+            except* (ConnectionClosed, trio.BrokenResourceError) as group:
+                closes.append(group)
+
+        await handle(self, stream, places, watched)
+        if closes:
+            raise closes[0]
 
     return mutant
 
 
 SERVER_MUTANTS = (
-    Mutant("F24", "a slow client stalls everyone", replaced(Outbox, "send_to", _one_sender_for_all), "RealtimeMachine"),
+    Mutant(
+        "F24",
+        "a slow client stalls everyone",
+        replaced(Outbox, "send_to", _one_sender_for_all),
+        shows="never answered|never end",
+        machine="RealtimeMachine",
+    ),
     Mutant(
         "F36",
         "an abrupt close of a WebSocket crashes the server",
-        replaced(FrontDoor, "_handle", _let_errors_out),
-        "RealtimeMachine",
+        replaced(FrontDoor, "_handle", _let_closes_out),
+        shows="ConnectionClosed: .*ABNORMAL_CLOSURE|BrokenResourceError",
+        machine="RealtimeMachine",
     ),
 )

@@ -54,11 +54,13 @@ SESSION_MUTANTS = (
         "F1",
         "a request whose caller is cancelled while it is prepared is never removed",
         replaced(Session, "abort_request", _forget_cancelled_preparation),
+        shows="requests are in flight, the worker has none",
     ),
     Mutant(
         "F2",
         "a session that ends between register and submit is never ended on the worker",
         rewritten(Phase.PREPARING, _A, Event.END, Transition(Phase.ENDED, _A, (Action.SETTLE_ABORTED,))),
+        shows="ended, and still on the worker|the link knows sessions",
     ),
     Mutant(
         "F7",
@@ -69,22 +71,31 @@ SESSION_MUTANTS = (
             Event.ABORT,
             Transition(Phase.IDLE, _A, (Action.POST_STOP_SESSION, Action.SETTLE_ABORTED)),
         ),
+        shows="is not the session's|in flight, the worker has none|committed was|callers wait for ever",
     ),
-    Mutant("F8", "a second end raises", rewritten(Phase.ENDED, _A, Event.END, None)),
+    Mutant("F8", "a second end raises", rewritten(Phase.ENDED, _A, Event.END, None), shows="the engine does not end"),
     Mutant(
         "F9",
         "a read swallows its cancellation, and goes on",
         replaced(Generation, "__anext__", _swallow_cancellation),
+        shows="Livelock",
     ),
-    Mutant("F10", "the end is behind an await in a dying scope", replaced(Session, "__aexit__", _await_before_the_end)),
+    Mutant(
+        "F10",
+        "the end is behind an await in a dying scope",
+        replaced(Session, "__aexit__", _await_before_the_end),
+        shows="was left and has not ended",
+    ),
     Mutant(
         "F26",
         "the turn after a disconnect sees the answer that was taken back",
         replaced(Session, "leave", _keep_what_was_not_read),
+        shows="committed was",
     ),
     Mutant(
         "F41",
         "the end of a session strands the reader of its request",
         rewritten(Phase.ENDING, _A, Event.SESSION_ENDED, Transition(Phase.ENDED, _D, (Action.FREE_SESSION,))),
+        shows="readers wait for ever|in flight",
     ),
 )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trioengine.core.errors import InvariantError
-from trioengine.core.messages import AddMessage, EndSession, FinishReason, StopSession
+from trioengine.core.messages import AddSession, EndSession, FinishReason, StopSession
 from trioengine.testing.mutants.mutant import Mutant, replaced
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.worker.scheduling.block_manager import BlockManager
@@ -26,8 +25,9 @@ def _lose_aborts_of_the_waiting(stop_session: Any) -> Any:
 
 def _fail_on_late_aborts(stop_session: Any) -> Any:
     def mutant(self: StepLoop, message: StopSession) -> Any:
-        if self._session(message.session, "STOP_SESSION").sequence is None:
-            raise InvariantError("the request to stop is gone")
+        sequence = self._session(message.session, "STOP_SESSION").sequence
+        if sequence is None:
+            raise KeyError(message.request)
         return stop_session(self, message)
 
     return mutant
@@ -63,7 +63,7 @@ def _pin_the_blocks(release: Any) -> Any:
 
 def _fail_for_all(failed: Any) -> Any:
     def mutant(self: StepLoop, row: Any) -> Any:
-        raise InvariantError("one bad request")
+        raise RuntimeError(row.sampled.error)
 
     return mutant
 
@@ -79,8 +79,9 @@ def _overlook_the_context(finish_reason: Any) -> Any:
 
 def _by_type(turn: Any) -> Any:
     def mutant(self: SimulatedWorker) -> None:
-        order = {EndSession: 0, AddMessage: 2}
-        messages = sorted(self._queue, key=lambda message: order.get(type(message), 1))
+        moved = [message for message in self._queue if isinstance(message, AddSession | EndSession)]
+        ends_first = iter(sorted(moved, key=lambda message: isinstance(message, AddSession)))
+        messages = [next(ends_first) if message in moved else message for message in self._queue]
         self._queue.clear()
         self._queue.extend(messages)
         turn(self)
@@ -93,24 +94,48 @@ WORKER_MUTANTS = (
         "F3",
         "an abort of a request that waits is lost: it goes on to its end",
         replaced(StepLoop, "_stop_session", _lose_aborts_of_the_waiting),
+        shows="a stopped request goes on",
     ),
     Mutant(
         "F4",
         "an abort that crosses the finish hits something that is gone",
         replaced(StepLoop, "_stop_session", _fail_on_late_aborts),
+        shows="a worker failed: .*KeyError|ended with 1",
     ),
     Mutant(
         "F6",
         "an abort in a chunked prefill is lost",
         replaced(StepLoop, "_stop_session", _lose_aborts_in_prefill),
+        shows="a stopped request goes on",
     ),
-    Mutant("F25", "an idle session pins its KV blocks", replaced(BlockManager, "release", _pin_the_blocks)),
-    Mutant("F29", "one bad request ends the step for all", replaced(StepLoop, "_failed", _fail_for_all)),
-    Mutant("F30", "a long session passes max_model_len", replaced(Scheduler, "_finish_reason", _overlook_the_context)),
+    Mutant(
+        "F25",
+        "an idle session pins its KV blocks",
+        replaced(BlockManager, "release", _pin_the_blocks),
+        shows="blocks are counted|KV blocks are held by nobody",
+    ),
+    Mutant(
+        "F29",
+        "one bad request ends the step for all",
+        replaced(StepLoop, "_failed", _fail_for_all),
+        shows="a worker failed: .*told to fail|ended with 1",
+    ),
+    Mutant(
+        "F30",
+        "a long session passes max_model_len",
+        replaced(Scheduler, "_finish_reason", _overlook_the_context),
+        shows="the answer is .*the model's is",
+    ),
     Mutant(
         "F40",
         "a stop in one round poisons the next",
         replaced(StepLoop, "_stop_session", _poison_the_next_turn),
+        shows="the model's",
     ),
-    Mutant("F42", "messages are handled by type, not in order of arrival", replaced(SimulatedWorker, "turn", _by_type)),
+    Mutant(
+        "F42",
+        "an end is handled before an add that came earlier: by type, not by arrival",
+        replaced(SimulatedWorker, "turn", _by_type),
+        shows="the engine broke the protocol: .* is not there",
+    ),
 )
