@@ -77,7 +77,7 @@ LINK_MUTANTS = (
         "F27",
         "what was said for one session reaches another",
         replaced(Sessions, "_tell", _tell_the_oldest),
-        shows="wait for ever|in flight, the worker has none",
+        shows="wait for ever|in flight|the model's",
     ),
     Mutant(
         "F45",

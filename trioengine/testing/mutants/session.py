@@ -71,7 +71,7 @@ SESSION_MUTANTS = (
             Event.ABORT,
             Transition(Phase.IDLE, _A, (Action.POST_STOP_SESSION, Action.SETTLE_ABORTED)),
         ),
-        shows="is not the session's|in flight, the worker has none|committed was|callers wait for ever",
+        shows="not the session's|in flight|committed was|wait for ever|the model's is|rows come after the commit",
     ),
     Mutant("F8", "a second end raises", rewritten(Phase.ENDED, _A, Event.END, None), shows="the engine does not end"),
     Mutant(
