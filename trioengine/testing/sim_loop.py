@@ -34,15 +34,13 @@ class Livelock(AssertionError):
     """Tasks go on and on, and nothing from outside makes them."""
 
 
-class SimLoop(trio.abc.Instrument):
+class SimLoop:
     """One run of trio. Crashes of tasks are collected in `crashes`; close it in the end."""
 
     def __init__(self) -> None:
         self.clock = trio.testing.MockClock()
         self.crashes: list[Exception] = []
         self.passes = 0
-        self.steps = 0  # of tasks
-        self.trace = 0  # a checksum over the names of all tasks that ran, in order
         self._todo: deque[Callable[[], object]] = deque()
         self._picks = _Picks()
         self._keeper: trio.lowlevel.Task | None = None
@@ -54,7 +52,6 @@ class SimLoop(trio.abc.Instrument):
             done_callback=self._end,
             host_uses_signal_set_wakeup_fd=True,
             clock=self.clock,
-            instruments=[self],
         )
         self._random, _run._r = _run._r, self._picks  # type: ignore[assignment]
         while self._keeper is None:
@@ -84,10 +81,15 @@ class SimLoop(trio.abc.Instrument):
             while self._keeping:
                 await trio.lowlevel.cancel_shielded_checkpoint()
 
-    def before_task_step(self, task: trio.lowlevel.Task) -> None:
-        if task is not self._keeper:
-            self.steps += 1
-            self.trace = zlib.crc32(task.name.encode(), self.trace)
+    @property
+    def steps(self) -> int:
+        """Of tasks, until now."""
+        return self._picks.steps
+
+    @property
+    def trace(self) -> int:
+        """A checksum over the names of all tasks that ran, in order."""
+        return self._picks.trace
 
     def start_soon(self, function: Callable[..., Awaitable[Any]], *args: Any, name: str) -> None:
         """Start a task; its crash is collected, and disturbs nobody."""
@@ -175,12 +177,16 @@ class _Picks:
 
     def __init__(self) -> None:
         self.first = 0
+        self.steps = 0
+        self.trace = 0
 
     def shuffle(self, batch: list[trio.lowlevel.Task]) -> None:
         keeper, *others = batch  # in the order of their start; the keeper can always run, and was the first
         if others:
             first = self.first % len(others)
             others = [*others[first:], *others[:first]]
+            self.steps += len(others)
+            self.trace = zlib.crc32(";".join([task.name for task in others]).encode(), self.trace)
         batch[:] = [keeper, *others][::-1]
 
 

@@ -25,7 +25,7 @@ from wsproto.events import (
 
 from trioengine.testing.wire import Wire, WireEnd
 
-PORTION, BUFFERED = 256, 1024  # bytes that a write moves at once, and that lie between the two
+PORTION, BUFFERED = 512, 1024  # bytes that a write moves at once, and that lie between the two
 
 OnEvent = Callable[[dict[str, Any]], None]
 

@@ -24,7 +24,7 @@ from trioengine.testing.simulated_worker import Health
 PROMPTS = ("a", "be", "<|im_end|>")
 WHICH = st.sampled_from((0, 0, 1, 2))
 TOKENS = st.sampled_from((1, 3, 20))
-MAX_CLIENTS = 5
+MAX_CLIENTS = 2  # at once
 OUTAGES = ("abort all", *WORKER_OUTAGES, "abort all", "starts fail", "abort all", "drain", "drain soon", "abort")
 
 
@@ -55,14 +55,15 @@ class RealtimeMachine(Environment):
             self._connect()
         if ready:
             self._settle()
-        for client in self.clients if ready else ():
-            for _ in range(turns):
-                client.say("a")
-                client.respond(1)
-                self._settle()
+        for client in self.clients if ready and turns else ():
+            client.say("a")
+            client.respond(1)
+        if ready and turns:
+            self._settle()
 
     # ---- clients --------------------------------------------------------------------------------------------------
 
+    @precondition(lambda self: len(self.present) <= MAX_CLIENTS)
     @recorded()
     def connect(self) -> None:
         self._connect()
@@ -72,7 +73,7 @@ class RealtimeMachine(Environment):
         which=WHICH,
         prompt=st.sampled_from(PROMPTS),
         max_tokens=TOKENS,
-        rounds=st.sampled_from((0, 0, 8, 12, 16, 20, 28)),
+        rounds=st.sampled_from((0, 0, 6, 9, 12, 15, 20)),
     )
     def ask(self, which: int, prompt: str, max_tokens: int, rounds: int) -> None:
         """An item and a response, without waiting for an answer; how far they get is given."""
@@ -152,6 +153,11 @@ class RealtimeMachine(Environment):
     @property
     def in_use(self) -> bool:
         return bool(self.clients)
+
+    @property
+    def present(self) -> list[RealtimeClient]:
+        """Those that the server may still hold for connected."""
+        return [client for client in self.clients if not client.stream.closed]
 
     @property
     def speakers(self) -> list[RealtimeClient]:
