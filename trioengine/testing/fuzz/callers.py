@@ -7,6 +7,7 @@ see: that the deltas add up, that nothing comes after the end, that an error is 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Chunk, Completion, Generation
 from trioengine.actors.session import Session
 from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded
-from trioengine.core.lifecycle import Outcome
+from trioengine.core.lifecycle import Cause, Outcome
 from trioengine.core.sampling_params import SamplingParams
 
 
@@ -44,6 +45,7 @@ class Holder:
     wait: bool
     session: Session | None = None
     error: EngineError | None = None
+    ended: bool = False
     over: bool = False
     readers: list[Reader] = field(default_factory=list)
     leave: trio.Event = field(default_factory=trio.Event)
@@ -60,10 +62,21 @@ class Holder:
         finally:
             self.over = True
 
+    def end(self) -> None:
+        """End the session, if it was opened."""
+        if self.session is not None:
+            self.ended = True
+            self.session.end()
+
     @property
     def is_open(self) -> bool:
         """Whether a request can be asked for."""
         return self.session is not None and self.session.end_cause is None
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether it did anything that ends its session."""
+        return self.ended or self.leave.is_set() or self.scope.cancel_called
 
 
 @dataclass
@@ -81,7 +94,9 @@ class Reader:
     error: EngineError | None = None
     chunks: list[Chunk] = field(default_factory=list)
     outcome_at_leaving: Outcome | None = None
+    deadline: float = math.inf
     entered: bool = False
+    aborted: bool = False
     left: bool = False
     over: bool = False
     checked: bool = False
@@ -91,6 +106,8 @@ class Reader:
     async def run(self) -> None:
         session = self.holder.session
         assert session is not None, "readers are started on open sessions"
+        if self.timeout is not None:
+            self.deadline = trio.current_time() + self.timeout
         try:
             with self.scope:
                 self.generation = session.generate(
@@ -134,9 +151,15 @@ class Reader:
         assert token_ids == completion.token_ids, "the chunks give other tokens than the completion"
 
     @property
-    def waits_for_its_own(self) -> bool:
-        """Whether it waits for something that nobody but its own program can give."""
-        return self.style is Style.STALLED and not self.go_on.is_set() and self.entered
+    def causes(self) -> set[Cause]:
+        """By which its request may have been aborted, for what it and its holder did, and for its time."""
+        left_early = self.left and self.outcome_at_leaving is None
+        causes = set()
+        if self.aborted or left_early or self.scope.cancel_called or self.holder.gave_up:
+            causes.add(Cause.CLIENT)
+        if trio.current_time() >= self.deadline:
+            causes.add(Cause.TIMEOUT)
+        return causes
 
 
 @dataclass

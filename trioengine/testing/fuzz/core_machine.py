@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from typing import TypeVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
@@ -22,9 +21,7 @@ from trioengine.core.messages import FinishReason, Message, TokensRow, token_ids
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.core_model import REFUSED, SETTLEMENTS, ModelSession, ModelWorker, Settlement, row_of
 from trioengine.testing.fuzz.machine import Machine
-from trioengine.testing.fuzz.program import recorded
-
-T = TypeVar("T")
+from trioengine.testing.fuzz.program import pick, recorded
 
 SESSION_SLOTS = 3
 WHICH = st.integers(0, 3)
@@ -69,7 +66,7 @@ class CoreMachine(Machine):
     @precondition(lambda self: self._idle)
     @recorded(which=WHICH, commit=st.booleans())
     def reserve(self, which: int, commit: bool) -> None:
-        session = _pick(self._idle, which)
+        session = pick(self._idle, which)
         self._reserve(session)
         if commit:
             self._commit(session)
@@ -77,22 +74,22 @@ class CoreMachine(Machine):
     @precondition(lambda self: self._preparing)
     @recorded(which=WHICH)
     def commit(self, which: int) -> None:
-        self._commit(_pick(self._preparing, which))
+        self._commit(pick(self._preparing, which))
 
     @precondition(lambda self: self._preparing)
     @recorded(which=WHICH)
     def refuse(self, which: int) -> None:
-        self._apply(_pick(self._preparing, which), Event.REFUSE, REFUSED)
+        self._apply(pick(self._preparing, which), Event.REFUSE, REFUSED)
 
     @precondition(lambda self: self.sessions)
     @recorded(which=WHICH)
     def abort(self, which: int) -> None:
-        self._apply(_pick(self._any, which), Event.ABORT)
+        self._apply(pick(self._any, which), Event.ABORT)
 
     @precondition(lambda self: self.sessions)
     @recorded(which=WHICH)
     def end(self, which: int) -> None:
-        self._apply(_pick(self._any, which), Event.END)
+        self._apply(pick(self._any, which), Event.END)
 
     # ---- the worker and its pipe ----------------------------------------------------------------------------------
 
@@ -100,7 +97,7 @@ class CoreMachine(Machine):
     @recorded(which=WHICH, what=st.sampled_from(("last row", "failure", "row")))
     def generate(self, which: int, what: str) -> None:
         """The worker says something of a request that it runs."""
-        self._generate(*_pick(self._running, which), what)
+        self._generate(*pick(self._running, which), what)
 
     @recorded(way=st.sampled_from(("down", "up")), count=st.integers(1, 300))
     def move(self, way: str, count: int) -> None:
@@ -299,7 +296,3 @@ class CoreMachine(Machine):
         assert self.worker.requests == held, f"the worker holds {self.worker.requests}, it must hold {held}"
         assert attached == self.engine_end.sessions == self.worker_end.sessions == set(held), f"attached: {attached}"
         assert not self.audits, f"not answered: {self.audits}"
-
-
-def _pick(candidates: list[T], which: int) -> T:
-    return candidates[which % len(candidates)]

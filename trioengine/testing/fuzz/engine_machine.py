@@ -7,22 +7,24 @@ from typing import TypeVar
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
+from trioengine.actors.generation import Generation
 from trioengine.core.errors import EngineClosed, EngineOverloaded, InvariantError, WorkerLost
+from trioengine.core.lifecycle import Cause
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.callers import Holder, Reader, Style
 from trioengine.testing.fuzz.environment import LIMITS, Environment
 from trioengine.testing.fuzz.oracles import (
+    check_aborted,
     check_answer,
-    check_books,
+    check_deadline,
     check_holder,
     check_reader,
     check_worker,
     prompt_ids,
 )
-from trioengine.testing.fuzz.program import recorded
+from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.simulated_worker import Health
 
-T = TypeVar("T")
 Task = TypeVar("Task", Holder, Reader)
 
 AUDIT_TIMEOUT = 10.0
@@ -95,12 +97,13 @@ class EngineMachine(Environment):
         elif what == "audit":
             self._call("audit", self._audit, refusals)
         elif self.running_calls:
-            _pick(self.running_calls, which).scope.cancel()
+            pick(self.running_calls, which).scope.cancel()
 
     async def _ask_once(self, wait: bool, timeout: float | None) -> None:
         params = SamplingParams(max_tokens=3)
         completion = await self.engine.generate("hi", params, wait=wait, timeout=timeout)
-        check_answer(completion, prompt_ids((("user", "hi"),)), params, LIMITS.max_model_len)
+        causes = self.troubles.causes | (set() if timeout is None else {Cause.TIMEOUT})
+        check_answer(completion, prompt_ids((("user", "hi"),)), params, LIMITS.max_model_len, causes)
 
     async def _audit(self) -> None:
         try:
@@ -113,33 +116,42 @@ class EngineMachine(Environment):
     @recorded(which=WHICH, what=st.sampled_from(("abort", "cancel", "go on", "abort by id", "fail")))
     def stop_reading(self, which: int, what: str) -> None:
         """Also of a request that is over; the latest is the first to be chosen."""
-        reader = _pick(_latest_first(self.readers), which)
+        reader = pick(_latest_first(self.readers), which)
         self._note_moment(reader, what)
         if what == "cancel":
             reader.scope.cancel()
         elif what == "go on":
             reader.go_on.set()
         elif reader.generation is not None and reader.entered:
-            if what == "abort":
-                reader.generation.abort()
-            elif what == "abort by id":
-                self.engine.abort(reader.generation.request_id)
+            if what in ("abort", "abort by id"):
+                self._abort(reader, reader.generation, by_id=what == "abort by id")
             elif self.worker is not None:  # the worker cannot sample for it: it fails alone
                 self.worker.runner.fail_requests.add(reader.generation.request_id)
                 self.troubles.requests.add(reader.generation.request_id)
+
+    def _abort(self, reader: Reader, generation: Generation, *, by_id: bool) -> None:
+        session = reader.holder.session
+        is_in_flight = session is not None and session.generation is generation
+        reader.aborted = True
+        if by_id:
+            told = self.engine.abort(generation.request_id)
+            assert told is is_in_flight, f"abort() said {told} of {generation}"
+        else:
+            generation.abort()
+        check_aborted(reader)
 
     @precondition(lambda self: self.holders)
     @recorded(which=WHICH, what=st.sampled_from(("leave", "cancel", "end")))
     def leave(self, which: int, what: str) -> None:
         """Also a session that has ended."""
-        holder = _pick(_latest_first(self.holders), which)
+        holder = pick(_latest_first(self.holders), which)
         match what:
             case "leave":
                 holder.leave.set()
             case "cancel":
                 holder.scope.cancel()
-            case "end" if holder.session is not None:
-                holder.session.end()
+            case "end":
+                holder.end()
 
     # ---- what the environment asks --------------------------------------------------------------------------------
 
@@ -178,7 +190,7 @@ class EngineMachine(Environment):
         timeout: float | None = None,
         wait: bool = True,
     ) -> None:
-        holder = _pick(sorted(self.open_holders, key=_is_busy), which)
+        holder = pick(sorted(self.open_holders, key=_is_busy), which)
         reader = Reader(holder, prompt, params, style, keep_partial, timeout, wait)
         holder.readers.append(reader)
         self.readers.append(reader)
@@ -200,16 +212,19 @@ class EngineMachine(Environment):
         elif generation.outcome is not None:
             self.rare.saw(f"{what} after the outcome, before it is read")
 
+    def _check_blocked(self) -> None:
+        for reader in self.running_readers:
+            check_deadline(reader)
+
     def _check(self) -> None:
         """What must hold whenever nothing can run."""
-        self._raise_crash()
-        check_books(self.engine)
+        super()._check()
         for reader in self.readers:
             if reader.over and not reader.checked:
                 check_reader(reader, LIMITS.max_model_len, self.troubles)
                 reader.checked = True
         for holder in self.holders:
-            check_holder(holder)
+            check_holder(holder, self.troubles)
         worker = self.worker
         if worker is not None and worker.health is Health.WELL and self.engine.gate.link is not None:
             sessions = [holder.session for holder in self.holders if holder.session is not None]
@@ -223,7 +238,3 @@ def _is_busy(holder: Holder) -> bool:
 def _latest_first(tasks: list[Task]) -> list[Task]:
     """Those that are over come last."""
     return [task for task in tasks[::-1] if not task.over] + [task for task in tasks[::-1] if task.over]
-
-
-def _pick(candidates: list[T], which: int) -> T:
-    return candidates[which % len(candidates)]

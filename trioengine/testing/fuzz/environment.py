@@ -15,10 +15,10 @@ from hypothesis.stateful import precondition
 from trioengine.actors.engine import Engine
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, WorkerLost
-from trioengine.core.lifecycle import Power
+from trioengine.core.lifecycle import Cause, Power
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.machine import Machine
-from trioengine.testing.fuzz.oracles import Troubles, check_farewell
+from trioengine.testing.fuzz.oracles import Troubles, check_books, check_farewell
 from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.sim_loop import SimLoop
 from trioengine.testing.simulated_worker import SimulatedWorker
@@ -53,7 +53,7 @@ OUTAGES = ("abort all", *WORKER_OUTAGES, "starts fail", "abort all", "drain soon
 
 
 class Environment(Machine):
-    """An engine, and the rules that are nobody's will. Who uses it overrides `in_use`, `_check` and `_let_go`."""
+    """An engine, and the rules that are nobody's will. Who uses it overrides `in_use`, `_check…` and `_let_go`."""
 
     horizon = 60.0  # seconds, past the longest timeout: what waits then, waits for ever
 
@@ -80,6 +80,13 @@ class Environment(Machine):
     def _check(self) -> None:
         """What must hold whenever nothing can run."""
         self._raise_crash()
+        if self.engine_call.over and not self.troubles.closing:
+            assert self.engine_call.error is not None and self.troubles.workers, "nobody closed the engine"
+            self._excuse_shutdown()
+        check_books(self.engine)
+
+    def _check_blocked(self) -> None:
+        """What must hold whenever no task can run, whatever the worker still has to do."""
 
     def _let_go(self) -> None:
         """The end: everybody gets what they wait for, and leaves."""
@@ -153,15 +160,21 @@ class Environment(Machine):
             self._harm()
         match way:
             case "abort all":
+                self.troubles.causes.add(Cause.ABORT_ALL)
                 self.engine.abort_all()
             case "starts fail":
                 self.troubles.workers = True
                 self.simulation.failing_starts = 2
             case "drain" | "drain soon":
+                self.troubles.closing = True
+                if way == "drain soon":
+                    self.troubles.causes.add(Cause.SHUTDOWN)
                 self._call("drain", lambda: self._drain(None if way == "drain" else 0.5), ())
             case "close":
+                self._excuse_shutdown()
                 self.engine.close()
             case "cancel":
+                self._excuse_shutdown()
                 self.engine_call.scope.cancel()
             case "hang" if worker is not None:
                 worker.hang()
@@ -191,6 +204,7 @@ class Environment(Machine):
         self._raise_crash()
         self._let_go()
         self._check()
+        self._excuse_shutdown()
         self.engine.close()
         self._run_out(lambda: self.engine_call.over, "the engine does not end")
         self._raise_crash()
@@ -234,6 +248,10 @@ class Environment(Machine):
         if await self.engine.drain(timeout):
             assert not self.engine.gate.ledger.in_flight, "it said that it was drained"
 
+    def _excuse_shutdown(self) -> None:
+        self.troubles.closing = True
+        self.troubles.causes.add(Cause.SHUTDOWN)
+
     def _harm(self) -> None:
         self.troubles.workers = True
         if self.worker is not None:
@@ -265,6 +283,8 @@ class Environment(Machine):
 
     def _settle(self) -> None:
         self.waited = 0.0
+        self.loop.settle()
+        self._check_blocked()
         for _ in range(ROUNDS):
             ran = self.loop.settle() > 0
             if not self._move() and not ran:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import lru_cache
+
+import trio
 
 from trioengine.actors import invariants
 from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Completion
 from trioengine.actors.session import Session
 from trioengine.core.errors import EngineClosed, EngineOverloaded, RequestRejected, WorkerLost
-from trioengine.core.lifecycle import Cause
+from trioengine.core.lifecycle import Cause, Phase
 from trioengine.core.messages import FinishReason
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.callers import Holder, Reader
@@ -24,9 +27,11 @@ Turn = tuple[str, str]  # role and content
 
 @dataclass
 class Troubles:
-    """What was done to the engine, by which errors are excused."""
+    """What was done to the engine, by which errors and aborts are excused."""
 
     workers: bool = False  # one was harmed, or could not be started
+    closing: bool = False  # nothing more is admitted
+    causes: set[Cause] = field(default_factory=set)  # by which others than its reader may have aborted a request
     requests: set[int] = field(default_factory=set)  # that the worker was told to fail
 
 
@@ -64,16 +69,42 @@ def check_reader(reader: Reader, max_model_len: int, troubles: Troubles) -> None
                 assert too_long or generation.request_id in troubles.requests, f"nothing was wrong, and {expected}"
             case error:
                 assert isinstance(error, EngineClosed), f"a request ends with {expected}"
+                assert troubles.closing, f"nobody closed the engine, and {expected}"
         return
-    check_answer(generation.completion, prompt, reader.params, max_model_len)
+    check_answer(generation.completion, prompt, reader.params, max_model_len, troubles.causes | reader.causes)
 
 
-def check_holder(holder: Holder) -> None:
+def check_deadline(reader: Reader) -> None:
+    """No task can run: a request whose time is over was aborted, whatever the worker does."""
+    if trio.current_time() < reader.deadline:
+        return
+    session, generation = reader.holder.session, reader.generation
+    assert session is not None and generation is not None, "a reader begins with both"
+    is_stopping = session.generation is generation and session.phase in (Phase.STOPPING, Phase.ENDING)
+    assert is_stopping or generation.outcome is not None, f"its time is over, and it goes on: {generation}"
+
+
+def check_aborted(reader: Reader) -> None:
+    """Right after an abort: the worker is told, or there was nothing to tell it."""
+    session, generation = reader.holder.session, reader.generation
+    assert session is not None and generation is not None, "only what was entered is aborted"
+    goes_on = session.generation is generation and session.phase in (Phase.PREPARING, Phase.RUNNING)
+    assert not goes_on, f"it was aborted, and goes on: {session}"
+
+
+def check_holder(holder: Holder, troubles: Troubles) -> None:
     """A session whose scope was left has ended; its history is what its requests committed, in their order."""
     session = holder.session
     if session is None:
         return
     assert not holder.over or session.end_cause is not None, f"{session} was left and has not ended"
+    match session.end_cause:
+        case Cause.CLIENT:
+            assert holder.gave_up, f"nobody ended {session}, and it has ended"
+        case Cause.SHUTDOWN:
+            assert troubles.closing, f"nobody closed the engine, and {session} was ended by it"
+        case cause:
+            assert cause is None, f"{session} was ended by {cause}"
     if session.generation is not None or any(not reader.over for reader in holder.readers):
         return
     found = tuple((message["role"], message["content"]) for message in session.history)
@@ -103,12 +134,19 @@ def check_worker(engine: Engine, worker: SimulatedWorker, sessions: Sequence[Ses
     assert in_flight == engine.gate.ledger.preparing == 0, f"{in_flight} requests are in flight, the worker has none"
 
 
-def check_answer(completion: Completion, prompt: tuple[int, ...], params: SamplingParams, max_model_len: int) -> None:
+def check_answer(
+    completion: Completion,
+    prompt: tuple[int, ...],
+    params: SamplingParams,
+    max_model_len: int,
+    causes: AbstractSet[Cause],
+) -> None:
+    """It is the model's; or an abort, by one of the causes that there were, with a part of the model's."""
     room = max_model_len - len(prompt)
     expected = reference(prompt, min(room, params.max_tokens or room), params.stop)
     ids, text = completion.token_ids, completion.text
     if completion.finish_reason is FinishReason.ABORT:
-        assert isinstance(completion.cause, Cause), "an abort has a cause"
+        assert completion.cause in causes, f"aborted by {completion.cause}, there were {causes or 'no causes'}"
         assert expected.token_ids[: len(ids)] == ids, f"{ids} is no part of the model's answer {expected.token_ids}"
         assert expected.text.startswith(text), f"{text!r} is no part of the model's answer {expected.text!r}"
         return

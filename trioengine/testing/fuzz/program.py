@@ -6,7 +6,7 @@ import contextlib
 import functools
 import json
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from hypothesis.strategies import SearchStrategy
 
 Method = TypeVar("Method", bound=Callable[..., None])
 Machine = TypeVar("Machine")
+T = TypeVar("T")
 
 ENVIRONMENT_RULES = frozenset({"tick", "flow", "settle", "move", "carry"})  # they do not count
 
@@ -102,6 +103,11 @@ def recorded(decorator: Callable[..., Any] = rule, **arguments: SearchStrategy[A
         return decorator(**arguments)(run)
 
     return decorate
+
+
+def pick(candidates: Sequence[T], which: int) -> T:
+    """What a rule's number chooses among what there is."""
+    return candidates[which % len(candidates)]
 
 
 def replay(machine: Any, program: Program) -> int:

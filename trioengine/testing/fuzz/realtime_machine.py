@@ -14,8 +14,8 @@ from trioengine.serve.realtime import connection, responder
 from trioengine.serve.server import Server
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.environment import LIMITS, WORKER_OUTAGES, Environment
-from trioengine.testing.fuzz.oracles import check_books, check_worker
-from trioengine.testing.fuzz.program import recorded
+from trioengine.testing.fuzz.oracles import check_worker
+from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.realtime_client import RealtimeClient
 from trioengine.testing.mutants.mutant import replaced
 from trioengine.testing.simulated_client import Mood, SimulatedListener
@@ -77,7 +77,7 @@ class RealtimeMachine(Environment):
     )
     def ask(self, which: int, prompt: str, max_tokens: int, rounds: int) -> None:
         """An item and a response, without waiting for an answer; how far they get is given."""
-        client = _pick(self.speakers, which)
+        client = pick(self.speakers, which)
         client.say(prompt)
         client.respond(max_tokens)
         if rounds:
@@ -87,7 +87,7 @@ class RealtimeMachine(Environment):
     @recorded(which=WHICH, what=st.sampled_from(("cancel", "respond", "say", "delete", "instruct", "odd", "ping")))
     def send(self, which: int, what: str) -> None:
         """One event, whatever is in progress."""
-        client = _pick(self.speakers, which)
+        client = pick(self.speakers, which)
         match what:
             case "cancel":
                 self._note_moment(client)
@@ -112,7 +112,7 @@ class RealtimeMachine(Environment):
     )
     def go(self, which: int, how: str) -> None:
         """A client leaves, in one of the ways to leave, or reads no more for a while."""
-        client = _pick(self.targets, which)
+        client = pick(self.targets, which)
         self.rare.saw(f"{how} while {'a response is active' if client.response else 'no response is active'}")
         match how:
             case "close":
@@ -134,7 +134,7 @@ class RealtimeMachine(Environment):
     @recorded(which=WHICH, to_server=st.integers(0, 400), to_client=st.integers(0, 400))
     def carry(self, which: int, to_server: int, to_client: int) -> None:
         """Bytes arrive at the server, and at the client."""
-        _pick(self.targets, which).carry(to_server=to_server, to_client=to_client)
+        pick(self.targets, which).carry(to_server=to_server, to_client=to_client)
 
     @precondition(lambda self: self.in_use)
     @recorded(way=st.sampled_from(OUTAGES))
@@ -142,8 +142,10 @@ class RealtimeMachine(Environment):
         """The server is told to end, or everything to stop, or the worker goes wrong."""
         match way:
             case "abort":
+                self._excuse_shutdown()
                 self.server.abort()
             case "drain" | "drain soon":
+                self._excuse_shutdown()
                 self._call("drain", lambda: self.server.drain(None if way == "drain" else 0.5), ())
             case _:
                 self._suffer(way)
@@ -184,8 +186,7 @@ class RealtimeMachine(Environment):
         return moved
 
     def _check(self) -> None:
-        self._raise_crash()
-        check_books(self.engine)
+        super()._check()
         for client in self.clients:
             client.check_at_rest()
         worker = self.worker
@@ -200,6 +201,7 @@ class RealtimeMachine(Environment):
         self._run_out(lambda: all(client.stream.closed for client in self.clients), "connections never end")
         left = [session for session in self.engine._sessions if session.end_cause is None]
         assert not left, f"sessions without a client: {left}"
+        self._excuse_shutdown()
         self._call("drain", lambda: self.server.drain(0.5), ())
         self._run_out(lambda: self.server_call.over and not self.running_calls, "the server does not end")
 
@@ -228,7 +230,3 @@ class _CrashLog:
 
     def exception(self, message: str, *args: object) -> None:
         self._crashes.append(AssertionError(message % args))
-
-
-def _pick(clients: list[RealtimeClient], which: int) -> RealtimeClient:
-    return clients[which % len(clients)]
