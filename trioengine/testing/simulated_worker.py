@@ -167,6 +167,11 @@ class SimulatedWorker:
         if self.health is not Health.DEAD:
             self.to_engine.put(data)
 
+    def give_up(self, fatal: Fatal) -> None:
+        """Say why, and exit."""
+        self._send_all([fatal])
+        self.exit(1)
+
     # ---- by hand --------------------------------------------------------------------------------------------------
 
     @property
@@ -235,9 +240,10 @@ class SimulatedWorker:
     def _handle(self, message: ToWorker) -> None:
         self._progress += 1
         if isinstance(message, Configure):
-            self._send_all([self._behaviour.fatal or self._ready()])
             if self._behaviour.fatal is not None:
-                self.exit(1)
+                self.give_up(self._behaviour.fatal)
+            else:
+                self._send_all([self._ready()])
         elif isinstance(message, Shutdown):
             self.exit(0)
         else:
@@ -294,14 +300,12 @@ class SimulatedWorker:
 
     def _blame(self, error: RemoteProtocolError) -> None:
         self.blamed = error
-        self._send_all([Fatal(FatalCode.INTERNAL, str(error), "")])
-        self.exit(1)
+        self.give_up(Fatal(FatalCode.INTERNAL, str(error), ""))
 
     def _fail(self, error: Exception) -> None:
         """As the real worker does; without its traceback, whose length would depend on paths."""
         self.fatal = Fatal(FatalCode.INTERNAL, f"{type(error).__name__}: {error}", "")
-        self._send_all([self.fatal])
-        self.exit(1)
+        self.give_up(self.fatal)
 
     def _pong(self, message: Ping) -> None:
         seconds = trio.current_time() - self._since

@@ -14,8 +14,9 @@ from hypothesis.stateful import precondition
 
 from trioengine.actors.engine import Engine
 from trioengine.core.config import EngineConfig
-from trioengine.core.errors import EngineError, WorkerLost
+from trioengine.core.errors import EngineError, ModelError, WorkerLost
 from trioengine.core.lifecycle import Cause, Power
+from trioengine.core.messages import Fatal, FatalCode
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.oracles import Troubles, check_books, check_farewell
@@ -48,7 +49,7 @@ LIMITS = Limits(
 UNHARMFUL = 1.5  # seconds that no worker is killed for
 ROUNDS = 400  # of settling between two moments of the clock; more is a livelock
 SLOW = 3.0  # seconds of a slow step; the timeouts are longer
-WORKER_OUTAGES = ("hang", "stall", "slow step", "garbage", "nonsense", "close pipe")
+WORKER_OUTAGES = ("hang", "stall", "slow step", "garbage", "nonsense", "close pipe", "fatal")
 OUTAGES = ("abort all", *WORKER_OUTAGES, "starts fail", "abort all", "drain soon", "close", "cancel", "drain", "cancel")
 
 
@@ -62,7 +63,7 @@ class Environment(Machine):
         self.loop = SimLoop()
         self.simulation = Simulation(limits=LIMITS, thread_threshold=0)
         self.engine = Engine(CONFIG, ports=self.simulation.ports)
-        self.engine_call = Call("engine", self.engine.run, (WorkerLost,))
+        self.engine_call = Call("engine", self.engine.run, (WorkerLost, ModelError))
         self.calls: list[Call] = []
         self.troubles = Troubles()
         self.harmed: list[SimulatedWorker] = []  # those that cannot be asked to end well
@@ -184,6 +185,9 @@ class Environment(Machine):
                 worker.stall(SLOW)
             case "close pipe" if worker is not None:
                 worker.close_pipe()
+            case "fatal" if worker is not None:
+                code = FatalCode.MODEL if self.engine.gate.link is None else FatalCode.INTERNAL
+                worker.give_up(Fatal(code, "told to", ""))
             case "garbage" if worker is not None:
                 worker.say(b"\xff" * 8)
             case "nonsense" if worker is not None:  # a frame, and no message

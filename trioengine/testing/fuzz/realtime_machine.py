@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
 from trioengine.serve import front_door
-from trioengine.serve.realtime import connection, responder
+from trioengine.serve.realtime import connection, outbox, responder
+from trioengine.serve.realtime.outbox import Outbox
 from trioengine.serve.server import Server
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.environment import LIMITS, WORKER_OUTAGES, Environment
@@ -25,6 +26,8 @@ PROMPTS = ("a", "be", "<|im_end|>")
 WHICH = st.sampled_from((0, 0, 1, 2))
 TOKENS = st.sampled_from((1, 3, 20))
 MAX_CLIENTS = 2  # at once
+ROOM = 1024  # characters of an outbox, so that few events fill it
+BETWEEN = 1024  # characters that what a client asked for may take, between a look for room and a text
 OUTAGES = ("abort all", *WORKER_OUTAGES, "abort all", "starts fail", "abort all", "drain", "drain soon", "abort")
 
 
@@ -35,9 +38,11 @@ class RealtimeMachine(Environment):
 
     def __init__(self) -> None:
         super().__init__()
-        self._crashes = ExitStack()
+        self._watching = ExitStack()
         for module in (front_door, connection, responder):
-            self._crashes.enter_context(replaced(module, "logger", functools.partial(_CrashLog, self.loop.crashes))())
+            self._watching.enter_context(replaced(module, "logger", functools.partial(_CrashLog, self.loop.crashes))())
+        self._watching.enter_context(replaced(outbox, "ROOM", lambda _: ROOM)())
+        self._watching.enter_context(replaced(Outbox, "put", self._watch_puts)())
         self.clients: list[RealtimeClient] = []
         self.listener = SimulatedListener()
         self.server = Server(self.engine, max_connections=MAX_CLIENTS)
@@ -173,7 +178,7 @@ class RealtimeMachine(Environment):
         return sorted(latest_first, key=lambda client: client.response is None)
 
     def _connect(self) -> None:
-        client = RealtimeClient(LIMITS.max_model_len)
+        client = RealtimeClient(LIMITS.max_model_len, self.troubles)
         self.clients.append(client)
         self.listener.connect(client)
 
@@ -209,7 +214,19 @@ class RealtimeMachine(Environment):
         try:
             super()._close()
         finally:
-            self._crashes.close()
+            self._watching.close()
+
+    def _watch_puts(self, put: Any) -> Any:
+        """A slow client fills no memory: text waits for room."""
+
+        def watched(outbox: Outbox, name: str, **fields: Any) -> None:
+            if outbox._size > ROOM:
+                self.rare.saw("an outbox is full")
+            if name == "response.output_text.delta" and outbox._size > ROOM + BETWEEN:
+                self.loop.crashes.append(AssertionError(f"{outbox._size} characters are kept for a slow client"))
+            put(outbox, name, **fields)
+
+        return watched
 
     def _note_moment(self, client: RealtimeClient) -> None:
         if client.response is not None:

@@ -13,5 +13,11 @@ from trioengine.testing.mutants.server import SERVER_MUTANTS
 from trioengine.testing.mutants.session import SESSION_MUTANTS
 from trioengine.testing.mutants.worker import WORKER_MUTANTS
 
+
+def _row(mutant: Mutant) -> tuple[int, str]:
+    number = mutant.id[1:].rstrip("b")
+    return int(number), mutant.id
+
+
 _ALL = (*SESSION_MUTANTS, *GATE_MUTANTS, *LINK_MUTANTS, *WORKER_MUTANTS, *SERVER_MUTANTS)
-MUTANTS: dict[str, Mutant] = {mutant.id: mutant for mutant in sorted(_ALL, key=lambda mutant: int(mutant.id[1:]))}
+MUTANTS: dict[str, Mutant] = {mutant.id: mutant for mutant in sorted(_ALL, key=_row)}

@@ -37,6 +37,13 @@ def _one_sender_for_all(send_to: Any) -> Any:
     return mutant
 
 
+def _room_for_everything(room: Any) -> Any:
+    async def mutant(self: Outbox) -> None:
+        await trio.lowlevel.checkpoint()
+
+    return mutant
+
+
 def _let_closes_out(handle: Any) -> Any:
     async def mutant(self: FrontDoor, stream: trio.abc.Stream, places: Any, serve: Any) -> None:
         closes: list[Exception] = []
@@ -60,6 +67,13 @@ SERVER_MUTANTS = (
         "a slow client stalls everyone",
         replaced(Outbox, "send_to", _one_sender_for_all),
         shows="never answered|never end",
+        machine="RealtimeMachine",
+    ),
+    Mutant(
+        "F24b",
+        "a slow client fills memory",
+        replaced(Outbox, "room", _room_for_everything),
+        shows="are kept for a slow client",
         machine="RealtimeMachine",
     ),
     Mutant(
