@@ -7,11 +7,11 @@ from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.program import Program, replay
 from trioengine.testing.fuzz.runner import silence
 
-BEGIN = ("begin", {"ready": True, "sessions": 1, "turns": 0, "thread_passes": 1})
+BEGIN = ("begin", {"ready": True, "sessions": 1, "turns": 0, "asks": 0, "thread_passes": 1})
 BE = {"which": 0, "prompt": "be", "stop": "", "style": "all", "keep_partial": False, "timeout": None, "wait": False}
 FOUND = {
     "an engine that is cancelled while its worker cannot start raises that in a group": [
-        ("begin", {"ready": False, "sessions": 1, "turns": 0, "thread_passes": 1}),
+        ("begin", {"ready": False, "sessions": 1, "turns": 0, "asks": 0, "thread_passes": 1}),
         ("call", {"what": "ask", "wait": False, "which": 0}),
         ("outage", {"way": "starts fail"}),
         ("tick", {"passes": 4, "order": 0}),
@@ -37,7 +37,7 @@ FOUND = {
         ("settle", {}),
     ],
     "what a stop string held back is in the answer, and in no chunk, when the session ends": [
-        ("begin", {"ready": True, "sessions": 2, "turns": 0, "thread_passes": 1}),
+        ("begin", {"ready": True, "sessions": 2, "turns": 0, "asks": 0, "thread_passes": 1}),
         ("ask_so", BE),
         ("settle", {}),
         ("ask_so", BE | {"which": 1, "stop": "a b"}),

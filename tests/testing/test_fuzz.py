@@ -34,6 +34,7 @@ OUT_OF_REACH = (
 )
 
 
+MOMENTS = ("on the way in", "before the worker has seen ADD_SESSION", "after the outcome, before it is read")
 WHILE_A_RESPONSE_IS_ACTIVE = frozenset(
     f"{how} while a response is active"
     for how in ("close", "hang up", "reset", "stall", "vanish", "read again", "garbage")
@@ -41,14 +42,13 @@ WHILE_A_RESPONSE_IS_ACTIVE = frozenset(
 REACHED = {
     "EngineMachine": (TABLE_STATES - OUT_OF_REACH)
     | {
-        "a worker's last frame is torn",
+        *(f"{what} {moment}" for what in ("abort", "cancel") for moment in MOMENTS),
         "a worker dies with bytes on their way to it",
-        "abort before the worker has seen ADD_SESSION",
-        "abort on the way in",
-        "cancel after the outcome, before it is read",
-        "cancel on the way in",
+        "a worker's last frame is torn",
+        "num preemptions",
+        "prefix cache hits",
     },
-    "RealtimeMachine": WHILE_A_RESPONSE_IS_ACTIVE | {"a cancel crosses what the server sends"},
+    "RealtimeMachine": WHILE_A_RESPONSE_IS_ACTIVE | {"a cancel crosses what the server sends", "an outbox is full"},
 }
 
 
@@ -80,39 +80,26 @@ def test_each_mutant_is_found(mutant):
         replay(MACHINES[mutant.machine](), Program.from_json(report.program.to_json()))
 
 
-PROGRAM = Program(
-    "EngineMachine",
-    [
-        ("begin", {"ready": True, "sessions": 2, "turns": 1, "thread_passes": 2}),
-        ("ask", {"which": 0, "max_tokens": 40}),
-        ("tick", {"passes": 4, "order": 50}),
-        ("call", {"what": "ask", "wait": True, "which": 3}),
-        ("flow", {"rounds": 5}),
-        ("leave", {"which": 0, "what": "cancel"}),
-        ("kill_worker", {"last_bytes": 7}),
-        ("advance", {"seconds": 1.0}),
-        ("settle", {}),
-        ("call", {"what": "audit", "wait": False, "which": 0}),
-        ("flow", {"rounds": 8}),
-        ("outage", {"way": "drain"}),
-    ],
-)
-RUN = """
+REPLAY = """
 import sys
-from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.program import Program, replay
-machine = EngineMachine()
-replay(machine, Program.from_json(sys.stdin.read()))
-print(machine.loop.steps, machine.loop.trace)
+program = Program.from_json(sys.stdin.read())
+machine = MACHINES[program.machine]()
+replay(machine, program)
+print(machine.checksum)
 """
 
 
-def test_a_replay_takes_the_same_steps_in_every_process():
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+def test_a_replay_takes_the_same_steps_in_every_process(machine):
+    with silence():
+        programs = first_programs(machine, 8)
+    longest = max(programs, key=lambda program: len(program.steps))
     runs = {
         subprocess.run(
-            [sys.executable, "-c", RUN],
-            input=PROGRAM.to_json(),
+            [sys.executable, "-c", REPLAY],
+            input=longest.to_json(),
             env=os.environ | {"PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
@@ -120,29 +107,46 @@ def test_a_replay_takes_the_same_steps_in_every_process():
         ).stdout
         for seed in ("0", "1", "4711")
     }
-    assert len(runs) == 1
-    steps, trace = map(int, runs.pop().split())
-    assert steps > 100 and trace
+    assert len(longest.steps) > 10
+    here = machine()
+    with silence():
+        replay(here, longest)
+    assert runs == {f"{here.checksum}\n"}
+
+
+def first_programs(machine, count):
+    """What a seed begins with."""
+    programs = []
+
+    class Kept(machine):
+        def teardown(self):
+            programs.append(self.program)
+            super().teardown()
+
+    Kept.__name__ = machine.__name__
+    Fuzzer(Kept, PROFILES["quick"], seed=3).run(examples=count)
+    return [Program.from_json(program.to_json()) for program in programs]
 
 
 PROGRAMS_OF_A_SEED = """
 import sys
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
-from trioengine.testing.fuzz.engine_machine import EngineMachine
-if sys.argv[1] == "more":
+from trioengine.testing.fuzz.machines import MACHINES
+if sys.argv[2] == "more":
     import trioengine.cli, trioengine.serve, asyncio, http.server
     from hypothesis import given, strategies as st
     given(st.integers(0, 3))(lambda number: None)()
 with silence():
-    report = Fuzzer(EngineMachine, PROFILES["quick"], seed=7).run(examples=60)
+    report = Fuzzer(MACHINES[sys.argv[1]], PROFILES["quick"], seed=7).run(examples=60)
 print(report.programs, report.passes, sorted(report.rare.items()))
 """
 
 
-def test_a_seed_gives_the_same_programs_whatever_else_is_loaded():
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_seed_gives_the_same_programs_whatever_else_is_loaded(machine):
     runs = {
         subprocess.run(
-            [sys.executable, "-c", PROGRAMS_OF_A_SEED, loaded],
+            [sys.executable, "-c", PROGRAMS_OF_A_SEED, machine, loaded],
             env=os.environ | {"CI": ci, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,

@@ -45,10 +45,11 @@ class EngineMachine(Environment):
         ready=st.sampled_from((True, True, True, False)),
         sessions=st.integers(0, 2),
         turns=st.integers(0, 1),
+        asks=st.integers(0, 2),
         thread_passes=st.integers(1, 4),
     )
-    def begin(self, ready: bool, sessions: int, turns: int, thread_passes: int) -> None:
-        """Mostly from an engine that is ready, with sessions that the worker may know already."""
+    def begin(self, ready: bool, sessions: int, turns: int, asks: int, thread_passes: int) -> None:
+        """Mostly from an engine that is ready, with sessions that the worker may know already, and long requests."""
         self.simulation.thread_passes = thread_passes
         if ready:
             self._settle()
@@ -60,6 +61,8 @@ class EngineMachine(Environment):
             for _ in range(turns):
                 self._read(session, Style.ALL, SamplingParams(max_tokens=1))
                 self._settle()
+        for _ in range(min(asks, sessions) if ready else 0):
+            self._read(0, Style.ALL, SamplingParams(max_tokens=40))
 
     # ---- programs that use the engine -----------------------------------------------------------------------------
 
@@ -185,7 +188,7 @@ class EngineMachine(Environment):
         style: Style,
         params: SamplingParams,
         *,
-        prompt: str = "a",
+        prompt: str = "be",
         keep_partial: bool = False,
         timeout: float | None = None,
         wait: bool = True,
