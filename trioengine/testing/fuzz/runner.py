@@ -19,7 +19,7 @@ from trioengine.testing.fuzz.choices import BACKEND, sow
 from trioengine.testing.fuzz.machine import Finding, Machine
 from trioengine.testing.fuzz.program import Program
 
-BATCH = 200  # programs between two looks at the clock
+BATCH = 50  # programs between two looks at the clock
 COLLECT_AFTER = 20_000  # objects
 
 
