@@ -194,17 +194,23 @@ def offline(
 def fuzz(
     seconds: Annotated[float | None, typer.Option(help="How long to look, more than 0; 60 if nothing is said.")] = None,
     examples: Annotated[int | None, typer.Option(min=1, help="How many programs to run.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed runs the same programs.")] = 0,
-    profile: Annotated[Literal["quick", "deep"], typer.Option(help="How long the programs are.")] = "quick",
+    seed: Annotated[int | None, typer.Option(min=0, help="The same seed runs the same programs. [default: 0]")] = None,
+    profile: Annotated[
+        Literal["quick", "deep"] | None, typer.Option(help="How long the programs are. [default: quick]")
+    ] = None,
     mutant: Annotated[
         str | None,
         typer.Option(help="Put this bug into the engine first; with --replay, instead of the file's, or none."),
     ] = None,
     mutants: Annotated[bool, typer.Option("--mutants", help="Hunt every mutant, and print a table.")] = False,
-    seeds: Annotated[int, typer.Option(min=1, help="With --mutants: how many seeds for each.")] = 8,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="With --mutants: how many seeds for each. [default: 8]")
+    ] = None,
     replay: Annotated[Path | None, typer.Option(help="Run the program in this file again.")] = None,
     machine: Annotated[str | None, typer.Option(help="Only this one: engine, realtime or core.")] = None,
-    keep: Annotated[Path, typer.Option(help="Where the program that failed is kept.")] = Path("fuzz-failure.json"),
+    keep: Annotated[
+        Path | None, typer.Option(help="Where the program that failed is kept. [default: fuzz-failure.json]")
+    ] = None,
 ) -> int:
     """Look for a program that breaks the engine's promises, on a simulated worker; exit code 1 if there is one."""
     try:
@@ -214,18 +220,16 @@ def fuzz(
             raise
         raise InvalidConfig("the fuzzer needs hypothesis: pip install 'trioengine[fuzz]'") from exc
 
-    given = {"--mutants": mutants, "--replay": replay, "--mutant": mutant, "--machine": machine}
-    fuzzing.refuse_conflicts(given | {"--seconds": seconds, "--examples": examples})
-    if mutants:
-        return fuzzing.mutants(seeds=seeds, profile=profile)
-    if replay is not None:
-        return fuzzing.replay_file(replay, mutant)
-    return fuzzing.fuzz(
-        seconds=seconds,
-        examples=examples,
-        seed=seed,
-        profile=profile,
-        machine=machine,
-        mutant=mutant,
-        keep=keep,
-    )
+    options = {
+        "seconds": seconds,
+        "examples": examples,
+        "seed": seed,
+        "profile": profile,
+        "mutant": mutant,
+        "mutants": mutants or None,
+        "seeds": seeds,
+        "replay": replay,
+        "machine": machine,
+        "keep": keep,
+    }
+    return fuzzing.run({name: value for name, value in options.items() if value is not None})
