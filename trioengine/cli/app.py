@@ -12,6 +12,7 @@ import typer
 
 from trioengine import __version__
 from trioengine.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, build, with_options
+from trioengine.core.bounds import brief
 from trioengine.core.config import DEFAULT_MODEL, EngineConfig
 from trioengine.core.errors import EngineError, InvalidConfig, RequestRejected
 from trioengine.core.sampling_params import SamplingParams
@@ -62,9 +63,12 @@ def _exit_code(error: BaseException) -> int:
 
 def _usage(error: typer.TyperException) -> str:
     """What is wrong with what was typed, and which help to read."""
-    message = getattr(error, "format_message", error.__str__)()
+    message = getattr(error, "format_message", error.__str__)().rstrip(".")
+    for problem in getattr(error.__cause__, "errors", list)()[:1]:  # pydantic's; most do not show the value
+        value = brief(problem["input"])
+        message += "" if value in message else f", got {value}"
     context = getattr(error, "ctx", None)
-    return message if context is None else f"{message} See {context.command_path} --help."
+    return f"{message}." if context is None else f"{message}. See {context.command_path} --help."
 
 
 def _leaf(error: BaseException) -> BaseException:
@@ -109,7 +113,7 @@ def serve(
         int, typer.Option(min=1, help="Connections at a time; more are answered with 503.")
     ] = 4096,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Serve other machines, and whoever can connect: there is no key.")
+        bool, typer.Option("--insecure", help="Serve other machines, too, whoever they are: there is no key.")
     ] = False,
     **fields: object,
 ) -> None:
@@ -175,7 +179,10 @@ def offline(
     repeat: Annotated[int, typer.Option(min=1, help="Runs; the median is reported.")] = 3,
     json: Json = False,
     enable_prefix_caching: Annotated[
-        bool, typer.Option(help="The runs repeat their prompts: with it, they find them computed. [default: False]")
+        bool,
+        typer.Option(
+            help="The runs repeat their prompts: with it, they find them computed. [default: False]", show_default=False
+        ),
     ] = False,
     **fields: object,
 ) -> None:

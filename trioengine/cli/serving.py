@@ -13,6 +13,7 @@ import trio
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.cli.progress import download_bar
 from trioengine.core.config import EngineConfig
+from trioengine.hub.pull import located
 from trioengine.serve.descriptors import raise_limit
 from trioengine.serve.server import serve
 from trioengine.serve.signals import obey_signals
@@ -33,6 +34,7 @@ def serve_until_told(
     """Serve until SIGINT or SIGTERM. Raises EngineError when it cannot."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     raise_limit()
+    located(config.model)  # what can be no model is refused before anything listens
     run = partial(serve, config, host, port, model_name=model_name, insecure=insecure, max_connections=max_connections)
     trio.run(_serve, run, shutdown_timeout)
 
