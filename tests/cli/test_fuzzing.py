@@ -1,6 +1,7 @@
 """`trioengine fuzz`: what it prints, keeps and returns."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -85,7 +86,17 @@ def test_so_many_programs_and_no_finding(tmp_path, capsys):
     output = capsys.readouterr().out
     for machine in ("EngineMachine", "RealtimeMachine", "CoreMachine"):
         assert f"{machine}, seed 3: 2" in output
+    number = r"[\d,]+ programs, [\d,]+ passes, [\d.]+ s"
+    verdict = f"nothing found: EngineMachine {number}; RealtimeMachine {number}; CoreMachine {number}"
+    assert re.fullmatch(verdict, output.splitlines()[-1])
     assert not keep.exists()
+
+
+def test_what_was_kept_before_stays_if_nothing_is_found(tmp_path):
+    keep = tmp_path / "found.json"
+    keep.write_text("before")
+    assert run(["fuzz", "--examples", "1", "--machine", "core", "--keep", str(keep)]) == 0
+    assert keep.read_text() == "before"
 
 
 @pytest.mark.parametrize(("examples", "shares"), [(1, [1, 1, 1]), (3, [1, 1, 1]), (20, [7, 7, 6]), (300, [100] * 3)])
@@ -105,7 +116,9 @@ def test_one_machine(more, tmp_path, capsys):
     [
         (["--mutant", "F999"], "no mutant 'F999'; there are F1, "),
         (["--machine", "X"], "no machine 'X'; there are engine, realtime, core"),
-        (["--replay", "/nowhere.json"], "/nowhere.json: "),
+        (["--replay", "/nowhere.json"], "error: /nowhere.json: No such file or directory\n"),
+        (["--keep", "/nowhere/x.json"], "error: --keep /nowhere/x.json: No such file or directory\n"),
+        (["--keep", "/"], "error: --keep /: Is a directory\n"),
         (["--profile", "lazy"], "quick"),
         (["--examples", "0"], "--examples"),
         (["--seconds", "0"], "--seconds must be more than 0"),
@@ -115,15 +128,23 @@ def test_one_machine(more, tmp_path, capsys):
         (["--mutants", "--machine", "core"], "--mutants and --machine"),
         (["--mutants", "--mutant", "F2"], "--mutants and --mutant"),
         (["--mutants", "--replay", "x"], "--mutants and --replay"),
+        (["--mutants", "--seed", "0"], "--mutants and --seed"),
+        (["--mutants", "--keep", "x"], "--mutants and --keep"),
         (["--replay", "x", "--machine", "core"], "--replay and --machine"),
         (["--replay", "x", "--seconds", "1"], "--replay and --seconds"),
         (["--replay", "x", "--examples", "1"], "--replay and --examples"),
+        (["--replay", "x", "--seed", "0"], "--replay and --seed"),
+        (["--replay", "x", "--profile", "quick"], "--replay and --profile"),
+        (["--replay", "x", "--keep", "x"], "--replay and --keep"),
+        (["--replay", "x", "--seeds", "8"], "--replay and --seeds"),
+        (["--seeds", "8"], "--seeds is for --mutants"),
         (["--mutant", "F2", "--machine", "core"], "--mutant and --machine"),
     ],
 )
 def test_what_cannot_be_done_is_said(arguments, complaint, capsys):
     assert run(["fuzz", *arguments]) == 2
-    assert complaint in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert complaint in printed.err and printed.err.count("\n") == 1 and not printed.out
 
 
 def test_an_interrupt_ends_it_and_keeps_what_was_found(tmp_path):

@@ -1,8 +1,11 @@
 """`trioengine serve` as a task: its log, and its end."""
 
+import logging
 import signal
+from contextlib import asynccontextmanager
 from functools import partial
 
+import pytest
 import trio
 import trio.testing
 
@@ -13,16 +16,51 @@ from trioengine.testing import Simulation
 from trioengine.testing.simulated_worker import Behaviour
 
 
-async def test_a_signal_before_it_is_ready_is_a_clean_end(autojump_clock, caplog):
-    async with trio.open_nursery() as nursery:
-        simulation = Simulation(nursery, behaviours=[Behaviour(load_time=1000)])
-        serving = partial(serve, EngineConfig(model="toy"), "127.0.0.1", 0, ports=simulation.ports)
+@pytest.fixture
+def log(caplog):
+    caplog.set_level(logging.INFO, "trioengine")
+    return caplog
 
-        async def interrupt():
-            while not (simulation.workers and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL):
-                await trio.lowlevel.checkpoint()
-            signal.raise_signal(signal.SIGTERM)
 
-        nursery.start_soon(interrupt)
-        with trio.fail_after(100):
-            await _serve(serving, 30.0)
+@asynccontextmanager
+async def served(max_model_len=None, **behaviour):
+    """A server until SIGTERM, which comes after the body; the simulation that it runs on."""
+    async with trio.open_nursery() as workers:
+        simulation = Simulation(workers, behaviours=[Behaviour(**behaviour)])
+        config = EngineConfig(model="toy", max_model_len=max_model_len)
+        serving = partial(serve, config, "127.0.0.1", 0, ports=simulation.ports)
+        with trio.fail_after(100):  # the simulated worker's task may take longer
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_serve, serving, 30.0)
+                while not (simulation.workers and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL):
+                    await trio.lowlevel.checkpoint()
+                yield simulation
+                signal.raise_signal(signal.SIGTERM)
+
+
+async def said(log, text, times=1):
+    while log.text.count(text) < times:  # noqa: ASYNC110 - nothing tells
+        await trio.sleep(0.1)  # simulated
+
+
+async def test_a_signal_before_it_is_ready_is_a_clean_end(autojump_clock, log):
+    async with served(load_time=1000):
+        pass
+    assert "ready: " not in log.text
+    assert log.messages[-1] == "stopped"
+
+
+async def test_a_worker_that_is_ready_again_is_told(autojump_clock, log):
+    async with served() as simulation:
+        await said(log, "ready: toy on cpu")
+        simulation.worker.exit(9)
+        await said(log, "ready: toy on cpu", 2)
+        assert len(simulation.workers) == 2
+    assert log.messages[-1] == "stopped"
+
+
+@pytest.mark.parametrize(("asked", "is_told"), [(100_000, True), (513, True), (512, False), (100, False)])
+async def test_a_context_longer_than_the_models_is_told(autojump_clock, log, asked, is_told):
+    async with served(max_model_len=asked):
+        await said(log, "ready: ")
+    assert (f"max_model_len: asked for {asked}, the model and its KV cache have 512" in log.messages) == is_told

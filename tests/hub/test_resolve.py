@@ -6,7 +6,7 @@ import pytest
 
 from trioengine.core.errors import ModelError
 from trioengine.hub.known_models import KNOWN_MODELS, SMOLLM2
-from trioengine.hub.pull import models_home, pull, resolve
+from trioengine.hub.pull import located, models_home, pull, resolve
 
 # ---- names and paths -----------------------------------------------------------------------------------------------
 
@@ -77,6 +77,13 @@ def test_files_and_directories_of_another_kind(tmp_path):
         resolve(str(tmp_path))
 
 
+def test_located_fetches_nothing(tmp_path):
+    assert located("SmolLM2-135M-Instruct") is None
+    assert located("org/Model-1.5") is None
+    (tmp_path / "config.json").write_text("{}")
+    assert located(str(tmp_path)) == tmp_path
+
+
 # ---- hub ids -------------------------------------------------------------------------------------------------------
 
 RESOLVE_HUB_ID = """
@@ -94,8 +101,10 @@ def test_a_hub_id_without_the_hubs_client(run_python):
     ("body", "said"),
     [
         ("print(name, *allow_patterns); return directory", "org/Model-1.5 *.json *.safetensors *.jinja tokenizer*"),
-        ("raise OSError('no\\nhttps://user@hub/x')", "org/Model-1.5 cannot be fetched from the hub: OSError: no\n"),
-        ("raise KeyError('at https://u:p@hub/x')", "hub: KeyError: 'at <address>'"),
+        ("raise OSError('no\\nhttps://user@hub/x')", "org/Model-1.5 cannot be fetched from the hub: no\n"),
+        ("raise KeyError('at https://u:p@hub/x')", "hub: 'at <address>'\n"),
+        ("raise KeyError", "hub: no reason was given\n"),
+        ("raise FileNotFoundError('Got: ConnectError')", "hub: is there a network, and HF_HUB_OFFLINE not set?\n"),
         ("return directory + '/none'", "the directory has no config.json"),
     ],
 )

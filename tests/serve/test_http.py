@@ -1,11 +1,12 @@
 """The HTTP routes and the limits of the front door."""
 
 import dataclasses
+import logging
 
 import pytest
 import trio
 from clients import Clients, read_all, status_and_body
-from trio.testing import memory_stream_pair
+from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
 from trioengine import EngineConfig, __version__
 from trioengine.core.lifecycle import PowerEvent
@@ -211,6 +212,42 @@ async def test_a_client_that_goes_in_the_middle_of_a_head(autojump_clock, client
     await stream.send_all(b"GET /hea")
     await stream.send_eof()
     assert await stream.receive_some() == b""
+
+
+async def test_a_client_that_has_its_answer_may_close(autojump_clock, clients, caplog):
+    """In the very moment in which it is sent: nothing was cut off, and nothing is logged."""
+    caplog.set_level(logging.INFO, "trioengine")
+    ours, theirs = memory_stream_pair()
+    pump = theirs.send_stream.send_all_hook
+
+    async def close():
+        await pump()
+        await wait_all_tasks_blocked()
+        ours.send_stream.close()
+
+    theirs.send_stream.send_all_hook = close
+    clients.stream(ours, theirs)
+    await ours.send_all(request("/health"))
+    assert status_and_body(await read_all(ours))[0] == 200
+    await clients.all_closed()
+    assert not caplog.records
+
+
+class ResetStream(trio.abc.ReceiveStream):
+    async def receive_some(self, max_bytes=None):
+        raise trio.BrokenResourceError("reset")
+
+    async def aclose(self):
+        await trio.lowlevel.checkpoint()
+
+
+@pytest.mark.parametrize(("sent", "logged"), [(b"", []), (b"GET /hea", ["a client went away: reset"])])
+async def test_a_reset_is_logged_where_a_request_is_cut_off(autojump_clock, clients, caplog, sent, logged):
+    caplog.set_level(logging.INFO, "trioengine")
+    ours, theirs = memory_stream_pair()
+    clients.stream(ours, ReplayStream(sent, trio.StapledStream(theirs.send_stream, ResetStream())))
+    await clients.all_closed()
+    assert caplog.messages == logged
 
 
 def slow_door(engine, log):

@@ -241,7 +241,7 @@ async def test_an_address_that_others_reach_is_refused(names):
 async def test_a_port_that_is_taken():
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     async with listener:
-        with pytest.raises(EngineError, match=r"cannot listen on 127\.0\.0\.1:\d+: .*in use"):
+        with pytest.raises(EngineError, match=r"cannot listen on 127\.0\.0\.1:\d+: .*in use; choose another --port$"):
             await serve(CONFIG, "127.0.0.1", listener.socket.getsockname()[1])
 
 

@@ -255,6 +255,10 @@ class Engine:
         self._limits = limits
         self.gate.link = link
         self.gate.change_power(PowerEvent.READY)
+        logger.info("ready: %s on %s", self.config.model, limits.device)
+        asked, has = self.config.max_model_len, limits.max_model_len
+        if asked is not None and asked > has:
+            logger.warning("max_model_len: asked for %d, the model and its KV cache have %d", asked, has)
 
     def on_message(self, message: Message) -> None:
         """A frame of the worker."""

@@ -12,6 +12,7 @@ import typer
 
 from trioengine import __version__
 from trioengine.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, build, with_options
+from trioengine.core.bounds import brief
 from trioengine.core.config import DEFAULT_MODEL, EngineConfig
 from trioengine.core.errors import EngineError, InvalidConfig, RequestRejected
 from trioengine.core.sampling_params import SamplingParams
@@ -62,9 +63,12 @@ def _exit_code(error: BaseException) -> int:
 
 def _usage(error: typer.TyperException) -> str:
     """What is wrong with what was typed, and which help to read."""
-    message = getattr(error, "format_message", error.__str__)()
+    message = getattr(error, "format_message", error.__str__)().rstrip(".")
+    for problem in getattr(error.__cause__, "errors", list)()[:1]:  # pydantic's; most do not show the value
+        value = brief(problem["input"])
+        message += "" if value in message else f", got {value}"
     context = getattr(error, "ctx", None)
-    return message if context is None else f"{message} See {context.command_path} --help."
+    return f"{message}." if context is None else f"{message}. See {context.command_path} --help."
 
 
 def _leaf(error: BaseException) -> BaseException:
@@ -109,7 +113,7 @@ def serve(
         int, typer.Option(min=1, help="Connections at a time; more are answered with 503.")
     ] = 4096,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Serve other machines, and whoever can connect: there is no key.")
+        bool, typer.Option("--insecure", help="Serve other machines, too, whoever they are: there is no key.")
     ] = False,
     **fields: object,
 ) -> None:
@@ -175,7 +179,10 @@ def offline(
     repeat: Annotated[int, typer.Option(min=1, help="Runs; the median is reported.")] = 3,
     json: Json = False,
     enable_prefix_caching: Annotated[
-        bool, typer.Option(help="The runs repeat their prompts: with it, they find them computed. [default: False]")
+        bool,
+        typer.Option(
+            help="The runs repeat their prompts: with it, they find them computed. [default: False]", show_default=False
+        ),
     ] = False,
     **fields: object,
 ) -> None:
@@ -194,17 +201,23 @@ def offline(
 def fuzz(
     seconds: Annotated[float | None, typer.Option(help="How long to look, more than 0; 60 if nothing is said.")] = None,
     examples: Annotated[int | None, typer.Option(min=1, help="How many programs to run.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed runs the same programs.")] = 0,
-    profile: Annotated[Literal["quick", "deep"], typer.Option(help="How long the programs are.")] = "quick",
+    seed: Annotated[int | None, typer.Option(min=0, help="The same seed runs the same programs. [default: 0]")] = None,
+    profile: Annotated[
+        Literal["quick", "deep"] | None, typer.Option(help="How long the programs are. [default: quick]")
+    ] = None,
     mutant: Annotated[
         str | None,
         typer.Option(help="Put this bug into the engine first; with --replay, instead of the file's, or none."),
     ] = None,
     mutants: Annotated[bool, typer.Option("--mutants", help="Hunt every mutant, and print a table.")] = False,
-    seeds: Annotated[int, typer.Option(min=1, help="With --mutants: how many seeds for each.")] = 8,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="With --mutants: how many seeds for each. [default: 8]")
+    ] = None,
     replay: Annotated[Path | None, typer.Option(help="Run the program in this file again.")] = None,
     machine: Annotated[str | None, typer.Option(help="Only this one: engine, realtime or core.")] = None,
-    keep: Annotated[Path, typer.Option(help="Where the program that failed is kept.")] = Path("fuzz-failure.json"),
+    keep: Annotated[
+        Path | None, typer.Option(help="Where the program that failed is kept. [default: fuzz-failure.json]")
+    ] = None,
 ) -> int:
     """Look for a program that breaks the engine's promises, on a simulated worker; exit code 1 if there is one."""
     try:
@@ -214,18 +227,16 @@ def fuzz(
             raise
         raise InvalidConfig("the fuzzer needs hypothesis: pip install 'trioengine[fuzz]'") from exc
 
-    given = {"--mutants": mutants, "--replay": replay, "--mutant": mutant, "--machine": machine}
-    fuzzing.refuse_conflicts(given | {"--seconds": seconds, "--examples": examples})
-    if mutants:
-        return fuzzing.mutants(seeds=seeds, profile=profile)
-    if replay is not None:
-        return fuzzing.replay_file(replay, mutant)
-    return fuzzing.fuzz(
-        seconds=seconds,
-        examples=examples,
-        seed=seed,
-        profile=profile,
-        machine=machine,
-        mutant=mutant,
-        keep=keep,
-    )
+    options = {
+        "seconds": seconds,
+        "examples": examples,
+        "seed": seed,
+        "profile": profile,
+        "mutant": mutant,
+        "mutants": mutants or None,
+        "seeds": seeds,
+        "replay": replay,
+        "machine": machine,
+        "keep": keep,
+    }
+    return fuzzing.run({name: value for name, value in options.items() if value is not None})

@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -22,10 +23,8 @@ from trioengine.testing.mutants import MUTANTS, Mutant
 
 MUTANT_SECONDS = 60.0
 NO_MUTANT = "none"
-CONFLICTS = (
-    ("--mutants", ("--replay", "--mutant", "--machine", "--seconds", "--examples")),
-    ("--replay", ("--machine", "--seconds", "--examples")),
-)
+KEEP = Path("fuzz-failure.json")
+USED = {"mutants": ("seeds", "profile"), "replay": ("mutant",)}  # with these options, all but those would be ignored
 REFRESH = 0.25  # seconds between two lines of progress
 
 
@@ -54,23 +53,34 @@ class Progress:
             self._live.update(_summary(report), refresh=True)
 
 
-def refuse_conflicts(given: Mapping[str, object]) -> None:
-    """Options, by name, of which one would be ignored. Raises InvalidConfig."""
-    for option, others in CONFLICTS:
-        for other in others:
-            if given[option] and given[other] is not None:
-                raise InvalidConfig(f"{option} and {other} do not go together")
+def run(given: Mapping[str, Any]) -> int:
+    """The command, with the options that were given, by name; its exit code. Raises InvalidConfig."""
+    _refuse_ignored(given)
+    if "mutants" in given:
+        return mutants(seeds=given.get("seeds", 8), profile=given.get("profile", "quick"))
+    if "replay" in given:
+        return replay_file(given["replay"], given.get("mutant"))
+    return fuzz(**given)
+
+
+def _refuse_ignored(given: Collection[str]) -> None:
+    for option, used in USED.items():
+        for other in given:
+            if option in given and other not in (option, *used):
+                raise InvalidConfig(f"--{option} and --{other} do not go together")
+    if "seeds" in given and "mutants" not in given:
+        raise InvalidConfig("--seeds is for --mutants")
 
 
 def fuzz(
     *,
-    seconds: float | None,
-    examples: int | None,
-    seed: int,
-    profile: str,
-    machine: str | None,
-    mutant: str | None,
-    keep: Path,
+    seconds: float | None = None,
+    examples: int | None = None,
+    seed: int = 0,
+    profile: str = "quick",
+    machine: str | None = None,
+    mutant: str | None = None,
+    keep: Path = KEEP,
 ) -> int:
     """Run the fuzzer, each machine for its share; 1 if it found something."""
     bug = _mutant(mutant)
@@ -79,6 +89,8 @@ def fuzz(
         seconds = 60.0
     if seconds is not None and not seconds > 0:
         raise InvalidConfig(f"--seconds must be more than 0, not {seconds:g}")
+    _check_writable(keep)
+    reports = []
     time_share = None if seconds is None else seconds / len(names)
     programs = [None] * len(names) if examples is None else shares(examples, len(names))
     for name, program_share in zip(names, programs, strict=True):
@@ -92,7 +104,19 @@ def fuzz(
                 _show(fuzzer.report, keep, bug)
         if fuzzer.report.failure is not None:
             return 1
+        reports.append(fuzzer.report)
+    print("nothing found:", "; ".join(map(_verdict, reports)))
     return 0
+
+
+def _check_writable(keep: Path) -> None:
+    try:
+        existed = keep.exists()
+        keep.open("a").close()
+        if not existed:
+            keep.unlink()
+    except OSError as exc:
+        raise InvalidConfig(f"--keep {keep}: {exc.strerror}") from exc
 
 
 def shares(total: int, parts: int) -> list[int]:
@@ -143,13 +167,15 @@ def replay_file(path: Path, mutant: str | None) -> int:
     """Run a kept program again, with its own mutant if none is named; 1 if it still fails."""
     bug = _mutant(mutant)
     try:
-        kept = ReplayFile.from_json(path.read_text(encoding="utf-8"))
+        kept = ReplayFile.from_json(path.read_bytes())
         machine_type = kept.program.machine_in(MACHINES)
         if mutant is None:
             bug = _mutant(kept.mutant)
         with silence(), _with(bug):
             machine, failure = _replayed(machine_type, kept.program)
-    except (OSError, ValueError) as exc:
+    except OSError as exc:
+        raise InvalidConfig(f"{path}: {exc.strerror}") from exc
+    except ValueError as exc:
         raise InvalidConfig(f"{path}: {exc}") from exc
     _compare(path, kept.versions)
     skipped = machine.program.skipped
@@ -213,6 +239,10 @@ def _medians(found: list[Report]) -> tuple[str, str, str]:
         f"{statistics.median(seconds):.1f} (at most {max(seconds):.1f})",
         f"{statistics.median(lengths):g} (at most {max(lengths)})",
     )
+
+
+def _verdict(report: Report) -> str:
+    return f"{report.machine} {report.programs:,} programs, {report.passes:,} passes, {report.seconds:.1f} s"
 
 
 def _summary(report: Report) -> str:

@@ -42,7 +42,7 @@ _HELP = {
     "max_restarts": "Deaths of the worker without one finished request until the engine gives up.",
     "max_tokens": "Tokens of the answer; without it up to the context.",
     "temperature": "0 is greedy.",
-    "top_k": "Choose among that many tokens; 0: all.",
+    "top_k": "Choose among that many tokens; 0 or -1: all.",
     "top_p": "Choose among the likeliest tokens that add up to this.",
     "min_p": "Least probability of a token, relative to the likeliest one's.",
     "repetition_penalty": "Over prompt and answer, multiplicative.",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Coroutine
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -14,10 +13,12 @@ import trio
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.cli.progress import download_bar
 from trioengine.core.config import EngineConfig
-from trioengine.core.errors import EngineClosed
+from trioengine.hub.pull import located
 from trioengine.serve.descriptors import raise_limit
 from trioengine.serve.server import serve
 from trioengine.serve.signals import obey_signals
+
+logger = logging.getLogger("trioengine")
 
 
 def serve_until_told(
@@ -33,6 +34,7 @@ def serve_until_told(
     """Serve until SIGINT or SIGTERM. Raises EngineError when it cannot."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     raise_limit()
+    located(config.model)  # what can be no model is refused before anything listens
     run = partial(serve, config, host, port, model_name=model_name, insecure=insecure, max_connections=max_connections)
     trio.run(_serve, run, shutdown_timeout)
 
@@ -44,10 +46,8 @@ async def _serve(serving: partial[Coroutine[Any, Any, None]], shutdown_timeout: 
             server = await nursery.start(_and_then_cancel, run, nursery.cancel_scope)
             nursery.start_soon(obey_signals, server, shutdown_timeout)
             for address in server.addresses:
-                logging.getLogger("trioengine").info("listening on http://%s", address)
-            with suppress(EngineClosed):  # told to end before; why else it has ended comes out of the server
-                await server.engine.ready()
-                logging.getLogger("trioengine").info("ready: %s on %s", server.model_name, server.engine.limits.device)
+                logger.info("listening on http://%s", address)
+    logger.info("stopped")
 
 
 async def _and_then_cancel(

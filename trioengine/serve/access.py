@@ -23,10 +23,10 @@ def loopback_only(headers: Headers) -> str | None:
     """Refuse a Host, or an Origin where there is one, that is not this machine."""
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) != 1 or not is_loopback(_host_of("//" + hosts[0].decode("latin-1"))):
-        return "the Host header must name localhost: no key is configured"
+        return "the Host header must name localhost: there is no key"
     origins = [value for name, value in headers if name == b"origin"]
     if not all(is_loopback(_host_of(origin.decode("latin-1"))) for origin in origins):
-        return "the Origin must be localhost: no key is configured"
+        return "the Origin must be localhost: there is no key"
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, TypeAlias
@@ -103,7 +104,8 @@ class HttpConnection:
         """Wait for the first bytes of the next request; False when the client has no more."""
         self.seen = self._h11.trailing_data[0]
         if not self.seen:
-            self.seen = bytes(await self._stream.receive_some(CHUNK))
+            with suppress(trio.BrokenResourceError):  # a reset between two requests cuts nothing off
+                self.seen = bytes(await self._stream.receive_some(CHUNK))
             if self.seen:
                 self._h11.receive_data(self.seen)
         return bool(self.seen)
@@ -165,7 +167,7 @@ class HttpConnection:
             nursery.start_soon(self._watch, blame, nursery.cancel_scope)
             response = await handler(request)
             await self.respond(response)
-            blame.clear()
+            blame = []  # what the watch still sees comes too late: the client has its answer
             nursery.cancel_scope.cancel()
         if blame:
             raise blame[0]

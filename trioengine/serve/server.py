@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -124,7 +125,8 @@ async def serve(
     if not insecure and not is_loopback(host):
         with _listening_on(host, port):
             await trio.socket.getaddrinfo(host, port)  # a name that is none has another error
-        raise InvalidConfig(f"host {host} is reachable from other machines and no key is configured: use --insecure")
+        message = f"host {host} is reachable from other machines, and there is no key"
+        raise InvalidConfig(f"{message}: use --insecure to serve them, whoever they are")
     engine = Engine(config, ports=ports, on_progress=on_progress)
     server = Server(engine, model_name=model_name, insecure=insecure, max_connections=max_connections)
     listeners = await _listen(host, port)
@@ -153,6 +155,8 @@ def _listening_on(host: str, port: int) -> Iterator[None]:
         yield
     except (OSError, ValueError) as exc:  # UnicodeError, among others, for what cannot be a name
         why = getattr(exc, "strerror", None) or exc
+        if getattr(exc, "errno", None) == errno.EADDRINUSE:
+            why = f"{why}; choose another --port"
         raise EngineError(f"cannot listen on {address(host, port)}: {why}") from exc
 
 

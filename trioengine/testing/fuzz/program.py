@@ -47,24 +47,36 @@ class Program:
         return json.dumps({"machine": self.machine, "steps": self.steps, "versions": versions(), **more}, indent=1)
 
     @staticmethod
-    def from_json(text: str) -> Program:
+    def from_json(text: str | bytes) -> Program:
         """Read a replay file. Raises ValueError that says what is wrong with it."""
         try:
             data = json.loads(text)
-            steps = [(name, arguments) for name, arguments in data["steps"]]
-            if not isinstance(data["machine"], str) or not all(isinstance(name, str) for name, _ in steps):
-                raise TypeError("machine and rules must be names")
-            if not isinstance(data["steps"], list) or not all(isinstance(arguments, dict) for _, arguments in steps):
-                raise TypeError("steps must be lists of a rule and its arguments by name")
-        except (ValueError, TypeError, KeyError) as exc:
-            raise ValueError(f"no replay file: {type(exc).__name__}: {exc}") from exc
-        return Program(data["machine"], steps)
+        except (ValueError, RecursionError) as exc:
+            raise ValueError(f"no replay file: it is not JSON ({exc})") from exc
+        if not isinstance(data, dict):
+            raise ValueError("no replay file: it is no JSON object")
+        for key in ("steps", "machine"):
+            if key not in data:
+                raise ValueError(f"no replay file: it has no {key!r}")
+        machine, steps = data["machine"], data["steps"]
+        if not isinstance(machine, str):
+            raise ValueError("no replay file: its machine must be a name")
+        if not isinstance(steps, list) or not all(map(_is_step, steps)):
+            raise ValueError("no replay file: its steps must be lists of a rule and its arguments by name")
+        return Program(machine, [(name, arguments) for name, arguments in steps])
 
     def machine_in(self, machines: Mapping[str, Machine]) -> Machine:
         """The machine that it is for. Raises ValueError if there is none of that name."""
         if self.machine not in machines:
             raise ValueError(f"no machine {self.machine!r}; there are {', '.join(machines)}")
         return machines[self.machine]
+
+
+def _is_step(step: object) -> bool:
+    match step:
+        case [str(), dict()]:
+            return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -76,13 +88,13 @@ class ReplayFile:
     versions: dict[str, str]  # of python and packages; empty if it does not say
 
     @staticmethod
-    def from_json(text: str) -> ReplayFile:
+    def from_json(text: str | bytes) -> ReplayFile:
         """Raises ValueError that says what is wrong with it."""
         program = Program.from_json(text)
         data = json.loads(text)
         mutant, found_with = data.get("mutant"), data.get("versions", {})
         if not isinstance(mutant, str | None) or not isinstance(found_with, dict):
-            raise ValueError("no replay file: mutant must be a name, versions must be by name")
+            raise ValueError("no replay file: its mutant must be a name, its versions by name")
         return ReplayFile(program, mutant, found_with)
 
 

@@ -62,7 +62,8 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ModelError(f"device {name}: there are {torch.cuda.device_count()} CUDA devices")
+        message = f"device {name}: there are {torch.cuda.device_count()} CUDA devices"
+        raise ModelError(f"{message}; use --device cpu or auto")
     return device
 
 
