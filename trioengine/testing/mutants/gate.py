@@ -89,7 +89,7 @@ GATE_MUTANTS = (
         "F5",
         "ids are used again",
         replaced(Engine, "__init__", _reuse_ids),
-        shows="is not newer than|in flight, the worker has none",
+        shows="is not newer than|in flight, the worker has none|request goes on|the model's is|holds sessions",
     ),
     Mutant(
         "F11",
