@@ -5,11 +5,12 @@ import pytest
 from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.program import Program, replay
+from trioengine.testing.fuzz.realtime_machine import RealtimeMachine
 from trioengine.testing.fuzz.runner import silence
 
 BEGIN = ("begin", {"ready": True, "sessions": 1, "turns": 0, "asks": 0, "thread_passes": 1})
 BE = {"which": 0, "prompt": "be", "stop": "", "style": "all", "keep_partial": False, "timeout": None, "wait": False}
-FOUND = {
+FOUND_IN_THE_ENGINE = {
     "an engine that is cancelled while its worker cannot start raises that in a group": [
         ("begin", {"ready": False, "sessions": 1, "turns": 0, "asks": 0, "thread_passes": 1}),
         ("call", {"what": "ask", "wait": False, "which": 0}),
@@ -59,6 +60,18 @@ FOUND = {
         ("settle", {}),
     ],
 }
+FOUND_IN_THE_SERVER = {
+    "a client says goodbye, and reads no more: the answer to its goodbye waits for room, for ever": [
+        ("begin", {"ready": True, "clients": 1, "turns": 0}),
+        ("go", {"which": 0, "how": "stall"}),
+        *[("send", {"which": 0, "what": "say"})] * 2,
+        ("settle", {}),
+        ("go", {"which": 0, "how": "close"}),
+        ("go", {"which": 0, "how": "stall"}),
+        ("flow", {"rounds": 2}),
+        ("go", {"which": 0, "how": "vanish"}),
+    ],
+}
 
 SECONDS = (*[0.2] * 15, 1.0, *[0.2] * 6, 1.0, *[0.2] * 4, 1.0, *[0.2] * 5, 1.0)
 FALSE_ALARMS = {
@@ -87,10 +100,16 @@ FALSE_ALARMS = {
 }
 
 
-@pytest.mark.parametrize("steps", FOUND.values(), ids=FOUND)
-def test_what_was_found_once(steps):
+@pytest.mark.parametrize("steps", FOUND_IN_THE_ENGINE.values(), ids=FOUND_IN_THE_ENGINE)
+def test_what_was_found_in_the_engine(steps):
     with silence():
         replay(EngineMachine(), Program("EngineMachine", steps))
+
+
+@pytest.mark.parametrize("steps", FOUND_IN_THE_SERVER.values(), ids=FOUND_IN_THE_SERVER)
+def test_what_was_found_in_the_server(steps):
+    with silence():
+        replay(RealtimeMachine(), Program("RealtimeMachine", steps))
 
 
 @pytest.mark.parametrize(("machine", "steps"), FALSE_ALARMS.values(), ids=FALSE_ALARMS)

@@ -144,17 +144,19 @@ class SimulatedWorker:
             self.to_worker.by_hand = True
 
     def stall(self, seconds: float = math.inf) -> None:
-        """Be in a step for so long, or for ever; PING is still answered. By hand, `recover` ends it."""
+        """Be in a step, or in the start, for so long, or for ever; PING is still answered. By hand, `recover` ends it."""
         if self.health is Health.WELL:
             self.health = Health.STALLED
             self._stalled_until = trio.current_time() + seconds
-            self._turn_to(Activity.STEPPING)
+            if self._activity is not Activity.STARTING:
+                self._turn_to(Activity.STEPPING)
 
     def recover(self) -> None:
         """A step that took long ends, if its time has passed."""
         if self.health is Health.STALLED and trio.current_time() >= self._stalled_until:
             self.health = Health.WELL
-            self._turn_to(Activity.IDLE)
+            if self._activity is not Activity.STARTING:
+                self._turn_to(Activity.IDLE)
 
     def close_pipe(self) -> None:
         """Close the pipe to the engine and live on."""
@@ -244,6 +246,7 @@ class SimulatedWorker:
                 self.give_up(self._behaviour.fatal)
             else:
                 self._send_all([self._ready()])
+                self._turn_to(Activity.IDLE)
         elif isinstance(message, Shutdown):
             self.exit(0)
         else:

@@ -90,14 +90,14 @@ class RealtimeConnection:
         self._close_code, self._close_reason = POLICY_VIOLATION, reason
 
     async def _ping(self) -> None:
-        """A client that does not answer is gone. Raises TooSlowError."""
+        """A client that does not answer is gone, also in the middle of a goodbye. Raises TooSlowError."""
         while True:
             await trio.sleep(PING_INTERVAL)
-            try:
-                with trio.fail_after(PING_INTERVAL):
+            with trio.fail_after(PING_INTERVAL):
+                try:
                     await self._websocket.ping()
-            except ConnectionClosed:
-                return
+                except ConnectionClosed:
+                    await trio.sleep_forever()  # until the goodbye is over, which ends this
 
     async def _close_when_asked(self, work: trio.CancelScope) -> None:
         await self._closing.wait()
