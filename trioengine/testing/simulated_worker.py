@@ -144,7 +144,7 @@ class SimulatedWorker:
             self.to_worker.by_hand = True
 
     def stall(self, seconds: float = math.inf) -> None:
-        """Be in a step, or in the start, for so long, or for ever; PING is still answered. By hand, `recover` ends it."""
+        """Be in a step, or in the start, for so long or for ever; PING is answered. By hand, `recover` ends it."""
         if self.health is Health.WELL:
             self.health = Health.STALLED
             self._stalled_until = trio.current_time() + seconds

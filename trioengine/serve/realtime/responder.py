@@ -91,9 +91,9 @@ class Responder:
                     generation.abort()
                 response.begin_item()
                 async for chunk in generation:
+                    await response.outbox.room()
                     if chunk.text:
                         response.add_text(chunk.text)
-                    await response.outbox.room()  # what comes meanwhile is merged into the next chunk
             except trio.Cancelled:
                 session.end(Cause.DISCONNECT)  # before the generation is left, so that this is its cause
                 raise

@@ -31,6 +31,7 @@ class Style(enum.Enum):
     NONE = "none"  # leaves at once
     STALLED = "stalled"  # reads nothing until told to go on
     RAISES = "raises"  # its body raises after the first chunk
+    TRIES = "tries"  # every other read is cancelled
 
 
 class Oops(Exception):
@@ -46,6 +47,7 @@ class Holder:
     session: Session | None = None
     error: EngineError | None = None
     ended: bool = False
+    left: bool = False
     over: bool = False
     readers: list[Reader] = field(default_factory=list)
     leave: trio.Event = field(default_factory=trio.Event)
@@ -55,7 +57,11 @@ class Holder:
         try:
             with self.scope:
                 async with self.engine.open_session(wait=self.wait) as self.session:
-                    await self.leave.wait()
+                    try:
+                        await self.leave.wait()
+                    finally:
+                        self.left = True
+                await self.session.ended()
         except (EngineOverloaded, EngineClosed) as exc:
             assert self.session is None, "only entering is refused"
             self.error = exc
@@ -72,6 +78,11 @@ class Holder:
     def is_open(self) -> bool:
         """Whether a request can be asked for."""
         return self.session is not None and self.session.end_cause is None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has a request, or one on its way in."""
+        return any(not reader.over for reader in self.readers)
 
     @property
     def gave_up(self) -> bool:
@@ -119,6 +130,7 @@ class Reader:
                         await self._read(generation)
                     finally:
                         self.left, self.outcome_at_leaving = True, generation.outcome
+                assert generation.settled.is_set(), "leaving waits until the worker has let go"
         except EngineError as exc:
             self.error = exc
         except Oops:
@@ -135,13 +147,20 @@ class Reader:
             completion = await generation.result()
             assert completion == generation.completion, "result() is the completion"
             return
-        async for chunk in generation:
+        while (chunk := await self._next(generation)) is not None:
             self.chunks.append(chunk)
             if self.style is Style.FIRST:
                 return
             if self.style is Style.RAISES:
                 raise Oops
         self._check_sum(generation)
+
+    async def _next(self, generation: Generation) -> Chunk | None:
+        if self.style is Style.TRIES:
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                await anext(generation, None)
+        return await anext(generation, None)
 
     def _check_sum(self, generation: Generation) -> None:
         completion = generation.completion
@@ -169,12 +188,16 @@ class Call:
     name: str
     function: Callable[[], Awaitable[Any]]
     allowed: tuple[type[EngineError], ...]
+    timeout: float | None = None
+    deadline: float = math.inf
     result: Completion | bool | None = None
     error: EngineError | None = None
     over: bool = False
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
     async def run(self) -> None:
+        if self.timeout is not None:
+            self.deadline = trio.current_time() + self.timeout
         try:
             with self.scope:
                 self.result = await self.function()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import trio
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
 from trioengine.actors.generation import Generation
-from trioengine.core.errors import EngineClosed, EngineOverloaded, InvariantError, WorkerLost
+from trioengine.core.errors import EngineClosed, EngineOverloaded, InvariantError, ModelError, WorkerLost
 from trioengine.core.lifecycle import Cause
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.callers import Holder, Reader, Style
@@ -28,7 +29,7 @@ from trioengine.testing.simulated_worker import Health
 Task = TypeVar("Task", Holder, Reader)
 
 AUDIT_TIMEOUT = 10.0
-PROMPTS = ("a", "be or not be or not be or", "<|im_end|>", "")
+PROMPTS = ("a", "maybe", "be or not be or not be or", "<|im_end|>", "")
 WHICH = st.integers(0, 3)
 
 
@@ -91,12 +92,15 @@ class EngineMachine(Environment):
         params = SamplingParams(max_tokens=20, stop=(stop,) if stop else ())
         self._read(which, Style(style), params, prompt=prompt, keep_partial=keep_partial, timeout=timeout, wait=wait)
 
-    @recorded(what=st.sampled_from(("ask", "audit", "cancel")), wait=st.booleans(), which=WHICH)
+    @recorded(what=st.sampled_from(("ask", "audit", "ready", "cancel")), wait=st.booleans(), which=WHICH)
     def call(self, what: str, wait: bool, which: int) -> None:
-        """`engine.generate` with a session of its own, `engine.check_invariants`; or one of these is cancelled."""
+        """`engine.generate` with a session of its own, `check_invariants`, `ready`; or one of these is cancelled."""
         refusals = (EngineOverloaded, EngineClosed, WorkerLost)
         if what == "ask":
-            self._call("ask", lambda: self._ask_once(wait, (None, None, 0.5, 8.0)[which]), refusals)
+            timeout = (None, None, 0.5, 8.0)[which]
+            self._call("ask", lambda: self._ask_once(wait, timeout), refusals, timeout)
+        elif what == "ready":
+            self._call("ready", self.engine.ready, (EngineClosed, WorkerLost, ModelError))
         elif what == "audit":
             self._call("audit", self._audit, refusals)
         elif self.running_calls:
@@ -104,8 +108,10 @@ class EngineMachine(Environment):
 
     async def _ask_once(self, wait: bool, timeout: float | None) -> None:
         params = SamplingParams(max_tokens=3)
+        began = trio.current_time()
         completion = await self.engine.generate("hi", params, wait=wait, timeout=timeout)
-        causes = self.troubles.causes | (set() if timeout is None else {Cause.TIMEOUT})
+        is_late = timeout is not None and trio.current_time() >= began + timeout
+        causes = self.troubles.causes | ({Cause.TIMEOUT} if is_late else set())
         check_answer(completion, prompt_ids((("user", "hi"),)), params, LIMITS.max_model_len, causes)
 
     async def _audit(self) -> None:
@@ -193,7 +199,8 @@ class EngineMachine(Environment):
         timeout: float | None = None,
         wait: bool = True,
     ) -> None:
-        holder = pick(sorted(self.open_holders, key=_is_busy), which)
+        idle = [holder for holder in self.open_holders if not holder.is_busy]
+        holder = pick(idle if which < 3 and idle else self.open_holders, which)
         reader = Reader(holder, prompt, params, style, keep_partial, timeout, wait)
         holder.readers.append(reader)
         self.readers.append(reader)
@@ -216,6 +223,7 @@ class EngineMachine(Environment):
             self.rare.saw(f"{what} after the outcome, before it is read")
 
     def _check_blocked(self) -> None:
+        super()._check_blocked()
         for reader in self.running_readers:
             check_deadline(reader)
 
@@ -232,10 +240,6 @@ class EngineMachine(Environment):
         if worker is not None and worker.health is Health.WELL and self.engine.gate.link is not None:
             sessions = [holder.session for holder in self.holders if holder.session is not None]
             check_worker(self.engine, worker, sessions)
-
-
-def _is_busy(holder: Holder) -> bool:
-    return any(not reader.over for reader in holder.readers)
 
 
 def _latest_first(tasks: list[Task]) -> list[Task]:

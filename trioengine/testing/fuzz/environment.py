@@ -5,21 +5,30 @@ The machines that use the engine, each in its way, are built on it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
+import trio
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
 from trioengine.actors.engine import Engine
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, ModelError, WorkerLost
-from trioengine.core.lifecycle import Cause, Power
+from trioengine.core.lifecycle import Cause, Phase, Power
 from trioengine.core.messages import Fatal, FatalCode
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.machine import Machine
-from trioengine.testing.fuzz.oracles import Troubles, check_books, check_farewell
+from trioengine.testing.fuzz.oracles import (
+    Troubles,
+    check_books,
+    check_decided,
+    check_farewell,
+    check_limits,
+    check_stopped,
+)
 from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.sim_loop import SimLoop
 from trioengine.testing.simulated_worker import SimulatedWorker
@@ -89,6 +98,11 @@ class Environment(Machine):
 
     def _check_blocked(self) -> None:
         """What must hold whenever no task can run, whatever the worker still has to do."""
+        check_decided(self.engine)
+        for call in self.running_calls:
+            if trio.current_time() >= call.deadline:  # its request is on the worker, or nothing keeps it
+                phases = {session.phase for session in self.engine._sessions}
+                assert phases & {Phase.STOPPING, Phase.ENDING}, f"its time is over, and it goes on: {call.name}"
 
     def _let_go(self) -> None:
         """The end: everybody gets what they wait for, and leaves."""
@@ -163,7 +177,9 @@ class Environment(Machine):
         match way:
             case "abort all":
                 self.troubles.causes.add(Cause.ABORT_ALL)
+                in_flight = {session.generation for session in self.engine._sessions if session.generation is not None}
                 self.engine.abort_all()
+                check_stopped(self.engine, in_flight)
             case "starts fail":
                 self.troubles.workers = True
                 self.simulation.failing_starts = 2
@@ -213,6 +229,8 @@ class Environment(Machine):
         self.engine.close()
         self._run_out(lambda: self.engine_call.over, "the engine does not end")
         self._raise_crash()
+        ledger = self.engine.gate.ledger
+        assert ledger.sessions == len(self.engine._sessions) == 0, f"{ledger.sessions} session slots are not free"
         assert self.loop.idle, f"tasks are left:\n{self.loop.stacks()}"
         for worker in self.simulation.workers:
             assert worker.reaped, f"worker {worker.pid} was not reaped"
@@ -244,14 +262,19 @@ class Environment(Machine):
         assert self.worker is not None, "a precondition says so"
         return self.worker
 
-    def _call(self, name: str, function: Any, allowed: tuple[type[EngineError], ...]) -> None:
-        call = Call(name, function, allowed)
+    def _call(
+        self, name: str, function: Any, allowed: tuple[type[EngineError], ...], timeout: float | None = None
+    ) -> None:
+        call = Call(name, function, allowed, timeout)
         self.calls.append(call)
         self.loop.start_soon(call.run, name=f"{name}-{len(self.calls)}")
 
     async def _drain(self, timeout: float | None) -> None:
         if await self.engine.drain(timeout):
             assert not self.engine.gate.ledger.in_flight, "it said that it was drained"
+        else:
+            assert timeout is not None, "without a timeout all of it is waited for"
+            check_stopped(self.engine, {session.generation for session in self.engine._sessions} - {None})
 
     def _excuse_shutdown(self) -> None:
         self.troubles.closing = True
@@ -264,6 +287,8 @@ class Environment(Machine):
 
     def act(self, rule: Callable[[], None]) -> None:
         super().act(rule)
+        self._try(functools.partial(check_limits, self.engine))
+        self._report()
         gate, worker = self.engine.gate, self.worker
         if gate.link is not None and gate.power is not Power.CLOSED and worker is not None:
             self.served.add(worker)  # one that is READY after the end is killed, as one that still starts

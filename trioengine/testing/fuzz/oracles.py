@@ -11,9 +11,16 @@ import trio
 
 from trioengine.actors import invariants
 from trioengine.actors.engine import Engine
-from trioengine.actors.generation import Completion
+from trioengine.actors.generation import Completion, Generation
 from trioengine.actors.session import Session
-from trioengine.core.errors import EngineClosed, EngineOverloaded, RequestRejected, WorkerLost
+from trioengine.core.errors import (
+    EngineClosed,
+    EngineOverloaded,
+    RequestRejected,
+    SessionBusy,
+    SessionEnded,
+    WorkerLost,
+)
 from trioengine.core.lifecycle import Cause, Phase
 from trioengine.core.messages import FinishReason
 from trioengine.core.sampling_params import SamplingParams
@@ -43,6 +50,30 @@ def check_books(engine: Engine) -> None:
     assert not crashed, f"a bug of the engine's ended {crashed}"
 
 
+def check_limits(engine: Engine) -> None:
+    """After every rule: no more is admitted than there is room for."""
+    ledger, config = engine.gate.ledger, engine.config
+    slots = config.max_num_seqs + config.max_num_queued_reqs
+    assert ledger.in_flight <= slots, f"{ledger.in_flight} requests have the {slots} slots"
+    assert ledger.sessions <= config.max_sessions, f"{ledger.sessions} sessions have the {config.max_sessions} slots"
+
+
+def check_decided(engine: Engine) -> None:
+    """No task can run: the worker was told to stop what has its outcome, or is past its deadline."""
+    for session in engine._sessions:
+        generation = session.generation
+        if generation is not None and session.phase in (Phase.PREPARING, Phase.RUNNING):
+            assert generation.outcome is None, f"it has its outcome, and goes on: {session}"
+            assert trio.current_time() < generation.deadline, f"its time is over, and it goes on: {session}"
+
+
+def check_stopped(engine: Engine, generations: AbstractSet[Generation | None]) -> None:
+    """Right after all of these were aborted: none goes on."""
+    for session in engine._sessions:
+        goes_on = session.phase in (Phase.PREPARING, Phase.RUNNING) and session.generation in generations
+        assert not goes_on, f"all were aborted, and it goes on: {session}"
+
+
 def check_reader(reader: Reader, max_model_len: int, troubles: Troubles) -> None:
     """A request that is over: one outcome, and the text that the model gives for its history, as far as it goes.
 
@@ -52,12 +83,13 @@ def check_reader(reader: Reader, max_model_len: int, troubles: Troubles) -> None
     if reader.wait and reader.timeout is None:
         assert not isinstance(reader.error, EngineOverloaded), f"it was to wait, and got {reader.error!r}"
     if generation is None or not reader.entered:
+        _check_refusal(reader, max_model_len, troubles)
         return
     outcome = generation.outcome
     assert outcome is not None, f"{reader} is over without an outcome"
     if reader.outcome_at_leaving is not None:
         assert outcome is reader.outcome_at_leaving, f"{reader.outcome_at_leaving} became {outcome}"
-    prompt = prompt_ids((*_committed_before(reader), ("user", reader.prompt)))
+    prompt = prompt_ids((*_committed_before(reader, generation.request_id), ("user", reader.prompt)))
     if outcome.finish_reason is FinishReason.ERROR:
         found, expected = repr(reader.error), repr(outcome.error)
         assert reader.error is None or found == expected, f"{found} instead of {expected}"
@@ -72,6 +104,31 @@ def check_reader(reader: Reader, max_model_len: int, troubles: Troubles) -> None
                 assert troubles.closing, f"nobody closed the engine, and {expected}"
         return
     check_answer(generation.completion, prompt, reader.params, max_model_len, troubles.causes | reader.causes)
+
+
+def _check_refusal(reader: Reader, max_model_len: int, troubles: Troubles) -> None:
+    """A request that was not entered was refused with a reason, or its reader went."""
+    error, others = reader.error, [other for other in reader.holder.readers if other is not reader]
+    match error:
+        case None:
+            assert reader.scope.cancel_called, f"it did not enter, and nobody says why: {reader.generation}"
+        case RequestRejected(code="empty_prompt"):
+            assert not reader.prompt, f"{reader.prompt!r} is not empty, and {error!r}"
+        case RequestRejected():
+            assert reader.generation is not None, "it was reserved, and then refused"
+            before = _committed_before(reader, reader.generation.request_id)
+            length = len(prompt_ids((*before, ("user", reader.prompt))))
+            assert length >= max_model_len, f"the prompt has {length} tokens, and {error!r}"
+        case SessionBusy():
+            assert others, f"nobody else uses the session, and {error!r}"
+        case SessionEnded():
+            assert reader.holder.gave_up, f"nobody ended the session, and {error!r}"
+        case EngineClosed():
+            assert troubles.closing or troubles.workers, f"nobody closed the engine, and {error!r}"
+        case WorkerLost():
+            assert troubles.workers, f"nobody harmed a worker, and {error!r}"
+        case _:
+            assert isinstance(error, EngineOverloaded), f"refused by {error!r}"
 
 
 def check_deadline(reader: Reader) -> None:
@@ -97,7 +154,7 @@ def check_holder(holder: Holder, troubles: Troubles) -> None:
     session = holder.session
     if session is None:
         return
-    assert not holder.over or session.end_cause is not None, f"{session} was left and has not ended"
+    assert not holder.left or session.end_cause is not None, f"{session} was left and has not ended"
     match session.end_cause:
         case Cause.CLIENT:
             assert holder.gave_up, f"nobody ended {session}, and it has ended"
@@ -147,6 +204,7 @@ def check_answer(
     ids, text = completion.token_ids, completion.text
     if completion.finish_reason is FinishReason.ABORT:
         assert completion.cause in causes, f"aborted by {completion.cause}, there were {causes or 'no causes'}"
+        assert not ids or ids != expected.token_ids, f"the whole answer {text!r} came, and is an abort"
         assert expected.token_ids[: len(ids)] == ids, f"{ids} is no part of the model's answer {expected.token_ids}"
         assert expected.text.startswith(text), f"{text!r} is no part of the model's answer {expected.text!r}"
         return
@@ -154,12 +212,12 @@ def check_answer(
     assert text == expected.text, f"the answer is {text!r}, the model's is {expected.text!r}"
     assert completion.finish_reason is expected.finish_reason, f"{completion.finish_reason}, not {expected}"
     assert completion.cause is None, "only an abort has a cause"
-    assert completion.usage.prompt_tokens == len(prompt), "the prompt was counted wrongly"
+    usage = completion.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(ids)), f"counted wrongly: {usage}"
 
 
-def _committed_before(reader: Reader) -> tuple[Turn, ...]:
-    own = _request_id(reader)
-    return _committed([other for other in reader.holder.readers if _request_id(other) < own])
+def _committed_before(reader: Reader, request_id: int) -> tuple[Turn, ...]:
+    return _committed([other for other in reader.holder.readers if _request_id(other) < request_id])
 
 
 def _committed(readers: Sequence[Reader]) -> tuple[Turn, ...]:

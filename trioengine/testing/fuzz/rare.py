@@ -47,15 +47,18 @@ class Rare:
         counts = self.counts
 
         def watched(lifecycle: SessionLifecycle, event: Event) -> Any:
-            counts[session_state(lifecycle.phase, lifecycle.attachment, event)] += 1
-            return apply(lifecycle, event)
+            state = session_state(lifecycle.phase, lifecycle.attachment, event)
+            actions = apply(lifecycle, event)
+            counts[state] += 1
+            return actions
 
         return watched
 
     def _watch_power(self, next_power: Any) -> Any:
         def watched(power: Power, event: PowerEvent) -> Any:
+            following = next_power(power, event)
             self.saw(power_state(power, event))
-            return next_power(power, event)
+            return following
 
         return watched
 
