@@ -71,6 +71,15 @@ FOUND_IN_THE_SERVER = {
         ("flow", {"rounds": 2}),
         ("go", {"which": 0, "how": "vanish"}),
     ],
+    "the first text of a response does not wait for room": [
+        ("begin", {"ready": True, "clients": 1, "turns": 0}),
+        ("send", {"which": 0, "what": "say"}),
+        ("settle", {}),
+        ("go", {"which": 0, "how": "stall"}),
+        *[("send", {"which": 0, "what": "say"})] * 3,
+        ("send", {"which": 0, "what": "respond"}),
+        ("settle", {}),
+    ],
 }
 
 SECONDS = (*[0.2] * 15, 1.0, *[0.2] * 6, 1.0, *[0.2] * 4, 1.0, *[0.2] * 5, 1.0)

@@ -111,6 +111,9 @@ class SimulatedClient:
         self.mood = Mood.GONE
         self.to_client.cut()
 
+    def on_goodbye(self, code: int) -> None:
+        """The server closes the connection."""
+
     # ---- bytes ----------------------------------------------------------------------------------------------------
 
     @property
@@ -148,6 +151,7 @@ class SimulatedClient:
                 case Ping() if self._protocol.state is ConnectionState.OPEN:
                     self.to_server.put(self._protocol.send(event.response()))
                 case CloseConnection() if self._protocol.state is ConnectionState.REMOTE_CLOSING:
+                    self.on_goodbye(event.code)
                     self.to_server.put(self._protocol.send(event.response()))
                 case Ping() | CloseConnection() | Pong() | RejectConnection() | RejectData():
                     pass

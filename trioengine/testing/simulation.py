@@ -35,7 +35,7 @@ class Simulation:
 
     `behaviours` are those of the incarnations in turn; the last one stays. `thread_passes` is how many scheduler
     passes a call in a thread takes, where prompts longer than `thread_threshold` are prepared. The next
-    `failing_starts` workers cannot be started.
+    `failing_starts` workers cannot be started; the next `stalled_starts` are, and never say READY.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Simulation:
         self.workers: list[SimulatedWorker] = []
         self.thread_passes = thread_passes
         self.failing_starts = 0
+        self.stalled_starts = 0
         self._thread_threshold = thread_threshold
         self._nursery = nursery
         self._behaviours = list(behaviours)
@@ -81,6 +82,9 @@ class Simulation:
         behaviour = self._behaviours[min(incarnation, len(self._behaviours) - 1)]
         worker = SimulatedWorker(1001 + incarnation, self.limits, behaviour, by_hand=self._nursery is None)
         self.workers.append(worker)
+        if self.stalled_starts:
+            self.stalled_starts -= 1
+            worker.stall()
         if self._nursery is not None:
             self._nursery.start_soon(worker.run, name=f"simulated worker {worker.pid}")
         return worker

@@ -103,6 +103,7 @@ class Reader:
     wait: bool
     generation: Generation | None = None
     error: EngineError | None = None
+    in_flight: int = 0  # requests, when it was told the error
     chunks: list[Chunk] = field(default_factory=list)
     outcome_at_leaving: Outcome | None = None
     deadline: float = math.inf
@@ -132,7 +133,7 @@ class Reader:
                         self.left, self.outcome_at_leaving = True, generation.outcome
                 assert generation.settled.is_set(), "leaving waits until the worker has let go"
         except EngineError as exc:
-            self.error = exc
+            self.error, self.in_flight = exc, self.holder.engine.gate.ledger.in_flight
         except Oops:
             pass
         finally:

@@ -29,7 +29,7 @@ from trioengine.testing.simulated_worker import Health
 Task = TypeVar("Task", Holder, Reader)
 
 AUDIT_TIMEOUT = 10.0
-PROMPTS = ("a", "maybe", "be or not be or not be or", "<|im_end|>", "")
+PROMPTS = ("a", "to be", "be or not be or not be or", "<|im_end|>", "")
 WHICH = st.integers(0, 3)
 
 
@@ -194,7 +194,7 @@ class EngineMachine(Environment):
         style: Style,
         params: SamplingParams,
         *,
-        prompt: str = "be",
+        prompt: str = "to be",
         keep_partial: bool = False,
         timeout: float | None = None,
         wait: bool = True,

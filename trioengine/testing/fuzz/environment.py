@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from typing import Any
 
 import trio
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
 from trioengine.actors.engine import Engine
+from trioengine.actors.waiting_line import WaitingLine
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, ModelError, WorkerLost
 from trioengine.core.lifecycle import Cause, Phase, Power
@@ -30,6 +32,8 @@ from trioengine.testing.fuzz.oracles import (
     check_stopped,
 )
 from trioengine.testing.fuzz.program import recorded
+from trioengine.testing.fuzz.watching import in_order
+from trioengine.testing.mutants.mutant import replaced
 from trioengine.testing.sim_loop import SimLoop
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.testing.simulation import Simulation
@@ -60,7 +64,8 @@ UNHARMFUL = 1.5  # seconds that no worker is killed for
 ROUNDS = 400  # of settling between two moments of the clock; more is a livelock
 SLOW = 3.0  # seconds of a slow step; the timeouts are longer
 WORKER_OUTAGES = ("hang", "stall", "slow step", "garbage", "nonsense", "close pipe", "fatal")
-OUTAGES = ("abort all", *WORKER_OUTAGES, "starts fail", "abort all", "drain soon", "close", "cancel", "drain", "cancel")
+STARTS = ("starts fail", "start stalls")
+OUTAGES = ("abort all", *WORKER_OUTAGES, *STARTS, "drain soon", "close", "cancel", "drain", "cancel")
 
 
 class Environment(Machine):
@@ -78,6 +83,8 @@ class Environment(Machine):
         self.troubles = Troubles()
         self.harmed: list[SimulatedWorker] = []  # those that cannot be asked to end well
         self.served: set[SimulatedWorker] = set()  # those that were READY while the engine was open
+        self._watching = ExitStack()
+        self._watch(WaitingLine, "wait", in_order(self.loop.crashes))
         self.waited = 0.0  # seconds, since bytes were last moved fairly
         self.loop.start_soon(self.engine_call.run, name="engine")
 
@@ -183,11 +190,11 @@ class Environment(Machine):
             case "starts fail":
                 self.troubles.workers = True
                 self.simulation.failing_starts = 2
+            case "start stalls":
+                self.troubles.workers = True
+                self.simulation.stalled_starts = 1
             case "drain" | "drain soon":
-                self.troubles.closing = True
-                if way == "drain soon":
-                    self.troubles.causes.add(Cause.SHUTDOWN)
-                self._call("drain", lambda: self._drain(None if way == "drain" else 0.5), ())
+                self._begin_drain(self._drain, None if way == "drain" else 0.5)
             case "close":
                 self._excuse_shutdown()
                 self.engine.close()
@@ -218,7 +225,10 @@ class Environment(Machine):
             for state in ("num_preemptions", "prefix_cache_hits"):
                 if getattr(statistics, state):
                     self.rare.saw(state.replace("_", " "))
-        self.loop.close()
+        try:
+            self.loop.close()
+        finally:
+            self._watching.close()
         self._raise_crash()
 
     def _finish(self) -> None:
@@ -269,12 +279,21 @@ class Environment(Machine):
         self.calls.append(call)
         self.loop.start_soon(call.run, name=f"{name}-{len(self.calls)}")
 
+    def _begin_drain(self, drain: Callable[[float | None], Awaitable[Any]], timeout: float | None) -> None:
+        self.troubles.closing = True
+        if timeout is not None:
+            self.troubles.causes.add(Cause.SHUTDOWN)
+        self._call("drain", functools.partial(drain, timeout), (), timeout)
+
     async def _drain(self, timeout: float | None) -> None:
         if await self.engine.drain(timeout):
             assert not self.engine.gate.ledger.in_flight, "it said that it was drained"
         else:
             assert timeout is not None, "without a timeout all of it is waited for"
             check_stopped(self.engine, {session.generation for session in self.engine._sessions} - {None})
+
+    def _watch(self, owner: Any, name: str, mutate: Callable[[Any], Any]) -> None:
+        self._watching.enter_context(replaced(owner, name, mutate)())
 
     def _excuse_shutdown(self) -> None:
         self.troubles.closing = True
@@ -313,10 +332,9 @@ class Environment(Machine):
 
     def _settle(self) -> None:
         self.waited = 0.0
-        self.loop.settle()
-        self._check_blocked()
         for _ in range(ROUNDS):
             ran = self.loop.settle() > 0
+            self._check_blocked()
             if not self._move() and not ran:
                 return
         raise AssertionError(f"no rest after {ROUNDS} rounds:\n{self.loop.stacks()}")

@@ -24,6 +24,7 @@ from trioengine.core.errors import (
 from trioengine.core.lifecycle import Cause, Phase
 from trioengine.core.messages import FinishReason
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.serve.realtime.responder import Responder
 from trioengine.testing.fuzz.callers import Holder, Reader
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.testing.toy_model import IM_END, toy_answer, toy_model
@@ -72,6 +73,14 @@ def check_stopped(engine: Engine, generations: AbstractSet[Generation | None]) -
     for session in engine._sessions:
         goes_on = session.phase in (Phase.PREPARING, Phase.RUNNING) and session.generation in generations
         assert not goes_on, f"all were aborted, and it goes on: {session}"
+
+
+def check_cancelled(responders: Sequence[Responder]) -> None:
+    """No task can run: the worker was told to stop what a client of the server has cancelled."""
+    for responder in responders:
+        response, session = responder._active, responder._session
+        if response is not None and response.cancelled and session is not None:
+            assert session.phase not in (Phase.PREPARING, Phase.RUNNING), f"{response.id} was cancelled, and goes on"
 
 
 def check_reader(reader: Reader, max_model_len: int, troubles: Troubles) -> None:
@@ -127,6 +136,10 @@ def _check_refusal(reader: Reader, max_model_len: int, troubles: Troubles) -> No
             assert troubles.closing or troubles.workers, f"nobody closed the engine, and {error!r}"
         case WorkerLost():
             assert troubles.workers, f"nobody harmed a worker, and {error!r}"
+        case EngineOverloaded(code="queue") if not reader.wait:
+            config = reader.holder.engine.config
+            slots = config.max_num_seqs + config.max_num_queued_reqs
+            assert reader.in_flight == slots, f"{reader.in_flight} of {slots} slots are taken, and {error!r}"
         case _:
             assert isinstance(error, EngineOverloaded), f"refused by {error!r}"
 

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from trioengine.core.messages import FinishReason
+from trioengine.serve.realtime.connection import GOING_AWAY
 from trioengine.testing.fuzz.oracles import Troubles, Turn, prompt_ids, reference
 from trioengine.testing.simulated_client import Mood, SimulatedClient
 
@@ -65,6 +66,9 @@ class RealtimeClient(SimulatedClient):
         if self.mood is Mood.WELL and self.accepted and self.can_send:
             assert not self._owed, f"never answered: {self._owed}"
 
+    def on_goodbye(self, code: int) -> None:
+        assert code != GOING_AWAY or self.response is None, f"a goodbye in the middle of {self.response}"
+
     def _told(self, event: dict[str, Any]) -> None:
         assert event["sequence_number"] == self.num_events, f"event {self.num_events} is {event}"
         self.num_events += 1
@@ -88,6 +92,8 @@ class RealtimeClient(SimulatedClient):
             case "response.output_text.delta":
                 assert event["response_id"] == self.response, f"a delta of no active response: {event}"
                 self._delta += event["delta"]
+            case "response.output_text.done":
+                assert event["text"] == self._delta, f"the deltas give {self._delta!r}, and then {event}"
             case "response.done":
                 self._end(event["response"])
             case "error":
@@ -129,6 +135,9 @@ class RealtimeClient(SimulatedClient):
         assert text == self._delta, f"the deltas give {self._delta!r}, the response is {text!r}"
         room = self._max_model_len - len(self._prompt)
         expected = reference(self._prompt, min(room, self._limit), ()) if room > 0 else None
+        if response["status"] != "failed":
+            tokens = {name: response["usage"][f"{name}_tokens"] for name in ("total", "input", "output")}
+            assert tokens["total"] == tokens["input"] + tokens["output"], f"the usage is {tokens}"
         match response["status"]:
             case "failed":
                 code = response["status_details"]["error"]["code"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from contextlib import ExitStack
-from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
@@ -12,13 +10,14 @@ from hypothesis.stateful import initialize, precondition
 from trioengine.serve import front_door
 from trioengine.serve.realtime import connection, outbox, responder
 from trioengine.serve.realtime.outbox import Outbox
+from trioengine.serve.realtime.responder import Responder
 from trioengine.serve.server import Server
 from trioengine.testing.fuzz.callers import Call
-from trioengine.testing.fuzz.environment import LIMITS, WORKER_OUTAGES, Environment
-from trioengine.testing.fuzz.oracles import check_worker
+from trioengine.testing.fuzz.environment import LIMITS, STARTS, WORKER_OUTAGES, Environment
+from trioengine.testing.fuzz.oracles import check_cancelled, check_worker
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.realtime_client import RealtimeClient
-from trioengine.testing.mutants.mutant import replaced
+from trioengine.testing.fuzz.watching import CrashLog, collected, with_room
 from trioengine.testing.simulated_client import Mood, SimulatedListener
 from trioengine.testing.simulated_worker import Health
 
@@ -27,8 +26,7 @@ WHICH = st.sampled_from((0, 0, 1, 2))
 TOKENS = st.sampled_from((1, 3, 20))
 MAX_CLIENTS = 2  # at once
 ROOM = 1024  # characters of an outbox, so that few events fill it
-BETWEEN = 1024  # characters that what a client asked for may take, between a look for room and a text
-OUTAGES = ("abort all", *WORKER_OUTAGES, "abort all", "starts fail", "abort all", "drain", "drain soon", "abort")
+OUTAGES = ("abort all", *WORKER_OUTAGES, *STARTS, "abort all", "drain", "drain soon", "abort")
 
 
 class RealtimeMachine(Environment):
@@ -38,11 +36,13 @@ class RealtimeMachine(Environment):
 
     def __init__(self) -> None:
         super().__init__()
-        self._watching = ExitStack()
+        self.responders: list[Responder] = []
         for module in (front_door, connection, responder):
-            self._watching.enter_context(replaced(module, "logger", functools.partial(_CrashLog, self.loop.crashes))())
-        self._watching.enter_context(replaced(outbox, "ROOM", lambda _: ROOM)())
-        self._watching.enter_context(replaced(Outbox, "put", self._watch_puts)())
+            self._watch(module, "logger", lambda _: CrashLog(self.loop.crashes))
+        self._watch(outbox, "ROOM", lambda _: ROOM)
+        is_full = functools.partial(self.rare.saw, "an outbox is full")
+        self._watch(Outbox, "put", with_room(self.loop.crashes, ROOM, is_full))
+        self._watch(Responder, "__init__", collected(self.responders))
         self.clients: list[RealtimeClient] = []
         self.listener = SimulatedListener()
         self.server = Server(self.engine, max_connections=MAX_CLIENTS)
@@ -150,8 +150,7 @@ class RealtimeMachine(Environment):
                 self._excuse_shutdown()
                 self.server.abort()
             case "drain" | "drain soon":
-                self._excuse_shutdown()
-                self._call("drain", lambda: self.server.drain(None if way == "drain" else 0.5), ())
+                self._begin_drain(self.server.drain, None if way == "drain" else 0.5)
             case _:
                 self._suffer(way)
 
@@ -190,6 +189,10 @@ class RealtimeMachine(Environment):
                 client.carry(to_server=None, to_client=None)
         return moved
 
+    def _check_blocked(self) -> None:
+        super()._check_blocked()
+        check_cancelled(self.responders)
+
     def _check(self) -> None:
         super()._check()
         for client in self.clients:
@@ -204,46 +207,13 @@ class RealtimeMachine(Environment):
         for client in self.clients:
             client.close()
         self._run_out(lambda: all(client.stream.closed for client in self.clients), "connections never end")
+        free = self.server.front_door._places.left
+        assert free == MAX_CLIENTS, f"all clients have gone, and {free} places are free"
         left = [session for session in self.engine._sessions if session.end_cause is None]
         assert not left, f"sessions without a client: {left}"
-        self._excuse_shutdown()
-        self._call("drain", lambda: self.server.drain(0.5), ())
+        self._begin_drain(self.server.drain, 0.5)
         self._run_out(lambda: self.server_call.over and not self.running_calls, "the server does not end")
-
-    def _close(self) -> None:
-        try:
-            super()._close()
-        finally:
-            self._watching.close()
-
-    def _watch_puts(self, put: Any) -> Any:
-        """A slow client fills no memory: text waits for room."""
-
-        def watched(outbox: Outbox, name: str, **fields: Any) -> None:
-            if outbox._size > ROOM:
-                self.rare.saw("an outbox is full")
-            if name == "response.output_text.delta" and outbox._size > ROOM + BETWEEN:
-                self.loop.crashes.append(AssertionError(f"{outbox._size} characters are kept for a slow client"))
-            put(outbox, name, **fields)
-
-        return watched
 
     def _note_moment(self, client: RealtimeClient) -> None:
         if client.response is not None:
             self.rare.saw("a cancel crosses what the server sends" if len(client.to_client) else "a cancel")
-
-
-class _CrashLog:
-    """A logger of the server's; what it would log as an error is a finding."""
-
-    def __init__(self, crashes: list[Exception], logger: Any) -> None:
-        self._crashes = crashes
-
-    def info(self, *args: object) -> None:
-        """Nothing that is wrong."""
-
-    def error(self, message: str, *args: object, exc_info: Exception) -> None:
-        self._crashes.append(exc_info)
-
-    def exception(self, message: str, *args: object) -> None:
-        self._crashes.append(AssertionError(message % args))

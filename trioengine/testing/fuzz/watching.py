@@ -1,0 +1,86 @@
+"""What is watched inside the engine and the server while a machine runs, where a look at rest would come too late.
+
+Each is a `mutate` for `replaced`; what it sees wrong is added to the crashes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import trio
+
+from trioengine.actors.waiting_line import WaitingLine
+from trioengine.serve.realtime.outbox import Outbox
+from trioengine.serve.realtime.responder import Responder
+
+Crashes: TypeAlias = list[Exception]
+
+BETWEEN = 1024  # characters that what a client asked for may take, between a look for room and a text
+
+
+def in_order(crashes: Crashes) -> Callable[[Any], Any]:
+    """For `WaitingLine.wait`: nobody is served before one who came earlier and still waits."""
+    tickets = itertools.count()
+    arrivals: dict[trio.lowlevel.Task, int] = {}
+
+    def mutate(wait: Any) -> Any:
+        async def watched(line: WaitingLine, admission: Callable[[], object]) -> None:
+            own = arrivals[trio.lowlevel.current_task()] = next(tickets)
+
+            def served() -> None:
+                admission()
+                if any(arrivals[task] < own for task in line._waiters):
+                    crashes.append(AssertionError("somebody in a line was overtaken"))
+
+            await wait(line, served)
+
+        return watched
+
+    return mutate
+
+
+def with_room(crashes: Crashes, room: int, is_full: Callable[[], None]) -> Callable[[Any], Any]:
+    """For `Outbox.put`: a slow client fills no memory, as texts wait for room."""
+
+    def mutate(put: Any) -> Any:
+        def watched(outbox: Outbox, name: str, **fields: Any) -> None:
+            if outbox._size > room:
+                is_full()
+            if name == "response.output_text.delta" and outbox._size > room + BETWEEN:
+                crashes.append(AssertionError(f"{outbox._size} characters are kept for a slow client"))
+            put(outbox, name, **fields)
+
+        return watched
+
+    return mutate
+
+
+def collected(responders: list[Responder]) -> Callable[[Any], Any]:
+    """For `Responder.__init__`: all that there are."""
+
+    def mutate(init: Any) -> Any:
+        def watched(responder: Responder, *args: Any) -> None:
+            init(responder, *args)
+            responders.append(responder)
+
+        return watched
+
+    return mutate
+
+
+class CrashLog:
+    """For a `logger` of the server's: what it would log as an error is a finding."""
+
+    def __init__(self, crashes: Crashes) -> None:
+        self._crashes = crashes
+
+    def info(self, *args: object) -> None:
+        """Nothing that is wrong."""
+
+    def error(self, message: str, *args: object, exc_info: Exception) -> None:
+        self._crashes.append(exc_info)
+
+    def exception(self, message: str, *args: object) -> None:
+        self._crashes.append(AssertionError(message % args))
