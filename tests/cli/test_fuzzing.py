@@ -9,7 +9,7 @@ import pytest
 
 from trioengine.cli import fuzzing
 from trioengine.cli.app import run
-from trioengine.testing.fuzz.program import Program
+from trioengine.testing.fuzz.program import Program, ReplayFile
 
 INTERRUPTED = """
 import signal, sys
@@ -153,4 +153,4 @@ def test_an_interrupt_ends_it_and_keeps_what_was_found(tmp_path):
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120)
     assert ended.returncode == 130
     assert "machine = EngineMachine()" in ended.stdout
-    assert Program.from_json(keep.read_text()).steps
+    assert ReplayFile.from_json(keep.read_text()).program.steps

@@ -4,7 +4,7 @@ import pytest
 
 from trioengine.core.lifecycle import SESSION_TRANSITIONS
 from trioengine.testing.fuzz.core_machine import CoreMachine
-from trioengine.testing.fuzz.program import Program, replay
+from trioengine.testing.fuzz.program import Program, ReplayFile, replay
 from trioengine.testing.fuzz.rare import session_state
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer
 from trioengine.testing.mutants import MUTANTS
@@ -42,7 +42,7 @@ def test_each_mutant_is_found(mutant):
     with MUTANTS[mutant].active():
         report = Fuzzer(CoreMachine, PROFILES["quick"], 0, shrink=False).run(examples=PROGRAMS)
     assert report.failure is not None, f"not found in {report.programs} programs"
-    replay(CoreMachine(), Program.from_json(report.program.to_json()))
+    replay(CoreMachine(), ReplayFile.from_json(report.program.to_json()).program)
 
 
 def test_a_replay_sends_the_same_bytes():

@@ -213,7 +213,7 @@ def mutants(*, seeds: int, profile: str) -> int:
     all_found: list[Report] = []
     for mutant in MUTANTS.values():
         reports = [_hunt(mutant, seed, profile) for seed in range(seeds)]
-        found = [report for report in reports if report.failure is not None]
+        found = [report for report in reports if mutant.explains(report.failure)]
         hunts += seeds
         all_found += found
         table.add_row(mutant.id, f"{len(found)}/{seeds}", *_medians(found), mutant.failure)

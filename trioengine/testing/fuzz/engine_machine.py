@@ -13,7 +13,7 @@ from trioengine.core.errors import EngineClosed, EngineOverloaded, InvariantErro
 from trioengine.core.lifecycle import Cause
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.callers import Holder, Reader, Style
-from trioengine.testing.fuzz.environment import LIMITS, Environment
+from trioengine.testing.fuzz.environment import Environment
 from trioengine.testing.fuzz.oracles import (
     check_aborted,
     check_answer,
@@ -24,6 +24,7 @@ from trioengine.testing.fuzz.oracles import (
     prompt_ids,
 )
 from trioengine.testing.fuzz.program import pick, recorded
+from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_worker import Health
 
 Task = TypeVar("Task", Holder, Reader)
@@ -72,9 +73,9 @@ class EngineMachine(Environment):
         self._open(wait)
 
     @precondition(lambda self: self.open_holders)
-    @recorded(which=WHICH, max_tokens=st.sampled_from((1, 2, 5, 40)))
-    def ask(self, which: int, max_tokens: int) -> None:
-        self._read(which, Style.ALL, SamplingParams(max_tokens=max_tokens))
+    @recorded(which=WHICH, max_tokens=st.sampled_from((1, 2, 5, 40)), reads=st.sampled_from((True, True, False)))
+    def ask(self, which: int, max_tokens: int, reads: bool) -> None:
+        self._read(which, Style.ALL if reads else Style.STALLED, SamplingParams(max_tokens=max_tokens))
 
     @precondition(lambda self: self.open_holders)
     @recorded(
@@ -213,6 +214,7 @@ class EngineMachine(Environment):
 
     def _note_moment(self, reader: Reader, what: str) -> None:
         session, generation, worker = reader.holder.session, reader.generation, self.worker
+        what = what.removesuffix(" by id")
         if generation is None or session is None or reader.over:
             return
         if not reader.entered:

@@ -8,10 +8,9 @@ import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any, TypeVar
 
-import hypothesis
-import trio
 from hypothesis.stateful import INITIALIZE_RULE_MARKER, RULE_MARKER, Rule, rule
 from hypothesis.strategies import SearchStrategy
 
@@ -19,6 +18,7 @@ Method = TypeVar("Method", bound=Callable[..., None])
 Machine = TypeVar("Machine")
 T = TypeVar("T")
 
+PACKAGES = ("trioengine", "trio", "trio-websocket", "wsproto", "hypothesis")  # whose versions may matter
 ENVIRONMENT_RULES = frozenset({"tick", "flow", "settle", "move", "carry"})  # they do not count
 
 
@@ -46,37 +46,11 @@ class Program:
         """The replay file: the program, and the versions that it was found with."""
         return json.dumps({"machine": self.machine, "steps": self.steps, "versions": versions(), **more}, indent=1)
 
-    @staticmethod
-    def from_json(text: str | bytes) -> Program:
-        """Read a replay file. Raises ValueError that says what is wrong with it."""
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as exc:
-            raise ValueError(f"no replay file: it is not JSON ({exc})") from exc
-        if not isinstance(data, dict):
-            raise ValueError("no replay file: it is no JSON object")
-        for key in ("steps", "machine"):
-            if key not in data:
-                raise ValueError(f"no replay file: it has no {key!r}")
-        machine, steps = data["machine"], data["steps"]
-        if not isinstance(machine, str):
-            raise ValueError("no replay file: its machine must be a name")
-        if not isinstance(steps, list) or not all(map(_is_step, steps)):
-            raise ValueError("no replay file: its steps must be lists of a rule and its arguments by name")
-        return Program(machine, [(name, arguments) for name, arguments in steps])
-
     def machine_in(self, machines: Mapping[str, Machine]) -> Machine:
         """The machine that it is for. Raises ValueError if there is none of that name."""
         if self.machine not in machines:
             raise ValueError(f"no machine {self.machine!r}; there are {', '.join(machines)}")
         return machines[self.machine]
-
-
-def _is_step(step: object) -> bool:
-    match step:
-        case [str(), dict()]:
-            return True
-    return False
 
 
 @dataclass(frozen=True)
@@ -90,17 +64,36 @@ class ReplayFile:
     @staticmethod
     def from_json(text: str | bytes) -> ReplayFile:
         """Raises ValueError that says what is wrong with it."""
-        program = Program.from_json(text)
-        data = json.loads(text)
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as exc:
+            raise ValueError(f"no replay file: it is not JSON ({exc})") from exc
+        if not isinstance(data, dict):
+            raise ValueError("no replay file: it is no JSON object")
+        for key in ("steps", "machine"):
+            if key not in data:
+                raise ValueError(f"no replay file: it has no {key!r}")
+        machine, steps = data["machine"], data["steps"]
         mutant, found_with = data.get("mutant"), data.get("versions", {})
+        if not isinstance(machine, str):
+            raise ValueError("no replay file: its machine must be a name")
+        if not isinstance(steps, list) or not all(map(_is_step, steps)):
+            raise ValueError("no replay file: its steps must be lists of a rule and its arguments by name")
         if not isinstance(mutant, str | None) or not isinstance(found_with, dict):
             raise ValueError("no replay file: its mutant must be a name, its versions by name")
-        return ReplayFile(program, mutant, found_with)
+        return ReplayFile(Program(machine, [(name, arguments) for name, arguments in steps]), mutant, found_with)
+
+
+def _is_step(step: object) -> bool:
+    match step:
+        case [str(), dict()]:
+            return True
+    return False
 
 
 def versions() -> dict[str, str]:
     """What the same program may run differently with."""
-    return {"python": platform.python_version(), "trio": trio.__version__, "hypothesis": hypothesis.__version__}
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
 
 
 def recorded(decorator: Callable[..., Any] = rule, **arguments: SearchStrategy[Any]) -> Callable[[Method], Any]:

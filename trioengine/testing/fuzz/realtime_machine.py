@@ -13,11 +13,12 @@ from trioengine.serve.realtime.outbox import Outbox
 from trioengine.serve.realtime.responder import Responder
 from trioengine.serve.server import Server
 from trioengine.testing.fuzz.callers import Call
-from trioengine.testing.fuzz.environment import LIMITS, STARTS, WORKER_OUTAGES, Environment
+from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES, Environment
 from trioengine.testing.fuzz.oracles import check_cancelled, check_worker
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.realtime_client import RealtimeClient
 from trioengine.testing.fuzz.watching import CrashLog, collected, with_room
+from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_client import Mood, SimulatedListener
 from trioengine.testing.simulated_worker import Health
 

@@ -97,7 +97,7 @@ GATE_MUTANTS = (
         together(
             replaced(Session, "__aenter__", _open_under_the_lock), replaced(Session, "__aexit__", _leave_under_the_lock)
         ),
-        shows=r"wait for ever[\s\S]*lock\.acquire",
+        shows=r"(wait for ever|goes on)[\s\S]*lock\.acquire",
     ),
     Mutant(
         "F28",

@@ -71,13 +71,13 @@ LINK_MUTANTS = (
         "F18",
         "the worker dies, and its readers are not told",
         replaced(Session, "on_worker_lost", _tell_nobody_who_runs),
-        shows="wait for ever|the worker holds sessions|in flight, the worker has none",
+        shows="wait for ever|the worker holds sessions|still on the worker|in flight, the worker has none",
     ),
     Mutant(
         "F27",
         "what was said for one session reaches another",
         replaced(Sessions, "_tell", _tell_the_oldest),
-        shows="wait for ever|in flight|the model's|was ended by Cause.ERROR|the worker holds sessions",
+        shows="wait for ever|in flight|the model's|ended by Cause.ERROR|the worker holds sessions|LocalProtocolError",
     ),
     Mutant(
         "F45",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ class Mutant:
     active: Callable[[], AbstractContextManager[None]]
     shows: str  # how a finding names its consequences, as a regular expression for `search`
     machine: str = "EngineMachine"
+
+    def explains(self, failure: Exception | None) -> bool:
+        """Whether this is a finding of its consequences, not of another bug, nor of a mistake in the mutant."""
+        return failure is not None and re.search(self.shows, f"{type(failure).__name__}: {failure}") is not None
 
 
 def replaced(owner: Any, name: str, mutate: Callable[[Any], Any]) -> Callable[[], AbstractContextManager[None]]:

@@ -1,0 +1,191 @@
+"""What a machine moves: an engine in a simulated loop, with its workers and with who calls it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import trio
+
+from trioengine.actors.engine import Engine
+from trioengine.actors.waiting_line import WaitingLine
+from trioengine.core.config import EngineConfig
+from trioengine.core.errors import EngineError, ModelError, WorkerLost
+from trioengine.core.lifecycle import Cause, Phase, Power
+from trioengine.testing.fuzz.callers import Call
+from trioengine.testing.fuzz.machine import Machine
+from trioengine.testing.fuzz.oracles import Troubles, check_decided, check_limits
+from trioengine.testing.fuzz.watching import in_order
+from trioengine.testing.mutants.mutant import replaced
+from trioengine.testing.sim_loop import SimLoop
+from trioengine.testing.simulated_worker import SimulatedWorker
+from trioengine.testing.simulation import Simulation
+from trioengine.testing.toy_model import VOCAB_SIZE
+from trioengine.worker.scheduling.limits import Limits
+
+CONFIG = EngineConfig(
+    model="toy",
+    max_num_seqs=2,
+    max_num_queued_reqs=0,
+    max_sessions=4,
+    ping_interval=4.0,
+    unresponsive_timeout=6.0,
+    step_timeout=15.0,
+    startup_timeout=15.0,
+    restart_delays=(0.0, 1.0),
+    max_restarts=50,
+)
+LIMITS = Limits(
+    vocab_size=VOCAB_SIZE,
+    max_model_len=96,
+    kv_blocks_total=12,  # no more than one sequence may take: two at a time preempt each other
+    block_size=8,
+    max_num_seqs=CONFIG.max_num_seqs,
+    max_num_batched_tokens=8,  # so that every prompt is prefilled in chunks
+)
+ROUNDS = 400  # of settling between two moments of the clock; more is a livelock
+
+
+class World(Machine):
+    """No rules yet: how to run it, to rest and to the end, and what is looked at on the way."""
+
+    horizon = 60.0  # seconds, past the longest timeout: what waits then, waits for ever
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = SimLoop()
+        self.simulation = Simulation(limits=LIMITS, thread_threshold=0)
+        self.engine = Engine(CONFIG, ports=self.simulation.ports)
+        self.engine_call = Call("engine", self.engine.run, (WorkerLost, ModelError))
+        self.calls: list[Call] = []
+        self.troubles = Troubles()
+        self.harmed: list[SimulatedWorker] = []  # those that cannot be asked to end well
+        self.served: set[SimulatedWorker] = set()  # those that were READY while the engine was open
+        self._watching = ExitStack()
+        self._watch(WaitingLine, "wait", in_order(self.loop.crashes))
+        self.waited = 0.0  # seconds, since bytes were last moved fairly
+        self.loop.start_soon(self.engine_call.run, name="engine")
+
+    # ---- what there is --------------------------------------------------------------------------------------------
+
+    @property
+    def passes(self) -> int:
+        return self.loop.passes
+
+    @property
+    def checksum(self) -> str:
+        return f"{self.loop.steps}:{self.loop.trace:08x}"
+
+    @property
+    def worker(self) -> SimulatedWorker | None:
+        """The latest incarnation, unless it is over."""
+        workers = self.simulation.workers
+        return workers[-1] if workers and not workers[-1].reaped else None
+
+    @property
+    def running_calls(self) -> list[Call]:
+        return [call for call in self.calls if not call.over]
+
+    def _worker(self) -> SimulatedWorker:
+        assert self.worker is not None, "a precondition says so"
+        return self.worker
+
+    def _call(
+        self, name: str, function: Any, allowed: tuple[type[EngineError], ...], timeout: float | None = None
+    ) -> None:
+        call = Call(name, function, allowed, timeout)
+        self.calls.append(call)
+        self.loop.start_soon(call.run, name=f"{name}-{len(self.calls)}")
+
+    # ---- running it -----------------------------------------------------------------------------------------------
+
+    def act(self, rule: Callable[[], None]) -> None:
+        super().act(rule)
+        self._try(functools.partial(check_limits, self.engine))
+        self._report()
+        gate, worker = self.engine.gate, self.worker
+        if gate.link is not None and gate.power is not Power.CLOSED and worker is not None:
+            self.served.add(worker)  # one that is READY after the end is killed, as one that still starts
+
+    def _move(self) -> bool:
+        """Bytes arrive, and the worker does a piece of work; whether there was anything."""
+        worker = self.worker
+        if worker is None:
+            return False
+        worker.recover()
+        moved = worker.has_work or len(worker.to_engine) > 0 or (worker.reads and len(worker.to_worker) > 0)
+        worker.deliver()
+        worker.receive()
+        worker.turn()
+        return moved
+
+    def _flow(self, rounds: int) -> None:
+        for _ in range(rounds):
+            self.loop.tick()
+            self._move()
+        self.loop.tick()
+
+    def _settle(self) -> None:
+        self.waited = 0.0
+        for _ in range(ROUNDS):
+            ran = self.loop.settle() > 0
+            self._check_blocked()
+            if not self._move() and not ran:
+                return
+        raise AssertionError(f"no rest after {ROUNDS} rounds:\n{self.loop.stacks()}")
+
+    def _run_out(self, done: Callable[[], bool], complaint: str) -> None:
+        """Settle, and let the clock jump from deadline to deadline, until it is done or the horizon is reached."""
+        self._settle()
+        passed = 0.0
+        while not done():
+            step = self.loop.seconds_to_next_deadline()
+            self._raise_crash()
+            assert math.isfinite(step) and passed < self.horizon, f"{complaint}:\n{self.loop.stacks()}"
+            self.loop.clock.jump(max(step, 0.0))
+            passed += step
+            self._settle()
+
+    def _raise_crash(self) -> None:
+        """What a task, or the engine's peer, complained of."""
+        if self.loop.crashes:
+            raise self.loop.crashes[0]
+        for worker in self.simulation.workers:
+            assert worker.blamed is None, f"the engine broke the protocol: {worker.blamed}"
+            assert worker.fatal is None, f"a worker failed: {worker.fatal}"
+
+    def _check_blocked(self) -> None:
+        """What must hold whenever no task can run, whatever the worker still has to do."""
+        check_decided(self.engine)
+        for call in self.running_calls:
+            if trio.current_time() >= call.deadline:  # its request is on the worker, or nothing keeps it
+                phases = {session.phase for session in self.engine._sessions}
+                is_stopping = bool(phases & {Phase.STOPPING, Phase.ENDING})
+                assert is_stopping, f"its time is over, and it goes on: {call.name}\n{self.loop.stacks()}"
+
+    def _close(self) -> None:
+        for worker in self.simulation.workers:
+            statistics = worker.step_loop.statistics()
+            for state in ("num_preemptions", "prefix_cache_hits"):
+                if getattr(statistics, state):
+                    self.rare.saw(state.replace("_", " "))
+        try:
+            self.loop.close()
+        finally:
+            self._watching.close()
+        self._raise_crash()
+
+    def _watch(self, owner: Any, name: str, mutate: Callable[[Any], Any]) -> None:
+        self._watching.enter_context(replaced(owner, name, mutate)())
+
+    def _excuse_shutdown(self) -> None:
+        self.troubles.closing = True
+        self.troubles.causes.add(Cause.SHUTDOWN)
+
+    def _harm(self) -> None:
+        self.troubles.workers = True
+        if self.worker is not None:
+            self.harmed.append(self.worker)
