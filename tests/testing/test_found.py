@@ -93,7 +93,7 @@ FALSE_ALARMS = {
             ("advance", {"seconds": 0.2}),
             ("flow", {"rounds": 8}),
             ("advance", {"seconds": 0.2}),
-            *[("ask", {"which": which, "max_tokens": 1}) for which in (0, 2, 0, 0)],
+            *[("ask", {"which": which, "max_tokens": 1, "reads": True}) for which in (0, 2, 0, 0)],
             ("tick", {"passes": 1, "order": 2}),
         ],
     ),

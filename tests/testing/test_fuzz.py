@@ -200,7 +200,7 @@ def test_unknown_rules_and_machines_are_named():
         (("flow", {"rounds": "x"}), "flow cannot be given rounds='x'"),
         (("flow", {"rounds": True}), "flow cannot be given rounds=True"),
         (("flow", {"rounds": "1"}), "flow cannot be given rounds='1'"),
-        (("ask", {"which": 0, "max_tokens": True}), "ask cannot be given max_tokens=True"),
+        (("ask", {"which": 0, "max_tokens": True, "reads": True}), "ask cannot be given max_tokens=True"),
         (("outage", {"way": ["drain"]}), "outage cannot be given way="),
     ],
 )
@@ -221,7 +221,7 @@ def test_a_refused_program_hides_nothing_behind_its_teardown():
 
 
 def test_a_step_whose_precondition_does_not_hold_is_skipped():
-    steps = [("ask", {"which": 0, "max_tokens": 1}), ("open", {"wait": True}), ("settle", {})]
+    steps = [("ask", {"which": 0, "max_tokens": 1, "reads": True}), ("open", {"wait": True}), ("settle", {})]
     machine = EngineMachine()
     assert replay(machine, Program("EngineMachine", [*steps, steps[0], ("leave", {"which": 0, "what": "end"})])) == 1
     assert [name for name, _ in machine.program.steps] == ["open", "settle", "ask", "leave"]
