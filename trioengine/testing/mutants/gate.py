@@ -89,7 +89,7 @@ GATE_MUTANTS = (
         "F5",
         "ids are used again",
         replaced(Engine, "__init__", _reuse_ids),
-        shows="is not newer than|in flight, the worker has none|request goes on|the model's is|holds sessions",
+        shows="is not newer than|in flight|goes on|the model's|holds sessions|the prompt has|said True of",
     ),
     Mutant(
         "F11",
@@ -97,7 +97,7 @@ GATE_MUTANTS = (
         together(
             replaced(Session, "__aenter__", _open_under_the_lock), replaced(Session, "__aexit__", _leave_under_the_lock)
         ),
-        shows=r"(wait for ever|goes on)[\s\S]*lock\.acquire",
+        shows=r"(wait for ever|goes on)[\s\S]*lock\.acquire|the worker holds sessions",
     ),
     Mutant(
         "F28",
@@ -109,6 +109,6 @@ GATE_MUTANTS = (
         "F35",
         "a slot is free, and nobody who waits is admitted",
         replaced(WaitingLine, "serve", _serve_nobody),
-        shows="wait for ever|callers wait, though the first of them need not",
+        shows="wait for ever|callers wait, though the first of them need not|in flight",
     ),
 )

@@ -95,12 +95,12 @@ SESSION_MUTANTS = (
         "F26",
         "the turn after a disconnect sees the answer that was taken back",
         replaced(Session, "leave", _keep_what_was_not_read),
-        shows="committed was|the model's",
+        shows="committed was|the model's|the prompt has",
     ),
     Mutant(
         "F41",
         "the end of a session strands the reader of its request",
         rewritten(Phase.ENDING, _A, Event.SESSION_ENDED, Transition(Phase.ENDED, _D, (Action.FREE_SESSION,))),
-        shows="readers wait for ever|in flight",
+        shows="readers wait for ever|in flight|said False of",
     ),
 )
