@@ -44,7 +44,7 @@ class Running:
 async def running(behaviour=QUICK):
     async with open_unwrapped_nursery() as nursery:
         simulation = Simulation(nursery, behaviours=[behaviour])
-        serving = partial(serve, CONFIG, "127.0.0.1", 0, ports=simulation.ports)
+        serving = partial(serve, CONFIG, ServeConfig(port=0), ports=simulation.ports)
         state = Running(None, simulation)
 
         async def run(task_status):
