@@ -11,6 +11,7 @@ import trio.testing
 
 from trioengine import EngineConfig
 from trioengine.cli.serving import _serve
+from trioengine.core.serve_config import ServeConfig
 from trioengine.serve.server import serve
 from trioengine.testing import Simulation
 from trioengine.testing.simulated_worker import Behaviour
@@ -28,7 +29,7 @@ async def served(max_model_len=None, **behaviour):
     async with trio.open_nursery() as workers:
         simulation = Simulation(workers, behaviours=[Behaviour(**behaviour)])
         config = EngineConfig(model="toy", max_model_len=max_model_len)
-        serving = partial(serve, config, "127.0.0.1", 0, ports=simulation.ports)
+        serving = partial(serve, config, ServeConfig(port=0), ports=simulation.ports)
         with trio.fail_after(100):  # the simulated worker's task may take longer
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_serve, serving, 30.0)

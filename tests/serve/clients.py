@@ -7,7 +7,7 @@ import trio
 from trio.testing import memory_stream_pair
 from trio_websocket import wrap_client_stream
 
-from trioengine.serve import Server
+from trioengine.serve import ServeConfig, Server
 
 HOST = "localhost"
 
@@ -56,7 +56,7 @@ class Clients:
     def __init__(self, engine, simulation, nursery, **options):
         self.engine = engine
         self.simulation = simulation
-        self.server = Server(engine, model_name="toy", **options)
+        self.server = Server(engine, ServeConfig(served_model_name="toy", **options))
         self._nursery = nursery
         self._num_open = 0
         self._closed = trio.Event()

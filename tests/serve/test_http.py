@@ -10,11 +10,12 @@ from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
 from trioengine import EngineConfig, __version__
 from trioengine.core.lifecycle import PowerEvent
-from trioengine.serve import Server
+from trioengine.serve import ServeConfig, Server
 from trioengine.serve.access import is_loopback, loopback_only
 from trioengine.serve.front_door import FrontDoor
 from trioengine.serve.http import json_response
 from trioengine.serve.replay_stream import ReplayStream
+from trioengine.serve.routes import Route
 from trioengine.testing import simulated_engine
 
 
@@ -141,7 +142,7 @@ def test_loopback():
 async def test_insecure_serves_every_host(autojump_clock):
     async with simulated_engine() as (engine, _), trio.open_nursery() as nursery:
         ours, theirs = memory_stream_pair()
-        nursery.start_soon(Server(engine, insecure=True).front_door.handle, theirs)
+        nursery.start_soon(Server(engine, ServeConfig(insecure=True)).front_door.handle, theirs)
         await ours.send_all(request("/health", host="example.com"))
         assert status_and_body(await read_all(ours))[0] == 200
         await ours.aclose()
@@ -265,8 +266,8 @@ def slow_door(engine, log):
         raise ZeroDivisionError("a secret")
 
     door = Server(engine).front_door
-    routes = {**door._routes, "/slow": {"GET": slow}, "/broken": {"GET": broken}}
-    return FrontDoor(routes, loopback_only, door._check_upgrade, door._realtime)
+    routes = {**door._routes, "/slow": Route({"GET": slow}), "/broken": Route({"GET": broken})}
+    return FrontDoor(routes, loopback_only, door._check_upgrade, door._realtime, max_connections=8)
 
 
 async def test_a_client_that_goes_cancels_its_handler(autojump_clock, clients):

@@ -18,7 +18,7 @@ from trio_websocket import ConnectionClosed, wrap_client_stream
 from trioengine import EngineConfig, EngineError, InvalidConfig, WorkerLost
 from trioengine.actors.engine import open_unwrapped_nursery
 from trioengine.core.messages import Fatal, FatalCode
-from trioengine.serve import Server, serve
+from trioengine.serve import ServeConfig, Server, serve
 from trioengine.serve.server import address
 from trioengine.serve.signals import obey_signals
 from trioengine.serve.sockets import guard
@@ -44,7 +44,7 @@ class Running:
 async def running(behaviour=QUICK):
     async with open_unwrapped_nursery() as nursery:
         simulation = Simulation(nursery, behaviours=[behaviour])
-        serving = partial(serve, CONFIG, "127.0.0.1", 0, ports=simulation.ports)
+        serving = partial(serve, CONFIG, ServeConfig(port=0), ports=simulation.ports)
         state = Running(None, simulation)
 
         async def run(task_status):
@@ -229,25 +229,25 @@ async def names():
 
 async def test_a_name_that_is_none_is_not_called_reachable(names):
     with pytest.raises(EngineError, match=r"cannot listen on nohost\.invalid:0: Name or service not known"):
-        await serve(CONFIG, "nohost.invalid", 0)
+        await serve(CONFIG, ServeConfig("nohost.invalid", 0))
 
 
 async def test_an_address_that_others_reach_is_refused(names):
     for host in ("0.0.0.0", "::", "192.168.0.1", "example.com"):
         with pytest.raises(InvalidConfig, match=f"host {host} .* --insecure"):
-            await serve(CONFIG, host, 0)
+            await serve(CONFIG, ServeConfig(host, 0))
 
 
 async def test_a_port_that_is_taken():
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     async with listener:
         with pytest.raises(EngineError, match=r"cannot listen on 127\.0\.0\.1:\d+: .*in use; choose another --port$"):
-            await serve(CONFIG, "127.0.0.1", listener.socket.getsockname()[1])
+            await serve(CONFIG, ServeConfig("127.0.0.1", listener.socket.getsockname()[1]))
 
 
 async def test_a_host_that_can_be_no_name():
     with pytest.raises(EngineError, match=r"cannot listen on a\.\.b:0: .*label"):
-        await serve(CONFIG, "a..b", 0, insecure=True)
+        await serve(CONFIG, ServeConfig("a..b", 0, insecure=True))
 
 
 async def test_a_server_that_cannot_be_made_holds_no_port():
@@ -255,7 +255,7 @@ async def test_a_server_that_cannot_be_made_holds_no_port():
     port = listener.socket.getsockname()[1]
     await listener.aclose()
     with pytest.raises(AttributeError):
-        await serve("no configuration", "127.0.0.1", port)
+        await serve("no configuration", ServeConfig("127.0.0.1", port))
     (listener,) = await trio.open_tcp_listeners(port, host="127.0.0.1")
     await listener.aclose()
 

@@ -11,11 +11,12 @@ from typing import Annotated, Literal
 import typer
 
 from trioengine import __version__
-from trioengine.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, build, with_options
+from trioengine.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, SERVE_OPTIONS, build, with_options
 from trioengine.core.bounds import brief
 from trioengine.core.config import DEFAULT_MODEL, EngineConfig
 from trioengine.core.errors import EngineError, InvalidConfig, RequestRejected
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.serve_config import ServeConfig
 
 app = typer.Typer(
     name="trioengine",
@@ -100,35 +101,12 @@ def root(
 
 
 @app.command()
-@with_options(ENGINE_OPTIONS)
-def serve(
-    model: Model = DEFAULT_MODEL,
-    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 8000,
-    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
-    shutdown_timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds that requests have after the first SIGTERM or SIGINT.")
-    ] = 30.0,
-    max_connections: Annotated[
-        int, typer.Option(min=1, help="Connections at a time; more are answered with 503.")
-    ] = 4096,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Serve other machines, too, whoever they are: there is no key.")
-    ] = False,
-    **fields: object,
-) -> None:
+@with_options(SERVE_OPTIONS, ENGINE_OPTIONS)
+def serve(model: Model = DEFAULT_MODEL, **fields: object) -> None:
     """Serve a model over WebSocket and HTTP, until SIGINT or SIGTERM."""
     from trioengine.cli.serving import serve_until_told
 
-    serve_until_told(
-        build(EngineConfig, fields, model=model),
-        host,
-        port,
-        shutdown_timeout=shutdown_timeout,
-        model_name=served_model_name,
-        insecure=insecure,
-        max_connections=max_connections,
-    )
+    serve_until_told(build(EngineConfig, fields, model=model), build(ServeConfig, fields))
 
 
 @app.command()

@@ -17,6 +17,7 @@ from typer.models import OptionInfo
 
 from trioengine.core.config import EngineConfig
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.serve_config import ServeConfig
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,6 +41,12 @@ _HELP = {
     "ping_interval": "Seconds between two pings of the worker.",
     "worker_shutdown_timeout": "Seconds that the engine may take to end.",
     "max_restarts": "Deaths of the worker without one finished request until the engine gives up.",
+    "host": "The address to listen on.",
+    "port": "0: a free one.",
+    "served_model_name": "What clients call the model.",
+    "shutdown_timeout": "Seconds that requests have after the first SIGTERM or SIGINT.",
+    "max_connections": "Connections at a time; more are answered with 503.",
+    "insecure": "Serve other machines, too, whoever they are: there is no key.",
     "max_tokens": "Tokens of the answer; without it up to the context.",
     "temperature": "0 is greedy.",
     "top_k": "Choose among that many tokens; 0 or -1: all.",
@@ -69,7 +76,7 @@ def _option(field: dataclasses.Field[Any], hint: Any, panel: str) -> inspect.Par
     """Left out on the command line an option is None, and the dataclass's own default counts."""
     kind = _kind(hint)
     flag = "--" + field.name.replace("_", "-")
-    declarations = [f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag]
+    declarations = [f"{flag}/--no-{flag[2:]}"] if field.default is True else [flag]
     default = "" if field.default in (None, (), dataclasses.MISSING) else f" [default: {field.default}]"
     option = typer.Option(
         *declarations,
@@ -90,6 +97,7 @@ def _kind(hint: Any) -> Any:
 
 
 ENGINE_OPTIONS = _options(EngineConfig, "Engine")
+SERVE_OPTIONS = _options(ServeConfig, "Server")
 SAMPLING_OPTIONS = _options(SamplingParams, "Sampling")
 
 

@@ -13,6 +13,7 @@ import trio
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.cli.progress import download_bar
 from trioengine.core.config import EngineConfig
+from trioengine.core.serve_config import ServeConfig
 from trioengine.hub.pull import located
 from trioengine.serve.descriptors import raise_limit
 from trioengine.serve.server import serve
@@ -21,22 +22,13 @@ from trioengine.serve.signals import obey_signals
 logger = logging.getLogger("trioengine")
 
 
-def serve_until_told(
-    config: EngineConfig,
-    host: str,
-    port: int,
-    *,
-    shutdown_timeout: float,
-    model_name: str | None,
-    insecure: bool,
-    max_connections: int,
-) -> None:
+def serve_until_told(config: EngineConfig, serve_config: ServeConfig) -> None:
     """Serve until SIGINT or SIGTERM. Raises EngineError when it cannot."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     raise_limit()
     located(config.model)  # what can be no model is refused before anything listens
-    run = partial(serve, config, host, port, model_name=model_name, insecure=insecure, max_connections=max_connections)
-    trio.run(_serve, run, shutdown_timeout)
+    run = partial(serve, config, serve_config)
+    trio.run(_serve, run, serve_config.shutdown_timeout)
 
 
 async def _serve(serving: partial[Coroutine[Any, Any, None]], shutdown_timeout: float) -> None:

@@ -34,7 +34,6 @@ from trioengine.serve.sockets import CHUNK, guard, linger
 logger = logging.getLogger("trioengine")
 E = TypeVar("E", bound=BaseException)
 MAX_MESSAGE = 1 << 20  # characters of a WebSocket message
-MAX_CONNECTIONS = 4096
 MAX_REFUSALS = 16  # connections that are told that they are too many, at a time; others are closed without a word
 SUBPROTOCOL = "realtime"
 
@@ -67,7 +66,7 @@ class FrontDoor:
         check_upgrade: CheckUpgrade,
         realtime: WebSocketHandler,
         *,
-        max_connections: int = MAX_CONNECTIONS,
+        max_connections: int,
     ) -> None:
         self._routes = routes
         self._access = access

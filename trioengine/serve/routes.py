@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from trioengine import __version__
@@ -18,7 +20,24 @@ HOME = (
     "version.\n"
 )
 
-Routes: TypeAlias = Mapping[str, Mapping[str, Handler]]  # path -> method -> handler
+
+class Role(enum.Enum):
+    """Who may use a route."""
+
+    ANYONE = "anyone"
+    USER = "user"
+    OPERATOR = "operator"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What answers at a path, by method."""
+
+    handlers: Mapping[str, Handler]
+    role: Role = Role.USER
+
+
+Routes: TypeAlias = Mapping[str, Route]  # by path
 
 
 def routes(engine: Engine) -> Routes:
@@ -39,22 +58,30 @@ def routes(engine: Engine) -> Routes:
     async def version(request: Request) -> Response:
         return json_response(200, {"version": __version__})
 
-    handlers = {"/": home, "/health": health, "/ready": ready, "/version": version}
-    return {path: {"GET": handler, "HEAD": handler} for path, handler in handlers.items()}
+    return {
+        "/": _get(home, Role.ANYONE),
+        "/health": _get(health, Role.ANYONE),
+        "/ready": _get(ready, Role.ANYONE),
+        "/version": _get(version),
+    }
+
+
+def _get(handler: Handler, role: Role = Role.USER) -> Route:
+    return Route({"GET": handler, "HEAD": handler}, role)
 
 
 def find(routes: Routes, request: Request) -> Handler | Response:
     """The handler of a request, or the response when there is none."""
     if request.path == REALTIME:
         return upgrade_required()
-    methods = routes.get(request.path)
-    if methods is None:
+    route = routes.get(request.path)
+    if route is None:
         return not_found(request.path)
-    handler = methods.get(request.method)
+    handler = route.handlers.get(request.method)
     if handler is None:
         message = f"{request.path} is not for {request.method[:16]}"
         response = problem_response(405, Problem(INVALID_REQUEST, "method_not_allowed", message))
-        return Response(405, response.body, headers=((b"allow", ", ".join(methods).encode()),))
+        return Response(405, response.body, headers=((b"allow", ", ".join(route.handlers).encode()),))
     return handler
 
 

@@ -18,38 +18,31 @@ from trioengine.actors.ports import Ports
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, InvalidConfig
 from trioengine.core.lifecycle import Cause
+from trioengine.core.serve_config import ServeConfig
 from trioengine.serve.access import anyone, is_loopback, loopback_only
 from trioengine.serve.descriptors import affordable
-from trioengine.serve.front_door import MAX_CONNECTIONS, FrontDoor
+from trioengine.serve.front_door import FrontDoor
 from trioengine.serve.http import Request
 from trioengine.serve.problem import ClientError
 from trioengine.serve.realtime.connection import CLOSE_TIMEOUT, RealtimeConnection
 from trioengine.serve.routes import routes
 
-DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
-
 
 class Server:
     """An engine that is served. `front_door.handle(stream)` serves one stream, wherever it comes from."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        model_name: str | None = None,
-        insecure: bool = False,
-        max_connections: int = MAX_CONNECTIONS,
-    ) -> None:
+    def __init__(self, engine: Engine, config: ServeConfig | None = None) -> None:
         self.engine = engine
-        self.model_name = engine.config.model if model_name is None else model_name
+        self.config = config = ServeConfig() if config is None else config
+        self.model_name = config.served_model_name or engine.config.model
         self.port = 0  # of its first socket, once it listens
         self.addresses: tuple[str, ...] = ()  # host:port of each
         self.front_door = FrontDoor(
             routes(engine),
-            anyone if insecure else loopback_only,
+            anyone if config.insecure else loopback_only,
             self._check_upgrade,
             self._realtime,
-            max_connections=affordable(max_connections),
+            max_connections=affordable(config.max_connections),
         )
         self._closing = trio.Event()
         self._accepting = trio.CancelScope()
@@ -105,30 +98,27 @@ class Server:
 
 async def serve(
     config: EngineConfig | None = None,
-    host: str = DEFAULT_HOST,
-    port: int = DEFAULT_PORT,
+    serve_config: ServeConfig | None = None,
     *,
-    model_name: str | None = None,
-    insecure: bool = False,
-    max_connections: int = MAX_CONNECTIONS,
     ports: Ports | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     task_status: trio.TaskStatus[Server] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve an engine until the server is drained or aborted, or this is cancelled. It listens at once.
 
-    `model_name` is what clients call the model (default: as the configuration does). Connections beyond
-    `max_connections`, or beyond what the limit of descriptors leaves, are answered with 503. Raises InvalidConfig for
-    an address that other machines reach, unless `insecure`; EngineError when it cannot listen, or the engine cannot
-    run.
+    Connections beyond `max_connections`, or beyond what the limit of descriptors leaves, are answered with 503. Raises
+    InvalidConfig for an address that other machines reach, unless `insecure`; EngineError when it cannot listen, or the
+    engine cannot run.
     """
-    if not insecure and not is_loopback(host):
+    serve_config = ServeConfig() if serve_config is None else serve_config
+    host, port = serve_config.host, serve_config.port
+    if not serve_config.insecure and not is_loopback(host):
         with _listening_on(host, port):
             await trio.socket.getaddrinfo(host, port)  # a name that is none has another error
         message = f"host {host} is reachable from other machines, and there is no key"
         raise InvalidConfig(f"{message}: use --insecure to serve them, whoever they are")
     engine = Engine(config, ports=ports, on_progress=on_progress)
-    server = Server(engine, model_name=model_name, insecure=insecure, max_connections=max_connections)
+    server = Server(engine, serve_config)
     listeners = await _listen(host, port)
     async with open_unwrapped_nursery() as nursery:
         nursery.start_soon(partial(_run_engine, engine, nursery.cancel_scope))

@@ -7,6 +7,7 @@ import functools
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
+from trioengine.core.serve_config import ServeConfig
 from trioengine.serve import front_door
 from trioengine.serve.realtime import connection, outbox, responder
 from trioengine.serve.realtime.outbox import Outbox
@@ -46,7 +47,7 @@ class RealtimeMachine(Environment):
         self._watch(Responder, "__init__", collected(self.responders))
         self.clients: list[RealtimeClient] = []
         self.listener = SimulatedListener()
-        self.server = Server(self.engine, max_connections=MAX_CLIENTS)
+        self.server = Server(self.engine, ServeConfig(max_connections=MAX_CLIENTS))
         self.server_call = Call("server", functools.partial(self.server.run, [self.listener]), ())
         self.loop.start_soon(self.server_call.run, name="server")
 
