@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.live import Live
@@ -210,10 +210,9 @@ def mutants(*, seeds: int, profile: str) -> int:
     """Every mutant under every seed, as a table; 1 if one was not found."""
     table = Table("mutant", "found", "programs", "seconds", "rules", "failure", box=None)
     hunts = 0
-    all_found: list[Report] = []
+    all_found: list[_Found] = []
     for mutant in MUTANTS.values():
-        reports = [_hunt(mutant, seed, profile) for seed in range(seeds)]
-        found = [report for report in reports if mutant.explains(report.failure)]
+        found = [hunt for seed in range(seeds) if (hunt := _hunt(mutant, seed, profile)) is not None]
         hunts += seeds
         all_found += found
         table.add_row(mutant.id, f"{len(found)}/{seeds}", *_medians(found), mutant.failure)
@@ -223,17 +222,29 @@ def mutants(*, seeds: int, profile: str) -> int:
     return int(len(all_found) < hunts)
 
 
-def _hunt(mutant: Mutant, seed: int, profile: str) -> Report:
+class _Found(NamedTuple):
+    """A mutant that was found; not its failure, whose traceback holds a whole machine."""
+
+    programs: int
+    seconds: float
+    length: int
+
+
+def _hunt(mutant: Mutant, seed: int, profile: str) -> _Found | None:
+    """None, too, where something was found that the mutant does not explain."""
     with silence(), mutant.active():
-        return Fuzzer(MACHINES[mutant.machine], PROFILES[profile], seed).run(seconds=MUTANT_SECONDS)
+        report = Fuzzer(MACHINES[mutant.machine], PROFILES[profile], seed).run(seconds=MUTANT_SECONDS)
+    if report.program is None or not mutant.explains(report.failure):
+        return None
+    return _Found(report.programs_to_find, report.seconds_to_find, report.program.length)
 
 
-def _medians(found: list[Report]) -> tuple[str, str, str]:
+def _medians(found: list[_Found]) -> tuple[str, str, str]:
     if not found:
         return "-", "-", "-"
-    programs = statistics.median(report.programs_to_find for report in found)
-    seconds = [report.seconds_to_find for report in found]
-    lengths = [report.program.length for report in found if report.program is not None]
+    programs = statistics.median(hunt.programs for hunt in found)
+    seconds = [hunt.seconds for hunt in found]
+    lengths = [hunt.length for hunt in found]
     return (
         f"{programs:g}",
         f"{statistics.median(seconds):.1f} (at most {max(seconds):.1f})",

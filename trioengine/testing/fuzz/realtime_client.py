@@ -9,7 +9,8 @@ from typing import Any
 from trioengine.core.messages import FinishReason
 from trioengine.serve.realtime.connection import GOING_AWAY
 from trioengine.testing.fuzz.oracles import Troubles, Turn, prompt_ids, reference
-from trioengine.testing.simulated_client import Mood, SimulatedClient
+from trioengine.testing.simulated_client import SimulatedClient
+from trioengine.testing.simulated_peer import Mood
 
 PATH = "/v1/realtime"
 
@@ -58,6 +59,10 @@ class RealtimeClient(SimulatedClient):
         self._cancelled |= set(self._limits)
         self._may_be_cancelled = True
         self.send(json.dumps({"type": "response.cancel"}))
+
+    @property
+    def is_active(self) -> bool:
+        return self.response is not None
 
     # ---- what it is told ------------------------------------------------------------------------------------------
 

@@ -7,31 +7,24 @@ import functools
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
-from trioengine.core.serve_config import ServeConfig
-from trioengine.serve import front_door
 from trioengine.serve.realtime import connection, outbox, responder
 from trioengine.serve.realtime.outbox import Outbox
 from trioengine.serve.realtime.responder import Responder
-from trioengine.serve.server import Server
-from trioengine.testing.fuzz.callers import Call
-from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES, Environment
 from trioengine.testing.fuzz.oracles import check_cancelled, check_worker
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.realtime_client import RealtimeClient
+from trioengine.testing.fuzz.served import MAX_CLIENTS, WHICH, ServedEnvironment
 from trioengine.testing.fuzz.watching import CrashLog, collected, with_room
 from trioengine.testing.fuzz.world import LIMITS
-from trioengine.testing.simulated_client import Mood, SimulatedListener
+from trioengine.testing.simulated_peer import Mood
 from trioengine.testing.simulated_worker import Health
 
 PROMPTS = ("a", "be", "<|im_end|>")
-WHICH = st.sampled_from((0, 0, 1, 2))
 TOKENS = st.sampled_from((1, 3, 20))
-MAX_CLIENTS = 2  # at once
 ROOM = 1024  # characters of an outbox, so that few events fill it
-OUTAGES = ("abort all", *WORKER_OUTAGES, *STARTS, "abort all", "drain", "drain soon", "abort")
 
 
-class RealtimeMachine(Environment):
+class RealtimeMachine(ServedEnvironment[RealtimeClient]):
     """Rules are what clients, and who runs the server, can do."""
 
     horizon = 120.0  # past the timeouts of pings, of sending and of closing, one after the other
@@ -39,17 +32,12 @@ class RealtimeMachine(Environment):
     def __init__(self) -> None:
         super().__init__()
         self.responders: list[Responder] = []
-        for module in (front_door, connection, responder):
+        for module in (connection, responder):
             self._watch(module, "logger", lambda _: CrashLog(self.loop.crashes))
         self._watch(outbox, "ROOM", lambda _: ROOM)
         is_full = functools.partial(self.rare.saw, "an outbox is full")
         self._watch(Outbox, "put", with_room(self.loop.crashes, ROOM, is_full))
         self._watch(Responder, "__init__", collected(self.responders))
-        self.clients: list[RealtimeClient] = []
-        self.listener = SimulatedListener()
-        self.server = Server(self.engine, ServeConfig(max_connections=MAX_CLIENTS))
-        self.server_call = Call("server", functools.partial(self.server.run, [self.listener]), ())
-        self.loop.start_soon(self.server_call.run, name="server")
 
     @recorded(
         initialize,
@@ -115,84 +103,10 @@ class RealtimeMachine(Environment):
             case "ping":
                 client.ping()
 
-    @precondition(lambda self: self.clients)
-    @recorded(
-        which=WHICH,
-        how=st.sampled_from(("close", "hang up", "reset", "stall", "vanish", "read again", "garbage")),
-    )
-    def go(self, which: int, how: str) -> None:
-        """A client leaves, in one of the ways to leave, or reads no more for a while."""
-        client = pick(self.targets, which)
-        self.rare.saw(f"{how} while {'a response is active' if client.response else 'no response is active'}")
-        match how:
-            case "close":
-                client.close()
-            case "hang up":
-                client.hang_up()
-            case "reset":
-                client.reset()
-            case "vanish":
-                client.vanish()
-            case "stall" if client.mood is Mood.WELL:
-                client.mood = Mood.STALLED
-            case "read again" if client.mood is Mood.STALLED:
-                client.mood = Mood.WELL
-            case "garbage" if client.can_send:
-                client.to_server.put(b"\xff" * 8)
-
-    @precondition(lambda self: self.clients)
-    @recorded(which=WHICH, to_server=st.integers(0, 400), to_client=st.integers(0, 400))
-    def carry(self, which: int, to_server: int, to_client: int) -> None:
-        """Bytes arrive at the server, and at the client."""
-        pick(self.targets, which).carry(to_server=to_server, to_client=to_client)
-
-    @precondition(lambda self: self.in_use)
-    @recorded(way=st.sampled_from(OUTAGES))
-    def outage(self, way: str) -> None:
-        """The server is told to end, or everything to stop, or the worker goes wrong."""
-        match way:
-            case "abort":
-                self._excuse_shutdown()
-                self.server.abort()
-            case "drain" | "drain soon":
-                self._begin_drain(self.server.drain, None if way == "drain" else 0.5)
-            case _:
-                self._suffer(way)
-
     # ---- what the environment asks --------------------------------------------------------------------------------
 
-    @property
-    def in_use(self) -> bool:
-        return bool(self.clients)
-
-    @property
-    def present(self) -> list[RealtimeClient]:
-        """Those that the server may still hold for connected."""
-        return [client for client in self.clients if not client.stream.closed]
-
-    @property
-    def speakers(self) -> list[RealtimeClient]:
-        """Those that can send."""
-        return [client for client in self.targets if client.can_send]
-
-    @property
-    def targets(self) -> list[RealtimeClient]:
-        """The clients: first those with a response in progress, then the latest."""
-        latest_first = self.clients[::-1]
-        return sorted(latest_first, key=lambda client: client.response is None)
-
     def _connect(self) -> None:
-        client = RealtimeClient(LIMITS.max_model_len, self.troubles)
-        self.clients.append(client)
-        self.listener.connect(client)
-
-    def _move(self) -> bool:
-        moved = super()._move()
-        for client in self.clients:
-            if client.moves:
-                moved = True
-                client.carry(to_server=None, to_client=None)
-        return moved
+        self._join(RealtimeClient(LIMITS.max_model_len, self.troubles))
 
     def _check_blocked(self) -> None:
         super()._check_blocked()
@@ -200,24 +114,11 @@ class RealtimeMachine(Environment):
 
     def _check(self) -> None:
         super()._check()
-        for client in self.clients:
-            client.check_at_rest()
         worker = self.worker
         if worker is not None and worker.health is Health.WELL and self.engine.gate.link is not None:
             check_worker(self.engine, worker, list(self.engine._sessions))
             stuck = [client.response for client in self.clients if client.response and client.mood is Mood.WELL]
             assert not stuck, f"responses {stuck} never end"
-
-    def _let_go(self) -> None:
-        for client in self.clients:
-            client.close()
-        self._run_out(lambda: all(client.stream.closed for client in self.clients), "connections never end")
-        free = self.server.front_door._places.left
-        assert free == MAX_CLIENTS, f"all clients have gone, and {free} places are free"
-        left = [session for session in self.engine._sessions if session.end_cause is None]
-        assert not left, f"sessions without a client: {left}"
-        self._begin_drain(self.server.drain, 0.5)
-        self._run_out(lambda: self.server_call.over and not self.running_calls, "the server does not end")
 
     def _note_moment(self, client: RealtimeClient) -> None:
         if client.response is not None:

@@ -1,0 +1,132 @@
+"""A server and its clients: what the machines have in common that use the engine over the network."""
+
+from __future__ import annotations
+
+import functools
+from typing import Generic, TypeVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition
+
+from trioengine.core.serve_config import ServeConfig
+from trioengine.serve import front_door
+from trioengine.serve.server import Server
+from trioengine.testing.fuzz.callers import Call
+from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES, Environment
+from trioengine.testing.fuzz.program import pick, recorded
+from trioengine.testing.fuzz.watching import CrashLog
+from trioengine.testing.simulated_peer import Mood, SimulatedListener, SimulatedPeer
+
+WHICH = st.sampled_from((0, 0, 1, 2))
+WAYS = ("close", "hang up", "half-close", "reset", "stall", "vanish", "read again", "garbage")
+MAX_CLIENTS = 2  # at once
+OUTAGES = ("abort all", *WORKER_OUTAGES, *STARTS, "abort all", "drain", "drain soon", "abort")
+
+
+Client = TypeVar("Client", bound=SimulatedPeer)
+
+
+class ServedEnvironment(Environment, Generic[Client]):
+    """The clients' ways to leave, and what happens to the server."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watch(front_door, "logger", lambda _: CrashLog(self.loop.crashes))
+        self.clients: list[Client] = []
+        self.listener = SimulatedListener()
+        self.server = Server(self.engine, ServeConfig(max_connections=MAX_CLIENTS))
+        self.server_call = Call("server", functools.partial(self.server.run, [self.listener]), ())
+        self.loop.start_soon(self.server_call.run, name="server")
+
+    @precondition(lambda self: self.clients)
+    @recorded(which=WHICH, how=st.sampled_from(WAYS))
+    def go(self, which: int, how: str) -> None:
+        """A client leaves, in one of the ways to leave, or reads no more for a while."""
+        client = pick(self.targets, which)
+        self.rare.saw(f"{how} while {'a response is active' if client.is_active else 'no response is active'}")
+        match how:
+            case "close":
+                client.close()
+            case "hang up":
+                client.hang_up()
+            case "half-close":
+                client.half_close()
+            case "reset":
+                client.reset()
+            case "vanish":
+                client.vanish()
+            case "stall" if client.mood is Mood.WELL:
+                client.mood = Mood.STALLED
+            case "read again" if client.mood is Mood.STALLED:
+                client.mood = Mood.WELL
+            case "garbage" if client.can_send:
+                client.to_server.put(b"\xff" * 8)
+
+    @precondition(lambda self: self.clients)
+    @recorded(which=WHICH, to_server=st.integers(0, 400), to_client=st.integers(0, 400))
+    def carry(self, which: int, to_server: int, to_client: int) -> None:
+        """Bytes arrive at the server, and at the client."""
+        pick(self.targets, which).carry(to_server=to_server, to_client=to_client)
+
+    @precondition(lambda self: self.in_use)
+    @recorded(way=st.sampled_from(OUTAGES))
+    def outage(self, way: str) -> None:
+        """The server is told to end, or everything to stop, or the worker goes wrong."""
+        match way:
+            case "abort":
+                self._excuse_shutdown()
+                self.server.abort()
+            case "drain" | "drain soon":
+                self._begin_drain(self.server.drain, None if way == "drain" else 0.5)
+            case _:
+                self._suffer(way)
+
+    # ---- what the environment asks --------------------------------------------------------------------------------
+
+    @property
+    def in_use(self) -> bool:
+        return bool(self.clients)
+
+    @property
+    def present(self) -> list[Client]:
+        """Those that the server may still hold for connected."""
+        return [client for client in self.clients if not client.stream.closed]
+
+    @property
+    def speakers(self) -> list[Client]:
+        """Those that can send."""
+        return [client for client in self.targets if client.can_send]
+
+    @property
+    def targets(self) -> list[Client]:
+        """The clients: first those with an answer in progress, then the latest."""
+        latest_first = self.clients[::-1]
+        return sorted(latest_first, key=lambda client: not client.is_active)
+
+    def _join(self, client: Client) -> None:
+        self.clients.append(client)
+        self.listener.connect(client)
+
+    def _move(self) -> bool:
+        moved = super()._move()
+        for client in self.clients:
+            if client.moves:
+                moved = True
+                client.carry(to_server=None, to_client=None)
+        return moved
+
+    def _check(self) -> None:
+        super()._check()
+        for client in self.clients:
+            client.check_at_rest()
+
+    def _let_go(self) -> None:
+        for client in self.clients:
+            client.close()
+        self._run_out(lambda: all(client.stream.closed for client in self.clients), "connections never end")
+        free = self.server.front_door._places.left
+        assert free == MAX_CLIENTS, f"all clients have gone, and {free} places are free"
+        left = [session for session in self.engine._sessions if session.end_cause is None]
+        assert not left, f"sessions without a client: {left}"
+        self._begin_drain(self.server.drain, 0.5)
+        self._run_out(lambda: self.server_call.over and not self.running_calls, "the server does not end")
