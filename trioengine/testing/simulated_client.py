@@ -54,6 +54,9 @@ class SimulatedClient(SimulatedPeer):
         if self.accepted:
             self.to_server.put(self._protocol.send(Ping()))
 
+    def babble(self) -> None:
+        self.to_server.put(b"\xff" * 8)
+
     def close(self) -> None:
         """Say goodbye; it is over when the server has answered."""
         if self.can_send and self.accepted:

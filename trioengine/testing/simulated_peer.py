@@ -52,6 +52,10 @@ class SimulatedPeer(abc.ABC):
         """Whether an answer of its is in progress."""
 
     @abc.abstractmethod
+    def babble(self) -> None:
+        """Send what the protocol does not know."""
+
+    @abc.abstractmethod
     def close(self) -> None:
         """Leave as the protocol wants it."""
 

@@ -42,6 +42,18 @@ class Troubles:
     causes: set[Cause] = field(default_factory=set)  # by which others than its reader may have aborted a request
     requests: set[int] = field(default_factory=set)  # that the worker was told to fail
 
+    def excuse(self, code: str) -> bool:
+        """Whether a client of a server may be told this."""
+        match code:
+            case "overloaded":
+                return True
+            case "worker_lost":
+                return self.workers
+            case "shutting_down" | "shutdown":
+                return self.closing or self.workers  # the engine may have given up
+            case _:
+                return code in {cause.value for cause in self.causes}
+
 
 def check_books(engine: Engine) -> None:
     """At rest: the counters balance and agree with the sessions, and nobody waits for a slot that is free."""

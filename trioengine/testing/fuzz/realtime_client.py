@@ -147,7 +147,7 @@ class RealtimeClient(SimulatedClient):
             case "failed":
                 code = response["status_details"]["error"]["code"]
                 assert self._failure == code, f"it failed by {code}, the error before it was {self._failure}"
-                assert expected is None or self._is_excused(code), f"nothing may fail by {code}"
+                assert expected is None or self._troubles.excuse(code), f"nothing may fail by {code}"
             case "cancelled":
                 assert self._may_be_cancelled, "nobody has cancelled it"
             case "completed" | "incomplete" as status:
@@ -159,18 +159,6 @@ class RealtimeClient(SimulatedClient):
         assert expected is None or expected.text.startswith(text), (
             f"{text!r} is no part of the model's answer {expected.text!r}"
         )
-
-    def _is_excused(self, code: str) -> bool:
-        troubles = self._troubles
-        match code:
-            case "overloaded":
-                return True
-            case "worker_lost":
-                return troubles.workers
-            case "shutting_down" | "shutdown":
-                return troubles.closing or troubles.workers  # the engine may have given up
-            case _:
-                return code in {cause.value for cause in troubles.causes}
 
 
 def _turn(item: dict[str, Any]) -> Turn:

@@ -60,7 +60,7 @@ class ServedEnvironment(Environment, Generic[Client]):
             case "read again" if client.mood is Mood.STALLED:
                 client.mood = Mood.WELL
             case "garbage" if client.can_send:
-                client.to_server.put(b"\xff" * 8)
+                client.babble()
 
     @precondition(lambda self: self.clients)
     @recorded(which=WHICH, to_server=st.integers(0, 400), to_client=st.integers(0, 400))

@@ -1,0 +1,154 @@
+"""A client of the HTTP API that knows what it must be told, answer by answer."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import h11
+
+from trioengine.core.messages import FinishReason
+from trioengine.testing.fuzz.oracles import Troubles, prompt_ids, reference
+from trioengine.testing.simulated_peer import Mood, SimulatedPeer
+
+PATH = "/v1/chat/completions"
+HEADERS = [("host", "localhost"), ("content-type", "application/json")]
+
+
+@dataclass
+class _Exchange:
+    """A request, and what came of its response."""
+
+    prompt: str
+    max_tokens: int
+    streams: bool
+    protocol: h11.Connection = field(default_factory=lambda: h11.Connection(h11.CLIENT))
+    status: int = 0
+    body: bytes = b""
+
+    def to_bytes(self, model: str) -> bytes:
+        """The request; more of them may be sent before its response."""
+        messages = [{"role": "user", "content": self.prompt}]
+        fields = {"model": model, "messages": messages, "max_tokens": self.max_tokens, "stream": self.streams}
+        body = json.dumps(fields).encode()
+        headers = [*HEADERS, ("content-length", str(len(body)))]
+        events = (h11.Request(method="POST", target=PATH, headers=headers), h11.Data(data=body), h11.EndOfMessage())
+        return b"".join(self.protocol.send(event) or b"" for event in events)
+
+
+class HttpClient(SimulatedPeer):
+    """Assertions are raised from where its bytes arrive."""
+
+    def __init__(self, model: str, max_model_len: int, troubles: Troubles) -> None:
+        super().__init__()
+        self.num_answers = 0
+        self._model = model
+        self._max_model_len = max_model_len
+        self._troubles = troubles
+        self._exchanges: deque[_Exchange] = deque()  # whose responses have not come whole
+        self._spoilt = False  # it has sent what is no request
+
+    def ask(self, prompt: str, max_tokens: int, streams: bool) -> None:
+        """A request, whatever is in progress."""
+        exchange = _Exchange(prompt, max_tokens, streams)
+        self._exchanges.append(exchange)
+        self.to_server.put(exchange.to_bytes(self._model))
+
+    def babble(self) -> None:
+        """Send what is no request."""
+        self._spoilt = True
+        self.to_server.put(b"\xff" * 8 + b"\r\n\r\n")
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self._exchanges)
+
+    @property
+    def can_send(self) -> bool:
+        return self.is_there and not self.stream.is_over and not self._spoilt
+
+    def close(self) -> None:
+        self.hang_up()
+
+    def check_at_rest(self) -> None:
+        if self.mood is Mood.WELL and not self.stream.is_over:
+            assert not self._exchanges, f"never answered: {list(self._exchanges)}"
+
+    # ---- what it is told ------------------------------------------------------------------------------------------
+
+    def _arrive(self, data: bytes) -> None:
+        while data:
+            assert self._exchanges or self._spoilt, f"nobody asked for {data[:200]!r}"
+            if not self._exchanges:
+                return
+            data = self._take(self._exchanges[0], data)
+
+    def _take(self, exchange: _Exchange, data: bytes) -> bytes:
+        """Take the bytes into a response; those behind its end."""
+        exchange.protocol.receive_data(data)
+        while (event := exchange.protocol.next_event()) is not h11.NEED_DATA:
+            match event:
+                case h11.Response():
+                    exchange.status = event.status_code
+                case h11.Data():
+                    exchange.body += bytes(event.data)
+                case h11.EndOfMessage():
+                    self._exchanges.popleft()
+                    self._judge(exchange)
+                    return exchange.protocol.trailing_data[0]
+                case _:
+                    raise AssertionError(f"the server sent {event!r}")
+        return b""
+
+    def _judge(self, exchange: _Exchange) -> None:
+        self.num_answers += 1
+        if exchange.status != 200:
+            self._judge_error(exchange, json.loads(exchange.body)["error"])
+        elif exchange.streams:
+            self._judge_stream(exchange)
+        else:
+            (choice,) = json.loads(exchange.body)["choices"]
+            self._judge_text(exchange, choice["message"]["content"], choice["finish_reason"])
+
+    def _judge_error(self, exchange: _Exchange, error: dict[str, Any]) -> None:
+        if self._spoilt and not self._exchanges and error["code"] == "bad_request":
+            return
+        too_long = error["code"] == "context_length_exceeded" and self._room(exchange) <= 0
+        assert too_long or self._troubles.excuse(error["code"]), f"nothing may fail by {error}"
+
+    def _judge_stream(self, exchange: _Exchange) -> None:
+        *frames, rest = exchange.body.decode().split("\n\n")
+        assert not rest, f"a torn event: {rest!r}"
+        assert frames and frames[-1] == "data: [DONE]", f"the end of a stream is {frames[-1:]}"
+        events = [json.loads(frame.removeprefix("data: ")) for frame in frames[:-1] if not frame.startswith(":")]
+        text, finish_reason = "", None
+        for event in events:
+            assert finish_reason is None, f"after the end comes {event}"
+            if "error" in event:
+                assert self._troubles.excuse(event["error"]["code"]), f"nothing may fail by {event}"
+                self._judge_part(exchange, text)
+                return
+            (choice,) = event["choices"]
+            text += choice["delta"].get("content") or ""
+            finish_reason = choice["finish_reason"]
+        self._judge_text(exchange, text, finish_reason)
+
+    def _judge_text(self, exchange: _Exchange, text: str, finish_reason: str | None) -> None:
+        expected = self._expected(exchange)
+        wanted = "stop" if expected.finish_reason is FinishReason.STOP else "length"
+        assert (text, finish_reason) == (expected.text, wanted), (
+            f"the answer is {text!r} and {finish_reason}, the model's is {expected.text!r}, {wanted}"
+        )
+
+    def _judge_part(self, exchange: _Exchange, text: str) -> None:
+        expected = self._expected(exchange)
+        assert expected.text.startswith(text), f"{text!r} is no part of the model's answer {expected.text!r}"
+
+    def _expected(self, exchange: _Exchange) -> Any:
+        prompt = prompt_ids((("user", exchange.prompt),))
+        return reference(prompt, min(self._room(exchange), exchange.max_tokens), ())
+
+    def _room(self, exchange: _Exchange) -> int:
+        return self._max_model_len - len(prompt_ids((("user", exchange.prompt),)))

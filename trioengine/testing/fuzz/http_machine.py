@@ -1,0 +1,68 @@
+"""A server under hypothesis, as clients of its HTTP API have it: they ask, send ahead, break off and vanish."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition
+
+from trioengine.core.lifecycle import Phase
+from trioengine.testing.fuzz.http_client import HttpClient
+from trioengine.testing.fuzz.oracles import check_worker
+from trioengine.testing.fuzz.program import pick, recorded
+from trioengine.testing.fuzz.served import MAX_CLIENTS, WHICH, ServedEnvironment
+from trioengine.testing.fuzz.world import LIMITS
+from trioengine.testing.simulated_peer import Mood
+from trioengine.testing.simulated_worker import Health
+
+PROMPTS = ("a", "be", "<|im_end|>", "be" * 60)
+TOKENS = st.sampled_from((1, 3, 20))
+
+
+class HttpMachine(ServedEnvironment[HttpClient]):
+    """Rules are what clients, and who runs the server, can do."""
+
+    horizon = 800.0  # past the timeout of an idle connection
+
+    @recorded(initialize, ready=st.sampled_from((True, True, True, False)), clients=st.integers(1, 2))
+    def begin(self, ready: bool, clients: int) -> None:
+        """Mostly from a server that is ready."""
+        if ready:
+            self._settle()
+        for _ in range(clients):
+            self._connect()
+
+    @precondition(lambda self: len(self.present) <= MAX_CLIENTS)
+    @recorded()
+    def connect(self) -> None:
+        self._connect()
+
+    @precondition(lambda self: self.speakers)
+    @recorded(
+        which=WHICH,
+        prompt=st.sampled_from(PROMPTS),
+        max_tokens=TOKENS,
+        streams=st.booleans(),
+        rounds=st.sampled_from((0, 0, 6, 9, 12, 15, 20)),
+    )
+    def ask(self, which: int, prompt: str, max_tokens: int, streams: bool, rounds: int) -> None:
+        """A request, maybe while one is answered; how far it gets is given."""
+        pick(self.speakers, which).ask(prompt, max_tokens, streams)
+        if rounds:
+            self._flow(rounds)
+
+    # ---- what the environment asks --------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        self._join(HttpClient(self.server.model_name, LIMITS.max_model_len, self.troubles))
+
+    def _check_blocked(self) -> None:
+        super()._check_blocked()
+        going = [session for session in self.engine._sessions if session.phase in (Phase.PREPARING, Phase.RUNNING)]
+        asking = [client for client in self.clients if client.mood is not Mood.GONE and client.is_active]
+        assert len(going) <= len(asking), f"{going} go on for {len(asking)} clients"
+
+    def _check(self) -> None:
+        super()._check()
+        worker = self.worker
+        if worker is not None and worker.health is Health.WELL and self.engine.gate.link is not None:
+            check_worker(self.engine, worker, list(self.engine._sessions))
