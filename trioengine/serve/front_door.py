@@ -20,16 +20,17 @@ from trioengine.serve.http import (
     HANDSHAKE_TIMEOUT,
     IDLE_TIMEOUT,
     BadRequest,
-    Disconnected,
     HttpConnection,
     Request,
     Response,
+    error_response,
     problem_response,
 )
-from trioengine.serve.problem import INVALID_REQUEST, SERVER_ERROR, ClientError, Problem, problem_of
+from trioengine.serve.problem import INVALID_REQUEST, SERVER_ERROR, ClientError, Problem
 from trioengine.serve.replay_stream import ReplayStream
 from trioengine.serve.routes import REALTIME, Routes, find, upgrade_required
 from trioengine.serve.sockets import CHUNK, guard, linger
+from trioengine.serve.streaming import Disconnected, StreamingResponse
 
 logger = logging.getLogger("trioengine")
 E = TypeVar("E", bound=BaseException)
@@ -161,24 +162,16 @@ class FrontDoor:
         try:
             self._check_upgrade(request)
         except ClientError as exc:
-            return problem_response(404 if exc.problem.code == "model_not_found" else 400, exc.problem)
+            return error_response(exc)
         return None
 
     async def _exchange(self, connection: HttpConnection, request: Request) -> bool:
-        with trio.fail_after(BODY_TIMEOUT):
-            request = dataclasses.replace(request, body=await connection.read_body())
         found = find(self._routes, request)
 
-        async def handler(request: Request) -> Response:
-            if isinstance(found, Response):
-                return found
-            try:
-                return await found(request)
-            except Exception as exc:
-                logger.exception("the handler of %s crashed", request.path)
-                return problem_response(500, problem_of(exc))
+        async def handler(request: Request) -> Response | StreamingResponse:
+            return found if isinstance(found, Response) else await found(request)
 
-        return await connection.exchange(request, handler)
+        return await connection.exchange(await _with_body(connection, request), handler)
 
     async def _become_websocket(self, seen: bytes, stream: trio.abc.Stream) -> None:
         async with trio.open_nursery() as nursery:
@@ -195,6 +188,12 @@ class FrontDoor:
             await self._realtime(websocket)
             nursery.cancel_scope.cancel()
         await linger(stream)
+
+
+async def _with_body(connection: HttpConnection, request: Request) -> Request:
+    """Not kept by the caller: it is the handler's to let go."""
+    with trio.fail_after(BODY_TIMEOUT):
+        return dataclasses.replace(request, body=await connection.read_body())
 
 
 def _bad_handshake(request: Request, seen: bytes) -> Response | None:
