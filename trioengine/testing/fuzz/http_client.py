@@ -14,6 +14,7 @@ from trioengine.testing.fuzz.oracles import Troubles, prompt_ids, reference
 from trioengine.testing.simulated_peer import Mood, SimulatedPeer
 
 PATH = "/v1/chat/completions"
+REFUSAL = b"HTTP/1.1 503 "  # comes unasked: there are too many connections
 HEADERS = [("host", "localhost"), ("content-type", "application/json")]
 
 
@@ -48,6 +49,7 @@ class HttpClient(SimulatedPeer):
         self._max_model_len = max_model_len
         self._troubles = troubles
         self._exchanges: deque[_Exchange] = deque()  # whose responses have not come whole
+        self._unasked = b""
         self._spoilt = False  # it has sent what is no request
 
     def ask(self, prompt: str, max_tokens: int, streams: bool) -> None:
@@ -66,6 +68,11 @@ class HttpClient(SimulatedPeer):
         return bool(self._exchanges)
 
     @property
+    def is_heard(self) -> bool:
+        """Whether it is well, and its server, too."""
+        return self.mood is Mood.WELL and not self.stream.is_over
+
+    @property
     def can_send(self) -> bool:
         return self.is_there and not self.stream.is_over and not self._spoilt
 
@@ -73,17 +80,16 @@ class HttpClient(SimulatedPeer):
         self.hang_up()
 
     def check_at_rest(self) -> None:
-        if self.mood is Mood.WELL and not self.stream.is_over:
-            assert not self._exchanges, f"never answered: {list(self._exchanges)}"
+        """What waits for the worker may wait."""
 
     # ---- what it is told ------------------------------------------------------------------------------------------
 
     def _arrive(self, data: bytes) -> None:
-        while data:
-            assert self._exchanges or self._spoilt, f"nobody asked for {data[:200]!r}"
-            if not self._exchanges:
-                return
+        while data and self._exchanges:
             data = self._take(self._exchanges[0], data)
+        self._unasked += data
+        is_refusal = self.num_answers == 0 and self._unasked[: len(REFUSAL)] == REFUSAL[: len(self._unasked)]
+        assert not self._unasked or self._spoilt or is_refusal, f"nobody asked for {self._unasked[:200]!r}"
 
     def _take(self, exchange: _Exchange, data: bytes) -> bytes:
         """Take the bytes into a response; those behind its end."""
@@ -113,7 +119,7 @@ class HttpClient(SimulatedPeer):
             self._judge_text(exchange, choice["message"]["content"], choice["finish_reason"])
 
     def _judge_error(self, exchange: _Exchange, error: dict[str, Any]) -> None:
-        if self._spoilt and not self._exchanges and error["code"] == "bad_request":
+        if error["code"] == "too_many_connections" or (error["code"] == "bad_request" and self._spoilt):
             return
         too_long = error["code"] == "context_length_exceeded" and self._room(exchange) <= 0
         assert too_long or self._troubles.excuse(error["code"]), f"nothing may fail by {error}"

@@ -66,3 +66,5 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         worker = self.worker
         if worker is not None and worker.health is Health.WELL and self.engine.gate.link is not None:
             check_worker(self.engine, worker, list(self.engine._sessions))
+            stuck = [client for client in self.clients if client.is_active and client.is_heard]
+            assert not stuck, f"requests of {stuck} are never answered"
