@@ -267,7 +267,9 @@ def slow_door(engine, log):
 
     door = Server(engine).front_door
     routes = {**door._routes, "/slow": Route({"GET": slow}), "/broken": Route({"GET": broken})}
-    return FrontDoor(routes, loopback_only, door._check_upgrade, door._realtime, max_connections=8)
+    return FrontDoor(
+        routes, loopback_only, door._check_upgrade, door._realtime, limits=ServeConfig().limits, max_connections=8
+    )
 
 
 async def test_a_client_that_goes_cancels_its_handler(autojump_clock, clients):

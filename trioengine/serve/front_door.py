@@ -14,11 +14,9 @@ from trio_websocket import ConnectionClosed, WebSocketConnection, wrap_server_st
 from wsproto import ConnectionType, WSConnection
 from wsproto.utilities import ProtocolError
 
+from trioengine.core.serve_config import ConnectionLimits
 from trioengine.serve.access import Access
 from trioengine.serve.http import (
-    BODY_TIMEOUT,
-    HANDSHAKE_TIMEOUT,
-    IDLE_TIMEOUT,
     BadRequest,
     Disconnected,
     HttpConnection,
@@ -33,7 +31,6 @@ from trioengine.serve.sockets import CHUNK, guard, linger
 
 logger = logging.getLogger("trioengine")
 E = TypeVar("E", bound=BaseException)
-MAX_MESSAGE = 1 << 20  # characters of a WebSocket message
 MAX_REFUSALS = 16  # connections that are told that they are too many, at a time; others are closed without a word
 SUBPROTOCOL = "realtime"
 
@@ -66,12 +63,14 @@ class FrontDoor:
         check_upgrade: CheckUpgrade,
         realtime: WebSocketHandler,
         *,
+        limits: ConnectionLimits,
         max_connections: int,
     ) -> None:
         self._routes = routes
         self._access = access
         self._check_upgrade = check_upgrade
         self._realtime = realtime
+        self._limits = limits
         self._max_connections = max_connections
         self._places = _Places(max_connections)
         self._refusals = _Places(MAX_REFUSALS)
@@ -109,7 +108,7 @@ class FrontDoor:
                     logger.error("a connection crashed and was closed", exc_info=group)
 
     async def _serve(self, stream: trio.abc.Stream) -> None:
-        connection = HttpConnection(stream)
+        connection = HttpConnection(stream, self._limits)
         try:
             await self._serve_requests(connection, stream)
         except* BadRequest as group:
@@ -119,7 +118,7 @@ class FrontDoor:
     async def _turn_away(self, stream: trio.abc.Stream) -> None:
         message = f"the server has {self._max_connections} connections, and takes no more"
         problem = Problem(SERVER_ERROR, "too_many_connections", message, retry_after=1.0)
-        await HttpConnection(stream).refuse(problem_response(503, problem))
+        await HttpConnection(stream, self._limits).refuse(problem_response(503, problem))
         await linger(stream)
 
     async def _serve_requests(self, connection: HttpConnection, stream: trio.abc.Stream) -> None:
@@ -135,7 +134,7 @@ class FrontDoor:
 
     async def _next_request(self, connection: HttpConnection) -> Request | None:
         """The head of the next request; None to close."""
-        idle = trio.move_on_after(HANDSHAKE_TIMEOUT if connection.is_new else IDLE_TIMEOUT)
+        idle = trio.move_on_after(self._limits.handshake_timeout if connection.is_new else self._limits.idle_timeout)
         self._idle.add(idle)
         try:
             with idle:
@@ -145,7 +144,7 @@ class FrontDoor:
             self._idle.discard(idle)
         if idle.cancelled_caught:
             return None
-        with trio.fail_after(HANDSHAKE_TIMEOUT):
+        with trio.fail_after(self._limits.handshake_timeout):
             return await connection.next_head()
 
     def _refusal(self, request: Request, seen: bytes) -> Response | None:
@@ -165,7 +164,7 @@ class FrontDoor:
         return None
 
     async def _exchange(self, connection: HttpConnection, request: Request) -> bool:
-        with trio.fail_after(BODY_TIMEOUT):
+        with trio.fail_after(self._limits.body_timeout):
             request = dataclasses.replace(request, body=await connection.read_body())
         found = find(self._routes, request)
 
@@ -182,12 +181,12 @@ class FrontDoor:
 
     async def _become_websocket(self, seen: bytes, stream: trio.abc.Stream) -> None:
         async with trio.open_nursery() as nursery:
-            with trio.fail_after(HANDSHAKE_TIMEOUT):
+            with trio.fail_after(self._limits.handshake_timeout):
                 proposal = await wrap_server_stream(
                     nursery,
                     ReplayStream(seen, stream),
                     message_queue_size=1,
-                    max_message_size=MAX_MESSAGE,
+                    max_message_size=self._limits.max_message_size,
                     receive_buffer_size=CHUNK,
                 )
                 subprotocol = SUBPROTOCOL if SUBPROTOCOL in proposal.proposed_subprotocols else None

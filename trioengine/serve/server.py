@@ -42,6 +42,7 @@ class Server:
             anyone if config.insecure else loopback_only,
             self._check_upgrade,
             self._realtime,
+            limits=config.limits,
             max_connections=affordable(config.max_connections),
         )
         self._closing = trio.Event()
@@ -85,7 +86,10 @@ class Server:
         self._connections.cancel()
 
     async def _realtime(self, websocket: WebSocketConnection) -> None:
-        await RealtimeConnection(self.engine, websocket, self.model_name, self._closing).run()
+        connection = RealtimeConnection(
+            self.engine, websocket, self.model_name, self._closing, limits=self.config.limits
+        )
+        await connection.run()
 
     def _check_upgrade(self, request: Request) -> None:
         for name, value in parse_qsl(request.query, keep_blank_values=True):
