@@ -81,7 +81,8 @@ def _bad(status: int, code: str, message: str) -> BadRequest:
 class HttpConnection:
     """One accepted connection until it closes, or becomes a WebSocket.
 
-    `seen` holds the bytes that were read since the beginning of the latest request.
+    `seen` holds the bytes that were read since the beginning of the latest request, `status` is that of the response to
+    it, once one was sent. Every response has the `common_headers`, too, until the next request.
     """
 
     def __init__(self, stream: trio.abc.Stream, limits: ConnectionLimits) -> None:
@@ -91,6 +92,8 @@ class HttpConnection:
         self.seen = b""
         self.is_new = True  # no request was read yet
         self._head_only = False  # the latest request is HEAD: its response has no body
+        self.status: int | None = None
+        self.common_headers: tuple[tuple[bytes, bytes], ...] = ()
 
     async def begun(self) -> bool:
         """Wait for the first bytes of the next request; False when the client has no more."""
@@ -105,6 +108,7 @@ class HttpConnection:
     async def next_head(self) -> Request | None:
         """The next request without its body; None when the client has no more. Raises BadRequest."""
         self.is_new = self._head_only = False
+        self.status, self.common_headers = None, ()
         event = await self._next_event(self._limits.max_header_size + CHUNK)
         if not isinstance(event, h11.Request):
             return None
@@ -208,7 +212,7 @@ class HttpConnection:
             await self.respond(closing)
 
     async def _send(self, *events: Any) -> None:
-        data = b"".join(self._h11.send(event) or b"" for event in events)
+        data = b"".join(self._h11.send(self._with_common_headers(event)) or b"" for event in events)
         with trio.move_on_after(self._limits.send_timeout) as scope:
             try:
                 await self._stream.send_all(data)
@@ -216,3 +220,10 @@ class HttpConnection:
                 raise Disconnected("it closed the connection") from exc
         if scope.cancelled_caught:
             raise Disconnected("it does not read")
+
+    def _with_common_headers(self, event: Any) -> Any:
+        if not isinstance(event, h11.Response):
+            return event
+        self.status = event.status_code
+        headers = [*event.headers, *self.common_headers]
+        return h11.Response(status_code=event.status_code, headers=headers, reason=event.reason)

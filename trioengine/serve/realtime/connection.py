@@ -9,6 +9,7 @@ from trio_websocket import ConnectionClosed, WebSocketConnection
 
 from trioengine.actors.engine import Engine
 from trioengine.core.serve_config import ConnectionLimits
+from trioengine.serve.log_fields import SESSION
 from trioengine.serve.problem import ClientError, problem_of
 from trioengine.serve.realtime.client_events import (
     ClientEvent,
@@ -67,6 +68,7 @@ class RealtimeConnection:
 
     async def run(self) -> None:
         """The sender outlives the work, so that the last events are followed by a clean close."""
+        SESSION.set(self.id)
         self._outbox.put("session.created", session=self._settings.to_json(self.id, self._model))
         async with trio.open_nursery() as sending:
             sending.start_soon(self._outbox.send_to, self._websocket)
