@@ -14,6 +14,7 @@ from trioengine.serve.http import BadRequest, HttpConnection, Request
 from trioengine.serve.log_fields import REQUEST_ID
 
 logger = logging.getLogger("trioengine.access")
+FIELDS = ("method", "path", "status", "milliseconds")  # of a record, beside those of the context
 HEADER = b"x-request-id"
 _USABLE = re.compile(rb"[ -~]{1,128}")
 _MAX_PATH = 200  # characters
@@ -39,10 +40,8 @@ def logged(connection: HttpConnection, request: Request) -> Iterator[None]:
         refused = exc.response.status
         raise
     finally:
-        fields = {
-            "method": request.method[:16],
-            "path": request.path[:_MAX_PATH],
-            "status": connection.status or refused or "-",  # the client left before it was told one
-            "milliseconds": round(1000 * (trio.current_time() - began), 1),
-        }
+        status = connection.status or refused or "-"  # the client left before it was told one
+        milliseconds = round(1000 * (trio.current_time() - began), 1)
+        values = (request.method[:16], request.path[:_MAX_PATH], status, milliseconds)
+        fields = dict(zip(FIELDS, values, strict=True))
         logger.info("%(method)s %(path)s %(status)s %(milliseconds)s ms", fields, extra=fields)
