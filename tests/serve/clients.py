@@ -123,12 +123,16 @@ class HttpClient:
     async def answer(self):
         """A whole response."""
         status, headers = await self.head()
+        return Answer(status, headers, await self.rest())
+
+    async def rest(self):
+        """What is left of the body."""
         body = b""
         while (piece := await self.piece()) is not None:
             body += piece
         if self._h11.our_state is h11.DONE and self._h11.their_state is h11.DONE:
             self._h11.start_next_cycle()
-        return Answer(status, headers, body)
+        return body
 
     async def request(self, method, path, content=None, **headers):
         await self.send(method, path, content, **headers)
@@ -141,7 +145,7 @@ class Clients:
     def __init__(self, engine, simulation, nursery, **options):
         self.engine = engine
         self.simulation = simulation
-        self.server = Server(engine, ServeConfig(served_model_name="toy", **options))
+        self.server = Server(engine, ServeConfig(**{"served_model_name": "toy"} | options))
         self._nursery = nursery
         self._num_open = 0
         self._closed = trio.Event()

@@ -384,10 +384,7 @@ async def first_piece(client, **fields):
 
 async def rest(client):
     """The events of the rest of a stream."""
-    data = b""
-    while (piece := await client.piece()) is not None:
-        data += piece
-    return events_of(data)
+    return events_of(await client.rest())
 
 
 @pytest.mark.parametrize("stream", [False, True])
