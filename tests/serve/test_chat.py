@@ -12,6 +12,8 @@ from trio.testing import wait_all_tasks_blocked
 from trioengine import EngineConfig
 from trioengine.core.lifecycle import Cause, PowerEvent
 from trioengine.serve.http import Request
+from trioengine.serve.openai.chat import _Answer
+from trioengine.serve.openai.chat_request import ChatRequest
 from trioengine.testing import simulated_engine, toy_answer
 from trioengine.testing.toy_model import toy_logprobs
 
@@ -531,7 +533,11 @@ async def test_the_request_is_let_go_of_before_the_first_token(autojump_clock, c
         await client.send("POST", CHAT, chat("hello", **LONG))
         await wait_all_tasks_blocked()
         assert clients.engine.statistics().running + clients.engine.statistics().waiting == 1
-        assert not [entry for entry in gc.get_objects() if isinstance(entry, Request) and entry.body]
+        objects = gc.get_objects()
+        assert not [entry for entry in objects if isinstance(entry, ChatRequest)]
+        assert not [entry for entry in objects if isinstance(entry, Request) and entry.body]
+        (answer,) = (entry for entry in objects if isinstance(entry, _Answer))
+        assert not answer._messages
         (session,) = clients.engine._sessions
         assert session.generation.prompt is None
 

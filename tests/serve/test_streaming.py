@@ -1,9 +1,11 @@
 """Streamed responses by themselves: pieces, silences, and handlers that do not keep to the rules."""
 
+import logging
+
 import pytest
 import trio
 from clients import HttpClient
-from trio.testing import lockstep_stream_pair, memory_stream_pair
+from trio.testing import lockstep_stream_pair, memory_stream_pair, wait_all_tasks_blocked
 
 from trioengine.serve import Server
 from trioengine.serve.access import loopback_only
@@ -145,6 +147,34 @@ async def test_the_end_waits_for_the_comment_before_it(autojump_clock, connect):
     await trio.sleep(KEEP_ALIVE + 5)
     assert await client.rest() == b"."
     await trio.aclose_forcefully(client.stream)
+
+
+class BrokenSends(trio.abc.SendStream):
+    async def send_all(self, data):
+        raise trio.BrokenResourceError
+
+    async def wait_send_all_might_not_block(self):
+        await trio.lowlevel.checkpoint()
+
+    async def aclose(self):
+        await trio.lowlevel.checkpoint()
+
+
+async def test_a_send_that_fails_is_a_departure(autojump_clock, connect, caplog):
+    caplog.set_level(logging.INFO, "trioengine")
+    departed = trio.Event()
+
+    async def write(body):
+        body.on_departure = departed.set
+        await body.send(b"a")
+
+    ours, theirs = memory_stream_pair()
+    client = connect(write, ours, trio.StapledStream(BrokenSends(), theirs.receive_stream))
+    await client.send("GET", "/stream")
+    await departed.wait()
+    await wait_all_tasks_blocked()
+    assert caplog.messages == ["a client went away: it closed the connection"]
+    await client.stream.aclose()
 
 
 async def test_who_answers_is_told_of_a_departure_first(autojump_clock, connect):
