@@ -1,8 +1,13 @@
 """Clients nobody here wrote: the packages openai and httpx, unmodified, over a socket to a server that is simulated."""
 
 import asyncio
+import json
+import re
+import shutil
+import subprocess
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 import httpx
 import openai
@@ -12,6 +17,7 @@ import trio
 from trioengine import EngineConfig
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.serve import ServeConfig, serve
+from trioengine.serve.openai.chat_request import _FIELDS
 from trioengine.testing import Simulation, toy_answer
 from trioengine.testing.simulated_worker import Behaviour
 
@@ -22,11 +28,11 @@ LONG = SHORT | {"max_tokens": 400}
 
 
 @asynccontextmanager
-async def running(step_time=0.001):
+async def running(step_time=0.001, name="toy"):
     async with open_unwrapped_nursery() as nursery:
         simulation = Simulation(nursery, behaviours=[Behaviour(load_time=0, step_time=step_time)])
         config = EngineConfig(model="toy", max_num_seqs=8)
-        run = partial(serve, config, ServeConfig(port=0), ports=simulation.ports)
+        run = partial(serve, config, ServeConfig(port=0, served_model_name=name), ports=simulation.ports)
         server = await nursery.start(run)
         await server.engine.ready()
         yield server
@@ -235,3 +241,43 @@ async def test_httpx_leaves_a_stream():
         while server.engine.statistics().sessions:
             await server.engine.gate.changed()
         assert server.engine.statistics().aborted == 1
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+
+
+def blocks(language, server):
+    """The page's examples, for this server."""
+    found = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    assert found
+    return [block.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}") for block in found]
+
+
+async def test_the_python_examples_run(capsys):
+    async with running(name="smollm2-135m-instruct") as server:
+        for block in blocks("python", server):
+            await trio.to_thread.run_sync(exec, compile(block, "http.md", "exec"), {})
+            assert capsys.readouterr().out
+        assert server.engine.statistics().finished == 2
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+async def test_the_curl_examples_run():
+    async with running(name="smollm2-135m-instruct") as server:
+        answers = []
+        for command in "".join(blocks("sh", server)).replace("curl ", "\0curl -s ").split("\0")[1:]:
+            command = command.replace("19556", "104")  # a token that the toy model has
+            process = await trio.run_process(["sh", "-c", command], capture_stdout=True, stderr=subprocess.DEVNULL)
+            answers.append(json.loads(process.stdout))
+        completion, text, messages, prompt, invariants, *aborted = answers
+        assert completion["object"] == "chat.completion"
+        assert text["count"] == len("Hello") < messages["count"]
+        assert prompt == {"prompt": "h"}
+        assert (invariants, aborted) == ({"ok": True}, [{"aborted": 0}, {"aborted": 0}])
+
+
+async def test_the_page_names_every_route_and_field():
+    async with running() as server:
+        names = {path.removesuffix("*") for path in server.front_door._routes} - {"/", "/metrics"} | _FIELDS
+    for name in names:
+        assert f"`{name}" in PAGE or f" {name}" in PAGE, name
