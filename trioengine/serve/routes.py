@@ -16,8 +16,8 @@ from trioengine.serve.problem import INVALID_REQUEST, Problem
 REALTIME = "/v1/realtime"
 HOME = (
     f"trioengine {__version__}: a language model engine. POST to /v1/chat/completions as to OpenAI, or connect a "
-    f"WebSocket to {REALTIME} (the text part of OpenAI's Realtime protocol). GET /health says whether the engine lives, "
-    "/ready whether it admits requests, /version its version.\n"
+    f"WebSocket to {REALTIME} (the text part of OpenAI's Realtime protocol). GET /health says whether the engine "
+    "lives, /ready whether it admits requests, /version its version.\n"
 )
 
 
