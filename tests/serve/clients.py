@@ -2,7 +2,9 @@
 
 import json
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
+import h11
 import trio
 from trio.testing import memory_stream_pair
 from trio_websocket import wrap_client_stream
@@ -11,6 +13,13 @@ from trioengine.serve import ServeConfig, Server
 from trioengine.testing import simulated_engine
 
 HOST = "localhost"
+CHAT = "/v1/chat/completions"
+
+
+def chat(content="hello", **fields):
+    """The body of a greedy chat completion that ends by its length."""
+    messages = [{"role": "user", "content": content}]
+    return {"model": "toy", "messages": messages, "temperature": 0, "max_tokens": 5, "ignore_eos": True} | fields
 
 
 class Client:
@@ -51,13 +60,93 @@ class Client:
         return await self.respond(**options)
 
 
+@dataclass(frozen=True)
+class Answer:
+    """An HTTP response."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self):
+        return json.loads(self.body)
+
+    @property
+    def error(self):
+        error = self.json["error"]
+        assert error.keys() >= {"message", "type", "param", "code"}
+        return error
+
+    @property
+    def events(self):
+        return events_of(self.body)
+
+
+def events_of(data):
+    """What the data lines of whole events say; comments are skipped."""
+    *events, rest = data.decode().split("\n\n")
+    assert rest == ""
+    lines = [event.removeprefix("data: ") for event in events if not event.startswith(":")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+class HttpClient:
+    """Requests on one connection."""
+
+    def __init__(self, stream):
+        self.stream = stream
+        self._h11 = h11.Connection(h11.CLIENT)
+
+    async def send(self, method, path, content=None, **headers):
+        """A request; `content` is bytes, or something for JSON."""
+        body = content if isinstance(content, bytes) else b"" if content is None else json.dumps(content).encode()
+        lines = {"host": HOST, "content-length": str(len(body)), **headers}
+        request = h11.Request(method=method, target=path, headers=list(lines.items()))
+        events = (request, h11.Data(data=body), h11.EndOfMessage())
+        await self.stream.send_all(b"".join(self._h11.send(event) or b"" for event in events))
+
+    async def event(self):
+        while (event := self._h11.next_event()) is h11.NEED_DATA:
+            self._h11.receive_data(bytes(await self.stream.receive_some()))
+        return event
+
+    async def head(self):
+        head = await self.event()
+        assert isinstance(head, h11.Response), head
+        return head.status_code, {name.decode(): value.decode() for name, value in head.headers}
+
+    async def piece(self):
+        """The next piece of the body, as it was sent; None at its end."""
+        event = await self.event()
+        return bytes(event.data) if isinstance(event, h11.Data) else None
+
+    async def answer(self):
+        """A whole response."""
+        status, headers = await self.head()
+        return Answer(status, headers, await self.rest())
+
+    async def rest(self):
+        """What is left of the body."""
+        body = b""
+        while (piece := await self.piece()) is not None:
+            body += piece
+        if self._h11.our_state is h11.DONE and self._h11.their_state is h11.DONE:
+            self._h11.start_next_cycle()
+        return body
+
+    async def request(self, method, path, content=None, **headers):
+        await self.send(method, path, content, **headers)
+        return await self.answer()
+
+
 class Clients:
     """A server, and ways to reach it."""
 
     def __init__(self, engine, simulation, nursery, **options):
         self.engine = engine
         self.simulation = simulation
-        self.server = Server(engine, ServeConfig(served_model_name="toy", **options))
+        self.server = Server(engine, ServeConfig(**{"served_model_name": "toy"} | options))
         self._nursery = nursery
         self._num_open = 0
         self._closed = trio.Event()
@@ -98,6 +187,24 @@ class Clients:
         stream = self.stream()
         await stream.send_all(request)
         return await read_all(stream)
+
+    @asynccontextmanager
+    async def connect(self, *pair):
+        """An HTTP client with a connection of its own."""
+        stream = self.stream(*pair)
+        try:
+            yield HttpClient(stream)
+        finally:
+            await trio.aclose_forcefully(stream)
+
+    async def request(self, method, path, content=None, **headers):
+        """One answer, on a connection of its own."""
+        async with self.connect() as client:
+            return await client.request(method, path, content, **headers)
+
+    async def chat(self, content="hello", **fields):
+        """A chat completion."""
+        return await self.request("POST", CHAT, chat(content, **fields))
 
     async def everything_is_given_back(self):
         while self.engine.statistics().sessions:

@@ -45,7 +45,7 @@ async def test_home_is_plain_text(autojump_clock, clients):
 
 
 async def test_what_is_not_there(autojump_clock, clients):
-    status, body = status_and_body(await clients.http(request("/v1/chat/completions", "POST", body=b"{}")))
+    status, body = status_and_body(await clients.http(request("/v1/nothing", "POST", body=b"{}")))
     assert status == 404
     assert body["error"].keys() == {"message", "type", "param", "code"}
     assert body["error"]["type"] == "invalid_request_error"

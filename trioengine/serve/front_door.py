@@ -19,18 +19,19 @@ from trioengine.serve.access import Access
 from trioengine.serve.access_log import logged
 from trioengine.serve.http import (
     BadRequest,
-    Disconnected,
     Handler,
     HttpConnection,
     Request,
     Response,
+    error_response,
     problem_response,
 )
 from trioengine.serve.log_fields import CLIENT, REQUEST_ID, SESSION, about
-from trioengine.serve.problem import INVALID_REQUEST, SERVER_ERROR, ClientError, Problem, problem_of
+from trioengine.serve.problem import INVALID_REQUEST, SERVER_ERROR, ClientError, Problem
 from trioengine.serve.replay_stream import ReplayStream
 from trioengine.serve.routes import REALTIME, Role, Routes, find, upgrade_required
 from trioengine.serve.sockets import CHUNK, guard, linger, peer
+from trioengine.serve.streaming import Disconnected, StreamingResponse
 
 logger = logging.getLogger("trioengine")
 E = TypeVar("E", bound=BaseException)
@@ -168,23 +169,19 @@ class FrontDoor:
         try:
             self._check_upgrade(request)
         except ClientError as exc:
-            return problem_response(404 if exc.problem.code == "model_not_found" else 400, exc.problem)
+            return error_response(exc)
         return None
 
     async def _exchange(self, connection: HttpConnection, request: Request, found: Handler | Response) -> bool:
+        async def handler(request: Request) -> Response | StreamingResponse:
+            return found if isinstance(found, Response) else await found(request)
+
+        return await connection.exchange(await self._with_body(connection, request), handler)
+
+    async def _with_body(self, connection: HttpConnection, request: Request) -> Request:
+        """Not kept by the caller: it is the handler's to let go."""
         with trio.fail_after(self._limits.body_timeout):
-            request = dataclasses.replace(request, body=await connection.read_body())
-
-        async def handler(request: Request) -> Response:
-            if isinstance(found, Response):
-                return found
-            try:
-                return await found(request)
-            except Exception as exc:
-                logger.exception("the handler of %s crashed", request.path)
-                return problem_response(500, problem_of(exc))
-
-        return await connection.exchange(request, handler)
+            return dataclasses.replace(request, body=await connection.read_body())
 
     async def _become_websocket(self, connection: HttpConnection, stream: trio.abc.Stream) -> None:
         async with trio.open_nursery() as nursery:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 import h11
 import trio
 
+from trioengine.core.errors import EngineError
 from trioengine.core.serve_config import ConnectionLimits
-from trioengine.serve.problem import INVALID_REQUEST, Problem
+from trioengine.serve.problem import INVALID_REQUEST, ClientError, Problem, RequestAborted, problem_of, status_of
 from trioengine.serve.sockets import CHUNK
+from trioengine.serve.streaming import Body, Disconnected, StreamingResponse
 
+logger = logging.getLogger("trioengine")
+T = TypeVar("T")
 MAX_PIPELINED = 64 << 10  # bytes
 
 
@@ -49,7 +55,7 @@ class Response:
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
-Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
+Handler: TypeAlias = Callable[[Request], Awaitable[Response | StreamingResponse]]
 
 
 class BadRequest(Exception):
@@ -60,18 +66,30 @@ class BadRequest(Exception):
         self.response = response
 
 
-class Disconnected(Exception):
-    """The client went away, or does not read."""
-
-
 def json_response(status: int, content: Any) -> Response:
     return Response(status, json.dumps(content).encode())
 
 
 def problem_response(status: int, problem: Problem) -> Response:
     """An error in OpenAI's shape."""
-    headers = ((b"retry-after", b"%d" % max(1, round(problem.retry_after))),) if problem.retry_after else ()
+    retry_after = problem.retry_after or (1.0 if status in (429, 503) else None)
+    headers = ((b"retry-after", b"%d" % max(1, round(retry_after))),) if retry_after else ()
     return Response(status, json.dumps({"error": problem.to_json()}).encode(), headers=headers)
+
+
+def error_response(error: Exception) -> Response:
+    """What a client is told of an error."""
+    return problem_response(status_of(error), problem_of(error))
+
+
+async def answered(path: str, answer: Awaitable[T]) -> T | Response:
+    """The answer, or the response to the error that it raises; one that is a bug is logged."""
+    try:
+        return await answer
+    except Exception as exc:
+        if not isinstance(exc, (ClientError, EngineError, RequestAborted)):
+            logger.exception("the handler of %s crashed", path)
+        return error_response(exc)
 
 
 def _bad(status: int, code: str, message: str) -> BadRequest:
@@ -126,7 +144,7 @@ class HttpConnection:
     async def read_body(self) -> bytes:
         """The rest of the request. Raises BadRequest when it is too long."""
         if self._h11.they_are_waiting_for_100_continue:
-            await self._send(h11.InformationalResponse(status_code=100, headers=[]))
+            await self._send(self._h11.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
         parts: list[bytes] = []
         size = 0
         while isinstance(event := await self._next_event(0), h11.Data):
@@ -161,35 +179,60 @@ class HttpConnection:
     async def exchange(self, request: Request, handler: Handler) -> bool:
         """Handle one request and send the response; True if another may follow.
 
-        The handler is cancelled when the client goes away (Disconnected) or sends too much ahead (BadRequest).
+        The handler, and what writes a stream, are cancelled when the client goes away (Disconnected) or sends too much
+        ahead (BadRequest). Of the request nothing is kept while a stream is written.
         """
-        blame: list[Exception] = []
+        path, is_sent = request.path, False
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._watch, blame, nursery.cancel_scope)
-            response = await handler(request)
-            await self.respond(response)
-            blame = []  # what the watch still sees comes too late: the client has its answer
+            body = Body(self._stream.send_all, nursery.cancel_scope, self._limits.send_timeout)
+            nursery.start_soon(self._watch, body)
+            response: Response | StreamingResponse | None = await answered(path, handler(request))
+            del request
+            if isinstance(response, StreamingResponse):
+                body.open(partial(self._framed, response), response.keep_alive)
+                nursery.start_soon(body.watch)
+                response = await answered(path, response.write(body))
+            if body.begun and response is None:
+                await body.end(self._h11.send(h11.EndOfMessage()) or b"")
+            elif not body.begun and response is not None:
+                await self.respond(response)
+            is_sent = True  # what is seen of the client from here on comes too late: it has its answer
             nursery.cancel_scope.cancel()
-        if blame:
-            raise blame[0]
+        if body.departed is not None and not is_sent:
+            raise body.departed
         if self._h11.our_state is not h11.DONE or self._h11.their_state is not h11.DONE:
             return False
         self._h11.start_next_cycle()
         return True
 
-    async def _watch(self, blame: list[Exception], scope: trio.CancelScope) -> None:
+    async def _watch(self, body: Body) -> None:
         try:
             while data := bytes(await self._stream.receive_some(CHUNK)):
                 self._h11.receive_data(data)
                 if len(self._h11.trailing_data[0]) > MAX_PIPELINED:
                     message = f"more than {MAX_PIPELINED} bytes came while a request was handled"
-                    blame.append(_bad(400, "pipelined_too_much", message))
-                    break
-            else:
-                blame.append(Disconnected("it closed the connection"))
+                    body.depart(_bad(400, "pipelined_too_much", message))
+                    return
         except trio.BrokenResourceError:
-            blame.append(Disconnected("it closed the connection"))
-        scope.cancel()
+            pass
+        body.depart(Disconnected("it closed the connection"))
+
+    def _framed(self, response: StreamingResponse, piece: bytes) -> bytes:
+        """A piece of its body as bytes, the first one after the head. h11 takes ten times as long for the others."""
+        if self._h11.our_state is not h11.SEND_RESPONSE:
+            return b"%x\r\n%b\r\n" % (len(piece), piece) if self._is_chunked else piece
+        headers = [(b"content-type", response.content_type), *response.headers]
+        return self._head(response.status, headers) + (self._h11.send(h11.Data(data=piece)) or b"")
+
+    @property
+    def _is_chunked(self) -> bool:
+        return (self._h11.their_http_version or b"") >= b"1.1"
+
+    def _head(self, status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
+        self.status = status
+        reason = HTTPStatus(status).phrase.encode()
+        head = h11.Response(status_code=status, headers=[*headers, *self.common_headers], reason=reason)
+        return self._h11.send(head) or b""
 
     async def respond(self, response: Response) -> None:
         """Send a whole response to the latest request, in one piece. Raises Disconnected."""
@@ -198,10 +241,10 @@ class HttpConnection:
             (b"content-length", b"%d" % len(response.body)),
             *response.headers,
         ]
-        reason = HTTPStatus(response.status).phrase.encode()
-        events = [h11.Response(status_code=response.status, headers=headers, reason=reason)]
+        head = self._head(response.status, headers)
         body = () if self._head_only else (h11.Data(data=response.body),)
-        await self._send(*events, *body, h11.EndOfMessage())
+        events = (*body, h11.EndOfMessage())
+        await self._send(head + b"".join(self._h11.send(event) or b"" for event in events))
 
     async def refuse(self, response: Response) -> None:
         """Send a response if none has begun; the connection is of no further use."""
@@ -211,8 +254,7 @@ class HttpConnection:
             )
             await self.respond(closing)
 
-    async def _send(self, *events: Any) -> None:
-        data = b"".join(self._h11.send(self._with_common_headers(event)) or b"" for event in events)
+    async def _send(self, data: bytes) -> None:
         with trio.move_on_after(self._limits.send_timeout) as scope:
             try:
                 await self._stream.send_all(data)
@@ -220,10 +262,3 @@ class HttpConnection:
                 raise Disconnected("it closed the connection") from exc
         if scope.cancelled_caught:
             raise Disconnected("it does not read")
-
-    def _with_common_headers(self, event: Any) -> Any:
-        if not isinstance(event, h11.Response):
-            return event
-        self.status = event.status_code
-        headers = [*event.headers, *self.common_headers]
-        return h11.Response(status_code=event.status_code, headers=headers, reason=event.reason)

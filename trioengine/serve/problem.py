@@ -13,10 +13,19 @@ from trioengine.core.errors import (
     SessionEnded,
     WorkerLost,
 )
+from trioengine.core.lifecycle import Cause
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 RATE_LIMIT = "rate_limit_error"
+_STATUS = {  # of what a client asked for; others are 400
+    "model_not_found": 404,
+    "too_large": 413,
+    "no_chat_template": 422,
+    "template_error": 422,
+    "sampling_failed": 422,
+}
+_FULL = ("sessions", "queue")  # codes of EngineOverloaded: there is an engine, and it has no room
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +51,14 @@ class ClientError(Exception):
         self.problem = Problem(INVALID_REQUEST, code, message, param)
 
 
+class RequestAborted(Exception):
+    """A request ended before its answer did, and not because its client went away; `cause` says why."""
+
+    def __init__(self, cause: Cause | None) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
 def problem_of(error: Exception) -> Problem:
     """The client's view of an error; a bug of ours is `internal_error` and says no more."""
     match error:
@@ -51,6 +68,9 @@ def problem_of(error: Exception) -> Problem:
             return Problem(INVALID_REQUEST, error.code, error.message, error.param)
         case EngineOverloaded():
             return Problem(RATE_LIMIT, "overloaded", str(error), retry_after=error.retry_after)
+        case RequestAborted():
+            code = error.cause.value if error.cause not in (None, Cause.CLIENT) else "aborted"
+            return Problem(SERVER_ERROR, code, f"the request was aborted: {code}")
         case EngineAsleep():
             return Problem(SERVER_ERROR, "asleep", str(error))
         case EngineClosed():
@@ -61,3 +81,20 @@ def problem_of(error: Exception) -> Problem:
             return Problem(SERVER_ERROR, "session_ended", str(error))
         case _:
             return Problem(SERVER_ERROR, "internal_error", "internal error")
+
+
+def status_of(error: Exception) -> int:
+    """The HTTP status of an error."""
+    match error:
+        case ClientError():
+            return _STATUS.get(error.problem.code, 400)
+        case RequestRejected():
+            return _STATUS.get(error.code, 400)
+        case EngineOverloaded():
+            return 429 if error.code in _FULL else 503
+        case RequestAborted():
+            return 503 if error.cause in (Cause.SHUTDOWN, Cause.SLEEP) else 500
+        case EngineAsleep() | EngineClosed() | WorkerLost():
+            return 503
+        case _:
+            return 500

@@ -15,9 +15,9 @@ from trioengine.serve.problem import INVALID_REQUEST, Problem
 
 REALTIME = "/v1/realtime"
 HOME = (
-    f"trioengine {__version__}: a language model engine. Connect a WebSocket to {REALTIME} (the text part of OpenAI's "
-    "Realtime protocol). GET /health says whether the engine lives, /ready whether it admits requests, /version its "
-    "version.\n"
+    f"trioengine {__version__}: a language model engine. POST to /v1/chat/completions as to OpenAI, or connect a "
+    f"WebSocket to {REALTIME} (the text part of OpenAI's Realtime protocol). GET /health says whether the engine "
+    "lives, /ready whether it admits requests, /version its version.\n"
 )
 
 
@@ -37,7 +37,8 @@ class Route:
     role: Role = Role.USER
 
 
-Routes: TypeAlias = Mapping[str, Route]  # by path
+Routes: TypeAlias = Mapping[str, Route]  # by path; with BELOW at its end for all paths that begin so
+BELOW = "*"
 
 
 def routes(engine: Engine) -> Routes:
@@ -59,22 +60,32 @@ def routes(engine: Engine) -> Routes:
         return json_response(200, {"version": __version__})
 
     return {
-        "/": _get(home, Role.ANYONE),
-        "/health": _get(health, Role.ANYONE),
-        "/ready": _get(ready, Role.ANYONE),
-        "/version": _get(version),
+        "/": get(home, Role.ANYONE),
+        "/health": get(health, Role.ANYONE),
+        "/ready": get(ready, Role.ANYONE),
+        "/version": get(version),
     }
 
 
-def _get(handler: Handler, role: Role = Role.USER) -> Route:
+def get(handler: Handler, role: Role = Role.USER) -> Route:
     return Route({"GET": handler, "HEAD": handler}, role)
+
+
+def post(handler: Handler, role: Role = Role.USER) -> Route:
+    return Route({"POST": handler}, role)
+
+
+def route_of(routes: Routes, path: str) -> Route | None:
+    """The route of a path: its own, or one for everything below."""
+    below = (route for key, route in routes.items() if key.endswith(BELOW) and path.startswith(key[: -len(BELOW)]))
+    return routes.get(path) or next(below, None)
 
 
 def find(routes: Routes, request: Request) -> Handler | Response:
     """The handler of a request, or the response when there is none."""
     if request.path == REALTIME:
         return upgrade_required()
-    route = routes.get(request.path)
+    route = route_of(routes, request.path)
     if route is None:
         return not_found(request.path)
     handler = route.handlers.get(request.method)

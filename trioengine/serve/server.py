@@ -23,11 +23,15 @@ from trioengine.serve.access import Access
 from trioengine.serve.descriptors import affordable
 from trioengine.serve.front_door import FrontDoor
 from trioengine.serve.http import Request
+from trioengine.serve.openai.completions import Completions
+from trioengine.serve.openai.routes import openai_routes
+from trioengine.serve.operator import operator_routes
 from trioengine.serve.origins import is_loopback
 from trioengine.serve.problem import ClientError
 from trioengine.serve.realtime.connection import CLOSE_TIMEOUT, RealtimeConnection
-from trioengine.serve.routes import routes
+from trioengine.serve.routes import Routes, post, routes
 from trioengine.serve.sockets import address
+from trioengine.serve.tokenization import Tokenization
 
 
 class Server:
@@ -39,8 +43,9 @@ class Server:
         self.model_name = config.served_model_name or engine.config.model
         self.port = 0  # of its first socket, once it listens
         self.addresses: tuple[str, ...] = ()  # host:port of each
+        self.completions = Completions()
         self.front_door = FrontDoor(
-            routes(engine),
+            self._routes(),
             Access(config),
             self._check_upgrade,
             self._realtime,
@@ -86,6 +91,17 @@ class Server:
         self.engine.abort_all(Cause.SHUTDOWN)
         self._accepting.cancel()
         self._connections.cancel()
+
+    def _routes(self) -> Routes:
+        engine, model = self.engine, self.model_name
+        tokenization = Tokenization(engine, model)
+        return {
+            **routes(engine),
+            **openai_routes(engine, model, self.completions),
+            **operator_routes(engine, self.completions),
+            "/tokenize": post(tokenization.tokenize),
+            "/detokenize": post(tokenization.detokenize),
+        }
 
     async def _realtime(self, websocket: WebSocketConnection) -> None:
         connection = RealtimeConnection(

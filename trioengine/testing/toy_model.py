@@ -53,6 +53,11 @@ def toy_answer(prompt: Iterable[int], max_tokens: int, *, ignore_eos: bool = Fal
     return answer
 
 
+def toy_logprobs(token_id: int, top: int) -> dict[int, float]:
+    """The reference: the chosen token is the best one, and those after it in the vocabulary follow."""
+    return {(token_id + rank) % VOCAB_SIZE: -0.5 * (rank + 1) for rank in range(max(top, 1))}
+
+
 class ToyRunner:
     """A ModelRunner whose keys and values are `toy_value`s, in the slots that the block tables name."""
 
@@ -73,7 +78,9 @@ class ToyRunner:
                 continue
             error = "told to fail" if sequence.request in self.fail_requests else None
             values = array("L", [self._slots[slot] for slot in slots])
-            sampled.append(SampledToken(sequence.request, toy_next(values), error=error))
+            token_id, top = toy_next(values), sequence.params.logprobs
+            logprobs = None if top is None else toy_logprobs(token_id, top)
+            sampled.append(SampledToken(sequence.request, token_id, logprobs, error))
         return sampled
 
     def _slot(self, block_table: list[int], position: int) -> int:

@@ -105,6 +105,23 @@ class Tokenizer:
         """The text of token ids; bytes that are no UTF-8 are U+FFFD."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
+    def token_string(self, token_id: int) -> str:
+        """A token as the vocabulary has it; "" for an unknown id."""
+        return str(self._tokenizer.id_to_token(token_id) or "")
+
+    def surrounded(self, ids: list[int]) -> list[int]:
+        """With the special tokens that the tokenizer.json puts around a text; a GGUF file has none."""
+        before, after = self._surroundings
+        return [*before, *ids, *after]
+
+    @cached_property
+    def _surroundings(self) -> tuple[list[int], list[int]]:
+        text = self._tokenizer.encode("a", add_special_tokens=False).ids
+        ids = self._tokenizer.encode("a", add_special_tokens=True).ids
+        length = len(text)
+        start = next((at for at in range(len(ids) - length + 1) if ids[at : at + length] == text), len(ids))
+        return ids[:start], ids[start + length :]
+
     @cached_property
     def is_byte_level(self) -> bool:
         """Whether a token is a string of bytes, whatever stands beside it."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
+from trioengine.serve.json_object import load_object
 from trioengine.serve.problem import ClientError
 from trioengine.serve.realtime.items import Item, parse_item
 
@@ -79,17 +79,7 @@ def parse(text: str | bytes) -> tuple[ClientEvent, str | None]:
 def _load(text: str | bytes) -> Mapping[str, Any]:
     if isinstance(text, bytes):
         raise ClientError("invalid_event", "events are text messages, this one is binary")
-    try:
-        fields = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
-        raise ClientError("invalid_json", "the message is not JSON") from None
-    if not isinstance(fields, dict):
-        raise ClientError("invalid_event", "the message is not a JSON object")
-    return fields
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+    return load_object(text, "the message", "invalid_event")
 
 
 def _event_id(fields: Mapping[str, Any]) -> str | None:

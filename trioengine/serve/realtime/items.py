@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trioengine.serve.fields import known_fields, text_of
 from trioengine.serve.problem import ClientError
-from trioengine.serve.realtime.fields import known_fields, text_of
 from trioengine.serve.realtime.outbox import new_id
 
 MAX_ITEMS = 4096

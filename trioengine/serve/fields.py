@@ -1,0 +1,68 @@
+"""Reading the fields of what a client sends: what we do not know is refused by its name, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trioengine.serve.problem import ClientError
+
+_SHOWN = 120  # characters
+_MAX_METADATA = 16
+
+
+def known_fields(value: object, names: Iterable[str], where: str = "") -> Mapping[str, Any]:
+    """An object that has no other fields than these; without `where` it is the whole of a body. Raises ClientError."""
+    if not isinstance(value, Mapping):
+        raise ClientError("invalid_type", f"{where or 'the body'} must be an object", param=where or None)
+    for name in value:
+        if name not in names:
+            raise unsupported(f"{where}.{name}" if where else name)
+    return value
+
+
+def text_of(value: object, where: str) -> str:
+    """A string that is Unicode text. Raises ClientError."""
+    if not isinstance(value, str):
+        raise ClientError("invalid_type", f"{where} must be a string", param=where)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ClientError("invalid_value", f"{where} has half of a surrogate pair", param=where) from None
+    return value
+
+
+def flag_of(value: object, where: str) -> bool:
+    """True or false; null is false. Raises ClientError."""
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise ClientError("invalid_type", f"{where} must be true or false, got {value!r:.80}", param=where)
+
+
+def metadata_of(value: object, where: str) -> Mapping[str, str] | None:
+    """A few short strings by their names, or null. Raises ClientError."""
+    if value is None:
+        return None
+    if (
+        not isinstance(value, Mapping)
+        or len(value) > _MAX_METADATA
+        or not all(isinstance(text, str) and len(key) <= 64 and len(text) <= 512 for key, text in value.items())
+    ):
+        raise ClientError("invalid_value", f"{where} must map at most {_MAX_METADATA} keys to strings", param=where)
+    return value
+
+
+def check_fixed(fields: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
+    """Each of these fields says one of the values that are built, or is null or absent. Raises ClientError."""
+    for name, allowed in fixed.items():
+        value = fields.get(name)
+        if value is not None and not any(type(value) is type(choice) and value == choice for choice in allowed):
+            rule = "must be " + " or ".join(repr(choice) for choice in allowed) if allowed else "is not supported"
+            param = f"{where}.{name}" if where else name
+            message = f"{param} {rule}, got {value!r:.80}"
+            raise ClientError("unsupported_parameter", message, param=param)
+
+
+def unsupported(param: str) -> ClientError:
+    param = param[:_SHOWN]
+    return ClientError("unsupported_parameter", f"{param} is not supported", param=param)

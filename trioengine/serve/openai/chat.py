@@ -1,0 +1,111 @@
+"""POST /v1/chat/completions: one answer in an engine session of its own, which ends with its client."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+
+from trioengine.actors.engine import Engine
+from trioengine.actors.generation import Completion, Generation
+from trioengine.core.errors import EngineError, RequestRejected
+from trioengine.core.lifecycle import Cause
+from trioengine.core.messages import FinishReason
+from trioengine.serve.http import Request, Response
+from trioengine.serve.openai.chat_request import ChatRequest, parse_chat_request
+from trioengine.serve.openai.chat_response import KEEP_ALIVE, ChatFrames, ChatShape, error_frames
+from trioengine.serve.openai.completions import Completions
+from trioengine.serve.problem import ClientError, RequestAborted, problem_of
+from trioengine.serve.streaming import Body, StreamingResponse
+from trioengine.serve.threads import LONG_JSON, in_thread_if
+
+logger = logging.getLogger("trioengine")
+MANY_LOGPROBS = 1000  # entries; more are rendered in a thread
+
+
+class ChatCompletions:
+    """The handler."""
+
+    def __init__(self, engine: Engine, model: str, completions: Completions) -> None:
+        self._engine = engine
+        self._model = model
+        self._completions = completions
+
+    async def __call__(self, request: Request) -> StreamingResponse:
+        parse = partial(parse_chat_request, request.body, self._model)
+        chat = await in_thread_if(len(request.body) > LONG_JSON, self._engine.ports, parse)
+        answer = _Answer(self._engine, self._completions, chat, self._model)
+        if chat.stream:
+            return StreamingResponse(answer.stream, keep_alive=KEEP_ALIVE)
+        return StreamingResponse(answer.whole)
+
+
+class _Answer:
+    """One answer on its way. The messages are let go of when the engine has them."""
+
+    def __init__(self, engine: Engine, completions: Completions, chat: ChatRequest, model: str) -> None:
+        self._engine = engine
+        self._completions = completions
+        self._messages: Sequence[Mapping[str, str]] = chat.messages
+        self._params = chat.params
+        self._include_usage = chat.include_usage
+        self._shape = ChatShape(model, engine.model.tokenizer, chat.params.logprobs)
+
+    async def whole(self, body: Body) -> Response:
+        """The answer in one piece."""
+        async with self._generation(body) as generation:
+            await generation.settled.wait()  # reading would wake this task for every token
+            completion = _finished(generation)
+        num_logprobs = len(completion.logprobs or ()) * (1 + (self._params.logprobs or 0))
+        render = partial(self._shape.whole, completion)
+        return Response(200, await in_thread_if(num_logprobs > MANY_LOGPROBS, self._engine.ports, render))
+
+    async def stream(self, body: Body) -> None:
+        """The answer as it comes. What goes wrong after the first piece is told in the stream."""
+        try:
+            async with self._generation(body) as generation:
+                await self._send_all(generation, body)
+        except Exception as exc:
+            if not body.begun:
+                raise
+            if not isinstance(exc, (ClientError, EngineError, RequestAborted)):
+                logger.exception("%s crashed", self._shape.id)
+            await body.send(error_frames(problem_of(exc)))
+
+    async def _send_all(self, generation: Generation, body: Body) -> None:
+        frames = ChatFrames(self._shape, include_usage=self._include_usage)
+        opening = frames.opening
+        async for chunk in generation:
+            if delta := frames.delta(chunk):
+                await body.send(opening + delta)
+                opening = b""
+        await body.send(opening + frames.end(_finished(generation)))
+
+    @asynccontextmanager
+    async def _generation(self, body: Body) -> AsyncIterator[Generation]:
+        """The request in its session; refused, it says so in the client's terms."""
+        try:
+            async with self._engine.open_session(label=self._shape.id) as session:
+                body.on_departure = partial(session.end, Cause.DISCONNECT)
+                generation = session.generate(self._take_messages(), self._params)
+                with self._completions.running(self._shape.id, generation):
+                    async with generation:
+                        yield generation
+        except RequestRejected as exc:
+            if exc.param != "prompt":
+                raise
+            message = exc.message.replace("prompt", "messages", 1)
+            raise RequestRejected(exc.code, message, param="messages") from None
+
+    def _take_messages(self) -> Sequence[Mapping[str, str]]:
+        messages, self._messages = self._messages, ()
+        return messages
+
+
+def _finished(generation: Generation) -> Completion:
+    """The answer, if it came to its end. Raises EngineError or RequestAborted."""
+    completion = generation.completion
+    if completion.finish_reason is FinishReason.ABORT:
+        raise RequestAborted(completion.cause)
+    return completion

@@ -1,0 +1,49 @@
+"""What an operator may do: look into the books, and end requests."""
+
+from __future__ import annotations
+
+from trioengine.actors.engine import Engine
+from trioengine.core.errors import InvariantError
+from trioengine.serve.fields import flag_of, known_fields, text_of
+from trioengine.serve.http import Request, Response, json_response, problem_response
+from trioengine.serve.json_object import load_object
+from trioengine.serve.openai.completions import Completions
+from trioengine.serve.problem import SERVER_ERROR, ClientError, Problem
+from trioengine.serve.routes import Role, Routes, get, post
+
+
+class Operator:
+    """The handlers."""
+
+    def __init__(self, engine: Engine, completions: Completions) -> None:
+        self._engine = engine
+        self._completions = completions
+
+    async def invariants(self, request: Request) -> Response:
+        """500 with what does not balance; 503 while there is no worker to ask."""
+        try:
+            await self._engine.check_invariants()
+        except InvariantError as exc:
+            return problem_response(500, Problem(SERVER_ERROR, "invariant_violated", str(exc)))
+        return json_response(200, {"ok": True})
+
+    async def abort_request(self, request: Request) -> Response:
+        """How many requests were told to end; one that is not in flight is no error, it may have finished."""
+        fields = known_fields(load_object(request.body, "the body"), ("request_id", "abort_all"))
+        id, is_all = fields.get("request_id"), flag_of(fields.get("abort_all"), "abort_all")
+        if is_all == (id is not None):
+            raise ClientError("invalid_value", "give request_id, or abort_all: true", param="request_id")
+        if not is_all:
+            return json_response(200, {"aborted": int(self._completions.abort(text_of(id, "request_id")))})
+        statistics = self._engine.statistics()
+        self._engine.abort_all()
+        return json_response(200, {"aborted": statistics.preparing + statistics.waiting + statistics.running})
+
+
+def operator_routes(engine: Engine, completions: Completions) -> Routes:
+    """The routes of an engine."""
+    operator = Operator(engine, completions)
+    return {
+        "/debug/invariants": get(operator.invariants, Role.OPERATOR),
+        "/abort_request": post(operator.abort_request, Role.OPERATOR),
+    }

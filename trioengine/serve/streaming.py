@@ -1,0 +1,117 @@
+"""An answer that takes time: its body comes in pieces, and its client may go away meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import trio
+
+if TYPE_CHECKING:
+    from trioengine.serve.http import Response
+
+KEEP_ALIVE = 15.0  # seconds of silence, at most, after which a stream says that it goes on
+
+
+class Disconnected(Exception):
+    """The client went away, or does not read."""
+
+
+class Body:
+    """The body of an answer, and an eye on the client that it is for.
+
+    When the client goes away, `on_departure` is called in the same step, then whoever answers is cancelled. One that
+    reads nothing for `send_timeout` seconds is gone, too.
+    """
+
+    def __init__(
+        self, send_all: Callable[[bytes], Awaitable[None]], scope: trio.CancelScope, send_timeout: float
+    ) -> None:
+        self.begun = False  # the head was sent: what is wrong from here on must be told in the body
+        self.departed: Exception | None = None  # why the client is served no more
+        self.on_departure: Callable[[], object] = _nothing
+        self._send_all = send_all
+        self._scope = scope
+        self._send_timeout = send_timeout
+        self._frame: Callable[[bytes], bytes] = bytes
+        self._keep_alive = b""
+        self._since = trio.current_time()  # when a send began, or the last one ended
+        self._sending = False
+        self._over = False
+        self._sent = trio.Event()
+
+    def open(self, frame: Callable[[bytes], bytes], keep_alive: bytes) -> None:
+        """Before the first piece: `frame` makes bytes of one; `keep_alive` is sent after a silence, if not empty."""
+        self._frame, self._keep_alive = frame, keep_alive
+
+    def depart(self, reason: Exception) -> None:
+        """The client is gone, or has to go."""
+        if self.departed is None:
+            self.departed = reason
+            self.on_departure()
+        self._scope.cancel()
+
+    async def send(self, piece: bytes) -> None:
+        """Send a piece that is not empty, in one write. Whoever cancels it has torn the body."""
+        while self._sending:  # something that keeps the stream alive
+            self._sent = trio.Event()
+            await self._sent.wait()
+        self._sending, self._since, self.begun = True, trio.current_time(), True
+        try:
+            await self._send_all(self._frame(piece))
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            self.depart(Disconnected("it closed the connection"))
+            await trio.sleep_forever()
+        finally:
+            self._sending, self._since = False, trio.current_time()
+            self._sent.set()
+
+    async def end(self, last: bytes) -> None:
+        """Send the last bytes as they are; nothing follows."""
+        self._over = True
+        self._frame = bytes
+        await self.send(last)
+
+    async def watch(self) -> None:
+        """Notice a client that reads nothing, and keep one that waits company.
+
+        One task for all sends: a deadline for each would cost as much as the send.
+        """
+        while not self._over:
+            since = self._since
+            await trio.sleep_until(since + min(KEEP_ALIVE, self._send_timeout))
+            if self._sending and self._since == since:
+                await trio.sleep_until(since + self._send_timeout)
+                if self._sending and self._since == since:
+                    self.depart(Disconnected("it does not read"))
+            elif self._since == since and not self._over:
+                await self._break_silence()
+
+    async def _break_silence(self) -> None:
+        if not self._keep_alive:
+            self._since = trio.current_time()
+            return
+        with trio.move_on_after(self._send_timeout) as scope:
+            await self.send(self._keep_alive)
+        if scope.cancelled_caught:
+            self.depart(Disconnected("it does not read"))
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class StreamingResponse:
+    """An answer that takes time. The request is let go of, then `write` sends the body's pieces.
+
+    Until the first piece it may return a whole response instead, or raise what becomes one. It is cancelled when the
+    client goes away.
+    """
+
+    write: Callable[[Body], Awaitable[Response | None]]
+    status: int = 200
+    content_type: bytes = b"text/event-stream"
+    headers: tuple[tuple[bytes, bytes], ...] = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+    keep_alive: bytes = b""  # a piece that says nothing

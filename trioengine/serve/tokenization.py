@@ -1,0 +1,87 @@
+"""POST /tokenize and /detokenize: what the engine's tokenizer makes of a text, of messages, and of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from trioengine.actors.engine import Engine
+from trioengine.core.bounds import integer
+from trioengine.serve.fields import flag_of, known_fields, text_of
+from trioengine.serve.http import Request, Response, json_response
+from trioengine.serve.json_object import load_object
+from trioengine.serve.openai.chat_request import check_model
+from trioengine.serve.openai.messages import parse_messages
+from trioengine.serve.problem import ClientError
+from trioengine.serve.threads import in_thread_if
+
+_TOKENIZE = ("model", "prompt", "messages", "add_special_tokens", "add_generation_prompt", "return_token_strs")
+_DETOKENIZE = ("model", "tokens")
+
+
+class Tokenization:
+    """The handlers."""
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        self._engine = engine
+        self._model = model
+
+    async def tokenize(self, request: Request) -> Response:
+        return await self._run(request, self._tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        return await self._run(request, self._detokenize)
+
+    async def _run(self, request: Request, function: Any) -> Response:
+        is_long = len(request.body) > self._engine.ports.thread_threshold
+        return json_response(200, await in_thread_if(is_long, self._engine.ports, partial(function, request.body)))
+
+    def _tokenize(self, body: bytes) -> dict[str, Any]:
+        fields = self._fields(body, _TOKENIZE)
+        tokenizer = self._engine.tokenizer
+        ids = self._ids_of_text(fields) if "prompt" in fields else self._ids_of_messages(fields)
+        with_strings = flag_of(fields.get("return_token_strs"), "return_token_strs")
+        return {
+            "count": len(ids),
+            "max_model_len": self._engine.limits.max_model_len,
+            "tokens": ids,
+            "token_strs": [tokenizer.tokenizer.token_string(id) for id in ids] if with_strings else None,
+        }
+
+    def _ids_of_text(self, fields: Mapping[str, Any]) -> list[int]:
+        for name in ("messages", "add_generation_prompt"):
+            if name in fields:
+                raise ClientError("invalid_value", f"{name} does not go with prompt", param=name)
+        text = text_of(fields["prompt"], "prompt")
+        add_special = flag_of(fields.get("add_special_tokens", True), "add_special_tokens")
+        tokenizer = self._engine.tokenizer.tokenizer
+        return tokenizer.surrounded(tokenizer.encode(text)) if add_special else tokenizer.encode(text)
+
+    def _ids_of_messages(self, fields: Mapping[str, Any]) -> list[int]:
+        messages = parse_messages(fields.get("messages"))
+        if flag_of(fields.get("add_special_tokens"), "add_special_tokens"):
+            message = "add_special_tokens is for prompt: the chat template has messages' own"
+            raise ClientError("invalid_value", message, param="add_special_tokens")
+        add_prompt = flag_of(fields.get("add_generation_prompt", True), "add_generation_prompt")
+        return self._engine.tokenizer.apply_chat_template(messages, add_generation_prompt=add_prompt)
+
+    def _detokenize(self, body: bytes) -> dict[str, Any]:
+        tokens = self._fields(body, _DETOKENIZE).get("tokens")
+        if not isinstance(tokens, list):
+            raise ClientError("invalid_type", "tokens must be a list of token ids", param="tokens")
+        tokenizer = self._engine.tokenizer
+        for index, token_id in enumerate(tokens):
+            try:
+                integer(token_id, 0, tokenizer.tokenizer.vocab_size - 1)
+            except ValueError as exc:
+                raise ClientError("invalid_value", f"tokens[{index}] {exc}", param=f"tokens[{index}]") from None
+        return {"prompt": tokenizer.decode(tokens, skip_special_tokens=False)}
+
+    def _fields(self, body: bytes, names: tuple[str, ...]) -> dict[str, Any]:
+        """Those that are not null."""
+        given = load_object(body, "the body")
+        fields = {name: value for name, value in given.items() if value is not None}
+        known_fields(fields, names)
+        check_model(fields.get("model"), self._model)
+        return fields
