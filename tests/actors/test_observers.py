@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 import pytest
 import trio
 from expectations import everything_is_given_back
-from pytest import approx
 
 from trioengine import SamplingParams, WorkerLost
 from trioengine.actors.observer import FinishedRequest, Observer
@@ -69,9 +68,9 @@ async def test_one_request_that_finishes(autojump_clock, observed):
         await ask(session)
         assert (notes.steps, notes.stopped) == ([20] + [1] * 9, [])
     await session.ended()
-    assert (notes.first, notes.gaps) == (approx([STEP]), approx([STEP] * 9))
+    assert (notes.first, notes.gaps) == (pytest.approx([STEP]), pytest.approx([STEP] * 9))
     assert [(usage.prompt_tokens, usage.cached_tokens) for usage in notes.usages] == [(20, 0)]
-    assert notes.finished == [FinishedRequest(approx(10 * STEP), approx(9 * STEP), 20, 10)]
+    assert notes.finished == [FinishedRequest(pytest.approx(10 * STEP), pytest.approx(9 * STEP), 20, 10)]
     assert notes.stopped == [0]
     statistics = engine.statistics()
     assert (statistics.prompt_tokens, statistics.generation_tokens) == (20, 10)
@@ -83,8 +82,8 @@ async def test_a_long_prompt_is_several_steps(autojump_clock, observed):
     async with engine.open_session() as session:
         await ask(session, [1] * 150)
     assert notes.steps == [64, 64, 22] + [1] * 9
-    assert notes.first == approx([3 * STEP])
-    assert notes.usages[0].prefill_time == approx(2 * STEP)  # the simulated worker computes at the end of a step
+    assert notes.first == pytest.approx([3 * STEP])
+    assert notes.usages[0].prefill_time == pytest.approx(2 * STEP)  # the simulated worker computes at the end of a step
 
 
 async def test_a_stop_string_ends_the_answer_before_the_worker_hears_of_it(autojump_clock, observed):
@@ -96,10 +95,12 @@ async def test_a_stop_string_ends_the_answer_before_the_worker_hears_of_it(autoj
     length = len(stopped.token_ids)
     assert stopped.finish_reason is FinishReason.STOP
     assert 1 < length < 400
-    assert notes.finished == [FinishedRequest(approx(length * STEP), approx((length - 1) * STEP), 20, length)]
-    assert notes.gaps == approx([STEP] * (length - 1))
+    assert notes.finished == [
+        FinishedRequest(pytest.approx(length * STEP), pytest.approx((length - 1) * STEP), 20, length)
+    ]
+    assert notes.gaps == pytest.approx([STEP] * (length - 1))
     assert len(notes.steps) == engine.statistics().generation_tokens == length + 1
-    assert notes.stopped == approx([STEP, 0])  # the row of the STOP, which comes after a step, and the END
+    assert notes.stopped == pytest.approx([STEP, 0])  # the row of the STOP, which comes after a step, and the END
 
 
 async def test_the_beginning_is_when_the_generation_is_entered(autojump_clock, observed):
@@ -109,7 +110,7 @@ async def test_the_beginning_is_when_the_generation_is_entered(autojump_clock, o
         await trio.sleep(1)
         async with generation:
             await generation.result()
-    assert notes.first == approx([STEP])
+    assert notes.first == pytest.approx([STEP])
 
 
 async def test_aborts_are_counted_by_their_cause(autojump_clock, observed):
@@ -130,7 +131,7 @@ async def test_aborts_are_counted_by_their_cause(autojump_clock, observed):
     assert {cause: count for cause, count in statistics.abort_causes.items() if count} == expected
     assert statistics.finish_reasons[FinishReason.ABORT] == statistics.aborted == 4
     assert notes.finished == []
-    assert notes.first == approx([STEP] * 3)
+    assert notes.first == pytest.approx([STEP] * 3)
 
 
 async def test_a_stop_is_timed_until_the_worker_lets_go(autojump_clock, observed):
@@ -141,9 +142,9 @@ async def test_a_stop_is_timed_until_the_worker_lets_go(autojump_clock, observed
             await anext(generation)
             await trio.sleep(STEP / 4)
             generation.abort()
-        assert notes.stopped == approx([STEP * 3 / 4])
+        assert notes.stopped == pytest.approx([STEP * 3 / 4])
     await session.ended()
-    assert notes.stopped == approx([STEP * 3 / 4, 0])
+    assert notes.stopped == pytest.approx([STEP * 3 / 4, 0])
 
 
 async def test_an_end_after_a_stop_is_one_time(autojump_clock, observed):
@@ -156,7 +157,7 @@ async def test_an_end_after_a_stop_is_one_time(autojump_clock, observed):
             await trio.sleep(STEP / 4)
             session.end()
     await session.ended()
-    assert notes.stopped == approx([STEP * 3 / 4])
+    assert notes.stopped == pytest.approx([STEP * 3 / 4])
 
 
 async def test_a_session_that_the_worker_never_had(autojump_clock, observed):
@@ -177,7 +178,7 @@ async def test_a_worker_that_dies_lets_go(autojump_clock):
             await trio.sleep(1)
             simulation.worker.kill()
             assert (await generation.result()).finish_reason is FinishReason.ABORT
-        assert notes.stopped == approx([1], abs=0.3)  # and what it takes to read its last words
+        assert notes.stopped == pytest.approx([1], abs=0.3)  # and what it takes to read its last words
         await engine.ready()
         await everything_is_given_back(engine, simulation)
 

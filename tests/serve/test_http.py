@@ -12,6 +12,7 @@ from trioengine import EngineConfig, __version__
 from trioengine.core.lifecycle import PowerEvent
 from trioengine.serve import ServeConfig, Server
 from trioengine.serve.access import is_loopback, loopback_only
+from trioengine.serve.departures import Departures
 from trioengine.serve.front_door import FrontDoor
 from trioengine.serve.http import json_response
 from trioengine.serve.replay_stream import ReplayStream
@@ -267,7 +268,9 @@ def slow_door(engine, log):
 
     door = Server(engine).front_door
     routes = {**door._routes, "/slow": Route({"GET": slow}), "/broken": Route({"GET": broken})}
-    return FrontDoor(routes, loopback_only, door._check_upgrade, door._realtime, max_connections=8)
+    return FrontDoor(
+        routes, loopback_only, door._check_upgrade, door._realtime, departures=Departures(), max_connections=8
+    )
 
 
 async def test_a_client_that_goes_cancels_its_handler(autojump_clock, clients):

@@ -46,6 +46,11 @@ class Statistics:
     finish_reasons: Mapping[FinishReason, int] = field(repr=False)  # of all that finished, aborted or failed
     abort_causes: Mapping[Cause, int] = field(repr=False)  # of all that aborted
 
+    @property
+    def restarts(self) -> int:
+        """How many workers were started in place of one that was lost."""
+        return max(self.incarnation - 1, 0)
+
 
 def statistics_of(gate: Gate, supervisor: Supervisor, worker: WorkerCounts, kv_blocks_total: int) -> Statistics:
     """The counts at this moment; those of the worker as it said last."""

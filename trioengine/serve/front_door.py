@@ -15,6 +15,7 @@ from wsproto import ConnectionType, WSConnection
 from wsproto.utilities import ProtocolError
 
 from trioengine.serve.access import Access
+from trioengine.serve.departures import Departures
 from trioengine.serve.http import (
     BODY_TIMEOUT,
     HANDSHAKE_TIMEOUT,
@@ -66,12 +67,14 @@ class FrontDoor:
         check_upgrade: CheckUpgrade,
         realtime: WebSocketHandler,
         *,
+        departures: Departures,
         max_connections: int,
     ) -> None:
         self._routes = routes
         self._access = access
         self._check_upgrade = check_upgrade
         self._realtime = realtime
+        self._departures = departures
         self._max_connections = max_connections
         self._places = _Places(max_connections)
         self._refusals = _Places(MAX_REFUSALS)
@@ -178,7 +181,8 @@ class FrontDoor:
                 logger.exception("the handler of %s crashed", request.path)
                 return problem_response(500, problem_of(exc))
 
-        return await connection.exchange(request, handler)
+        with self._departures.counted():
+            return await connection.exchange(request, handler)
 
     async def _become_websocket(self, seen: bytes, stream: trio.abc.Stream) -> None:
         async with trio.open_nursery() as nursery:

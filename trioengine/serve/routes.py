@@ -11,13 +11,14 @@ from trioengine import __version__
 from trioengine.actors.engine import Engine
 from trioengine.core.lifecycle import Power
 from trioengine.serve.http import Handler, Request, Response, json_response, problem_response
+from trioengine.serve.metrics.metrics import CONTENT_TYPE, Metrics
 from trioengine.serve.problem import INVALID_REQUEST, Problem
 
 REALTIME = "/v1/realtime"
 HOME = (
     f"trioengine {__version__}: a language model engine. Connect a WebSocket to {REALTIME} (the text part of OpenAI's "
-    "Realtime protocol). GET /health says whether the engine lives, /ready whether it admits requests, /version its "
-    "version.\n"
+    "Realtime protocol). GET /health says whether the engine lives, /ready whether it admits requests, /metrics "
+    "what it does (Prometheus), /version its version.\n"
 )
 
 
@@ -40,7 +41,7 @@ class Route:
 Routes: TypeAlias = Mapping[str, Route]  # by path
 
 
-def routes(engine: Engine) -> Routes:
+def routes(engine: Engine, metrics: Metrics) -> Routes:
     """The routes of an engine."""
 
     async def home(request: Request) -> Response:
@@ -58,11 +59,15 @@ def routes(engine: Engine) -> Routes:
     async def version(request: Request) -> Response:
         return json_response(200, {"version": __version__})
 
+    async def scrape(request: Request) -> Response:
+        return Response(200, metrics.render(), CONTENT_TYPE)
+
     return {
         "/": _get(home, Role.ANYONE),
         "/health": _get(health, Role.ANYONE),
         "/ready": _get(ready, Role.ANYONE),
         "/version": _get(version),
+        "/metrics": _get(scrape),
     }
 
 

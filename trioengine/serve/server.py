@@ -20,9 +20,11 @@ from trioengine.core.errors import EngineError, InvalidConfig
 from trioengine.core.lifecycle import Cause
 from trioengine.core.serve_config import ServeConfig
 from trioengine.serve.access import anyone, is_loopback, loopback_only
+from trioengine.serve.departures import Departures
 from trioengine.serve.descriptors import affordable
 from trioengine.serve.front_door import FrontDoor
 from trioengine.serve.http import Request
+from trioengine.serve.metrics.metrics import Metrics
 from trioengine.serve.problem import ClientError
 from trioengine.serve.realtime.connection import CLOSE_TIMEOUT, RealtimeConnection
 from trioengine.serve.routes import routes
@@ -37,11 +39,14 @@ class Server:
         self.model_name = config.served_model_name or engine.config.model
         self.port = 0  # of its first socket, once it listens
         self.addresses: tuple[str, ...] = ()  # host:port of each
+        self._departures = Departures()
+        self.metrics = Metrics(engine, self._departures)
         self.front_door = FrontDoor(
-            routes(engine),
+            routes(engine, self.metrics),
             anyone if config.insecure else loopback_only,
             self._check_upgrade,
             self._realtime,
+            departures=self._departures,
             max_connections=affordable(config.max_connections),
         )
         self._closing = trio.Event()
@@ -85,7 +90,10 @@ class Server:
         self._connections.cancel()
 
     async def _realtime(self, websocket: WebSocketConnection) -> None:
-        await RealtimeConnection(self.engine, websocket, self.model_name, self._closing).run()
+        connection = RealtimeConnection(
+            self.engine, websocket, self.model_name, self._closing, departures=self._departures
+        )
+        await connection.run()
 
     def _check_upgrade(self, request: Request) -> None:
         for name, value in parse_qsl(request.query, keep_blank_values=True):

@@ -8,6 +8,7 @@ import trio
 from trio_websocket import ConnectionClosed, WebSocketConnection
 
 from trioengine.actors.engine import Engine
+from trioengine.serve.departures import Departures
 from trioengine.serve.problem import ClientError, problem_of
 from trioengine.serve.realtime.client_events import (
     ClientEvent,
@@ -41,13 +42,23 @@ class RealtimeConnection:
     `closing` asks for the end: a response in progress is finished and sent, and the WebSocket closed.
     """
 
-    def __init__(self, engine: Engine, websocket: WebSocketConnection, model: str, closing: trio.Event) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        websocket: WebSocketConnection,
+        model: str,
+        closing: trio.Event,
+        *,
+        departures: Departures,
+    ) -> None:
         self.id = new_id("sess")
         self._conversation_id = new_id("conv")
         self._engine = engine
         self._websocket = websocket
         self._model = model
         self._closing = closing
+        self._departures = departures
+        self._has_gone = False  # the client
         self._settings = Settings()
         self._items = Items()
         self._outbox = Outbox()
@@ -59,7 +70,7 @@ class RealtimeConnection:
         """The sender outlives the work, so that the last events are followed by a clean close."""
         self._outbox.put("session.created", session=self._settings.to_json(self.id, self._model))
         async with trio.open_nursery() as sending:
-            sending.start_soon(self._outbox.send_to, self._websocket)
+            sending.start_soon(self._send)
             sending.start_soon(self._ping)
             async with trio.open_nursery() as work:
                 send_channel, inbox = trio.open_memory_channel[str | bytes](MAX_UNHANDLED)
@@ -83,7 +94,21 @@ class RealtimeConnection:
             self._refuse_more(f"more than {MAX_UNHANDLED} unhandled events")
         except ConnectionClosed:
             logger.info("%s: the client has gone", self.id)
+            self._note_departure()
         work.cancel()
+
+    async def _send(self) -> None:
+        try:
+            await self._outbox.send_to(self._websocket)
+        except trio.TooSlowError:
+            self._note_departure()
+            raise
+
+    def _note_departure(self) -> None:
+        """The client is gone, or does not read or answer; it is counted once, if a response was in progress."""
+        if not self._has_gone and self._responder.is_busy:
+            self._departures.add()
+        self._has_gone = True
 
     def _refuse_more(self, reason: str) -> None:
         logger.info("%s: %s", self.id, reason)
@@ -93,11 +118,14 @@ class RealtimeConnection:
         """A client that does not answer is gone, also in the middle of a goodbye. Raises TooSlowError."""
         while True:
             await trio.sleep(PING_INTERVAL)
-            with trio.fail_after(PING_INTERVAL):
+            with trio.move_on_after(PING_INTERVAL) as scope:
                 try:
                     await self._websocket.ping()
                 except ConnectionClosed:
                     await trio.sleep_forever()  # until the goodbye is over, which ends this
+            if scope.cancelled_caught:
+                self._note_departure()
+                raise trio.TooSlowError
 
     async def _close_when_asked(self, work: trio.CancelScope) -> None:
         await self._closing.wait()
