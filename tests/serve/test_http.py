@@ -12,6 +12,7 @@ from trioengine import EngineConfig, __version__
 from trioengine.core.lifecycle import PowerEvent
 from trioengine.serve import ServeConfig, Server
 from trioengine.serve.access import Access
+from trioengine.serve.departures import Departures
 from trioengine.serve.front_door import FrontDoor
 from trioengine.serve.http import json_response
 from trioengine.serve.origins import is_loopback
@@ -271,7 +272,8 @@ def slow_door(engine, log):
     routes = {**door._routes, "/slow": Route({"GET": slow}), "/broken": Route({"GET": broken})}
     config = ServeConfig()
     access, limits = Access(config), config.limits
-    return FrontDoor(routes, access, door._check_upgrade, door._realtime, limits=limits, max_connections=8)
+    upgrade, realtime, departures = door._check_upgrade, door._realtime, Departures()
+    return FrontDoor(routes, access, upgrade, realtime, departures=departures, limits=limits, max_connections=8)
 
 
 async def test_a_client_that_goes_cancels_its_handler(autojump_clock, clients):

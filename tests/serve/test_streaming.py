@@ -9,6 +9,7 @@ from trio.testing import lockstep_stream_pair, memory_stream_pair, wait_all_task
 
 from trioengine.serve import ServeConfig, Server
 from trioengine.serve.access import Access
+from trioengine.serve.departures import Departures
 from trioengine.serve.front_door import FrontDoor
 from trioengine.serve.http import json_response
 from trioengine.serve.problem import ClientError
@@ -29,7 +30,8 @@ def connect(clients):
         routes = {**door._routes, "/stream": get(handler)}
         config = ServeConfig()
         access, limits = Access(config), config.limits
-        door = FrontDoor(routes, access, door._check_upgrade, door._realtime, limits=limits, max_connections=8)
+        upgrade, realtime, departures = door._check_upgrade, door._realtime, Departures()
+        door = FrontDoor(routes, access, upgrade, realtime, departures=departures, limits=limits, max_connections=8)
         ours, theirs = pair or memory_stream_pair()
         nursery.start_soon(door.handle, theirs)
         return HttpClient(ours)

@@ -17,6 +17,7 @@ from wsproto.utilities import ProtocolError
 from trioengine.core.serve_config import ConnectionLimits
 from trioengine.serve.access import Access
 from trioengine.serve.access_log import logged
+from trioengine.serve.departures import Departures
 from trioengine.serve.http import (
     BadRequest,
     Handler,
@@ -68,6 +69,7 @@ class FrontDoor:
         realtime: WebSocketHandler,
         *,
         limits: ConnectionLimits,
+        departures: Departures,
         max_connections: int,
     ) -> None:
         self._routes = routes
@@ -75,6 +77,7 @@ class FrontDoor:
         self._check_upgrade = check_upgrade
         self._realtime = realtime
         self._limits = limits
+        self._departures = departures
         self._max_connections = max_connections
         self._places = _Places(max_connections)
         self._refusals = _Places(MAX_REFUSALS)
@@ -176,7 +179,8 @@ class FrontDoor:
         async def handler(request: Request) -> Response | StreamingResponse:
             return found if isinstance(found, Response) else await found(request)
 
-        return await connection.exchange(await self._with_body(connection, request), handler)
+        with self._departures.counted():
+            return await connection.exchange(await self._with_body(connection, request), handler)
 
     async def _with_body(self, connection: HttpConnection, request: Request) -> Request:
         """Not kept by the caller: it is the handler's to let go."""

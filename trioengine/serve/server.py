@@ -20,9 +20,11 @@ from trioengine.core.errors import EngineError, InvalidConfig
 from trioengine.core.lifecycle import Cause
 from trioengine.core.serve_config import ServeConfig
 from trioengine.serve.access import Access
+from trioengine.serve.departures import Departures
 from trioengine.serve.descriptors import affordable
 from trioengine.serve.front_door import FrontDoor
 from trioengine.serve.http import Request
+from trioengine.serve.metrics.metrics import Metrics
 from trioengine.serve.openai.completions import Completions
 from trioengine.serve.openai.routes import openai_routes
 from trioengine.serve.operator import operator_routes
@@ -44,11 +46,14 @@ class Server:
         self.port = 0  # of its first socket, once it listens
         self.addresses: tuple[str, ...] = ()  # host:port of each
         self.completions = Completions()
+        self._departures = Departures()
+        self.metrics = Metrics(engine, self._departures)
         self.front_door = FrontDoor(
             self._routes(),
             Access(config),
             self._check_upgrade,
             self._realtime,
+            departures=self._departures,
             limits=config.limits,
             max_connections=affordable(config.max_connections),
         )
@@ -96,7 +101,7 @@ class Server:
         engine, model = self.engine, self.model_name
         tokenization = Tokenization(engine, model)
         return {
-            **routes(engine),
+            **routes(engine, self.metrics),
             **openai_routes(engine, model, self.completions),
             **operator_routes(engine, self.completions),
             "/tokenize": post(tokenization.tokenize),
@@ -105,7 +110,12 @@ class Server:
 
     async def _realtime(self, websocket: WebSocketConnection) -> None:
         connection = RealtimeConnection(
-            self.engine, websocket, self.model_name, self._closing, limits=self.config.limits
+            self.engine,
+            websocket,
+            self.model_name,
+            self._closing,
+            departures=self._departures,
+            limits=self.config.limits,
         )
         await connection.run()
 

@@ -9,6 +9,7 @@ from trio_websocket import ConnectionClosed, WebSocketConnection
 
 from trioengine.actors.engine import Engine
 from trioengine.core.serve_config import ConnectionLimits
+from trioengine.serve.departures import Departures
 from trioengine.serve.log_fields import SESSION
 from trioengine.serve.problem import ClientError, problem_of
 from trioengine.serve.realtime.client_events import (
@@ -50,6 +51,7 @@ class RealtimeConnection:
         closing: trio.Event,
         *,
         limits: ConnectionLimits,
+        departures: Departures,
     ) -> None:
         self.id = new_id("sess")
         self._conversation_id = new_id("conv")
@@ -57,6 +59,8 @@ class RealtimeConnection:
         self._websocket = websocket
         self._model = model
         self._closing = closing
+        self._departures = departures
+        self._has_gone = False  # the client
         self._settings = Settings()
         self._items = Items()
         self._ping_interval = limits.client_ping_interval
@@ -71,7 +75,7 @@ class RealtimeConnection:
         SESSION.set(self.id)
         self._outbox.put("session.created", session=self._settings.to_json(self.id, self._model))
         async with trio.open_nursery() as sending:
-            sending.start_soon(self._outbox.send_to, self._websocket)
+            sending.start_soon(self._send)
             sending.start_soon(self._ping)
             async with trio.open_nursery() as work:
                 send_channel, inbox = trio.open_memory_channel[str | bytes](MAX_UNHANDLED)
@@ -95,7 +99,21 @@ class RealtimeConnection:
             self._refuse_more(f"more than {MAX_UNHANDLED} unhandled events")
         except ConnectionClosed:
             logger.info("%s: the client has gone", self.id)
+            self._note_departure()
         work.cancel()
+
+    async def _send(self) -> None:
+        try:
+            await self._outbox.send_to(self._websocket)
+        except trio.TooSlowError:
+            self._note_departure()
+            raise
+
+    def _note_departure(self) -> None:
+        """The client is gone, or does not read or answer; it is counted once, if a response was in progress."""
+        if not self._has_gone and self._responder.is_busy:
+            self._departures.add()
+        self._has_gone = True
 
     def _refuse_more(self, reason: str) -> None:
         logger.info("%s: %s", self.id, reason)
@@ -105,11 +123,14 @@ class RealtimeConnection:
         """A client that does not answer is gone, also in the middle of a goodbye. Raises TooSlowError."""
         while True:
             await trio.sleep(self._ping_interval)
-            with trio.fail_after(self._ping_interval):
+            with trio.move_on_after(self._ping_interval) as scope:
                 try:
                     await self._websocket.ping()
                 except ConnectionClosed:
                     await trio.sleep_forever()  # until the goodbye is over, which ends this
+            if scope.cancelled_caught:
+                self._note_departure()
+                raise trio.TooSlowError
 
     async def _close_when_asked(self, work: trio.CancelScope) -> None:
         await self._closing.wait()

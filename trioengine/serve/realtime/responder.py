@@ -31,6 +31,11 @@ class Responder:
         self._session: Session | None = None
         self._changed = trio.Event()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a response is active, or was when `run` was cancelled."""
+        return self._active is not None
+
     def check_idle(self) -> None:
         """Raises ClientError while there is an active response."""
         if self._active is not None:
