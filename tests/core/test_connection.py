@@ -39,7 +39,7 @@ from trioengine.core.messages import (
 )
 from trioengine.core.sampling_params import SamplingParams
 
-STATISTICS = WorkerStatistics(*range(10))
+STATISTICS = WorkerStatistics(*range(11))
 PARAMS = SamplingParams(max_tokens=4, seed=7, logit_bias={3: -1.5}, stop_token_ids=(5,))
 USAGE = Usage(3, 1, 0, 0.5, 0.25)
 
@@ -72,7 +72,7 @@ EVERY_MESSAGE = [
     Ready("llama", "cpu", "float32", 100, 64, 8, 16),
     Tokens((row(), row(2, 2, last=True)), STATISTICS),
     RequestFailed(1, 1, "code", "wörds"),
-    SessionEnded(1),
+    SessionEnded(1, STATISTICS),
     Audited(1, (1, 2), (3,), 8, 4, 2, 2),
     Pong(1, 2, Activity.IDLE, 0.5),
     Fatal(FatalCode.MODEL, "no", "Traceback"),
@@ -205,7 +205,7 @@ def test_a_whole_life():
     pair.down(add_message(request=3), EndSession(1))
     assert (pair.engine.sessions, pair.engine.open_sessions) == ({1}, frozenset())
     pair.up(Tokens((row(request=3),), STATISTICS))  # it crossed the END: legal
-    pair.up(SessionEnded(1))
+    pair.up(SessionEnded(1, STATISTICS))
     assert pair.engine.sessions == pair.worker.sessions == frozenset()
     pair.down(Audit(1), Audit(2), Ping(1))
     pair.up(Audited(1, (), (), 8, 8, 0, 0), Audited(2, (), (), 8, 8, 0, 0), Pong(1, 1, Activity.IDLE, 0.0))
@@ -258,8 +258,8 @@ def test_what_the_peer_may_not_send_breaks_the_connection_for_good(messages):
         Tokens((dataclasses.replace(row(2, 2), token_ids=token_ids([100])),), STATISTICS),
         Tokens((dataclasses.replace(row(2, 2), token_ids=token_ids([-1])),), STATISTICS),
         RequestFailed(1, 1, "", ""),
-        SessionEnded(1),
-        SessionEnded(2),
+        SessionEnded(1, STATISTICS),
+        SessionEnded(2, STATISTICS),
         Audited(1, (), (), 8, 8, 0, 0),
         Pong(1, 1, Activity.IDLE, 0.0),
         Loading(1, 2),
@@ -281,7 +281,7 @@ def test_what_the_worker_may_not_send(message):
 def test_the_wrong_way():
     pair = Pair()
     with pytest.raises(LocalProtocolError, match="does not send"):
-        pair.engine.send(SessionEnded(1))
+        pair.engine.send(SessionEnded(1, STATISTICS))
     pair.engine.receive_data(pair.engine.send(AddSession(1)))
     with pytest.raises(RemoteProtocolError, match="wrong way"):
         pair.engine.next_message()
@@ -298,7 +298,7 @@ def test_what_we_say_may_cross_fatal_and_nothing_follows_it():
     pair.up(Fatal(FatalCode.INTERNAL, "bug", ""))
     pair.engine.send(EndSession(1))
     with pytest.raises(LocalProtocolError):
-        pair.worker.send(SessionEnded(1))
+        pair.worker.send(SessionEnded(1, STATISTICS))
 
 
 def test_a_frame_over_the_limit_is_refused_before_anything_changes():

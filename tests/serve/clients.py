@@ -10,6 +10,7 @@ from trio.testing import memory_stream_pair
 from trio_websocket import wrap_client_stream
 
 from trioengine.serve import ServeConfig, Server
+from trioengine.testing import simulated_engine
 
 HOST = "localhost"
 CHAT = "/v1/chat/completions"
@@ -123,12 +124,16 @@ class HttpClient:
     async def answer(self):
         """A whole response."""
         status, headers = await self.head()
+        return Answer(status, headers, await self.rest())
+
+    async def rest(self):
+        """What is left of the body."""
         body = b""
         while (piece := await self.piece()) is not None:
             body += piece
         if self._h11.our_state is h11.DONE and self._h11.their_state is h11.DONE:
             self._h11.start_next_cycle()
-        return Answer(status, headers, body)
+        return body
 
     async def request(self, method, path, content=None, **headers):
         await self.send(method, path, content, **headers)
@@ -141,7 +146,7 @@ class Clients:
     def __init__(self, engine, simulation, nursery, **options):
         self.engine = engine
         self.simulation = simulation
-        self.server = Server(engine, ServeConfig(served_model_name="toy", **options))
+        self.server = Server(engine, ServeConfig(**{"served_model_name": "toy"} | options))
         self._nursery = nursery
         self._num_open = 0
         self._closed = trio.Event()
@@ -208,6 +213,18 @@ class Clients:
         statistics = self.engine.statistics()
         assert (statistics.preparing, statistics.waiting, statistics.running) == (0, 0, 0)
         assert statistics.worker_sessions == 0
+
+
+@asynccontextmanager
+async def open_clients(**options):
+    """A server with these fields of its ServeConfig, whose engine is ready; at the end nothing may be left."""
+    async with simulated_engine() as (engine, simulation), trio.open_nursery() as nursery:
+        clients = Clients(engine, simulation, nursery, **options)
+        yield clients
+        clients.server.front_door.close_idle()
+        with trio.fail_after(60):
+            await clients.all_closed()
+            await clients.everything_is_given_back()
 
 
 async def read_all(stream, silence=1):

@@ -1,18 +1,16 @@
-"""Chat completions on the simulated worker: whole and streamed, and what goes wrong."""
+"""Chat completions on the simulated worker: whole and streamed."""
 
 import gc
 import json
 import logging
 
-import pytest
-import trio
-from clients import CHAT, Clients, chat, events_of
+from clients import CHAT, chat, events_of
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineConfig
-from trioengine.core.lifecycle import Cause, PowerEvent
 from trioengine.serve.http import Request
-from trioengine.testing import simulated_engine, toy_answer
+from trioengine.serve.openai.chat import _Answer
+from trioengine.serve.openai.chat_request import ChatRequest
+from trioengine.testing import toy_answer
 from trioengine.testing.toy_model import toy_logprobs
 
 
@@ -239,273 +237,6 @@ async def test_many_logprobs_are_rendered_in_a_thread(autojump_clock, clients):
     assert len(answer.json["choices"][0]["logprobs"]["content"]) == 100
 
 
-# ---- what is refused ----------------------------------------------------------------------------------------------
-
-REFUSED = [
-    ({"model": "other"}, 404, "model_not_found", "model"),
-    ({"model": 1}, 400, "invalid_type", "model"),
-    ({"messages": None}, 400, "missing_parameter", "messages"),
-    ({"messages": []}, 400, "invalid_value", "messages"),
-    ({"messages": "hello"}, 400, "invalid_value", "messages"),
-    ({"messages": ["hello"]}, 400, "invalid_type", "messages[0]"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "invalid_value", "messages[0].role"),
-    ({"messages": [{"role": ["user"], "content": "x"}]}, 400, "invalid_value", "messages[0].role"),
-    ({"messages": [{"role": "user"}]}, 400, "invalid_type", "messages[0].content"),
-    ({"messages": [{"role": "user", "content": []}]}, 400, "invalid_type", "messages[0].content"),
-    ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, 400, "unsupported_parameter", "messages[0].name"),
-    ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid_value", "messages[0].content"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        400,
-        "unsupported_content",
-        "messages[0].content[0].type",
-    ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
-        400,
-        "invalid_type",
-        "messages[0].content[0].text",
-    ),
-    (
-        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-        400,
-        "unsupported_parameter",
-        "messages[0].tool_calls",
-    ),
-    ({"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "context_length_exceeded", "messages"),
-    ({"messages": [{"role": "user", "content": "x" * 4_000_000}]}, 400, "context_length_exceeded", "messages"),
-    ({"temperature": "hot"}, 400, "invalid_value", "temperature"),
-    ({"temperature": float("1e999")}, 400, "invalid_json", None),
-    ({"top_p": 2}, 400, "invalid_value", "top_p"),
-    ({"max_tokens": 0}, 400, "invalid_value", "max_tokens"),
-    ({"max_tokens": None, "max_completion_tokens": 0}, 400, "invalid_value", "max_completion_tokens"),
-    ({"max_completion_tokens": 5}, 400, "invalid_value", "max_completion_tokens"),
-    ({"stop": ["x"] * 17}, 400, "invalid_value", "stop"),
-    ({"stop_token_ids": [100_000]}, 400, "invalid_value", "stop_token_ids"),
-    ({"logit_bias": {"x": 1}}, 400, "invalid_value", "logit_bias"),
-    ({"logprobs": 1}, 400, "invalid_type", "logprobs"),
-    ({"top_logprobs": 1}, 400, "invalid_value", "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, 400, "invalid_value", "top_logprobs"),
-    ({"n": 2}, 400, "unsupported_parameter", "n"),
-    ({"n": True}, 400, "unsupported_parameter", "n"),
-    ({"stream": "yes"}, 400, "invalid_type", "stream"),
-    ({"stream": False, "stream_options": {}}, 400, "invalid_value", "stream_options"),
-    ({"stream": True, "stream_options": []}, 400, "invalid_type", "stream_options"),
-    ({"stream": True, "stream_options": {"x": 1}}, 400, "unsupported_parameter", "stream_options.x"),
-    ({"stream": True, "stream_options": {"include_usage": 1}}, 400, "invalid_type", "stream_options.include_usage"),
-    (
-        {"stream": True, "stream_options": {"include_obfuscation": True}},
-        400,
-        "unsupported_parameter",
-        "stream_options.include_obfuscation",
-    ),
-    ({"store": True}, 400, "unsupported_parameter", "store"),
-    ({"metadata": {"a": 1}}, 400, "invalid_value", "metadata"),
-    ({"user": 1}, 400, "invalid_type", "user"),
-    ({"tools": [{}]}, 400, "unsupported_parameter", "tools"),
-    ({"tool_choice": "required"}, 400, "unsupported_parameter", "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "response_format"),
-    ({"functions": []}, 400, "unsupported_parameter", "functions"),
-    ({"reasoning_effort": "low"}, 400, "unsupported_parameter", "reasoning_effort"),
-    ({"best_of": 1}, 400, "unsupported_parameter", "best_of"),
-    ({"chat_template": "x"}, 400, "unsupported_parameter", "chat_template"),
-]
-
-
-@pytest.mark.parametrize(("fields", "status", "code", "param"), REFUSED, ids=range(len(REFUSED)))
-async def test_what_is_refused(autojump_clock, clients, caplog, fields, status, code, param):
-    """Alike with and without stream; the connection goes on, and the engine has heard of it at most as rejected."""
-    for stream in (False, True) if "stream" not in fields else (fields["stream"],):
-        async with clients.connect() as client:
-            answer = await client.request("POST", CHAT, chat(**{"stream": stream, **fields}))
-            assert (answer.status, answer.error["code"], answer.error["param"]) == (status, code, param)
-            assert answer.error["type"] == "invalid_request_error"
-            assert param is None or param in answer.error["message"]
-            assert (await client.request("GET", "/health")).status == 200
-    assert not caplog.records
-
-
-BODIES = [
-    (b"", "invalid_json"),
-    (b"{", "invalid_json"),
-    (b"[" * 100_000, "invalid_json"),
-    (b'{"n": NaN}', "invalid_json"),
-    (b'{"n": ' + b"1" * 5000 + b"}", "invalid_json"),
-    ('{"user": "ä"}'.encode("latin-1"), "invalid_json"),
-    ('{"user": "ä"}'.encode("utf-16"), "invalid_json"),
-    (b'"hello"', "invalid_type"),
-    (b"[]", "invalid_type"),
-]
-
-
-@pytest.mark.parametrize(("body", "code"), BODIES, ids=range(len(BODIES)))
-@pytest.mark.parametrize("path", [CHAT, "/tokenize", "/detokenize", "/abort_request"])
-async def test_bodies_that_are_no_json_object(autojump_clock, clients, path, body, code):
-    answer = await clients.request("POST", path, body)
-    assert (answer.status, answer.error["code"]) == (400, code)
-
-
-async def test_a_method_that_is_not_allowed(autojump_clock, clients):
-    answer = await clients.request("GET", CHAT)
-    assert (answer.status, answer.headers["allow"]) == (405, "POST")
-
-
-async def test_a_template_that_cannot_render(autojump_clock, clients, monkeypatch):
-    template = clients.engine.tokenizer._template
-    monkeypatch.setattr(template, "_template", type(template)("{{ raise_exception('no') }}")._template)
-    answer = await clients.chat()
-    assert (answer.status, answer.error["code"], answer.error["param"]) == (422, "template_error", "messages")
-
-
-async def test_a_body_that_is_too_large(autojump_clock, clients):
-    answer = await clients.request("POST", CHAT, b" " * ((4 << 20) + 1))
-    assert (answer.status, answer.error["code"]) == (413, "body_too_large")
-
-
-async def test_a_long_body_is_parsed_in_a_thread(autojump_clock, clients):
-    """So is its prompt: the passes of the simulated thread go by."""
-    clients.simulation.thread_passes = 50
-    answer = await clients.request("POST", CHAT, json.dumps(chat()).encode() + b" " * (70 << 10))
-    assert answer.status == 200
-
-
-# ---- what goes wrong ----------------------------------------------------------------------------------------------
-
-LONG = {"max_tokens": 400}
-
-
-async def first_piece(client, **fields):
-    """A stream whose first piece has come."""
-    await client.send("POST", CHAT, chat(stream=True, **LONG | fields))
-    status, _ = await client.head()
-    assert status == 200
-    return await client.piece()
-
-
-async def rest(client):
-    """The events of the rest of a stream."""
-    data = b""
-    while (piece := await client.piece()) is not None:
-        data += piece
-    return events_of(data)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_full_engine_says_429(autojump_clock, stream):
-    config = EngineConfig(model="toy", max_num_seqs=1, max_num_queued_reqs=1)
-    async with simulated_engine(config) as (engine, simulation), trio.open_nursery() as nursery:
-        clients = Clients(engine, simulation, nursery)
-        async with clients.connect() as one, clients.connect() as two:
-            for client in (one, two):
-                await client.send("POST", CHAT, chat(**LONG))
-            await wait_all_tasks_blocked()
-            answer = await clients.chat(stream=stream)
-            assert (answer.status, answer.headers["retry-after"]) == (429, "1")
-            assert (answer.error["type"], answer.error["code"]) == ("rate_limit_error", "overloaded")
-            assert (await one.answer()).status == (await two.answer()).status == 200
-        await clients.all_closed()
-        assert engine.statistics().rejected == 1
-
-
-@pytest.mark.parametrize("event", [PowerEvent.DRAIN, PowerEvent.CLOSE])
-async def test_an_engine_that_ends_says_503(autojump_clock, event):
-    async with simulated_engine() as (engine, simulation), trio.open_nursery() as nursery:
-        clients = Clients(engine, simulation, nursery)
-        engine.gate.change_power(event)
-        answer = await clients.chat()
-        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
-        assert answer.error["code"] == "shutting_down"
-
-
-async def test_a_worker_that_restarts_says_503(autojump_clock):
-    config = EngineConfig(model="toy", max_num_seqs=8, restart_delays=(3.0,))
-    async with simulated_engine(config) as (engine, simulation), trio.open_nursery() as nursery:
-        clients = Clients(engine, simulation, nursery)
-        simulation.worker.exit(-9)
-        await engine.gate.changed()
-        answer = await clients.chat()
-        assert answer.status == 503
-        assert int(answer.headers["retry-after"]) >= 1
-        await engine.ready()
-        assert (await clients.chat()).status == 200
-
-
-async def test_a_worker_that_dies_before_the_first_token(autojump_clock, clients):
-    for stream in (False, True):
-        async with clients.connect() as client:
-            await client.send("POST", CHAT, chat(stream=stream))
-            await wait_all_tasks_blocked()
-            clients.simulation.worker.exit(-9)
-            answer = await client.answer()
-            assert (answer.status, answer.error["code"]) == (503, "worker_lost")
-        await clients.engine.ready()
-
-
-async def test_a_worker_that_dies_in_the_middle(autojump_clock, clients):
-    async with clients.connect() as client:
-        await first_piece(client)
-        clients.simulation.worker.exit(-9)
-        *_, error, done = await rest(client)
-        assert done == "[DONE]"
-        assert error["error"]["code"] == "worker_lost"
-    await clients.engine.ready()
-
-
-async def test_a_request_that_fails_alone(autojump_clock, clients):
-    async with clients.connect() as client:
-        await first_piece(client)
-        (session,) = clients.engine._sessions
-        clients.simulation.worker.runner.fail_requests.add(session.generation.request_id)
-        *_, error, done = await rest(client)
-        assert (error["error"]["code"], done) == ("sampling_failed", "[DONE]")
-
-
-async def test_a_whole_answer_that_fails(autojump_clock, clients):
-    async with clients.connect() as client:
-        await client.send("POST", CHAT, chat(**LONG))
-        await wait_all_tasks_blocked()
-        (session,) = clients.engine._sessions
-        clients.simulation.worker.runner.fail_requests.add(session.generation.request_id)
-        answer = await client.answer()
-        assert (answer.status, answer.error["code"]) == (422, "sampling_failed")
-
-
-@pytest.mark.parametrize(("cause", "status"), [(Cause.SHUTDOWN, 503), (Cause.ABORT_ALL, 500), (Cause.TIMEOUT, 500)])
-async def test_an_abort_is_an_error(autojump_clock, clients, cause, status):
-    async with clients.connect() as whole, clients.connect() as early, clients.connect() as middle:
-        await first_piece(middle)
-        await whole.send("POST", CHAT, chat(**LONG))
-        await early.send("POST", CHAT, chat(stream=True, **LONG))
-        await wait_all_tasks_blocked()
-        clients.engine.abort_all(cause)
-        for client in (whole, early):
-            answer = await client.answer()
-            assert (answer.status, answer.error["code"]) == (status, cause.value)
-        *_, error, done = await rest(middle)
-        assert (error["error"]["code"], done) == (cause.value, "[DONE]")
-        assert error["error"]["type"] == "server_error"
-
-
-async def test_a_bug_in_the_middle(autojump_clock, clients, caplog, monkeypatch):
-    async with clients.connect() as client:
-        await first_piece(client)
-        (session,) = clients.engine._sessions
-        monkeypatch.setattr(session.generation, "_mailbox", None)
-        *_, error, done = await rest(client)
-        assert (error["error"]["code"], done) == ("internal_error", "[DONE]")
-        assert error["error"]["message"] == "internal error"
-    assert caplog.records
-    caplog.clear()
-
-
-async def test_drain_finishes_a_stream(autojump_clock, clients):
-    async with clients.connect() as client, trio.open_nursery() as nursery:
-        await first_piece(client)
-        nursery.start_soon(clients.server.drain)
-        events = await rest(client)
-        assert (events[-2]["choices"][0]["finish_reason"], events[-1]) == ("length", "[DONE]")
-
-
 async def test_a_connection_is_used_again(autojump_clock, clients):
     async with clients.connect() as client:
         for stream in (True, False, True):
@@ -531,10 +262,14 @@ async def test_an_old_client_reads_until_the_close(autojump_clock, clients):
 async def test_the_request_is_let_go_of_before_the_first_token(autojump_clock, clients):
     """Its bytes, and what was parsed of them; the engine keeps the one copy that it works on."""
     async with clients.connect() as client:
-        await client.send("POST", CHAT, chat("hello", **LONG))
+        await client.send("POST", CHAT, chat("hello", max_tokens=400))
         await wait_all_tasks_blocked()
         assert clients.engine.statistics().running + clients.engine.statistics().waiting == 1
-        assert not [entry for entry in gc.get_objects() if isinstance(entry, Request) and entry.body]
+        objects = gc.get_objects()
+        assert not [entry for entry in objects if isinstance(entry, ChatRequest)]
+        assert not [entry for entry in objects if isinstance(entry, Request) and entry.body]
+        (answer,) = (entry for entry in objects if isinstance(entry, _Answer))
+        assert not answer._messages
         (session,) = clients.engine._sessions
         assert session.generation.prompt is None
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
-from dataclasses import replace
 from typing import Any
 
 import trio
@@ -17,11 +16,13 @@ from trioengine.actors.generation import Completion, Generation, deadline_after
 from trioengine.actors.invariants import check_books
 from trioengine.actors.link import Link
 from trioengine.actors.nursery import open_unwrapped_nursery
+from trioengine.actors.observer import Observer
 from trioengine.actors.ports import Ports
 from trioengine.actors.session import Session
 from trioengine.actors.sessions import Sessions
-from trioengine.actors.statistics import Statistics
+from trioengine.actors.statistics import Statistics, statistics_of
 from trioengine.actors.supervisor import Supervisor
+from trioengine.actors.worker_counts import WorkerCounts
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, WorkerLost
 from trioengine.core.lifecycle import Cause, Power, PowerEvent
@@ -32,7 +33,6 @@ from trioengine.core.messages import (
     RequestFailed,
     SessionEnded,
     Tokens,
-    WorkerStatistics,
 )
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.hub.model_files import ModelInfo
@@ -59,6 +59,7 @@ class Engine:
         self.ports = Ports() if ports is None else ports
         self.gate = Gate(self.config)
         self.last_loss: EngineError | None = None
+        self.observers: list[Observer] = []  # one that is added is told what happens from then on
         self._on_progress = on_progress
         self._supervisor = Supervisor(self)
         self._model: ModelInfo | None = None
@@ -68,7 +69,7 @@ class Engine:
         self._nursery: trio.Nursery | None = None
         self._closing = trio.Event()
         self._auditor = Auditor()
-        self._worker_statistics: WorkerStatistics | None = None
+        self._worker_counts = WorkerCounts()
 
     def __repr__(self) -> str:
         return f"<Engine {self.config.model!r} {self.statistics()}>"
@@ -176,27 +177,8 @@ class Engine:
 
     def statistics(self) -> Statistics:
         """The counts at this moment; those of the worker as it said last."""
-        ledger, worker, limits = self.gate.ledger, self._worker_statistics, self._limits
-        current = self._supervisor.current
-        total = limits.kv_blocks_total if limits is not None else 0
-        return Statistics(
-            sessions=ledger.sessions,
-            preparing=ledger.preparing,
-            waiting=ledger.waiting,
-            running=ledger.running,
-            received=ledger.received,
-            finished=ledger.finished,
-            aborted=ledger.aborted,
-            failed=ledger.failed,
-            rejected=ledger.rejected,
-            kv_blocks_total=total,
-            kv_blocks_free=worker.kv_blocks_free if worker is not None else total,
-            kv_blocks_cached=worker.kv_blocks_cached if worker is not None else 0,
-            worker_sessions=len(current.link.connection.sessions) if current is not None else 0,
-            worker_pid=current.process.pid if current is not None else None,
-            incarnation=self._supervisor.incarnations,
-            power=self.gate.power,
-        )
+        kv_blocks_total = self._limits.kv_blocks_total if self._limits is not None else 0
+        return statistics_of(self.gate, self._supervisor, self._worker_counts, kv_blocks_total)
 
     async def check_invariants(self, *, timeout: float = 30.0) -> None:
         """Verify, against what the worker says it holds, that nothing leaked; under any load.
@@ -264,31 +246,29 @@ class Engine:
         """A frame of the worker."""
         match message:
             case Tokens():
-                self._worker_statistics = message.statistics
+                self._on_step(self._worker_counts.on_tokens(message))
                 self._sessions.on_tokens(message)
             case RequestFailed():
                 self._sessions.on_failed(message)
             case SessionEnded():
+                self._worker_counts.on_statistics(message.statistics)
                 self._sessions.on_ended(message)
             case Audited():
-                self._take_blocks(message)
+                self._worker_counts.on_audited(message)
                 self._auditor.on_audited(message)
             case _:
                 raise AssertionError(f"nobody handles {type(message).__name__}")
 
-    def _take_blocks(self, message: Audited) -> None:
-        if self._worker_statistics is not None:
-            self._worker_statistics = replace(
-                self._worker_statistics,
-                kv_blocks_free=message.kv_blocks_free,
-                kv_blocks_cached=message.kv_blocks_cached,
-            )
+    def _on_step(self, num_tokens: int) -> None:
+        if num_tokens > 0:
+            for observer in self.observers:
+                observer.step(num_tokens)
 
     def on_worker_lost(self, error: EngineError) -> None:
         """The incarnation is dead and reaped: everything in flight on it is settled, in one step."""
         self.last_loss = error
         self.gate.link = None
-        self._worker_statistics = None
+        self._worker_counts.on_worker_lost()
         if self.gate.power is not Power.CLOSED:
             self.gate.change_power(PowerEvent.WORKER_LOST)
         lost = error if isinstance(error, WorkerLost) else WorkerLost(str(error))

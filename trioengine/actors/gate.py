@@ -17,7 +17,7 @@ from trioengine.actors.waiting_line import WaitingLine
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvariantError
 from trioengine.core.ledger import Ledger, Stand
-from trioengine.core.lifecycle import Power, PowerEvent, next_power
+from trioengine.core.lifecycle import Cause, Power, PowerEvent, next_power
 from trioengine.core.messages import FinishReason
 
 
@@ -56,9 +56,9 @@ class Gate:
         self.sessions.serve()
         self._notify()
 
-    def settle(self, stand: Stand, finish_reason: FinishReason) -> None:
+    def settle(self, stand: Stand, finish_reason: FinishReason, cause: Cause | None = None) -> None:
         """Enter a request's outcome in the books, and give its slot back."""
-        self.ledger.settle(stand, finish_reason)
+        self.ledger.settle(stand, finish_reason, cause)
         self.requests.serve()
         self._notify()
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from trioengine.actors.request_times import RequestTimes
 from trioengine.core.errors import RequestRejected
 from trioengine.core.ledger import Stand
 from trioengine.core.lifecycle import Cause, Outcome
@@ -112,6 +113,7 @@ class Generation:
         self.answer: Answer | None = None
         self.abort_cause = Cause.CLIENT
         self.usage: Usage | None = None
+        self.times = RequestTimes(session.observers)
         self._request_id: int | None = None
         self._session = session
         self._logprobs: list[Logprobs] = []
@@ -208,6 +210,8 @@ class Generation:
         """Take a row's tokens into the answer. The outcome, if it is the last row, or completes a stop string."""
         answer = self.answer
         assert answer is not None, "rows come after the commit"
+        if row.finish_reason is not FinishReason.ABORT:
+            self.times.on_tokens(row.usage, are_first=not answer.token_ids)
         if row.finish_reason is None:
             delta = answer.feed(row.token_ids)
         else:
@@ -234,6 +238,11 @@ class Generation:
         if self.outcome is None:
             self.outcome = outcome
         self._news.set()
+
+    def tell_times(self) -> None:
+        """It ran to its end: the observers hear how long it took."""
+        assert self.prepared is not None and self.answer is not None, "rows come after the commit"
+        self.times.finish(len(self.prepared.token_ids), len(self.answer.token_ids))
 
     def settle(self) -> None:
         """The worker is done with the request, or will never hear of it."""

@@ -51,7 +51,8 @@ class Session:
         self.id: int | None = None  # minted when entered
         self.end_cause: Cause | None = None
         self.generation: Generation | None = None  # its request, until it is settled
-        self.worker_session = WorkerSession()
+        self.observers = engine.observers
+        self.worker_session = WorkerSession(engine.observers)
         self._engine = engine
         self._gate = engine.gate
         self._initial_history = history
@@ -178,6 +179,7 @@ class Session:
 
     async def start(self, generation: Generation) -> None:
         """Generation.__aenter__."""
+        generation.times.begin()
         self._waiting.add(generation)
         try:
             await Admission(self._engine, self, generation).run()
@@ -270,16 +272,23 @@ class Session:
             if row.finish_reason is None and self.phase is Phase.RUNNING:
                 self._apply(Event.ABORT)
         if row.finish_reason is not None:
-            self._apply(Event.FINISH)
+            self._finish()
 
     def on_failed(self, message: RequestFailed) -> None:
         """REQUEST_FAILED."""
         generation = self._in_flight()
         generation.decide(Outcome(FinishReason.ERROR, error=RequestRejected(message.code, message.message)))
+        self._finish()
+
+    def _finish(self) -> None:
+        """The worker is done with the request; one that was told to end has still to say so of the session."""
+        if self.phase is not Phase.ENDING:
+            self.worker_session.let_go()
         self._apply(Event.FINISH)
 
     def on_ended(self) -> None:
         """SESSION_ENDED."""
+        self.worker_session.let_go()
         self._apply(Event.SESSION_ENDED)
 
     def on_worker_lost(self, error: WorkerLost) -> None:
@@ -327,12 +336,14 @@ class Session:
         """The request is over for the worker, too; undecided, it was aborted."""
         generation = self._in_flight()
         self._cut_short(generation, generation.abort_cause)
-        assert generation.outcome is not None, "just decided"
-        if generation.outcome.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+        outcome = generation.outcome
+        assert outcome is not None, "just decided"
+        if outcome.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            generation.tell_times()
             self._engine.request_finished()
         self.generation = None
         generation.settle()
-        self._gate.settle(generation.stand, generation.outcome.finish_reason)
+        self._gate.settle(generation.stand, outcome.finish_reason, outcome.cause)
 
     def _move(self, generation: Generation, stand: Stand) -> None:
         self._gate.ledger.move(generation.stand, stand)

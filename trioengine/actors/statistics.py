@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from trioengine.core.lifecycle import Power
+from trioengine.core.lifecycle import Cause, Power
+from trioengine.core.messages import FinishReason
+
+if TYPE_CHECKING:
+    from trioengine.actors.gate import Gate
+    from trioengine.actors.supervisor import Supervisor
+    from trioengine.actors.worker_counts import WorkerCounts
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """The engine's counts. received = finished + aborted + failed + preparing + waiting + running, at all times."""
+    """The engine's counts. received = finished + aborted + failed + preparing + waiting + running, at all times.
+
+    Counters never go down, also when the worker is restarted.
+    """
 
     sessions: int
     preparing: int
@@ -27,3 +38,43 @@ class Statistics:
     worker_pid: int | None
     incarnation: int
     power: Power
+    prompt_tokens: int  # of the requests that got a token
+    generation_tokens: int
+    preemptions: int
+    prefix_cache_queries: int  # tokens looked up
+    prefix_cache_hits: int  # tokens found
+    finish_reasons: Mapping[FinishReason, int] = field(repr=False)  # of all that finished, aborted or failed
+    abort_causes: Mapping[Cause, int] = field(repr=False)  # of all that aborted
+
+    @property
+    def restarts(self) -> int:
+        """How many workers were started in place of one that was lost."""
+        return max(self.incarnation - 1, 0)
+
+
+def statistics_of(gate: Gate, supervisor: Supervisor, worker: WorkerCounts, kv_blocks_total: int) -> Statistics:
+    """The counts at this moment; those of the worker as it said last."""
+    ledger, latest, current = gate.ledger, worker.latest, supervisor.current
+    return Statistics(
+        sessions=ledger.sessions,
+        preparing=ledger.preparing,
+        waiting=ledger.waiting,
+        running=ledger.running,
+        received=ledger.received,
+        finished=ledger.finished,
+        aborted=ledger.aborted,
+        failed=ledger.failed,
+        rejected=ledger.rejected,
+        kv_blocks_total=kv_blocks_total,
+        kv_blocks_free=latest.kv_blocks_free if latest is not None else kv_blocks_total,
+        kv_blocks_cached=latest.kv_blocks_cached if latest is not None else 0,
+        worker_sessions=len(current.link.connection.sessions) if current is not None else 0,
+        worker_pid=current.process.pid if current is not None else None,
+        incarnation=supervisor.incarnations,
+        power=gate.power,
+        prompt_tokens=worker.prompt_tokens,
+        generation_tokens=worker.generation_tokens,
+        **worker.counters._asdict(),
+        finish_reasons=dict(ledger.finish_reasons),
+        abort_causes=dict(ledger.abort_causes),
+    )

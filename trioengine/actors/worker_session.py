@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import trio
+
 from trioengine.actors.link import Link
+from trioengine.actors.observer import Observer
 from trioengine.core.messages import AddMessage, AddSession, EndSession, StopSession, TokenIds, token_ids
 
 
@@ -20,9 +24,11 @@ class Posting:
 class WorkerSession:
     """The worker's side of a session. The table in `core.lifecycle` says when to post what."""
 
-    def __init__(self) -> None:
+    def __init__(self, observers: Sequence[Observer]) -> None:
         self._link: Link | None = None  # of the attachment
         self._held: TokenIds = token_ids()  # what the attachment is known to hold
+        self._observers = observers
+        self._told_at: float | None = None  # to stop or to end, on trio's clock, while it has not
 
     def base(self, prompt: TokenIds) -> int:
         """How many tokens of the prompt need not be sent."""
@@ -34,6 +40,7 @@ class WorkerSession:
 
     def detach(self) -> None:
         """The incarnation is dead, and what it held is gone."""
+        self.let_go()
         self._link = None
         self._held = token_ids()
 
@@ -53,9 +60,23 @@ class WorkerSession:
 
     def stop(self, session: int, request: int) -> None:
         self._attached_link.post(StopSession(session, request))
+        self._tell()
 
     def end(self, session: int) -> None:
         self._attached_link.post(EndSession(session))
+        self._tell()
+
+    def let_go(self) -> None:
+        """It has done what it was told last, if it was told to stop or to end."""
+        if self._told_at is not None:
+            seconds = trio.current_time() - self._told_at
+            self._told_at = None
+            for observer in self._observers:
+                observer.session_stopped(seconds)
+
+    def _tell(self) -> None:
+        if self._told_at is None:  # an END after a STOP does not begin anew
+            self._told_at = trio.current_time()
 
     @property
     def _attached_link(self) -> Link:

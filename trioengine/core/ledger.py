@@ -3,6 +3,7 @@
     received = finished + aborted + failed + in_flight
     in_flight = preparing + waiting + running
 
+What has ended is counted by its finish reason (finished: stop or length), what was aborted also by its cause.
 Refusals at the door are counted apart as `rejected`. A session holds a session slot from its opening until the worker
 has let go of it, a request a request slot until the worker is done with it, whatever became of its reader.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import enum
 
 from trioengine.core.errors import InvariantError
+from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import FinishReason
 
 
@@ -30,10 +32,21 @@ class Ledger:
         self.sessions = 0
         self.received = 0
         self.rejected = 0
-        self.finished = 0
-        self.aborted = 0
-        self.failed = 0
+        self.finish_reasons = dict.fromkeys(FinishReason, 0)
+        self.abort_causes = dict.fromkeys(Cause, 0)
         self._stands = dict.fromkeys(Stand, 0)
+
+    @property
+    def finished(self) -> int:
+        return self.finish_reasons[FinishReason.STOP] + self.finish_reasons[FinishReason.LENGTH]
+
+    @property
+    def aborted(self) -> int:
+        return self.finish_reasons[FinishReason.ABORT]
+
+    @property
+    def failed(self) -> int:
+        return self.finish_reasons[FinishReason.ERROR]
 
     @property
     def preparing(self) -> int:
@@ -68,15 +81,12 @@ class Ledger:
         self._stands[before] -= 1
         self._stands[after] += 1
 
-    def settle(self, stand: Stand, finish_reason: FinishReason) -> None:
-        """The request is over, and its slot is free."""
+    def settle(self, stand: Stand, finish_reason: FinishReason, cause: Cause | None = None) -> None:
+        """The request is over, and its slot is free; `cause` is that of an abort."""
         self._stands[stand] -= 1
-        if finish_reason is FinishReason.ABORT:
-            self.aborted += 1
-        elif finish_reason is FinishReason.ERROR:
-            self.failed += 1
-        else:
-            self.finished += 1
+        self.finish_reasons[finish_reason] += 1
+        if cause is not None:
+            self.abort_causes[cause] += 1
 
     def check(self) -> None:
         """Raise InvariantError unless the books balance."""

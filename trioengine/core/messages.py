@@ -150,12 +150,13 @@ class TokensRow:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatistics:
-    """The worker's own counts, after a step."""
+    """The worker's own counts, at this moment."""
 
     num_sessions: int
     num_waiting: int
     num_running: int
     num_steps: int
+    num_tokens: int  # computed in these steps, of prompts and answers
     num_preemptions: int
     kv_blocks_total: int
     kv_blocks_free: int  # holding nothing
@@ -166,7 +167,7 @@ class WorkerStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One step: a row for each sequence that got a token or ended."""
+    """One step: a row for each sequence that got a token or ended; none where it only computed parts of prompts."""
 
     rows: tuple[TokensRow, ...]
     statistics: WorkerStatistics
@@ -187,6 +188,7 @@ class SessionEnded:
     """The attachment is over: its blocks are free, and no row of it follows."""
 
     session: int
+    statistics: WorkerStatistics
 
 
 @dataclass(frozen=True, slots=True)

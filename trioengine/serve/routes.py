@@ -11,13 +11,14 @@ from trioengine import __version__
 from trioengine.actors.engine import Engine
 from trioengine.core.lifecycle import Power
 from trioengine.serve.http import Handler, Request, Response, json_response, problem_response
+from trioengine.serve.metrics.metrics import CONTENT_TYPE, Metrics
 from trioengine.serve.problem import INVALID_REQUEST, Problem
 
 REALTIME = "/v1/realtime"
 HOME = (
-    f"trioengine {__version__}: a language model engine. Connect a WebSocket to {REALTIME} (the text part of OpenAI's "
-    "Realtime protocol). GET /health says whether the engine lives, /ready whether it admits requests, /version its "
-    "version.\n"
+    f"trioengine {__version__}: a language model engine. POST to /v1/chat/completions as to OpenAI, or connect a "
+    f"WebSocket to {REALTIME} (the text part of OpenAI's Realtime protocol). GET /health says whether the engine "
+    "lives, /ready whether it admits requests, /metrics what it does (Prometheus), /version its version.\n"
 )
 
 
@@ -41,7 +42,7 @@ Routes: TypeAlias = Mapping[str, Route]  # by path; with BELOW at its end for al
 BELOW = "*"
 
 
-def routes(engine: Engine) -> Routes:
+def routes(engine: Engine, metrics: Metrics) -> Routes:
     """The routes of an engine."""
 
     async def home(request: Request) -> Response:
@@ -59,11 +60,15 @@ def routes(engine: Engine) -> Routes:
     async def version(request: Request) -> Response:
         return json_response(200, {"version": __version__})
 
+    async def scrape(request: Request) -> Response:
+        return Response(200, metrics.render(), CONTENT_TYPE)
+
     return {
         "/": get(home, Role.ANYONE),
         "/health": get(health, Role.ANYONE),
         "/ready": get(ready, Role.ANYONE),
         "/version": get(version),
+        "/metrics": get(scrape),
     }
 
 

@@ -92,11 +92,41 @@ def test_a_step_is_one_message_with_a_row_for_each_that_sampled() -> None:
     assert [[row.session for row in reply.rows] for reply in second if isinstance(reply, Tokens)] == [[1, 2]]
 
 
-def test_a_step_that_only_computes_a_chunk_says_nothing() -> None:
+def test_a_step_that_only_computes_a_chunk_has_no_rows() -> None:
     bench = Bench()
     bench.handle(AddSession(1), message(1, 1, 0, [1] * 20))
-    assert bench.step_loop.step() == []
-    assert len(bench.step_loop.step()) == 1
+    assert bench.step_loop.step() == [Tokens((), bench.step_loop.statistics())]
+    (reply,) = bench.step_loop.step()
+    assert isinstance(reply, Tokens)
+    assert len(reply.rows) == 1
+
+
+def test_every_step_says_how_many_tokens_were_computed() -> None:
+    """With that of a prompt that is too long for one step, of a cached one, and of a request that is dropped."""
+    bench = Bench()
+    bench.handle(AddSession(1), AddSession(2), message(1, 1, 0, [1] * 20))
+    assert _num_tokens(bench.run()) == [16, 20, 21, 22]
+    bench.handle(message(1, 2, 0, [1] * 20), message(2, 3, 0, [2] * 9))
+    (reply,) = bench.step_loop.step()
+    assert _num_tokens([reply]) == [22 + 4 + 9]
+    bench.handle(EndSession(1))
+    assert _num_tokens(bench.run()) == [36, 37]
+    assert bench.step_loop.statistics().num_steps == 7
+
+
+def _num_tokens(replies: list[FromWorker]) -> list[int]:
+    return [reply.statistics.num_tokens for reply in replies if isinstance(reply, Tokens)]
+
+
+def test_the_end_of_a_session_says_which_blocks_are_free_now() -> None:
+    bench = Bench()
+    bench.handle(AddSession(1), message(1, 1, 0, [1] * 6))
+    bench.step_loop.step()
+    assert bench.step_loop.statistics().kv_blocks_free == 30
+    (ended,) = bench.handle(EndSession(1))
+    assert isinstance(ended, SessionEnded)
+    assert (ended.statistics.kv_blocks_free, ended.statistics.kv_blocks_cached) == (31, 1)
+    assert (ended.statistics.num_sessions, ended.statistics.num_running) == (0, 0)
 
 
 def test_usage_counts_tokens_and_seconds() -> None:
@@ -161,9 +191,9 @@ def test_end_drops_the_request_and_gives_everything_back() -> None:
     bench = Bench()
     bench.handle(AddSession(1), AddSession(2), message(1, 1, 0, [1] * 20), message(2, 2, 0, [2]))
     bench.step_loop.step()
-    assert bench.handle(EndSession(1)) == [SessionEnded(1)]
+    assert bench.handle(EndSession(1)) == [SessionEnded(1, bench.step_loop.statistics())]
     assert {row.session for row in bench.rows()} == {2}
-    assert bench.handle(EndSession(2)) == [SessionEnded(2)]
+    assert bench.handle(EndSession(2)) == [SessionEnded(2, bench.step_loop.statistics())]
     with pytest.raises(KeyError):
         bench.step_loop.held_tokens(1)
     (audited,) = bench.handle(Audit(5))
@@ -203,7 +233,9 @@ def test_a_request_that_cannot_be_sampled_fails_alone() -> None:
     assert failed == RequestFailed(1, 1, "sampling_failed", "told to fail")
     assert bench.step_loop.held_tokens(1).tolist() == [1, answer([1], PARAMS, 64)[0]]
     bench.runner.fail_requests = {2}
-    assert bench.step_loop.step() == [RequestFailed(2, 2, "sampling_failed", "told to fail")]
+    replies = bench.step_loop.step()
+    failed = RequestFailed(2, 2, "sampling_failed", "told to fail")
+    assert replies == [Tokens((), bench.step_loop.statistics()), failed]
 
 
 def test_logprobs_travel_with_their_token() -> None:

@@ -8,6 +8,9 @@ import trio
 from trio_websocket import ConnectionClosed, WebSocketConnection
 
 from trioengine.actors.engine import Engine
+from trioengine.core.serve_config import ConnectionLimits
+from trioengine.serve.departures import Departures
+from trioengine.serve.log_fields import SESSION
 from trioengine.serve.problem import ClientError, problem_of
 from trioengine.serve.realtime.client_events import (
     ClientEvent,
@@ -29,7 +32,6 @@ from trioengine.serve.realtime.settings import Settings
 logger = logging.getLogger("trioengine")
 MAX_UNHANDLED = 64  # events
 MAX_UNHANDLED_SIZE = 8 << 20  # characters of these
-PING_INTERVAL = 20.0  # seconds; the answer may take as long
 CLOSE_TIMEOUT = 5.0
 THREAD_THRESHOLD = 1 << 16  # characters; a longer message is parsed in a thread
 GOING_AWAY, POLICY_VIOLATION = 1001, 1008
@@ -41,25 +43,39 @@ class RealtimeConnection:
     `closing` asks for the end: a response in progress is finished and sent, and the WebSocket closed.
     """
 
-    def __init__(self, engine: Engine, websocket: WebSocketConnection, model: str, closing: trio.Event) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        websocket: WebSocketConnection,
+        model: str,
+        closing: trio.Event,
+        *,
+        limits: ConnectionLimits,
+        departures: Departures,
+    ) -> None:
         self.id = new_id("sess")
         self._conversation_id = new_id("conv")
         self._engine = engine
         self._websocket = websocket
         self._model = model
         self._closing = closing
+        self._departures = departures
+        self._has_gone = False  # the client
         self._settings = Settings()
         self._items = Items()
-        self._outbox = Outbox()
+        self._ping_interval = limits.client_ping_interval
+        self._max_unhandled_size = max(MAX_UNHANDLED_SIZE, limits.max_message_size)  # at least one message
+        self._outbox = Outbox(limits.send_timeout)
         self._responder = Responder(engine, self.id)
         self._unhandled_size = 0  # characters
         self._close_code, self._close_reason = 1000, ""
 
     async def run(self) -> None:
         """The sender outlives the work, so that the last events are followed by a clean close."""
+        SESSION.set(self.id)
         self._outbox.put("session.created", session=self._settings.to_json(self.id, self._model))
         async with trio.open_nursery() as sending:
-            sending.start_soon(self._outbox.send_to, self._websocket)
+            sending.start_soon(self._send)
             sending.start_soon(self._ping)
             async with trio.open_nursery() as work:
                 send_channel, inbox = trio.open_memory_channel[str | bytes](MAX_UNHANDLED)
@@ -74,16 +90,30 @@ class RealtimeConnection:
     async def _receive(self, inbox: trio.MemorySendChannel[str | bytes], work: trio.CancelScope) -> None:
         """Read always, also while nobody handles: only so is it noticed that the client has gone."""
         try:
-            while self._unhandled_size <= MAX_UNHANDLED_SIZE:
+            while self._unhandled_size <= self._max_unhandled_size:
                 message = await self._websocket.get_message()
                 self._unhandled_size += len(message)
                 inbox.send_nowait(message)
-            self._refuse_more(f"more than {MAX_UNHANDLED_SIZE} characters of unhandled events")
+            self._refuse_more(f"more than {self._max_unhandled_size} characters of unhandled events")
         except trio.WouldBlock:
             self._refuse_more(f"more than {MAX_UNHANDLED} unhandled events")
         except ConnectionClosed:
             logger.info("%s: the client has gone", self.id)
+            self._note_departure()
         work.cancel()
+
+    async def _send(self) -> None:
+        try:
+            await self._outbox.send_to(self._websocket)
+        except trio.TooSlowError:
+            self._note_departure()
+            raise
+
+    def _note_departure(self) -> None:
+        """The client is gone, or does not read or answer; it is counted once, if a response was in progress."""
+        if not self._has_gone and self._responder.is_busy:
+            self._departures.add()
+        self._has_gone = True
 
     def _refuse_more(self, reason: str) -> None:
         logger.info("%s: %s", self.id, reason)
@@ -92,12 +122,15 @@ class RealtimeConnection:
     async def _ping(self) -> None:
         """A client that does not answer is gone, also in the middle of a goodbye. Raises TooSlowError."""
         while True:
-            await trio.sleep(PING_INTERVAL)
-            with trio.fail_after(PING_INTERVAL):
+            await trio.sleep(self._ping_interval)
+            with trio.move_on_after(self._ping_interval) as scope:
                 try:
                     await self._websocket.ping()
                 except ConnectionClosed:
                     await trio.sleep_forever()  # until the goodbye is over, which ends this
+            if scope.cancelled_caught:
+                self._note_departure()
+                raise trio.TooSlowError
 
     async def _close_when_asked(self, work: trio.CancelScope) -> None:
         await self._closing.wait()

@@ -12,6 +12,7 @@ from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
 from trioengine.core.errors import EngineError
 from trioengine.core.lifecycle import Cause
+from trioengine.serve.log_fields import REQUEST_ID, about
 from trioengine.serve.problem import ClientError, problem_of
 from trioengine.serve.realtime.response import Response
 from trioengine.text.conversation import check_length
@@ -29,6 +30,11 @@ class Responder:
         self._generation: Generation | None = None
         self._session: Session | None = None
         self._changed = trio.Event()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a response is active, or was when `run` was cancelled."""
+        return self._active is not None
 
     def check_idle(self) -> None:
         """Raises ClientError while there is an active response."""
@@ -74,7 +80,8 @@ class Responder:
         try:
             if self._session is None or self._session.end_cause is not None:
                 self._session = await sessions.enter_async_context(self._engine.open_session(label=self._label))
-            await self._stream(self._session, response)
+            with about(REQUEST_ID, response.id):
+                await self._stream(self._session, response)
         except Exception as exc:
             if not isinstance(exc, EngineError):
                 logger.exception("response %s crashed", response.id)

@@ -19,7 +19,7 @@ SETTLEMENTS = {settlement[0]: settlement for settlement in (ABORTED, REFUSED, LO
 
 READY = messages.Ready("model", "cpu", "float32", vocab_size=8, max_model_len=64, kv_blocks_total=0, block_size=8)
 USAGE = messages.Usage(0, 0, 0)
-STATISTICS = messages.WorkerStatistics(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+STATISTICS = messages.WorkerStatistics(*[0] * 11)
 
 
 @dataclass
@@ -85,7 +85,7 @@ class ModelWorker:
                     return row_of(session, request, FinishReason.ABORT)
             case messages.EndSession(session) if session in self.requests:
                 del self.requests[session]
-                return messages.SessionEnded(session)
+                return messages.SessionEnded(session, STATISTICS)
             case _:
                 raise AssertionError(f"the engine broke the protocol: {message}")
         return None

@@ -13,6 +13,7 @@ from trioengine.actors.gate import Gate
 from trioengine.actors.session import Session
 from trioengine.actors.waiting_line import WaitingLine
 from trioengine.core.ledger import Ledger, Stand
+from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import FinishReason
 from trioengine.testing.mutants.mutant import Mutant, replaced, together
 
@@ -32,10 +33,10 @@ def _smallest_free_id(engine: Engine) -> int:
 
 
 def _forget_the_waiting(settle: Any) -> Any:
-    def mutant(self: Ledger, stand: Stand, finish_reason: FinishReason) -> None:
-        settle(self, stand, finish_reason)
+    def mutant(self: Ledger, stand: Stand, finish_reason: FinishReason, *cause: Cause | None) -> None:
+        settle(self, stand, finish_reason, *cause)
         if stand is Stand.WAITING and finish_reason is FinishReason.ABORT:
-            self.aborted -= 1
+            self.finish_reasons[finish_reason] -= 1
 
     return mutant
 

@@ -45,6 +45,7 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}  # by request
         self._in_step: SchedulerOutput | None = None
         self._num_steps = 0
+        self._num_tokens = 0
         self._num_preemptions = 0
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
@@ -90,9 +91,10 @@ class Scheduler:
         self._admit(scheduled, budget)
         if not scheduled:
             raise InvariantError(f"{len(self._sequences)} sequences, and none of them can be scheduled")
+        self._in_step = output = SchedulerOutput(tuple(scheduled))
         self._num_steps += 1
-        self._in_step = SchedulerOutput(tuple(scheduled))
-        return self._in_step
+        self._num_tokens += output.num_tokens
+        return output
 
     def update(self, output: SchedulerOutput, sampled: Items[SampledToken]) -> list[SampledRow]:
         """Take in what the step computed: a row for each sequence that sampled; finished ones are dropped."""
@@ -125,6 +127,7 @@ class Scheduler:
             num_waiting=len(self._waiting),
             num_running=len(self._running),
             num_steps=self._num_steps,
+            num_tokens=self._num_tokens,
             num_preemptions=self._num_preemptions,
             kv_blocks_total=self.blocks.num_blocks,
             kv_blocks_free=self.blocks.num_free,

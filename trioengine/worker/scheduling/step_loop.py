@@ -102,8 +102,8 @@ class StepLoop:
     def step(self) -> list[FromWorker]:
         """Schedule, run and take in one step; what the runner raises passes through and leaves this loop unusable.
 
-        One TOKENS with a row for each sequence that sampled, none when none did, and a REQUEST_FAILED for each that
-        the runner could not sample for.
+        One TOKENS with a row for each sequence that sampled, and a REQUEST_FAILED for each that the runner could not
+        sample for; nothing when there is nothing to do.
         """
         started = self._clock()
         output = self._scheduler.schedule()
@@ -123,7 +123,7 @@ class StepLoop:
                 failures.append(self._failed(row))
             else:
                 rows.append(self._row(row, now))
-        return [Tokens(tuple(rows), self.statistics()), *failures] if rows else failures
+        return [Tokens(tuple(rows), self.statistics()), *failures]
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless the scheduler's and the block manager's books agree."""
@@ -185,7 +185,7 @@ class StepLoop:
         if session.sequence is not None:
             self._scheduler.abort(session.sequence.request)
         del self._sessions[message.session]
-        return [SessionEnded(message.session)]
+        return [SessionEnded(message.session, self.statistics())]
 
     def _audit(self, message: Audit) -> Audited:
         blocks = self._scheduler.blocks

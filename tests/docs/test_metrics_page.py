@@ -1,0 +1,54 @@
+"""docs/metrics.md names every metric, with its labels, and no other; the dashboard queries only what exists."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from trioengine import EngineConfig
+from trioengine.actors.engine import Engine
+from trioengine.serve import Server
+
+DOCS = Path(__file__).parents[2] / "docs"
+PREFIX = "trioengine_"
+
+
+@pytest.fixture
+def families():
+    exposition = Server(Engine(EngineConfig(model="toy"))).metrics.render().decode()
+    return list(text_string_to_metric_families(exposition))
+
+
+def test_the_page_is_complete(families):
+    rows = re.findall(r"^\| `(\w+)(?:\{(\w+)\})?` \| [^|]+ \| ", (DOCS / "metrics.md").read_text(), re.MULTILINE)
+    documented = {PREFIX + name: label for name, label in rows}
+    assert len(documented) == len(rows)
+    expected = {}
+    for family in families:
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        name = family.name + "_total" * (family.type == "counter")
+        expected[name] = "".join(labels)
+    assert documented == expected
+
+
+def test_the_page_names_every_value_of_a_label(families):
+    page = (DOCS / "metrics.md").read_text()
+    values = [v for family in families for s in family.samples for k, v in s.labels.items() if k != "le"]
+    assert len(values) == 4 + 8
+    assert [value for value in values if f"`{value}`" not in page] == []
+
+
+def test_the_dashboard_queries_what_exists_and_shows_all_of_it(families):
+    dashboard = json.loads((DOCS / "grafana.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert all(query.count("(") == query.count(")") for query in queries)
+    variables = [
+        variable["query"]["query"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"
+    ]
+    used = {name for query in queries + variables for name in re.findall(rf"{PREFIX}\w+", query)}
+    existing = {sample.name: family.name for family in families for sample in family.samples}
+    assert used <= existing.keys()
+    assert {existing[name] for name in used} == set(existing.values())
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])

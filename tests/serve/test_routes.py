@@ -1,0 +1,237 @@
+"""Models, tokenize and detokenize, and what an operator may do."""
+
+import pytest
+import trio
+from clients import CHAT, Clients, chat, events_of
+from trio.testing import wait_all_tasks_blocked
+
+from trioengine import EngineConfig
+from trioengine.core.errors import InvariantError
+from trioengine.core.lifecycle import Cause
+from trioengine.serve.http import json_response
+from trioengine.serve.routes import Role, get, route_of
+from trioengine.testing import simulated_engine
+from trioengine.text.tokenizer import Tokenizer
+
+MODEL = {"id": "toy", "object": "model", "owned_by": "trioengine", "max_model_len": 512}
+
+
+async def test_models(autojump_clock, clients):
+    listed = (await clients.request("GET", "/v1/models")).json
+    (model,) = listed["data"]
+    assert listed == {"object": "list", "data": [model]}
+    assert model == MODEL | {"created": model["created"]}
+    assert (await clients.request("GET", "/v1/models/toy")).json == model
+
+
+@pytest.mark.parametrize("name", ["", "other", "toy/other", "%FF", "t%6Fys"])
+async def test_another_model(autojump_clock, clients, name):
+    answer = await clients.request("GET", f"/v1/models/{name}")
+    assert (answer.status, answer.error["code"]) == (404, "model_not_found")
+
+
+async def test_a_model_with_a_path_as_its_name(autojump_clock, clients):
+    clients = Clients(clients.engine, clients.simulation, clients._nursery, served_model_name="some one/a model")
+    for name in ("some%20one/a%20model", "some%20one%2Fa%20model"):
+        assert (await clients.request("GET", f"/v1/models/{name}")).json["id"] == "some one/a model"
+    assert (await clients.chat(model="some one/a model")).json["model"] == "some one/a model"
+    await clients.all_closed()
+
+
+async def test_models_are_known_before_the_engine_is_ready(autojump_clock):
+    config = EngineConfig(model="toy", max_num_seqs=8)
+    async with simulated_engine(config) as (engine, simulation), trio.open_nursery() as nursery:
+        clients = Clients(engine, simulation, nursery)
+        engine._limits = None
+        assert (await clients.request("GET", "/v1/models")).json["data"][0]["max_model_len"] is None
+        answer = await clients.request("POST", "/tokenize", {"prompt": "x"})
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+
+
+def test_which_route():
+    async def handler(request):
+        return json_response(200, {})
+
+    routes = {"/a": get(handler), "/a/*": get(handler, Role.OPERATOR)}
+    assert route_of(routes, "/a") is routes["/a"]
+    assert route_of(routes, "/a/b") is route_of(routes, "/a/b/c") is route_of(routes, "/a/") is routes["/a/*"]
+    assert route_of(routes, "/ab") is None
+
+
+# ---- tokens -------------------------------------------------------------------------------------------------------
+
+
+async def test_tokenize_a_text(autojump_clock, clients):
+    answer = await clients.request("POST", "/tokenize", {"model": "toy", "prompt": "hi<|im_end|>"})
+    assert answer.json == {"count": 3, "max_model_len": 512, "tokens": [104, 105, 258], "token_strs": None}
+
+
+@pytest.mark.parametrize("add_special_tokens", [True, False, None])
+async def test_token_strings(autojump_clock, clients, add_special_tokens):
+    body = {"prompt": "a b", "return_token_strs": True, "add_special_tokens": add_special_tokens}
+    assert (await clients.request("POST", "/tokenize", body)).json["token_strs"] == ["a", "Ġ", "b"]
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+async def test_tokenize_messages(autojump_clock, clients, add_generation_prompt):
+    body = {"messages": MESSAGES, "add_generation_prompt": add_generation_prompt}
+    ids = clients.engine.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=add_generation_prompt)
+    assert (await clients.request("POST", "/tokenize", body)).json["tokens"] == ids
+
+
+async def test_tokens_there_and_back(autojump_clock, clients):
+    text = "ä€😀 <|im_start|>x"
+    tokens = (await clients.request("POST", "/tokenize", {"prompt": text})).json["tokens"]
+    assert (await clients.request("POST", "/detokenize", {"tokens": tokens})).json == {"prompt": text}
+
+
+async def test_long_texts_are_tokenized_in_a_thread(autojump_clock, clients):
+    """Others are served meanwhile."""
+    clients.simulation.thread_passes = 1000
+    text, order = "x" * 100_000, []
+
+    async def request(name, *what):
+        answer = await clients.request(*what)
+        assert answer.status == 200
+        order.append(name)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(request, "tokenize", "POST", "/tokenize", {"prompt": text})
+        for _ in range(100):
+            await trio.lowlevel.checkpoint()
+        nursery.start_soon(request, "health", "GET", "/health")
+    assert order == ["health", "tokenize"]
+
+
+REFUSED = [
+    ("/tokenize", {}, 400, "missing_parameter", "messages"),
+    ("/tokenize", {"prompt": 1}, 400, "invalid_type", "prompt"),
+    ("/tokenize", {"prompt": "\ud800"}, 400, "invalid_value", "prompt"),
+    ("/tokenize", {"prompt": "x", "messages": MESSAGES}, 400, "invalid_value", "messages"),
+    ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, 400, "invalid_value", "add_generation_prompt"),
+    ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, 400, "invalid_value", "add_special_tokens"),
+    ("/tokenize", {"prompt": "x", "add_special_tokens": 1}, 400, "invalid_type", "add_special_tokens"),
+    ("/tokenize", {"prompt": "x", "return_token_strs": 1}, 400, "invalid_type", "return_token_strs"),
+    ("/tokenize", {"prompt": "x", "model": "other"}, 404, "model_not_found", "model"),
+    ("/tokenize", {"prompt": "x", "x": 1}, 400, "unsupported_parameter", "x"),
+    ("/detokenize", {}, 400, "invalid_type", "tokens"),
+    ("/detokenize", {"tokens": "x"}, 400, "invalid_type", "tokens"),
+    ("/detokenize", {"tokens": [1, 259]}, 400, "invalid_value", "tokens[1]"),
+    ("/detokenize", {"tokens": [-1]}, 400, "invalid_value", "tokens[0]"),
+    ("/detokenize", {"tokens": [True]}, 400, "invalid_value", "tokens[0]"),
+    ("/detokenize", {"tokens": [1.0]}, 400, "invalid_value", "tokens[0]"),
+    ("/detokenize", {"tokens": [], "model": "other"}, 404, "model_not_found", "model"),
+    ("/abort_request", {}, 400, "invalid_value", "request_id"),
+    ("/abort_request", {"request_id": "x", "abort_all": True}, 400, "invalid_value", "request_id"),
+    ("/abort_request", {"request_id": 1}, 400, "invalid_type", "request_id"),
+    ("/abort_request", {"abort_all": 1}, 400, "invalid_type", "abort_all"),
+    ("/abort_request", {"abort_all": False}, 400, "invalid_value", "request_id"),
+    ("/abort_request", {"id": "x"}, 400, "unsupported_parameter", "id"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "code", "param"), REFUSED, ids=range(len(REFUSED)))
+async def test_what_is_refused(autojump_clock, clients, path, body, status, code, param):
+    answer = await clients.request("POST", path, body)
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (status, code, param)
+
+
+TOKENIZER = """{"version": "1.0", "added_tokens": [
+  {"id": 1, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+   "special": true}],
+ "post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
+  {"Sequence": {"id": "A", "type_id": 0}}], "pair": [], "special_tokens": {"<s>": {"id": "<s>", "ids": [1],
+  "tokens": ["<s>"]}}},
+ "model": {"type": "BPE", "vocab": {"a": 0, "<s>": 1}, "merges": []}}"""
+
+
+def test_the_special_tokens_around_a_text():
+    tokenizer = Tokenizer.from_json(TOKENIZER)
+    assert tokenizer.encode("a") == [0]
+    assert tokenizer.surrounded([0, 0]) == [1, 0, 0]
+    assert [tokenizer.token_string(id) for id in (0, 1, 2)] == ["a", "<s>", ""]
+
+
+# ---- an operator --------------------------------------------------------------------------------------------------
+
+
+async def test_the_roles(autojump_clock, clients):
+    routes = clients.server.front_door._routes
+    operators = {path for path, route in routes.items() if route.role is Role.OPERATOR}
+    assert operators == {"/debug/invariants", "/abort_request"}
+    assert {path for path, route in routes.items() if route.role is Role.ANYONE} == {"/", "/health", "/ready"}
+
+
+async def test_invariants_hold_while_requests_run(autojump_clock, clients):
+    async with clients.connect() as client:
+        await client.send("POST", CHAT, chat(stream=True, max_tokens=100))
+        await client.head()
+        answer = await clients.request("GET", "/debug/invariants")
+        assert (answer.status, answer.json) == (200, {"ok": True})
+        await client.rest()
+
+
+async def test_invariants_that_do_not_hold(autojump_clock, clients, monkeypatch):
+    async def check():
+        raise InvariantError("one is missing")
+
+    monkeypatch.setattr(clients.engine, "check_invariants", check)
+    answer = await clients.request("GET", "/debug/invariants")
+    assert (answer.status, answer.error["code"]) == (500, "invariant_violated")
+    assert answer.error["message"] == "one is missing"
+    monkeypatch.undo()
+
+
+async def test_invariants_without_a_worker(autojump_clock, clients):
+    clients.simulation.worker.exit(-9)
+    await clients.engine.gate.changed()
+    assert (await clients.request("GET", "/debug/invariants")).status == 503
+    await clients.engine.ready()
+
+
+async def streaming(client, content):
+    """A stream whose first piece has come, and its id."""
+    await client.send("POST", CHAT, chat(content, stream=True, max_tokens=400))
+    await client.head()
+    return events_of(await client.piece())[0]["id"]
+
+
+async def test_abort_one(autojump_clock, clients):
+    async with clients.connect() as one, clients.connect() as other:
+        id = await streaming(one, "hello")
+        await streaming(other, "you")
+        answer = await clients.request("POST", "/abort_request", {"request_id": id})
+        assert (answer.status, answer.json) == (200, {"aborted": 1})
+        *_, error, done = events_of(await one.rest())
+        assert (error["error"]["code"], done) == ("aborted", "[DONE]")
+        assert events_of(await other.rest())[-2]["choices"][0]["finish_reason"] == "length"
+    assert (await clients.request("POST", "/abort_request", {"request_id": id})).json == {"aborted": 0}
+
+
+async def test_abort_one_that_is_whole(autojump_clock, clients):
+    """Its id is told only with the answer; an operator has it from the log."""
+    async with clients.connect() as client:
+        await client.send("POST", CHAT, chat(max_tokens=400))
+        await wait_all_tasks_blocked()
+        (id,) = clients.server.completions._generations
+        assert (await clients.request("POST", "/abort_request", {"request_id": id})).json == {"aborted": 1}
+        answer = await client.answer()
+        assert (answer.status, answer.error["code"]) == (500, "aborted")
+
+
+async def test_abort_all(autojump_clock, clients):
+    async with clients.connect() as one, clients.connect() as other, clients.realtime() as realtime:
+        for client, content in ((one, "hello"), (other, "you")):
+            await streaming(client, content)
+        await realtime.say("hello")
+        await realtime.send("response.create", response={"max_output_tokens": 400, "ignore_eos": True})
+        await realtime.until("response.output_text.delta")
+        answer = await clients.request("POST", "/abort_request", {"abort_all": True})
+        assert answer.json == {"aborted": 3}
+        for client in (one, other):
+            assert events_of(await client.rest())[-2]["error"]["code"] == Cause.ABORT_ALL.value
+        response = (await realtime.until("response.done"))["response"]
+        assert response["status_details"]["error"]["code"] == Cause.ABORT_ALL.value

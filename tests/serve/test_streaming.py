@@ -1,0 +1,203 @@
+"""Streamed responses by themselves: pieces, silences, and handlers that do not keep to the rules."""
+
+import logging
+
+import pytest
+import trio
+from clients import HttpClient
+from trio.testing import lockstep_stream_pair, memory_stream_pair, wait_all_tasks_blocked
+
+from trioengine.serve import ServeConfig, Server
+from trioengine.serve.access import Access
+from trioengine.serve.departures import Departures
+from trioengine.serve.front_door import FrontDoor
+from trioengine.serve.http import json_response
+from trioengine.serve.problem import ClientError
+from trioengine.serve.routes import get
+from trioengine.serve.streaming import KEEP_ALIVE, StreamingResponse
+
+
+@pytest.fixture
+def connect(clients):
+    """A function that gives a client of a server with one more route, which is answered by `write`."""
+    nursery = clients._nursery
+
+    def connect(write, *pair, **options):
+        async def handler(request):
+            return StreamingResponse(write, **options)
+
+        door = Server(clients.engine).front_door
+        routes = {**door._routes, "/stream": get(handler)}
+        config = ServeConfig()
+        access, limits = Access(config), config.limits
+        upgrade, realtime, departures = door._check_upgrade, door._realtime, Departures()
+        door = FrontDoor(routes, access, upgrade, realtime, departures=departures, limits=limits, max_connections=8)
+        ours, theirs = pair or memory_stream_pair()
+        nursery.start_soon(door.handle, theirs)
+        return HttpClient(ours)
+
+    return connect
+
+
+async def test_pieces_come_as_they_are_sent(autojump_clock, connect):
+    async def write(body):
+        for piece in (b"a", b"bc", b"def" * 10_000):
+            await body.send(piece)
+            await trio.sleep(1)
+
+    client = connect(write, content_type=b"text/plain", status=202, headers=((b"x-one", b"1"),))
+    await client.send("GET", "/stream")
+    status, headers = await client.head()
+    assert (status, headers["content-type"], headers["x-one"]) == (202, "text/plain", "1")
+    before = trio.current_time()
+    assert [await client.piece(), await client.piece()] == [b"a", b"bc"]
+    assert trio.current_time() - before == pytest.approx(1)
+    assert await client.rest() == b"def" * 10_000
+    assert (await client.request("GET", "/health")).status == 200
+    await client.stream.aclose()
+
+
+async def test_a_whole_response_instead(autojump_clock, connect):
+    async def write(body):
+        return json_response(200, {"a": 1})
+
+    client = connect(write)
+    assert (await client.request("GET", "/stream")).json == {"a": 1}
+    assert (await client.request("GET", "/health")).status == 200
+    await client.stream.aclose()
+
+
+async def test_an_error_before_the_first_piece(autojump_clock, connect):
+    async def write(body):
+        raise ClientError("no_such_thing", "there is none", param="x")
+
+    client = connect(write)
+    answer = await client.request("GET", "/stream")
+    assert (answer.status, answer.error["code"]) == (400, "no_such_thing")
+    assert (await client.request("GET", "/health")).status == 200
+    await client.stream.aclose()
+
+
+async def raise_after_a_piece(body):
+    await body.send(b"a")
+    raise ZeroDivisionError
+
+
+async def respond_after_a_piece(body):
+    await body.send(b"a")
+    return json_response(200, {})
+
+
+@pytest.mark.parametrize("write", [raise_after_a_piece, respond_after_a_piece])
+async def test_an_error_after_it_cuts_the_body_off(autojump_clock, connect, caplog, write):
+    """The client can tell: the end of the body is missing."""
+    client = connect(write)
+    await client.send("GET", "/stream")
+    await client.head()
+    assert await client.piece() == b"a"
+    assert await client.stream.receive_some() == b""
+    assert len(caplog.records) == (write is raise_after_a_piece)
+    caplog.clear()
+    await client.stream.aclose()
+
+
+async def test_nothing_at_all(autojump_clock, connect):
+    async def write(body):
+        return None
+
+    client = connect(write)
+    await client.send("GET", "/stream")
+    assert await client.stream.receive_some() == b""
+    await client.stream.aclose()
+
+
+async def test_only_a_silence_is_broken(autojump_clock, connect):
+    async def write(body):
+        for _ in range(4):
+            await body.send(b"a")
+            await trio.sleep(KEEP_ALIVE - 1)
+        await trio.sleep(2)
+        await body.send(b"z")
+
+    client = connect(write, keep_alive=b".")
+    assert (await client.request("GET", "/stream")).body == b"aaaa.z"
+    await client.stream.aclose()
+
+
+async def test_a_piece_waits_for_the_comment_before_it(autojump_clock, connect):
+    async def write(body):
+        await body.send(b"a")
+        await trio.sleep(KEEP_ALIVE + 1)
+        await body.send(b"z")
+
+    client = connect(write, *lockstep_stream_pair(), keep_alive=b".")
+    await client.send("GET", "/stream")
+    await client.head()
+    assert await client.piece() == b"a"
+    await trio.sleep(KEEP_ALIVE + 5)
+    assert await client.rest() == b".z"
+    await trio.aclose_forcefully(client.stream)
+
+
+async def test_the_end_waits_for_the_comment_before_it(autojump_clock, connect):
+    async def write(body):
+        await body.send(b"a")
+        await trio.sleep(KEEP_ALIVE + 1)
+
+    client = connect(write, *lockstep_stream_pair(), keep_alive=b".")
+    await client.send("GET", "/stream")
+    await client.head()
+    assert await client.piece() == b"a"
+    await trio.sleep(KEEP_ALIVE + 5)
+    assert await client.rest() == b"."
+    await trio.aclose_forcefully(client.stream)
+
+
+class BrokenSends(trio.abc.SendStream):
+    async def send_all(self, data):
+        raise trio.BrokenResourceError
+
+    async def wait_send_all_might_not_block(self):
+        await trio.lowlevel.checkpoint()
+
+    async def aclose(self):
+        await trio.lowlevel.checkpoint()
+
+
+async def test_a_send_that_fails_is_a_departure(autojump_clock, connect, caplog):
+    caplog.set_level(logging.INFO, "trioengine")
+    departed = trio.Event()
+
+    async def write(body):
+        body.on_departure = departed.set
+        await body.send(b"a")
+
+    ours, theirs = memory_stream_pair()
+    client = connect(write, ours, trio.StapledStream(BrokenSends(), theirs.receive_stream))
+    await client.send("GET", "/stream")
+    await departed.wait()
+    await wait_all_tasks_blocked()
+    assert caplog.messages[1:] == ["a client went away: it closed the connection"]  # after the line of the access log
+    await client.stream.aclose()
+
+
+async def test_who_answers_is_told_of_a_departure_first(autojump_clock, connect):
+    told, log = trio.Event(), []
+
+    async def write(body):
+        body.on_departure = lambda: log.append("departed")
+        try:
+            await body.send(b"a")
+            await trio.sleep_forever()
+        except trio.Cancelled:
+            log.append("cancelled")
+            raise
+        finally:
+            told.set()
+
+    client = connect(write)
+    await client.send("GET", "/stream")
+    await client.head()
+    await client.stream.aclose()
+    await told.wait()
+    assert log == ["departed", "cancelled"]

@@ -1,0 +1,1 @@
+"""What GET /metrics says: the engine's counts, read when asked, and histograms of its times."""
