@@ -2,10 +2,8 @@
 
 import pytest
 
-from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.program import Program, replay
-from trioengine.testing.fuzz.realtime_machine import RealtimeMachine
 from trioengine.testing.fuzz.runner import silence
 
 BEGIN = ("begin", {"ready": True, "sessions": 1, "turns": 0, "asks": 0, "thread_passes": 1})
@@ -60,7 +58,7 @@ FOUND_IN_THE_ENGINE = {
         ("settle", {}),
     ],
 }
-FOUND_IN_THE_SERVER = {
+FOUND_IN_REALTIME = {
     "a client says goodbye, and reads no more: the answer to its goodbye waits for room, for ever": [
         ("begin", {"ready": True, "clients": 1, "turns": 0}),
         ("go", {"which": 0, "how": "stall"}),
@@ -83,6 +81,18 @@ FOUND_IN_THE_SERVER = {
 }
 
 SECONDS = (*[0.2] * 15, 1.0, *[0.2] * 6, 1.0, *[0.2] * 4, 1.0, *[0.2] * 5, 1.0)
+FOUND_IN_HTTP = {
+    "the end of a stream waits for room, for ever": [
+        ("begin", {"ready": True, "clients": 1}),
+        *[("connect", {})] * 2,
+        ("settle", {}),
+        ("go", {"which": 0, "how": "close"}),
+        ("ask", {"which": 0, "prompt": "a", "max_tokens": 3, "streams": True, "rounds": 20}),
+        ("advance", {"seconds": 0.2}),
+        ("go", {"which": 0, "how": "vanish"}),
+    ],
+}
+FOUND = {"EngineMachine": FOUND_IN_THE_ENGINE, "RealtimeMachine": FOUND_IN_REALTIME, "HttpMachine": FOUND_IN_HTTP}
 FALSE_ALARMS = {
     "requests of a session are admitted in another order than they were started": (
         "EngineMachine",
@@ -109,16 +119,13 @@ FALSE_ALARMS = {
 }
 
 
-@pytest.mark.parametrize("steps", FOUND_IN_THE_ENGINE.values(), ids=FOUND_IN_THE_ENGINE)
-def test_what_was_found_in_the_engine(steps):
+@pytest.mark.parametrize(
+    ("machine", "steps"),
+    [pytest.param(machine, steps, id=name) for machine, found in FOUND.items() for name, steps in found.items()],
+)
+def test_what_was_found(machine, steps):
     with silence():
-        assert replay(EngineMachine(), Program("EngineMachine", steps)) == 0, "every step is possible"
-
-
-@pytest.mark.parametrize("steps", FOUND_IN_THE_SERVER.values(), ids=FOUND_IN_THE_SERVER)
-def test_what_was_found_in_the_server(steps):
-    with silence():
-        assert replay(RealtimeMachine(), Program("RealtimeMachine", steps)) == 0, "every step is possible"
+        assert replay(MACHINES[machine](), Program(machine, steps)) == 0, "every step is possible"
 
 
 @pytest.mark.parametrize(("machine", "steps"), FALSE_ALARMS.values(), ids=FALSE_ALARMS)

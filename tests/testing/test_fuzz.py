@@ -14,7 +14,7 @@ from trioengine.testing.fuzz.rare import TABLE_STATES
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
 from trioengine.testing.mutants import MUTANTS
 
-PROGRAMS = {"EngineMachine": 1200, "RealtimeMachine": 400}
+PROGRAMS = {"EngineMachine": 1200, "RealtimeMachine": 400, "HttpMachine": 400}
 PROGRAMS_A_MUTANT = 3000
 OUT_OF_REACH = (
     frozenset(  # legal, and not taken: a request that is over, and a session or engine that is gone, ask no more
@@ -36,7 +36,7 @@ OUT_OF_REACH = (
 MOMENTS = ("on the way in", "before the worker has seen ADD_SESSION", "after the outcome, before it is read")
 WHILE_A_RESPONSE_IS_ACTIVE = frozenset(
     f"{how} while a response is active"
-    for how in ("close", "hang up", "reset", "stall", "vanish", "read again", "garbage")
+    for how in ("close", "hang up", "reset", "stall", "vanish", "read again", "garbage", "half-close")
 )
 REACHED = {
     "EngineMachine": (TABLE_STATES - OUT_OF_REACH)
@@ -48,6 +48,7 @@ REACHED = {
         "prefix cache hits",
     },
     "RealtimeMachine": WHILE_A_RESPONSE_IS_ACTIVE | {"a cancel crosses what the server sends", "an outbox is full"},
+    "HttpMachine": WHILE_A_RESPONSE_IS_ACTIVE,
 }
 
 

@@ -69,9 +69,9 @@ class Body:
 
     async def end(self, last: bytes) -> None:
         """Send the last bytes as they are; nothing follows."""
-        self._over = True
         self._frame = bytes
         await self.send(last)
+        self._over = True
 
     async def watch(self) -> None:
         """Notice a client that reads nothing, and keep one that waits company.

@@ -8,7 +8,9 @@ import trio
 from trio_websocket import ConnectionClosed, WebSocketConnection
 
 from trioengine.serve.front_door import FrontDoor
+from trioengine.serve.http import HttpConnection
 from trioengine.serve.realtime.outbox import Outbox
+from trioengine.serve.streaming import Body
 from trioengine.testing.mutants.mutant import Mutant, replaced
 
 _sender: trio.lowlevel.RunVar[trio.Lock] = trio.lowlevel.RunVar("sender")
@@ -61,6 +63,13 @@ def _let_closes_out(handle: Any) -> Any:
     return mutant
 
 
+def _watch_nobody(watch: Any) -> Any:
+    async def mutant(self: HttpConnection, body: Body) -> None:
+        await trio.sleep_forever()
+
+    return mutant
+
+
 SERVER_MUTANTS = (
     Mutant(
         "F24",
@@ -75,6 +84,13 @@ SERVER_MUTANTS = (
         replaced(Outbox, "room", _room_for_everything),
         shows="are kept for a slow client",
         machine="RealtimeMachine",
+    ),
+    Mutant(
+        "F32",
+        "a client that waits for a whole answer leaves, and nobody notices",
+        replaced(HttpConnection, "_watch", _watch_nobody),
+        shows="go on for . clients",
+        machine="HttpMachine",
     ),
     Mutant(
         "F36",
