@@ -17,6 +17,7 @@ from trioengine.core.lifecycle import Cause
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
+RATE_LIMIT = "rate_limit_error"
 _STATUS = {  # of what a client asked for; others are 400
     "model_not_found": 404,
     "too_large": 413,
@@ -66,7 +67,7 @@ def problem_of(error: Exception) -> Problem:
         case RequestRejected():
             return Problem(INVALID_REQUEST, error.code, error.message, error.param)
         case EngineOverloaded():
-            return Problem("rate_limit_error", "overloaded", str(error), retry_after=error.retry_after)
+            return Problem(RATE_LIMIT, "overloaded", str(error), retry_after=error.retry_after)
         case RequestAborted():
             code = error.cause.value if error.cause not in (None, Cause.CLIENT) else "aborted"
             return Problem(SERVER_ERROR, code, f"the request was aborted: {code}")

@@ -11,7 +11,6 @@ import trio
 if TYPE_CHECKING:
     from trioengine.serve.http import Response
 
-SEND_TIMEOUT = 20.0  # seconds; a client that does not read for so long is gone
 KEEP_ALIVE = 15.0  # seconds of silence after which a stream says that it goes on
 
 
@@ -25,12 +24,15 @@ class Body:
     When the client goes away, `on_departure` is called in the same step, then whoever answers is cancelled.
     """
 
-    def __init__(self, send_all: Callable[[bytes], Awaitable[None]], scope: trio.CancelScope) -> None:
+    def __init__(
+        self, send_all: Callable[[bytes], Awaitable[None]], scope: trio.CancelScope, send_timeout: float
+    ) -> None:
         self.begun = False  # the head was sent: what is wrong from here on must be told in the body
         self.departed: Exception | None = None  # why the client is served no more
         self.on_departure: Callable[[], object] = _nothing
         self._send_all = send_all
         self._scope = scope
+        self._send_timeout = send_timeout  # seconds; a client that reads nothing for so long is gone
         self._frame: Callable[[bytes], bytes] = bytes
         self._keep_alive = b""
         self._since = trio.current_time()  # when a send began, or the last one ended
@@ -77,11 +79,11 @@ class Body:
         """
         while not self._over:
             since = self._since
-            await trio.sleep_until(since + KEEP_ALIVE)
-            if self._sending and self._since == since:
-                await trio.sleep_until(since + SEND_TIMEOUT)
-                if self._sending and self._since == since:
-                    self.depart(Disconnected("it does not read"))
+            await trio.sleep_until(since + min(KEEP_ALIVE, self._send_timeout))
+            if self._since == since:  # nothing has begun or ended meanwhile
+                await trio.sleep_until(since + (self._send_timeout if self._sending else KEEP_ALIVE))
+            if self._since == since and self._sending:
+                self.depart(Disconnected("it does not read"))
             elif self._since == since and not self._over:
                 await self._break_silence()
 
@@ -89,7 +91,7 @@ class Body:
         if not self._keep_alive:
             self._since = trio.current_time()
             return
-        with trio.move_on_after(SEND_TIMEOUT) as scope:
+        with trio.move_on_after(self._send_timeout) as scope:
             await self.send(self._keep_alive)
         if scope.cancelled_caught:
             self.depart(Disconnected("it does not read"))
