@@ -19,9 +19,8 @@ from trioengine.testing import simulated_engine, toy_answer
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.simulation import DEFAULT_LIMITS
 
-SEND_TIMEOUT = ServeConfig().send_timeout
-
 LONG = {"max_tokens": 400}
+SEND_TIMEOUT = ServeConfig().send_timeout
 
 
 async def leave_cleanly(stream):

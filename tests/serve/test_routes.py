@@ -165,6 +165,25 @@ async def test_the_roles(autojump_clock, clients):
     assert {path for path, route in routes.items() if route.role is Role.ANYONE} == {"/", "/health", "/ready"}
 
 
+KEYS = {"api_key": ("user",), "admin_key": ("operator",)}
+WHO = [
+    ("GET", "/v1/models/toy", None, (401, 200, 200)),
+    ("POST", CHAT, chat(), (401, 200, 200)),
+    ("POST", "/tokenize", {"prompt": "x"}, (401, 200, 200)),
+    ("GET", "/debug/invariants", None, (401, 403, 200)),
+    ("POST", "/abort_request", {"abort_all": True}, (401, 403, 200)),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "content", "statuses"), WHO)
+async def test_who_may(autojump_clock, method, path, content, statuses):
+    async with simulated_engine() as (engine, simulation), trio.open_nursery() as nursery:
+        clients = Clients(engine, simulation, nursery, **KEYS)
+        for key, status in zip(("nobody", "user", "operator"), statuses, strict=True):
+            answer = await clients.request(method, path, content, authorization=f"Bearer {key}")
+            assert (key, answer.status) == (key, status)
+
+
 async def test_invariants_hold_while_requests_run(autojump_clock, clients):
     async with clients.connect() as client:
         await client.send("POST", CHAT, chat(stream=True, max_tokens=100))
@@ -212,7 +231,7 @@ async def test_abort_one(autojump_clock, clients):
 
 
 async def test_abort_one_that_is_whole(autojump_clock, clients):
-    """Its id is told only with the answer; an operator has it from the log."""
+    """Its client hears of its id only with the answer."""
     async with clients.connect() as client:
         await client.send("POST", CHAT, chat(max_tokens=400))
         await wait_all_tasks_blocked()

@@ -30,7 +30,7 @@ from trioengine.serve.http import (
 from trioengine.serve.log_fields import CLIENT, REQUEST_ID, SESSION, about
 from trioengine.serve.problem import INVALID_REQUEST, SERVER_ERROR, ClientError, Problem
 from trioengine.serve.replay_stream import ReplayStream
-from trioengine.serve.routes import REALTIME, Role, Routes, find, upgrade_required
+from trioengine.serve.routes import REALTIME, Role, Routes, find, route_of, upgrade_required
 from trioengine.serve.sockets import CHUNK, guard, linger, peer
 from trioengine.serve.streaming import Disconnected, StreamingResponse
 
@@ -137,7 +137,7 @@ class FrontDoor:
 
     async def _serve_request(self, connection: HttpConnection, stream: trio.abc.Stream, request: Request) -> bool:
         """True if another request may follow. Raises BadRequest."""
-        route = self._routes.get(request.path)
+        route = route_of(self._routes, request.path)
         preflight = self._access.origins.preflight(request, () if route is None else route.handlers)
         role = Role.USER if route is None else route.role
         with self._access.admit(request, Role.ANYONE if preflight else role):

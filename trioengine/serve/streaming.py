@@ -11,7 +11,7 @@ import trio
 if TYPE_CHECKING:
     from trioengine.serve.http import Response
 
-KEEP_ALIVE = 15.0  # seconds of silence, at most, after which a stream says that it goes on
+KEEP_ALIVE = 15.0  # seconds of silence after which a stream says that it goes on
 
 
 class Disconnected(Exception):
@@ -33,7 +33,7 @@ class Body:
         self.on_departure: Callable[[], object] = _nothing
         self._send_all = send_all
         self._scope = scope
-        self._send_timeout = send_timeout
+        self._send_timeout = send_timeout  # seconds; a client that reads nothing for so long is gone
         self._frame: Callable[[bytes], bytes] = bytes
         self._keep_alive = b""
         self._since = trio.current_time()  # when a send began, or the last one ended
@@ -81,10 +81,10 @@ class Body:
         while not self._over:
             since = self._since
             await trio.sleep_until(since + min(KEEP_ALIVE, self._send_timeout))
-            if self._sending and self._since == since:
-                await trio.sleep_until(since + self._send_timeout)
-                if self._sending and self._since == since:
-                    self.depart(Disconnected("it does not read"))
+            if self._since == since:  # nothing has begun or ended meanwhile
+                await trio.sleep_until(since + (self._send_timeout if self._sending else KEEP_ALIVE))
+            if self._since == since and self._sending:
+                self.depart(Disconnected("it does not read"))
             elif self._since == since and not self._over:
                 await self._break_silence()
 
