@@ -6,12 +6,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import typer
 
 from trioengine import __version__
-from trioengine.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, SERVE_OPTIONS, build, with_options
+from trioengine.cli.bench.config import HELP as LOAD_HELP
+from trioengine.cli.bench.config import BenchConfig
+from trioengine.cli.options import ENGINE_OPTIONS, LOAD_OPTIONS, SAMPLING_OPTIONS, SERVE_OPTIONS, build, with_options
 from trioengine.core.bounds import brief
 from trioengine.core.config import DEFAULT_MODEL, EngineConfig
 from trioengine.core.errors import EngineError, InvalidConfig, RequestRejected
@@ -24,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-bench_app = typer.Typer(help="Measure the engine.", rich_markup_mode=None)
+bench_app = typer.Typer(help="Measure the engine, or a server.", rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
 
 MODEL_HELP = "A name that `pull` knows, a .gguf file, a Hugging Face directory or a hub id."
@@ -168,10 +170,32 @@ def offline(
 
     Their throughput and latency, greedy, with random prompts.
     """
-    from trioengine.cli.bench import bench_offline
+    from trioengine.cli.bench.offline import bench_offline
 
     config = build(EngineConfig, fields, model=model, enable_prefix_caching=enable_prefix_caching)
     bench_offline(config, requests, prompt_len, output_len, repeat=repeat, as_json=json)
+
+
+@bench_app.command("serve")
+@with_options(LOAD_OPTIONS)
+def bench_serve(
+    more_goals: Annotated[list[str] | None, typer.Argument(metavar="[METRIC:MS]...", hidden=True)] = None,
+    model: Annotated[str | None, typer.Option(help=LOAD_HELP["model"])] = None,
+    json: Json = False,
+    save_result: Annotated[Path | None, typer.Option(help="A file for the JSON, with every request's times.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="An .svg or .png file for the latencies.")] = None,
+    **fields: object,
+) -> int:
+    """A load on a server.
+
+    Throughput and latency of any server with OpenAI's API, or of trioengine's WebSocket, as clients see them.
+    """
+    from trioengine.cli.bench.serve import Output
+    from trioengine.cli.bench.serve import bench_serve as run_bench
+
+    goals = (*cast("list[str]", fields.pop("goodput") or []), *(more_goals or []))
+    config = build(BenchConfig, fields, model=model, goodput=goals)
+    return run_bench(config, Output(json, save_result, plot))
 
 
 @app.command()
