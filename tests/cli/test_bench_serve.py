@@ -11,7 +11,7 @@ from trio.testing import memory_stream_pair
 
 from trioengine import EngineError, InvalidConfig
 from trioengine.cli.bench.arrivals import arrivals
-from trioengine.cli.bench.config import Backend, BenchConfig
+from trioengine.cli.bench.config import BenchConfig
 from trioengine.cli.bench.departure import Departure, Moment, departures
 from trioengine.cli.bench.figures import figures, percentile
 from trioengine.cli.bench.http_client import Address
@@ -285,7 +285,7 @@ def test_percentiles():
 
 async def test_realtime_on_our_server(autojump_clock):
     config = BenchConfig(
-        backend=Backend.REALTIME, num_prompts=6, random_input_len=3, random_output_len=8, ignore_eos=True, leave=50
+        backend="realtime", num_prompts=6, random_input_len=3, random_output_len=8, ignore_eos=True, leave=50
     )
     async with simulated_engine() as (engine, _), trio.open_nursery() as nursery:
         server = Server(engine, ServeConfig(served_model_name="toy"))
@@ -312,26 +312,27 @@ async def test_realtime_errors(autojump_clock):
     async with trio.open_nursery() as nursery:
         server = ScriptedServer(nursery, b"")
         server._handle = lambda stream: stream.send_all(plain(404, b"{}"))
-        config = BenchConfig(backend=Backend.REALTIME)
+        config = BenchConfig(backend="realtime")
         with pytest.raises(EngineError, match="the WebSocket handshake failed: HTTP 404"):
             await measure(config, server.address, PROMPTS)
 
 
 BAD = [
-    ({"num_prompts": 0}, "--num-prompts must be an integer from 1"),
-    ({"max_concurrency": 0}, "--max-concurrency must be"),
-    ({"request_rate": 0}, "--request-rate must be a number above 0"),
-    ({"leave": 101}, "--leave must be a number from 0 to 100"),
-    ({"base_url": "ftp://x"}, "--base-url must be http"),
-    ({"base_url": "http://x:y"}, "--base-url must be http"),
-    ({"endpoint": "/v1/x"}, "--endpoint must be a path that ends in /completions"),
-    ({"endpoint": "/v1/completions", "backend": Backend.REALTIME}, "--endpoint must be a path that ends in /realtime"),
-    ({"goodput": ("ttft",)}, "--goodput must be"),
-    ({"goodput": ("x:1",)}, "--goodput must be"),
-    ({"goodput": ("ttft:1", "ttft:2")}, "--goodput must be"),
-    ({"percentile_metrics": "ttft,x"}, "--percentile-metrics must be among ttft, tpot, itl, e2el, got 'x'"),
-    ({"metric_percentiles": "101"}, "--metric-percentiles must be numbers from 0 to 100"),
-    ({"api_key": "a\nb"}, "--api-key must be printable"),
+    ({"backend": "x"}, "backend must be openai or realtime"),
+    ({"num_prompts": 0}, "num_prompts must be an integer from 1"),
+    ({"max_concurrency": 0}, "max_concurrency must be"),
+    ({"request_rate": 0}, "request_rate must be a number above 0"),
+    ({"leave": 101}, "leave must be a number from 0 to 100"),
+    ({"base_url": "ftp://x"}, "base_url must be http"),
+    ({"base_url": "http://x:y"}, "base_url must be http"),
+    ({"endpoint": "/v1/x"}, "endpoint must be a path that ends in /completions"),
+    ({"endpoint": "/v1/completions", "backend": "realtime"}, "endpoint must be a path that ends in /realtime"),
+    ({"goodput": ("ttft",)}, "goodput must be"),
+    ({"goodput": ("x:1",)}, "goodput must be"),
+    ({"goodput": ("ttft:1", "ttft:2")}, "goodput must be"),
+    ({"percentile_metrics": "ttft,x"}, "percentile_metrics must be among ttft, tpot, itl, e2el, got 'x'"),
+    ({"metric_percentiles": "101"}, "metric_percentiles must be numbers from 0 to 100"),
+    ({"api_key": "a\nb"}, "api_key must be printable"),
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -24,7 +24,7 @@ _INTEGERS = {
 }
 
 
-class Backend(enum.Enum):
+class Protocol(enum.Enum):
     """How the server is spoken to."""
 
     OPENAI = "openai"
@@ -55,13 +55,13 @@ HELP = {  # of the flags
 
 @dataclass(frozen=True, slots=True)
 class BenchConfig:
-    """The load of `bench serve`; InvalidConfig names the flag that cannot be used. The flags are vLLM's."""
+    """The load of `bench serve`; InvalidConfig names the field that cannot be used. The flags are vLLM's."""
 
     base_url: str = "http://127.0.0.1:8000"
-    backend: Backend = Backend.OPENAI
+    backend: str = "openai"
     endpoint: str | None = None
     model: str | None = None
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     num_prompts: int = 64
     random_input_len: int = 128
     random_output_len: int = 128
@@ -77,6 +77,8 @@ class BenchConfig:
     metric_percentiles: str = "99"
 
     def __post_init__(self) -> None:
+        if self.backend not in [protocol.value for protocol in Protocol]:
+            raise _bad("backend", f"must be openai or realtime, got {brief(self.backend)}")
         for name, low in _INTEGERS.items():
             if name != "max_concurrency" or self.max_concurrency is not None:
                 self._validate(name, integer, low, MAX_COUNT)
@@ -86,7 +88,7 @@ class BenchConfig:
         self._validate("temperature", number, 0, 2)
         self._validate("leave", number, 0, 100)
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise InvalidConfig("--api-key must be printable ASCII characters")
+            raise _bad("api_key", "must be printable ASCII characters")
         for parsed in (self.url, self.path, self.goals, self.metrics, self.percentiles):
             del parsed  # they raise
 
@@ -108,9 +110,14 @@ class BenchConfig:
         raise _bad("base_url", f"must be http(s)://HOST[:PORT][/PATH], got {brief(self.base_url)}")
 
     @property
+    def protocol(self) -> Protocol:
+        """How the server is spoken to."""
+        return Protocol(self.backend)
+
+    @property
     def path(self) -> str:
         """The path of the endpoint."""
-        if self.backend is Backend.REALTIME:
+        if self.protocol is Protocol.REALTIME:
             endpoint, known = self.endpoint or REALTIME, ("/realtime",)
         else:
             endpoint, known = self.endpoint or CHAT, ("/completions",)
@@ -157,4 +164,4 @@ def _number(text: str, name: str, high: float) -> float:
 
 
 def _bad(name: str, why: str) -> InvalidConfig:
-    return InvalidConfig(f"--{name.replace('_', '-')} {why}")
+    return InvalidConfig.of(name, why)

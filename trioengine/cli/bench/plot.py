@@ -20,9 +20,9 @@ _SUFFIXES = (".svg", ".png")
 def check_plot(path: Path) -> None:
     """Raises InvalidConfig for what could not be drawn; before a run, not after it."""
     if path.suffix not in _SUFFIXES:
-        raise InvalidConfig(f"--plot must be a file that ends in {' or '.join(_SUFFIXES)}, got {str(path)!r}")
+        raise InvalidConfig.of("plot", f"must be a file that ends in {' or '.join(_SUFFIXES)}, got {str(path)!r}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise InvalidConfig("--plot needs matplotlib: pip install 'trioengine[bench]'")
+        raise InvalidConfig.of("plot", "needs matplotlib: pip install 'trioengine[bench]'")
 
 
 def plot(run: Run, metrics: Sequence[str], path: Path) -> None:

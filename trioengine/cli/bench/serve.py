@@ -11,9 +11,9 @@ from typing import Any
 
 import trio
 
-from trioengine.cli.bench import backend as protocol
+from trioengine.cli.bench.backend import Backend
 from trioengine.cli.bench.completions import Completions
-from trioengine.cli.bench.config import Backend, BenchConfig
+from trioengine.cli.bench.config import BenchConfig, Protocol
 from trioengine.cli.bench.figures import figures
 from trioengine.cli.bench.http_client import Address, BackendError, exchange
 from trioengine.cli.bench.load import Job, Run, plan, run_load, take_sample
@@ -88,8 +88,8 @@ async def measure(config: BenchConfig, address: Address, prompts: Prompts) -> Re
     return Result(model, run, ServerSide(stops, blocks_free))
 
 
-async def _open_backend(config: BenchConfig, address: Address) -> tuple[protocol.Backend, str | None]:
-    if config.backend is Backend.REALTIME:
+async def _open_backend(config: BenchConfig, address: Address) -> tuple[Backend, str | None]:
+    if config.protocol is Protocol.REALTIME:
         return Realtime(address, config, config.model), config.model
     model = config.model or await _first_model(address, config)
     return Completions(address, config, model), model

@@ -12,6 +12,7 @@ from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
 from trioengine.core.errors import EngineError
 from trioengine.core.lifecycle import Cause
+from trioengine.serve.log_fields import REQUEST_ID, about
 from trioengine.serve.problem import ClientError, problem_of
 from trioengine.serve.realtime.response import Response
 from trioengine.text.conversation import check_length
@@ -74,7 +75,8 @@ class Responder:
         try:
             if self._session is None or self._session.end_cause is not None:
                 self._session = await sessions.enter_async_context(self._engine.open_session(label=self._label))
-            await self._stream(self._session, response)
+            with about(REQUEST_ID, response.id):
+                await self._stream(self._session, response)
         except Exception as exc:
             if not isinstance(exc, EngineError):
                 logger.exception("response %s crashed", response.id)
