@@ -13,7 +13,7 @@ import trio
 from trioengine.actors.engine import open_engine
 from trioengine.actors.generation import Completion
 from trioengine.actors.session import Session
-from trioengine.cli.progress import download_bar
+from trioengine.cli.progress import progress_bars
 from trioengine.cli.standard_input import STDIN, Lines
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import RequestRejected
@@ -43,8 +43,11 @@ async def _print_answer(config: EngineConfig, prompt: str, params: SamplingParam
 
 @asynccontextmanager
 async def _open_session(config: EngineConfig) -> AsyncIterator[Session]:
-    with download_bar() as progress:
-        async with open_engine(config, on_progress=progress) as engine, engine.open_session() as session:
+    with progress_bars() as bars:
+        async with (
+            open_engine(config, on_progress=bars.download, on_load=bars.loading) as engine,
+            engine.open_session() as session,
+        ):
             yield session
 
 
