@@ -146,8 +146,8 @@ def generate(
 @app.command()
 @with_options(ENGINE_OPTIONS, SAMPLING_OPTIONS)
 def chat(model: Model = DEFAULT_MODEL, **fields: object) -> None:
-    """Talk to a model; an empty line or Ctrl-D ends it."""
-    from trioengine.cli.answering import hold_chat
+    """Talk to a model. Ctrl+C stops an answer; an empty line or Ctrl+D ends the chat."""
+    from trioengine.cli.chatting import hold_chat
 
     params = build(SamplingParams, fields)
     hold_chat(build(EngineConfig, fields, model=model), params)
