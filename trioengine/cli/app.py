@@ -164,6 +164,15 @@ def pull(model: Model = DEFAULT_MODEL) -> None:
     print(path)
 
 
+@app.command()
+@with_options()
+def doctor(json: Json = False) -> int:
+    """Say what this machine has for serving a model, and what it lacks; exit code 1 if it cannot work."""
+    from trioengine.cli.doctor.examination import examine, looks
+
+    return examine(looks(), as_json=json)
+
+
 @bench_app.command()
 @with_options(ENGINE_OPTIONS)
 def offline(
