@@ -9,7 +9,8 @@ from hypothesis.stateful import initialize, precondition
 
 from trioengine.core.serve_config import ServeConfig
 from trioengine.serve import front_door
-from trioengine.serve.realtime import connection, outbox, responder
+from trioengine.serve.realtime import answering, connection, outbox
+from trioengine.serve.realtime.beside import Beside
 from trioengine.serve.realtime.outbox import Outbox
 from trioengine.serve.realtime.responder import Responder
 from trioengine.serve.server import Server
@@ -18,7 +19,7 @@ from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES, Environm
 from trioengine.testing.fuzz.oracles import check_cancelled, check_worker
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.realtime_client import RealtimeClient
-from trioengine.testing.fuzz.watching import CrashLog, collected, with_room
+from trioengine.testing.fuzz.watching import CrashLog, collected, when_full, with_room
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_client import Mood, SimulatedListener
 from trioengine.testing.simulated_worker import Health
@@ -38,13 +39,15 @@ class RealtimeMachine(Environment):
 
     def __init__(self) -> None:
         super().__init__()
-        self.responders: list[Responder] = []
-        for module in (front_door, connection, responder):
+        self.responders: list[Responder | Beside] = []
+        for module in (front_door, connection, answering):
             self._watch(module, "logger", lambda _: CrashLog(self.loop.crashes))
         self._watch(outbox, "ROOM", lambda _: ROOM)
         is_full = functools.partial(self.rare.saw, "an outbox is full")
-        self._watch(Outbox, "put", with_room(self.loop.crashes, ROOM, is_full))
-        self._watch(Responder, "__init__", collected(self.responders))
+        self._watch(Outbox, "put", when_full(ROOM, is_full))
+        self._watch(Outbox, "put_delta", with_room(self.loop.crashes, ROOM))
+        for runner in (Responder, Beside):
+            self._watch(runner, "__init__", collected(self.responders))
         self.clients: list[RealtimeClient] = []
         self.listener = SimulatedListener()
         self.server = Server(self.engine, ServeConfig(max_connections=MAX_CLIENTS))
