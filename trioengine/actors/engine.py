@@ -12,8 +12,9 @@ from typing import Any
 import trio
 
 from trioengine.actors.auditor import Auditor
+from trioengine.actors.deadline import deadline_after
 from trioengine.actors.gate import Gate
-from trioengine.actors.generation import Completion, Generation, deadline_after
+from trioengine.actors.generation import Completion, Generation
 from trioengine.actors.invariants import check_books
 from trioengine.actors.link import Link
 from trioengine.actors.nursery import open_unwrapped_nursery

@@ -48,7 +48,6 @@ _SESSION_FIXED: Mapping[str, tuple[Any, ...]] = {
     "prompt": (),
     "include": (),
 }
-_RESPONSE_FIXED: Mapping[str, tuple[Any, ...]] = {**_FIXED, "conversation": ("auto",)}
 _MAX_METADATA = 16
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
@@ -66,9 +65,9 @@ class Settings:
         allowed = {**_SESSION_FIXED, "model": (model,)}
         return self._with(fields, allowed, (), "session")
 
-    def for_response(self, fields: object) -> Settings:
+    def for_response(self, fields: Mapping[str, Any]) -> Settings:
         """These with the fields of a response.create. Raises ClientError."""
-        return self._with({} if fields is None else fields, _RESPONSE_FIXED, ("metadata",), "response")
+        return self._with(fields, _FIXED, ("metadata",), "response")
 
     def params(self, where: str) -> SamplingParams:
         """The engine's parameters. Raises ClientError."""
