@@ -21,7 +21,7 @@ CHAT = """
 import sys
 from contextlib import asynccontextmanager
 
-from trioengine.cli import answering, main
+from trioengine.cli import main, sessions
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.worker.scheduling.limits import Limits
@@ -34,7 +34,7 @@ async def open_engine(config, **options):
     async with simulated_engine(limits=LIMITS, behaviours=[Behaviour(load_time=0, step_time=0.002)]) as (engine, _):
         yield engine
 
-answering.open_engine = open_engine
+sessions.open_engine = open_engine
 sys.argv = ["trioengine", "chat", "--ignore-eos", "--temperature", "0", *sys.argv[1:]]
 main()
 """

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import trio
 
-from trioengine.actors.engine import open_engine
-from trioengine.actors.generation import Completion, Generation
-from trioengine.actors.session import Session
-from trioengine.cli.progress import progress_bars
+from trioengine.cli.sessions import AnyGeneration, AnySession, local_session
+from trioengine.core.completion import Completion
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import RequestRejected
 from trioengine.core.sampling_params import SamplingParams
@@ -35,22 +31,11 @@ def check_prompt(prompt: str) -> None:
 
 
 async def _print_answer(config: EngineConfig, prompt: str, params: SamplingParams, as_json: bool) -> None:
-    async with open_session(config) as session:
+    async with local_session(config) as session:
         await answer(session, prompt, params, as_json=as_json)
 
 
-@asynccontextmanager
-async def open_session(config: EngineConfig) -> AsyncIterator[Session]:
-    """A session of an engine of its own, whose start is shown on a terminal."""
-    with progress_bars() as bars:
-        async with (
-            open_engine(config, on_progress=bars.download, on_load=bars.loading) as engine,
-            engine.open_session() as session,
-        ):
-            yield session
-
-
-async def answer(session: Session, prompt: str, params: SamplingParams, *, as_json: bool = False) -> None:
+async def answer(session: AnySession, prompt: str, params: SamplingParams, *, as_json: bool = False) -> None:
     """Write an answer to stdout, as it comes or as one JSON object; while the engine cannot take it, it waits."""
     generation = session.generate(prompt, params, wait=True)
     if not as_json:
@@ -60,7 +45,7 @@ async def answer(session: Session, prompt: str, params: SamplingParams, *, as_js
         await write(json.dumps(_as_object(await generation.result()), ensure_ascii=False) + "\n")
 
 
-async def write_answer(generation: Generation) -> None:
+async def write_answer(generation: AnyGeneration) -> None:
     """Write it to stdout as it comes, and a newline."""
     async with generation:
         async for chunk in generation:

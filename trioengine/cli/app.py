@@ -6,6 +6,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
@@ -145,12 +146,24 @@ def generate(
 
 @app.command()
 @with_options(ENGINE_OPTIONS, SAMPLING_OPTIONS)
-def chat(model: Model = DEFAULT_MODEL, **fields: object) -> None:
+def chat(
+    model: Annotated[str | None, typer.Argument(help=MODEL_HELP, envvar="TRIOENGINE_MODEL", show_envvar=False)] = None,
+    connect: Annotated[
+        str | None, typer.Option(metavar="URL", help="Talk to this server instead; it has the engine's options.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="With --connect: the server's key.")] = None,
+    **fields: object,
+) -> None:
     """Talk to a model. Ctrl+C stops an answer; an empty line or Ctrl+D ends the chat."""
     from trioengine.cli.chatting import hold_chat
+    from trioengine.cli.sessions import local_session, remote_session
 
     params = build(SamplingParams, fields)
-    hold_chat(build(EngineConfig, fields, model=model), params)
+    if connect is not None:
+        hold_chat(partial(remote_session, connect, api_key, model), params)
+    else:
+        config = build(EngineConfig, fields, model=DEFAULT_MODEL if model is None else model)
+        hold_chat(partial(local_session, config), params)
 
 
 @app.command()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from trioengine.actors.session import Session
 from trioengine.cli.answering import check_prompt, write_answer
+from trioengine.cli.sessions import AnySession
 from trioengine.cli.terminal import Terminal, stopped_by_interrupt
 from trioengine.core.errors import RequestRejected, WorkerLost
 from trioengine.core.sampling_params import SamplingParams
@@ -21,7 +21,7 @@ An empty line, Ctrl+D, or Ctrl+C where a line is awaited, ends the chat."""
 class Repl:
     """One session's chat, until an empty line, the end of the input or an interrupt where a line is awaited."""
 
-    def __init__(self, session: Session, terminal: Terminal, params: SamplingParams) -> None:
+    def __init__(self, session: AnySession, terminal: Terminal, params: SamplingParams) -> None:
         self._session = session
         self._terminal = terminal
         self._params = params
