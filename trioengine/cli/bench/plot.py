@@ -36,6 +36,7 @@ def plot(run: Run, metrics: Sequence[str], path: Path) -> None:
         axes.step(times, [(rank + 1) / len(times) for rank in range(len(times))], where="post")
         axes.set(title=metric.upper(), xlabel="ms", ylim=(0, 1))
         axes.set_xlim(left=0)
+        axes.locator_params(axis="x", nbins=5)
         axes.grid(visible=True, alpha=0.3)
     figure.axes[0].set_ylabel("share")
     figure.savefig(path)
