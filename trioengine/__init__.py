@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trioengine.actors.engine import Engine as Engine
     from trioengine.actors.engine import open_engine as open_engine
-    from trioengine.actors.generation import Chunk as Chunk
-    from trioengine.actors.generation import Completion as Completion
     from trioengine.actors.generation import Generation as Generation
     from trioengine.actors.session import Session as Session
+    from trioengine.client.client import Client as Client
+    from trioengine.client.client import connect as connect
+    from trioengine.core.completion import Chunk as Chunk
+    from trioengine.core.completion import Completion as Completion
     from trioengine.core.config import EngineConfig as EngineConfig
+    from trioengine.core.errors import ConnectionLost as ConnectionLost
     from trioengine.core.errors import EngineAsleep as EngineAsleep
     from trioengine.core.errors import EngineClosed as EngineClosed
     from trioengine.core.errors import EngineError as EngineError
@@ -38,11 +41,14 @@ __version__ = "0.1.0"
 _HOMES = {
     "Engine": "trioengine.actors.engine",
     "open_engine": "trioengine.actors.engine",
-    "Chunk": "trioengine.actors.generation",
-    "Completion": "trioengine.actors.generation",
     "Generation": "trioengine.actors.generation",
     "Session": "trioengine.actors.session",
+    "Client": "trioengine.client.client",
+    "connect": "trioengine.client.client",
+    "Chunk": "trioengine.core.completion",
+    "Completion": "trioengine.core.completion",
     "EngineConfig": "trioengine.core.config",
+    "ConnectionLost": "trioengine.core.errors",
     "EngineAsleep": "trioengine.core.errors",
     "EngineClosed": "trioengine.core.errors",
     "EngineError": "trioengine.core.errors",

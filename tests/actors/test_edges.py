@@ -13,9 +13,10 @@ from trioengine import (
     RequestRejected,
     SamplingParams,
     WorkerLost,
+    open_engine,
 )
 from trioengine.core.lifecycle import Cause, Power
-from trioengine.testing import simulated_engine
+from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.toy_model import IM_END
 
@@ -196,3 +197,16 @@ async def test_parameters_of_another_type_are_refused(autojump_clock):
         with pytest.raises(RuntimeError, match="not entered"):
             await engine.open_session().generate("x").__aenter__()
         assert engine.statistics().received == 0
+
+
+async def test_each_worker_says_how_far_it_has_come_with_loading(autojump_clock):
+    told = []
+    async with trio.open_nursery() as nursery:
+        simulation = Simulation(nursery, behaviours=[Behaviour(load_bytes=10)])
+        engine_options = {"ports": simulation.ports, "on_load": lambda *progress: told.append(progress)}
+        async with open_engine(EngineConfig(model="toy"), **engine_options) as engine:
+            assert told == [(5, 10), (10, 10)]
+            simulation.worker.exit(-9)
+            await engine.gate.changed()
+            await engine.ready()
+            assert told == [(5, 10), (10, 10)] * 2

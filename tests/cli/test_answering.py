@@ -7,7 +7,8 @@ import pytest
 
 from trioengine import RequestRejected, SamplingParams
 from trioengine.cli import standard_input
-from trioengine.cli.answering import answer, converse
+from trioengine.cli.answering import answer
+from trioengine.cli.chatting import converse
 from trioengine.cli.standard_input import Lines
 from trioengine.testing import simulated_engine
 

@@ -15,6 +15,7 @@ import typer
 from trioengine import EngineConfig, ModelError, SamplingParams, WorkerLost, __version__
 from trioengine.cli import app as app_module
 from trioengine.cli.app import run
+from trioengine.cli.bench.config import BenchConfig
 
 NOT_OPTIONS = {"model", "restart_delays", "logit_bias", "logprobs"}
 
@@ -57,6 +58,10 @@ BAD = [
     (["pull", ""], 1, "empty"),
     (["bench", "offline", "--requests", "0"], 2, "--requests"),
     (["bench", "offline", "no-such-model"], 1, "no-such-model"),
+    (["bench", "serve", "--num-prompts", "0"], 2, "--num-prompts"),
+    (["bench", "serve", "--goodput", "ttft:200", "tpot"], 2, "--goodput must be"),
+    (["bench", "serve", "--plot", "x.gif"], 2, "--plot must be a file that ends in .svg or .png"),
+    (["bench", "serve", "--base-url", "http://127.0.0.1:1"], 1, "the connection to 127.0.0.1:1 failed"),
 ]
 
 
@@ -91,6 +96,7 @@ def test_version_and_help(capsys):
         (["generate"], [EngineConfig, SamplingParams]),
         (["chat"], [EngineConfig, SamplingParams]),
         (["bench", "offline"], [EngineConfig]),
+        (["bench", "serve"], [BenchConfig]),
     ],
 )
 def test_every_field_is_an_option(capsys, arguments, sources):
@@ -185,6 +191,7 @@ def test_help_loads_neither_trio_nor_torch():
     program = """
 import sys
 from trioengine.cli.app import run
+from trioengine.cli.bench.config import BenchConfig
 run(["--help"])
 run(["serve", "--help"])
 sys.exit(",".join({"trio", "torch", "numpy", "rich", "tokenizers"} & sys.modules.keys()) or 0)
@@ -311,7 +318,9 @@ def test_help_says_what_bench_does(capsys):
 )
 def test_bench_uses_no_prefix_cache_unless_told(monkeypatch, variable, arguments, expected):
     configs = []
-    monkeypatch.setattr("trioengine.cli.bench.bench_offline", lambda config, *work, **how: configs.append(config))
+    monkeypatch.setattr(
+        "trioengine.cli.bench.offline.bench_offline", lambda config, *work, **how: configs.append(config)
+    )
     if variable is not None:
         monkeypatch.setenv("TRIOENGINE_ENABLE_PREFIX_CACHING", variable)
     assert run(["bench", "offline", *arguments]) == 0

@@ -65,3 +65,33 @@ def test_no_estimate_before_it_means_something(done, is_estimated):
     assert b"fetching the model" in shown
     assert (b"/s" in shown) == is_estimated
     assert (b":" in shown) == is_estimated
+
+
+LOADING = """
+import sys
+from trioengine.cli.progress import progress_bars
+
+with progress_bars() as bars:
+    bars.loading(1, 10)
+    bars.loading(10, 10)
+    print("LOG", file=sys.stderr)
+    bars.loading(5, 10)
+"""
+
+
+def test_loading_is_shown_on_a_terminal_and_gone_when_it_is_done():
+    master, terminal = pty.openpty()
+    environment = os.environ | {"TERM": "xterm"}
+    with subprocess.Popen([sys.executable, "-c", LOADING], stderr=terminal, env=environment):
+        os.close(terminal)
+        shown = drawn(master)
+    os.close(master)
+    before, _, after = shown.partition(b"LOG")
+    assert b"loading the model" in before
+    assert before.endswith(b"\x1b[2K")  # the line is erased
+    assert b"loading the model" not in after
+
+
+def test_loading_is_no_line_of_a_log():
+    command = [sys.executable, "-c", LOADING]
+    assert subprocess.run(command, stderr=subprocess.PIPE, timeout=60, check=True).stderr == b"LOG\n"

@@ -4,7 +4,7 @@ from copy import copy
 
 import pytest
 
-from trioengine import EngineError, EngineOverloaded, RequestRejected, SessionEnded, WorkerLost
+from trioengine import ConnectionLost, EngineError, EngineOverloaded, RequestRejected, SessionEnded, WorkerLost
 
 
 def test_errors_carry_their_fields():
@@ -26,6 +26,7 @@ def test_errors_carry_their_fields():
         RequestRejected("invalid_value", "no", param="prompt"),
         SessionEnded("over", cause="client"),
         WorkerLost("gone", exit_code=-9, traceback="Traceback"),
+        ConnectionLost("gone", code=1006),
     ],
 )
 def test_a_copy_is_the_same_error_that_was_not_raised(error, cause):

@@ -2,31 +2,7 @@
 
 import pytest
 import trio
-
-from trioengine.testing import toy_answer
-
-GREEDY = {"temperature": 0, "max_output_tokens": 40}
-LONG = {"temperature": 0, "max_output_tokens": 200, "ignore_eos": True}
-
-
-def reference(clients, messages, max_tokens=40, *, ignore_eos=False):
-    tokenizer = clients.engine.tokenizer
-    ids = toy_answer(tokenizer.apply_chat_template(messages), max_tokens, ignore_eos=ignore_eos)
-    return tokenizer.decode(ids)
-
-
-def text_of(response):
-    (item,) = response["output"]
-    (part,) = item["content"]
-    return part["text"]
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
+from realtime_texts import GREEDY, LONG, assistant, reference, text_of, user
 
 
 async def test_an_answer_streams(autojump_clock, clients):
@@ -191,20 +167,38 @@ BAD_EVENTS = [
     ("{}", "unknown_event", "type"),
     ('{"type": ["x"]}', "unknown_event", "type"),
     ('{"type": "input_audio_buffer.append", "audio": ""}', "unknown_event", "type"),
-    ('{"type": "conversation.item.truncate"}', "unknown_event", "type"),
+    ('{"type": "conversation.item.truncate"}', "missing_parameter", "item_id"),
+    ('{"type": "conversation.item.truncate", "item_id": "x"}', "missing_parameter", "content_index"),
+    (
+        '{"type": "conversation.item.truncate", "item_id": "x", "content_index": 0, "audio_end_ms": 5}',
+        "unsupported_parameter",
+        "audio_end_ms",
+    ),
+    (
+        '{"type": "conversation.item.truncate", "item_id": "x", "content_index": 0, "text_end": 1}',
+        "item_not_found",
+        "item_id",
+    ),
     ('{"type": "response.create", "event_id": 1}', "invalid_value", "event_id"),
     ('{"type": "response.create", "n": 1}', "unsupported_parameter", "n"),
     ('{"type": "response.create"}', "empty_conversation", None),
     ('{"type": "response.create", "response": []}', "invalid_type", "response"),
     ('{"type": "response.create", "response": {"audio": {}}}', "unsupported_parameter", "response.audio"),
-    ('{"type": "response.create", "response": {"input": []}}', "unsupported_parameter", "response.input"),
+    ('{"type": "response.create", "response": {"input": []}}', "empty_conversation", None),
+    ('{"type": "response.create", "response": {"input": {}}}', "invalid_value", "response.input"),
+    ('{"type": "response.create", "response": {"input": [{}]}}', "unsupported_item", "response.input[0].type"),
+    (
+        '{"type": "response.create", "response": {"input": [{"type": "item_reference", "id": "x"}]}}',
+        "item_not_found",
+        "response.input[0].id",
+    ),
     (
         '{"type": "response.create", "response": {"output_modalities": ["audio"]}}',
         "unsupported_parameter",
         "response.output_modalities",
     ),
     (
-        '{"type": "response.create", "response": {"conversation": "none"}}',
+        '{"type": "response.create", "response": {"conversation": "conv_1"}}',
         "unsupported_parameter",
         "response.conversation",
     ),

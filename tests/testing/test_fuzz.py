@@ -47,7 +47,13 @@ REACHED = {
         "num preemptions",
         "prefix cache hits",
     },
-    "RealtimeMachine": WHILE_A_RESPONSE_IS_ACTIVE | {"a cancel crosses what the server sends", "an outbox is full"},
+    "RealtimeMachine": WHILE_A_RESPONSE_IS_ACTIVE
+    | {
+        "a cancel crosses what the server sends",
+        "a response beside the conversation is cancelled",
+        "an answer is truncated",
+        "an outbox is full",
+    },
     "HttpMachine": WHILE_A_RESPONSE_IS_ACTIVE,
 }
 

@@ -11,8 +11,9 @@ from typing import Any
 import trio
 
 from trioengine.actors.auditor import Auditor
+from trioengine.actors.deadline import deadline_after
 from trioengine.actors.gate import Gate
-from trioengine.actors.generation import Completion, Generation, deadline_after
+from trioengine.actors.generation import Completion, Generation
 from trioengine.actors.invariants import check_books
 from trioengine.actors.link import Link
 from trioengine.actors.nursery import open_unwrapped_nursery
@@ -28,6 +29,7 @@ from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, 
 from trioengine.core.lifecycle import Cause, Power, PowerEvent
 from trioengine.core.messages import (
     Audited,
+    Loading,
     Message,
     Ready,
     RequestFailed,
@@ -46,6 +48,7 @@ class Engine:
     """Runs a model: `async with open_engine(config) as engine`, or `nursery.start(Engine(config).run)`.
 
     `on_progress(done, total)` is told, in bytes, how far a download of the model has come; it runs in a thread.
+    `on_load(done, total)` is told how far each worker has come with loading the weights; it must not block.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Engine:
         *,
         ports: Ports | None = None,
         on_progress: Callable[[int, int], None] | None = None,
+        on_load: Callable[[int, int], None] | None = None,
     ) -> None:
         self.config = EngineConfig() if config is None else config
         self.ports = Ports() if ports is None else ports
@@ -61,6 +65,7 @@ class Engine:
         self.last_loss: EngineError | None = None
         self.observers: list[Observer] = []  # one that is added is told what happens from then on
         self._on_progress = on_progress
+        self._on_load = on_load
         self._supervisor = Supervisor(self)
         self._model: ModelInfo | None = None
         self._tokenizer: ChatTokenizer | None = None
@@ -233,6 +238,10 @@ class Engine:
         """A request ran to its end."""
         self._supervisor.request_finished()
 
+    def on_loading(self, message: Loading) -> None:
+        if self._on_load is not None:
+            self._on_load(message.done, message.total)
+
     def on_ready(self, limits: Ready, link: Link) -> None:
         self._limits = limits
         self.gate.link = link
@@ -282,6 +291,7 @@ async def open_engine(
     *,
     ports: Ports | None = None,
     on_progress: Callable[[int, int], None] | None = None,
+    on_load: Callable[[int, int], None] | None = None,
 ) -> AsyncIterator[Engine]:
     """An engine that is ready; leaving ends its sessions and its worker, whatever happens in the body.
 
@@ -289,7 +299,7 @@ async def open_engine(
     it raises of requests that died with the engine is not told apart). A single exception of the body comes out as it
     is, not in a group.
     """
-    engine = Engine(config, ports=ports, on_progress=on_progress)
+    engine = Engine(config, ports=ports, on_progress=on_progress, on_load=on_load)
     try:
         async with open_unwrapped_nursery() as nursery:
             nursery.start_soon(engine.run)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from copy import copy
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import trio
 
 from trioengine.actors.request_times import RequestTimes
+from trioengine.core.completion import Chunk as Chunk
+from trioengine.core.completion import Completion as Completion
 from trioengine.core.errors import RequestRejected
 from trioengine.core.ledger import Stand
 from trioengine.core.lifecycle import Cause, Outcome
@@ -21,38 +21,6 @@ from trioengine.text.conversation import Prepared, Prompt
 
 if TYPE_CHECKING:
     from trioengine.actors.session import Session
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """What came since the last chunk; `logprobs` holds one `{token_id: logprob}` a token, if asked for."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[Logprobs, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A whole answer. `token_ids` include the end token, `text` does not; `cause` is set for an abort."""
-
-    request_id: int
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[Logprobs, ...] | None
-    finish_reason: FinishReason
-    cause: Cause | None
-    usage: Usage
-
-
-def deadline_after(timeout: float | None) -> float:
-    """The moment `timeout` seconds from now, on trio's clock; None: never. Raises RequestRejected for a bad number."""
-    if timeout is None:
-        return math.inf
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        message = f"timeout must be positive seconds, got {timeout!r}"
-        raise RequestRejected("invalid_value", message, param="timeout")
-    return trio.current_time() + timeout
 
 
 class _Mailbox:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from trioengine.actors.admission import Admission
-from trioengine.actors.generation import Generation, deadline_after
+from trioengine.actors.deadline import deadline_after
+from trioengine.actors.generation import Generation
 from trioengine.actors.worker_session import Posting, WorkerSession
 from trioengine.core.errors import EngineClosed, EngineError, RequestRejected, SessionBusy, SessionEnded, WorkerLost
 from trioengine.core.ledger import Stand

@@ -114,6 +114,7 @@ class Incarnation:
                 self._on_pong(message)
             case Loading():
                 self._last_progress = trio.current_time()
+                self._engine.on_loading(message)
             case Ready():
                 self.ready = True
                 self._engine.on_ready(message, self.link)

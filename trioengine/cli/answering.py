@@ -1,20 +1,14 @@
-"""Answers on a terminal: one, or a chat."""
+"""An answer on stdout."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import trio
 
-from trioengine.actors.engine import open_engine
-from trioengine.actors.generation import Completion
-from trioengine.actors.session import Session
-from trioengine.cli.progress import download_bar
-from trioengine.cli.standard_input import STDIN, Lines
+from trioengine.cli.sessions import AnyGeneration, AnySession, local_session
+from trioengine.core.completion import Completion
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import RequestRejected
 from trioengine.core.sampling_params import SamplingParams
@@ -37,30 +31,30 @@ def check_prompt(prompt: str) -> None:
 
 
 async def _print_answer(config: EngineConfig, prompt: str, params: SamplingParams, as_json: bool) -> None:
-    async with _open_session(config) as session:
+    async with local_session(config) as session:
         await answer(session, prompt, params, as_json=as_json)
 
 
-@asynccontextmanager
-async def _open_session(config: EngineConfig) -> AsyncIterator[Session]:
-    with download_bar() as progress:
-        async with open_engine(config, on_progress=progress) as engine, engine.open_session() as session:
-            yield session
-
-
-async def answer(session: Session, prompt: str, params: SamplingParams, *, as_json: bool = False) -> None:
+async def answer(session: AnySession, prompt: str, params: SamplingParams, *, as_json: bool = False) -> None:
     """Write an answer to stdout, as it comes or as one JSON object; while the engine cannot take it, it waits."""
-    async with session.generate(prompt, params, wait=True) as generation:
-        if as_json:
-            await _write(json.dumps(_as_object(await generation.result()), ensure_ascii=False))
-        else:
-            async for chunk in generation:
-                await _write(chunk.text)
-    await _write("\n")
+    generation = session.generate(prompt, params, wait=True)
+    if not as_json:
+        await write_answer(generation)
+        return
+    async with generation:
+        await write(json.dumps(_as_object(await generation.result()), ensure_ascii=False) + "\n")
 
 
-async def _write(text: str) -> None:
-    """In a thread: a pager that stops reading must not stop the engine."""
+async def write_answer(generation: AnyGeneration) -> None:
+    """Write it to stdout as it comes, and a newline."""
+    async with generation:
+        async for chunk in generation:
+            await write(chunk.text)
+    await write("\n")
+
+
+async def write(text: str) -> None:
+    """To stdout, in a thread: a pager that stops reading must not stop the engine."""
     stdout = trio.wrap_file(sys.stdout)
     await stdout.write(text)
     await stdout.flush()
@@ -78,31 +72,3 @@ def _as_object(completion: Completion) -> dict[str, object]:
             "cached_tokens": usage.cached_tokens,
         },
     }
-
-
-def hold_chat(config: EngineConfig, params: SamplingParams) -> None:
-    """Read lines from stdin and answer each, in one session."""
-    trio.run(_hold_chat, config, params)
-
-
-async def _hold_chat(config: EngineConfig, params: SamplingParams) -> None:
-    lines = Lines()
-    async with _open_session(config) as session:
-        await converse(session, lines, params)
-
-
-async def converse(session: Session, lines: Lines, params: SamplingParams) -> None:
-    """Answer each line until an empty one; of a line that cannot be answered stderr says why."""
-    while question := await _ask(lines):
-        try:
-            check_prompt(question)
-            await answer(session, question, params)
-        except RequestRejected as exc:
-            print("trioengine: error:", exc, file=sys.stderr)
-
-
-async def _ask(lines: Lines) -> str:
-    """A line; "" at the end of the input."""
-    if os.isatty(STDIN):
-        await _write("> ")
-    return (await lines.next()).strip()

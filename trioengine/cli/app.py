@@ -6,13 +6,16 @@ import dataclasses
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import typer
 
 from trioengine import __version__
-from trioengine.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, SERVE_OPTIONS, build, with_options
+from trioengine.cli.bench.config import HELP as LOAD_HELP
+from trioengine.cli.bench.config import BenchConfig
+from trioengine.cli.options import ENGINE_OPTIONS, LOAD_OPTIONS, SAMPLING_OPTIONS, SERVE_OPTIONS, build, with_options
 from trioengine.cli.sources import words
 from trioengine.core.bounds import brief
 from trioengine.core.config import DEFAULT_MODEL, EngineConfig
@@ -26,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-bench_app = typer.Typer(help="Measure the engine.", rich_markup_mode=None)
+bench_app = typer.Typer(help="Measure the engine, or a server.", rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
 
 _SECRETS = {field.name for field in dataclasses.fields(ServeConfig) if not field.repr}
@@ -143,12 +146,24 @@ def generate(
 
 @app.command()
 @with_options(ENGINE_OPTIONS, SAMPLING_OPTIONS)
-def chat(model: Model = DEFAULT_MODEL, **fields: object) -> None:
-    """Talk to a model; an empty line or Ctrl-D ends it."""
-    from trioengine.cli.answering import hold_chat
+def chat(
+    model: Annotated[str | None, typer.Argument(help=MODEL_HELP, envvar="TRIOENGINE_MODEL", show_envvar=False)] = None,
+    connect: Annotated[
+        str | None, typer.Option(metavar="URL", help="Talk to this server instead; it has the engine's options.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="With --connect: the server's key.")] = None,
+    **fields: object,
+) -> None:
+    """Talk to a model. Ctrl+C stops an answer; an empty line or Ctrl+D ends the chat."""
+    from trioengine.cli.chatting import hold_chat
+    from trioengine.cli.sessions import local_session, remote_session
 
     params = build(SamplingParams, fields)
-    hold_chat(build(EngineConfig, fields, model=model), params)
+    if connect is not None:
+        hold_chat(partial(remote_session, connect, api_key, model), params)
+    else:
+        config = build(EngineConfig, fields, model=DEFAULT_MODEL if model is None else model)
+        hold_chat(partial(local_session, config), params)
 
 
 @app.command()
@@ -160,6 +175,15 @@ def pull(model: Model = DEFAULT_MODEL) -> None:
     with download_bar() as progress:
         path = resolve(model, progress)
     print(path)
+
+
+@app.command()
+@with_options()
+def doctor(json: Json = False) -> int:
+    """Say what this machine has for serving a model, and what it lacks; exit code 1 if it cannot work."""
+    from trioengine.cli.doctor.examination import examine, looks
+
+    return examine(looks(), as_json=json)
 
 
 @bench_app.command()
@@ -183,10 +207,32 @@ def offline(
 
     Their throughput and latency, greedy, with random prompts.
     """
-    from trioengine.cli.bench import bench_offline
+    from trioengine.cli.bench.offline import bench_offline
 
     config = build(EngineConfig, fields, model=model, enable_prefix_caching=enable_prefix_caching)
     bench_offline(config, requests, prompt_len, output_len, repeat=repeat, as_json=json)
+
+
+@bench_app.command("serve")
+@with_options(LOAD_OPTIONS)
+def bench_serve(
+    more_goals: Annotated[list[str] | None, typer.Argument(metavar="[METRIC:MS]...", hidden=True)] = None,
+    model: Annotated[str | None, typer.Option(help=LOAD_HELP["model"])] = None,
+    json: Json = False,
+    save_result: Annotated[Path | None, typer.Option(help="A file for the JSON, with every request's times.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="An .svg or .png file for the latencies.")] = None,
+    **fields: object,
+) -> int:
+    """A load on a server.
+
+    Throughput and latency of any server with OpenAI's API, or of trioengine's WebSocket, as clients see them.
+    """
+    from trioengine.cli.bench.serve import Output
+    from trioengine.cli.bench.serve import bench_serve as run_bench
+
+    goals = (*cast("list[str]", fields.pop("goodput") or []), *(more_goals or []))
+    config = build(BenchConfig, fields, model=model, goodput=goals)
+    return run_bench(config, Output(json, save_result, plot))
 
 
 @app.command()

@@ -19,6 +19,8 @@ import typer
 from typer.models import OptionInfo
 
 from trioengine.cli import config_file
+from trioengine.cli.bench.config import HELP as LOAD_HELP
+from trioengine.cli.bench.config import BenchConfig
 from trioengine.cli.sources import in_the_users_words, variable
 from trioengine.core.config import EngineConfig
 from trioengine.core.sampling_params import SamplingParams
@@ -82,22 +84,22 @@ _HELP = {
 _NOT_OPTIONS = ("model", "restart_delays", "logit_bias", "logprobs")
 
 
-def _options(cls: type, panel: str) -> list[inspect.Parameter]:
+def _options(cls: type, panel: str, help: Mapping[str, str] = _HELP) -> list[inspect.Parameter]:  # noqa: A002
     hints = typing.get_type_hints(cls)
-    return [
-        _option(field, hints[field.name], panel) for field in dataclasses.fields(cls) if field.name not in _NOT_OPTIONS
-    ]
+    fields = [field for field in dataclasses.fields(cls) if field.name not in _NOT_OPTIONS]
+    return [_option(field, hints[field.name], panel, help[field.name]) for field in fields]
 
 
-def _option(field: dataclasses.Field[Any], hint: Any, panel: str) -> inspect.Parameter:
+def _option(field: dataclasses.Field[Any], hint: Any, panel: str, text: str) -> inspect.Parameter:
     """Left out on the command line an option is None, and the dataclass's own default counts."""
     kind = _kind(hint)
     flag = "--" + field.name.replace("_", "-")
     declarations = [f"{flag}/--no-{flag[2:]}"] if field.default is True else [flag]
-    default = "" if field.default in (None, (), dataclasses.MISSING) else f" [default: {field.default}]"
+    value = getattr(field.default, "value", field.default)
+    default = "" if value in (None, (), dataclasses.MISSING) else f" [default: {value}]"
     option = typer.Option(
         *declarations,
-        help=_HELP[field.name] + default,
+        help=text + default,
         show_default=False,
         rich_help_panel=panel,
     )
@@ -116,6 +118,7 @@ def _kind(hint: Any) -> Any:
 ENGINE_OPTIONS = _options(EngineConfig, "Engine")
 SERVE_OPTIONS = _options(ServeConfig, "Server")
 SAMPLING_OPTIONS = _options(SamplingParams, "Sampling")
+LOAD_OPTIONS = _options(BenchConfig, "Load", LOAD_HELP)
 
 
 def with_options(*groups: list[inspect.Parameter]) -> Callable[[F], F]:

@@ -1,9 +1,10 @@
-"""A progress bar on stderr for a download, shown only while there is one."""
+"""Progress bars on stderr, for a download and for loading, each shown only while there is one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple, TypeAlias
 
 from rich.console import Console
 from rich.progress import (
@@ -32,9 +33,26 @@ class _Estimate(ProgressColumn):
         return self._column.render(task) if task.completed >= _TELLING else Text("")
 
 
+OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes
+
+
+class Bars(NamedTuple):
+    """A callback for each; safe to be called from another thread."""
+
+    download: OnProgress
+    loading: OnProgress
+
+
 @contextmanager
-def download_bar() -> Iterator[Callable[[int, int], None]]:
-    """Gives a callback `progress(done, total)`, in bytes; safe to be called from another thread."""
+def progress_bars() -> Iterator[Bars]:
+    """For an engine that starts: `open_engine(config, on_progress=bars.download, on_load=bars.loading)`."""
+    with download_bar() as download, loading_bar() as loading:
+        yield Bars(download, loading)
+
+
+@contextmanager
+def download_bar() -> Iterator[OnProgress]:
+    """For a download; what is no terminal gets one line at its end."""
     columns = (
         TextColumn("fetching the model"),
         BarColumn(),
@@ -42,11 +60,34 @@ def download_bar() -> Iterator[Callable[[int, int], None]]:
         _Estimate(TransferSpeedColumn()),
         _Estimate(TimeRemainingColumn()),
     )
-    bar = Progress(*columns, console=Console(stderr=True), redirect_stdout=False, redirect_stderr=False)
+    with _shown(Progress(*columns, console=_stderr(), redirect_stdout=False, redirect_stderr=False)) as progress:
+        yield progress
+
+
+@contextmanager
+def loading_bar() -> Iterator[OnProgress]:
+    """For the weights, as the first worker loads them: on a terminal only, and gone when they are loaded."""
+    console = _stderr()
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (TextColumn("loading the model"), BarColumn(), DownloadColumn())
+    bar = Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False, transient=True)
+    with _shown(bar) as progress:
+        yield progress
+
+
+def _stderr() -> Console:
+    return Console(stderr=True)
+
+
+@contextmanager
+def _shown(bar: Progress) -> Iterator[OnProgress]:
+    """Shown from the first call to the last."""
 
     def progress(done: int, total: int) -> None:
         if not bar.task_ids:
-            bar.add_task("download", total=total)
+            bar.add_task("", total=total)
             bar.start()
         bar.update(bar.task_ids[0], completed=done, total=total)
         if bar.finished:

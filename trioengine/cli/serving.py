@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ import trio
 from trioengine.actors.engine import Engine
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.cli.logs import configure_logs
-from trioengine.cli.progress import download_bar
+from trioengine.cli.progress import Bars, progress_bars
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError
 from trioengine.core.serve_config import ServeConfig
@@ -34,18 +34,18 @@ def serve_until_told(
     raise_limit()
     located(config.model)  # what can be no model is refused before anything listens
     run = partial(serve, config, serve_config)
-    showing = nullcontext() if log_json else download_bar()  # which is no JSON
+    showing = nullcontext() if log_json else progress_bars()  # which is no JSON
     trio.run(_serve, run, serve_config.shutdown_timeout, showing)
 
 
 async def _serve(
     serving: partial[Coroutine[Any, Any, None]],
     shutdown_timeout: float,
-    showing: AbstractContextManager[Callable[[int, int], None] | None],
+    showing: AbstractContextManager[Bars | None],
 ) -> None:
-    with showing as progress:
+    with showing as bars:
         async with open_unwrapped_nursery() as nursery:
-            run = partial(serving, on_progress=progress)
+            run = serving if bars is None else partial(serving, on_progress=bars.download, on_load=bars.loading)
             server = await nursery.start(_and_then_cancel, run, nursery.cancel_scope)
             nursery.start_soon(obey_signals, server, shutdown_timeout)
             nursery.start_soon(_freeze_when_ready, server.engine)

@@ -97,6 +97,14 @@ class WorkerLost(EngineError):
         self.traceback = traceback
 
 
+class ConnectionLost(EngineError):
+    """A server cannot be reached, or the connection to it is gone; `code` is that of its WebSocket's close, if any."""
+
+    def __init__(self, message: str, *, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class TransitionFailed(EngineError):
     """A change of power state (sleep, wake, update) did not succeed."""
 

@@ -134,6 +134,7 @@ async def serve(
     *,
     ports: Ports | None = None,
     on_progress: Callable[[int, int], None] | None = None,
+    on_load: Callable[[int, int], None] | None = None,
     task_status: trio.TaskStatus[Server] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve an engine until the server is drained or aborted, or this is cancelled. It listens at once.
@@ -149,7 +150,7 @@ async def serve(
             await trio.socket.getaddrinfo(host, port)  # a name that is none has another error
         problem = f"{host} is reachable from other machines, and there is no key"
         raise InvalidConfig.of("host", f"{problem}: give an --api-key, or --insecure to serve them, whoever they are")
-    engine = Engine(config, ports=ports, on_progress=on_progress)
+    engine = Engine(config, ports=ports, on_progress=on_progress, on_load=on_load)
     server = Server(engine, serve_config)
     listeners = await _listen(host, port)
     async with open_unwrapped_nursery() as nursery:

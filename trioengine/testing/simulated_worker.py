@@ -23,6 +23,7 @@ from trioengine.core.messages import (
     Fatal,
     FatalCode,
     FromWorker,
+    Loading,
     Message,
     Ping,
     Pong,
@@ -48,6 +49,7 @@ class Behaviour:
     """How one incarnation behaves; times in seconds."""
 
     load_time: float = 0.5
+    load_bytes: int = 0  # told by LOADING, half of them in half of that time
     step_time: float = 0.01
     fatal: Fatal | None = None  # said instead of READY
 
@@ -220,9 +222,19 @@ class SimulatedWorker:
                 await trio.sleep(self._behaviour.step_time)
             elif isinstance(self._queue[0], Configure):
                 self._turn_to(Activity.LOADING)
-                await trio.sleep(self._behaviour.load_time)
+                await self._load()
             if self.health is Health.WELL:
                 self._step() if step else self._handle(self._queue.popleft())
+
+    async def _load(self) -> None:
+        total = self._behaviour.load_bytes
+        if not total:
+            await trio.sleep(self._behaviour.load_time)
+            return
+        for done in (total // 2, total):
+            await trio.sleep(self._behaviour.load_time / 2)
+            if self.health is Health.WELL:
+                self._send_all([Loading(done, total)])
 
     def _step(self) -> None:
         try:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from trioengine.serve.json_object import load_object
 from trioengine.serve.problem import ClientError
-from trioengine.serve.realtime.items import Item, parse_item
+from trioengine.serve.realtime.items import Item, ItemReference, parse_input, parse_item
 
 MAX_EVENT_ID = 512
+
+
+class Conversation(enum.Enum):
+    """Which conversation a response belongs to."""
+
+    AUTO = "auto"  # the connection's
+    NONE = "none"  # it runs beside it, and leaves nothing in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +38,22 @@ class ItemRetrieve:
 
 
 @dataclass(frozen=True, slots=True)
+class ItemTruncate:
+    item_id: Any
+    content_index: Any
+    text_end: Any  # characters that stay
+
+
+@dataclass(frozen=True, slots=True)
 class ItemDelete:
     item_id: Any
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseCreate:
-    response: Any
+    settings: Mapping[str, Any]
+    conversation: Conversation = Conversation.AUTO
+    input: tuple[Item | ItemReference, ...] | None = None  # in place of the conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +61,15 @@ class ResponseCancel:
     response_id: Any
 
 
-ClientEvent: TypeAlias = SessionUpdate | ItemCreate | ItemRetrieve | ItemDelete | ResponseCreate | ResponseCancel
+ClientEvent: TypeAlias = (
+    SessionUpdate | ItemCreate | ItemRetrieve | ItemTruncate | ItemDelete | ResponseCreate | ResponseCancel
+)
 
 _FIELDS = {  # beside event_id and type
     "session.update": ("session",),
     "conversation.item.create": ("item", "previous_item_id"),
     "conversation.item.retrieve": ("item_id",),
+    "conversation.item.truncate": ("item_id", "content_index", "text_end", "audio_end_ms"),
     "conversation.item.delete": ("item_id",),
     "response.create": ("response",),
     "response.cancel": ("response_id",),
@@ -106,12 +126,38 @@ def _event(fields: Mapping[str, Any]) -> ClientEvent:
             return ItemCreate(parse_item(_required(fields, "item")), fields.get("previous_item_id"))
         case "conversation.item.retrieve":
             return ItemRetrieve(_required(fields, "item_id"))
+        case "conversation.item.truncate":
+            return _item_truncate(fields)
         case "conversation.item.delete":
             return ItemDelete(_required(fields, "item_id"))
         case "response.create":
-            return ResponseCreate(fields.get("response"))
+            return _response_create(fields.get("response"))
         case _:
             return ResponseCancel(fields.get("response_id"))
+
+
+def _item_truncate(fields: Mapping[str, Any]) -> ItemTruncate:
+    if fields.get("audio_end_ms") is not None:
+        message = "audio_end_ms: there is no audio; text_end says how many characters stay"
+        raise ClientError("unsupported_parameter", message, param="audio_end_ms")
+    names = ("item_id", "content_index", "text_end")
+    return ItemTruncate(*(_required(fields, name) for name in names))
+
+
+def _response_create(response: object) -> ResponseCreate:
+    """What does not concern the conversation is left for the settings."""
+    if response is None:
+        return ResponseCreate({})
+    if not isinstance(response, dict):
+        raise ClientError("invalid_type", "response must be an object", param="response")
+    settings = {name: value for name, value in response.items() if name not in ("conversation", "input")}
+    named, given = response.get("conversation"), response.get("input")
+    conversation = next((known for known in Conversation if known.value == (named or "auto")), None)
+    if conversation is None:
+        param = "response.conversation"
+        message = f"{param} must be 'auto' or 'none', got {named!r:.80}"
+        raise ClientError("unsupported_parameter", message, param=param)
+    return ResponseCreate(settings, conversation, None if given is None else parse_input(given, "response.input"))
 
 
 def _required(fields: Mapping[str, Any], name: str) -> Any:

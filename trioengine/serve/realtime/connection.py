@@ -12,18 +12,21 @@ from trioengine.core.serve_config import ConnectionLimits
 from trioengine.serve.departures import Departures
 from trioengine.serve.log_fields import SESSION
 from trioengine.serve.problem import ClientError, problem_of
+from trioengine.serve.realtime.beside import Beside
 from trioengine.serve.realtime.client_events import (
     ClientEvent,
+    Conversation,
     EventError,
     ItemCreate,
     ItemDelete,
     ItemRetrieve,
+    ItemTruncate,
     ResponseCancel,
     ResponseCreate,
     SessionUpdate,
     parse,
 )
-from trioengine.serve.realtime.items import Items
+from trioengine.serve.realtime.items import Items, chat_messages
 from trioengine.serve.realtime.outbox import Outbox, new_id
 from trioengine.serve.realtime.responder import Responder
 from trioengine.serve.realtime.response import Order, Response
@@ -67,6 +70,7 @@ class RealtimeConnection:
         self._max_unhandled_size = max(MAX_UNHANDLED_SIZE, limits.max_message_size)  # at least one message
         self._outbox = Outbox(limits.send_timeout)
         self._responder = Responder(engine, self.id)
+        self._beside = Beside(engine, self.id)
         self._unhandled_size = 0  # characters
         self._close_code, self._close_reason = 1000, ""
 
@@ -82,6 +86,7 @@ class RealtimeConnection:
                 work.start_soon(self._receive, send_channel, work.cancel_scope)
                 work.start_soon(self._handle, inbox)
                 work.start_soon(self._responder.run)
+                work.start_soon(self._beside.run)
                 work.start_soon(self._close_when_asked, work.cancel_scope)
             with trio.move_on_after(CLOSE_TIMEOUT):
                 await self._websocket.aclose(self._close_code, self._close_reason)
@@ -111,7 +116,7 @@ class RealtimeConnection:
 
     def _note_departure(self) -> None:
         """The client is gone, or does not read or answer; it is counted once, if a response was in progress."""
-        if not self._has_gone and self._responder.is_busy:
+        if not self._has_gone and (self._responder.active or self._beside.active):
             self._departures.add()
         self._has_gone = True
 
@@ -134,7 +139,9 @@ class RealtimeConnection:
 
     async def _close_when_asked(self, work: trio.CancelScope) -> None:
         await self._closing.wait()
-        await self._responder.idle()
+        while self._responder.active or self._beside.active:
+            await self._responder.idle()
+            await self._beside.idle()
         await self._outbox.flushed()
         self._close_code, self._close_reason = GOING_AWAY, "the server is shutting down"
         work.cancel()
@@ -175,19 +182,40 @@ class RealtimeConnection:
             case ItemRetrieve():
                 item = self._items.get(event.item_id, "item_id")
                 self._outbox.put("conversation.item.retrieved", item=item.to_json())
+            case ItemTruncate():
+                self._truncate(event)
             case ItemDelete():
                 self._outbox.put("conversation.item.deleted", item_id=self._items.delete(event.item_id))
             case ResponseCreate():
                 self._respond(event, event_id)
             case ResponseCancel():
-                self._responder.cancel(event.response_id)
+                self._response(event.response_id).cancel()
+
+    def _truncate(self, event: ItemTruncate) -> None:
+        item = self._items.truncate(event.item_id, event.content_index, event.text_end)
+        place = {"item_id": item.id, "content_index": event.content_index}
+        self._outbox.put("conversation.item.truncated", **place, text_end=event.text_end, audio_end_ms=0)
 
     def _respond(self, event: ResponseCreate, event_id: str | None) -> None:
-        self._responder.check_idle()
-        settings = self._settings.for_response(event.response)
-        messages = self._items.messages(settings.instructions)
+        is_beside = event.conversation is Conversation.NONE
+        runner = self._beside if is_beside else self._responder
+        runner.check_room()
+        settings = self._settings.for_response(event.settings)
+        items = self._items if event.input is None else self._items.resolve(event.input)
+        messages = chat_messages(items, settings.instructions)
         if not messages:
             raise ClientError("empty_conversation", "there is nothing to respond to: create an item first")
         params = settings.params("response")
         order = Order(messages, params, settings.max_output_tokens, settings.metadata, event_id)
-        self._responder.begin(Response(order, self._items, self._outbox, self._conversation_id))
+        if is_beside:
+            runner.begin(Response(order, self._outbox, conversation_id=None, items=None))
+        else:
+            runner.begin(Response(order, self._outbox, self._conversation_id, self._items))
+
+    def _response(self, response_id: object) -> Response:
+        """The active response of this id; None: the conversation's. Raises ClientError."""
+        active = self._responder.active if response_id is None else (*self._responder.active, *self._beside.active)
+        response = next((response for response in active if response_id in (None, response.id)), None)
+        if response is None:
+            raise ClientError("response_cancel_not_active", "there is no such active response", param="response_id")
+        return response

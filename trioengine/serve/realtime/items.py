@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,13 @@ class Item:
     def text(self) -> str:
         return "".join(self.texts)
 
+    def truncate(self, content_index: int, text_end: int) -> None:
+        """Keep so many characters of this part, and nothing of those behind it."""
+        is_cut = text_end < len(self.texts[content_index]) or content_index < len(self.texts) - 1
+        self.texts = [*self.texts[:content_index], self.texts[content_index][:text_end]]
+        if is_cut:
+            self.status = ItemStatus.INCOMPLETE
+
     def to_json(self) -> dict[str, Any]:
         part = _PART_TYPES[self.role][0]
         return {
@@ -61,29 +68,53 @@ class Item:
         }
 
 
-def parse_item(fields: object) -> Item:
+@dataclass(frozen=True, slots=True)
+class ItemReference:
+    """An item of the conversation, as a part of a response's input; `where` is its place there."""
+
+    id: Any
+    where: str
+
+
+def parse_item(fields: object, where: str = "item") -> Item:
     """The item of a conversation.item.create. Raises ClientError, naming what we cannot take."""
-    item = known_fields(fields, ("id", "object", "type", "status", "role", "content"), "item")
+    item = known_fields(fields, ("id", "object", "type", "status", "role", "content"), where)
     if item.get("type") != "message":
-        raise ClientError(
-            "unsupported_item", f"item.type must be message, got {item.get('type')!r:.60}", param="item.type"
-        )
+        shown = f"{item.get('type')!r:.60}"
+        raise ClientError("unsupported_item", f"{where}.type must be message, got {shown}", param=f"{where}.type")
     role = next((role for role in Role if role.value == item.get("role")), None)
     if role is None:
-        names = ", ".join(role.value for role in Role)
-        raise ClientError(
-            "invalid_value", f"item.role must be one of {names}, got {item.get('role')!r:.60}", param="item.role"
-        )
-    content = item.get("content")
+        names, shown = ", ".join(role.value for role in Role), f"{item.get('role')!r:.60}"
+        raise ClientError("invalid_value", f"{where}.role must be one of {names}, got {shown}", param=f"{where}.role")
+    content, param = item.get("content"), f"{where}.content"
     if not isinstance(content, list) or not content:
-        raise ClientError("invalid_value", "item.content must be a list of at least one part", param="item.content")
-    texts = [_part_text(part, _PART_TYPES[role], f"item.content[{index}]") for index, part in enumerate(content)]
-    id = item.get("id")
+        raise ClientError("invalid_value", f"{param} must be a list of at least one part", param=param)
+    texts = [_part_text(part, _PART_TYPES[role], f"{param}[{index}]") for index, part in enumerate(content)]
+    id, param = item.get("id"), f"{where}.id"
     if id is None:
         return Item(role, texts)
     if not isinstance(id, str) or not 0 < len(id) <= MAX_ID or id == ROOT:
-        raise ClientError("invalid_value", f"item.id must be a string of 1 to {MAX_ID} characters", param="item.id")
+        raise ClientError("invalid_value", f"{param} must be a string of 1 to {MAX_ID} characters", param=param)
     return Item(role, texts, id)
+
+
+def parse_input(value: object, where: str) -> tuple[Item | ItemReference, ...]:
+    """The items that a response is to go on from in place of the conversation. Raises ClientError."""
+    if not isinstance(value, list) or len(value) > MAX_ITEMS:
+        raise ClientError("invalid_value", f"{where} must be a list of at most {MAX_ITEMS} items", param=where)
+    return tuple(_input_item(entry, f"{where}[{index}]") for index, entry in enumerate(value))
+
+
+def _input_item(entry: object, where: str) -> Item | ItemReference:
+    if isinstance(entry, Mapping) and entry.get("type") == "item_reference":
+        return ItemReference(known_fields(entry, ("id", "type"), where).get("id"), f"{where}.id")
+    return parse_item(entry, where)
+
+
+def chat_messages(items: Iterable[Item], instructions: str) -> list[dict[str, str]]:
+    """Items as chat messages, after the instructions; an item without text is left out."""
+    messages = [{"role": item.role.value, "content": item.text} for item in items if item.text]
+    return [{"role": "system", "content": instructions}, *messages] if instructions else messages
 
 
 def _part_text(part: object, types: tuple[str, ...], where: str) -> str:
@@ -128,30 +159,44 @@ class Items:
         """An item of the model's own; it has room in any case. Returns the id of the item before it."""
         return self._insert(item, len(self))
 
-    def finish_answer(self, item: Item, status: ItemStatus) -> None:
+    def finish_answer(self, item: Item) -> None:
         """The model's item is as it will stay."""
-        item.status = status
         self._size += len(item.text)
 
     def delete(self, id: object) -> str:
         """Remove an item that is not in progress, and return its id. Raises ClientError."""
-        item = self.get(id, "item_id")
-        if item.status is ItemStatus.IN_PROGRESS:
-            raise ClientError("item_in_progress", f"item_id: {item.id!r} is being generated", param="item_id")
+        item = self._at_rest(id)
         del self._items[item.id]
         self._order.remove(item.id)
         self._size -= len(item.text)
         return item.id
+
+    def truncate(self, id: object, content_index: object, text_end: object) -> Item:
+        """Keep so many characters of an assistant's item, which is returned. Raises ClientError."""
+        item = self._at_rest(id)
+        if item.role is not Role.ASSISTANT:
+            message = f"item_id: {item.id!r} is not the assistant's, and only those are truncated"
+            raise ClientError("invalid_value", message, param="item_id")
+        index = _integer(content_index, len(item.texts) - 1, "content_index")
+        size = len(item.text)
+        item.truncate(index, _integer(text_end, len(item.texts[index]), "text_end"))
+        self._size -= size - len(item.text)
+        return item
+
+    def resolve(self, entries: Iterable[Item | ItemReference]) -> list[Item]:
+        """A response's input, each reference replaced by the item that it means. Raises ClientError."""
+        return [self.get(entry.id, entry.where) if isinstance(entry, ItemReference) else entry for entry in entries]
 
     def before(self, item: Item) -> str | None:
         """The id of the item before this one."""
         index = self._order.index(item.id)
         return self._order[index - 1] if index else None
 
-    def messages(self, instructions: str) -> list[dict[str, str]]:
-        """The conversation as chat messages; an item without text is left out."""
-        messages = [{"role": item.role.value, "content": item.text} for item in self if item.text]
-        return [{"role": "system", "content": instructions}, *messages] if instructions else messages
+    def _at_rest(self, id: object) -> Item:
+        item = self.get(id, "item_id")
+        if item.status is ItemStatus.IN_PROGRESS:
+            raise ClientError("item_in_progress", f"item_id: {item.id!r} is being generated", param="item_id")
+        return item
 
     def _index_after(self, previous: object) -> int:
         if previous is None:
@@ -164,3 +209,11 @@ class Items:
         if item.status is not ItemStatus.IN_PROGRESS:
             self._size += len(item.text)
         return self._order[index - 1] if index else None
+
+
+def _integer(value: object, most: int, param: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        raise ClientError(
+            "invalid_value", f"{param} must be an integer from 0 to {most}, got {value!r:.60}", param=param
+        )
+    return value

@@ -20,6 +20,13 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(12)}"
 
 
+class DeltaTemplate:
+    """An event of this type and these fields, whose field `delta` is another in each."""
+
+    def __init__(self, name: str, **fields: Any) -> None:
+        self.head = json.dumps({"type": name, **fields})[:-1] + ', "delta": '
+
+
 class Outbox:
     """Events are put in synchronously; one task sends them. Who can wait, waits for room before it puts more.
 
@@ -28,6 +35,7 @@ class Outbox:
 
     def __init__(self, send_timeout: float) -> None:
         self._send_timeout = send_timeout
+        self._event_id = new_id("event")  # what those of its events begin with
         self._events: deque[str] = deque()
         self._size = 0  # characters that are not sent yet
         self._sequence_number = 0
@@ -35,9 +43,20 @@ class Outbox:
 
     def put(self, name: str, **fields: Any) -> None:
         """Send the event of this type when its turn has come."""
-        event = {"event_id": new_id("event"), "type": name, "sequence_number": self._sequence_number, **fields}
+        event_id, number = self._next_id()
+        self._put(json.dumps({"event_id": event_id, "type": name, "sequence_number": number, **fields}))
+
+    def put_delta(self, template: DeltaTemplate, delta: str) -> None:
+        """Send an event that was rendered once, but for its text."""
+        event_id, number = self._next_id()
+        text = json.dumps(delta)
+        self._put(f'{template.head}{text}, "event_id": "{event_id}", "sequence_number": {number}}}')
+
+    def _next_id(self) -> tuple[str, int]:
+        return f"{self._event_id}_{self._sequence_number}", self._sequence_number
+
+    def _put(self, text: str) -> None:
         self._sequence_number += 1
-        text = json.dumps(event)
         self._events.append(text)
         self._size += len(text)
         self._notify()

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trioengine.actors.generation import Completion
+from trioengine.actors.generation import Completion, Generation
 from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import FinishReason, Usage
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.serve.problem import SERVER_ERROR, Problem
 from trioengine.serve.realtime.items import Item, Items, ItemStatus, Role
-from trioengine.serve.realtime.outbox import Outbox, new_id
+from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox, new_id
 
 
 class ResponseStatus(enum.Enum):
@@ -40,32 +40,42 @@ class Response:
     """One response; every change of it is told to the client in the same step."""
 
     order: Order
-    items: Items
     outbox: Outbox
-    conversation_id: str
+    conversation_id: str | None
+    items: Items | None  # of its conversation; None: it belongs to none
     id: str = field(default_factory=lambda: new_id("resp"))
     status: ResponseStatus = ResponseStatus.IN_PROGRESS
     status_details: dict[str, Any] | None = None
     usage: dict[str, Any] | None = None
     item: Item | None = None
     cancelled: bool = False  # by its client; a finish that is on its way wins
+    generation: Generation | None = None  # while it runs
     _texts: list[str] = field(default_factory=list)
+    _delta: DeltaTemplate | None = None
 
     def begin(self) -> None:
         self.outbox.put("response.created", response=self.to_json())
 
+    def cancel(self) -> None:
+        """Its client wants no more of it."""
+        self.cancelled = True
+        if self.generation is not None:
+            self.generation.abort()
+
     def begin_item(self) -> None:
         """The engine has taken the request: its item is there, still empty."""
         self.item = item = Item(Role.ASSISTANT, [], status=ItemStatus.IN_PROGRESS)
-        previous = self.items.append_answer(item)
+        self._delta = DeltaTemplate("response.output_text.delta", **self._place(item))
         self.outbox.put("response.output_item.added", response_id=self.id, output_index=0, item=item.to_json())
-        self.outbox.put("conversation.item.added", previous_item_id=previous, item=item.to_json())
+        if self.items is not None:
+            previous = self.items.append_answer(item)
+            self.outbox.put("conversation.item.added", previous_item_id=previous, item=item.to_json())
         self._put("response.content_part.added", item, part=_part(""))
 
     def add_text(self, delta: str) -> None:
-        assert self.item is not None, "text comes after begin_item"
+        assert self._delta is not None, "text comes after begin_item"
         self._texts.append(delta)
-        self._put("response.output_text.delta", self.item, delta=delta)
+        self.outbox.put_delta(self._delta, delta)
 
     def finish(self, completion: Completion) -> None:
         """The engine's outcome, whatever it is but an error."""
@@ -95,15 +105,19 @@ class Response:
 
     def _end_item(self, item: Item) -> None:
         item.texts = ["".join(self._texts)]
-        is_whole = self.status is ResponseStatus.COMPLETED
-        self.items.finish_answer(item, ItemStatus.COMPLETED if is_whole else ItemStatus.INCOMPLETE)
+        item.status = ItemStatus.COMPLETED if self.status is ResponseStatus.COMPLETED else ItemStatus.INCOMPLETE
         self._put("response.output_text.done", item, text=item.text)
         self._put("response.content_part.done", item, part=_part(item.text))
-        self.outbox.put("conversation.item.done", previous_item_id=self.items.before(item), item=item.to_json())
+        if self.items is not None:
+            self.items.finish_answer(item)
+            self.outbox.put("conversation.item.done", previous_item_id=self.items.before(item), item=item.to_json())
         self.outbox.put("response.output_item.done", response_id=self.id, output_index=0, item=item.to_json())
 
     def _put(self, name: str, item: Item, **fields: Any) -> None:
-        self.outbox.put(name, response_id=self.id, item_id=item.id, output_index=0, content_index=0, **fields)
+        self.outbox.put(name, **self._place(item), **fields)
+
+    def _place(self, item: Item) -> dict[str, Any]:
+        return {"response_id": self.id, "item_id": item.id, "output_index": 0, "content_index": 0}
 
     def to_json(self) -> dict[str, Any]:
         is_done = self.item is not None and self.status is not ResponseStatus.IN_PROGRESS
@@ -122,7 +136,7 @@ class Response:
 
 
 def _part(text: str) -> dict[str, str]:
-    return {"type": "output_text", "text": text}
+    return {"type": "text", "text": text}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

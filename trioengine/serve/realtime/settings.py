@@ -25,7 +25,6 @@ _SESSION_FIXED: Mapping[str, tuple[Any, ...]] = {
     "prompt": (),
     "include": (),
 }
-_RESPONSE_FIXED: Mapping[str, tuple[Any, ...]] = {**_FIXED, "conversation": ("auto",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +40,9 @@ class Settings:
         allowed = {**_SESSION_FIXED, "model": (model,)}
         return self._with(fields, allowed, (), "session")
 
-    def for_response(self, fields: object) -> Settings:
+    def for_response(self, fields: Mapping[str, Any]) -> Settings:
         """These with the fields of a response.create. Raises ClientError."""
-        return self._with({} if fields is None else fields, _RESPONSE_FIXED, ("metadata",), "response")
+        return self._with(fields, _FIXED, ("metadata",), "response")
 
     def params(self, where: str) -> SamplingParams:
         """The engine's parameters. Raises ClientError."""

@@ -24,6 +24,7 @@ from trioengine.core.errors import (
 from trioengine.core.lifecycle import Cause, Phase
 from trioengine.core.messages import FinishReason
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.serve.realtime.beside import Beside
 from trioengine.serve.realtime.responder import Responder
 from trioengine.testing.fuzz.callers import Holder, Reader
 from trioengine.testing.simulated_worker import SimulatedWorker
@@ -87,12 +88,13 @@ def check_stopped(engine: Engine, generations: AbstractSet[Generation | None]) -
         assert not goes_on, f"all were aborted, and it goes on: {session}"
 
 
-def check_cancelled(responders: Sequence[Responder]) -> None:
+def check_cancelled(responders: Sequence[Responder | Beside]) -> None:
     """No task can run: the worker was told to stop what a client of the server has cancelled."""
-    for responder in responders:
-        response, session = responder._active, responder._session
-        if response is not None and response.cancelled and session is not None:
-            assert session.phase not in (Phase.PREPARING, Phase.RUNNING), f"{response.id} was cancelled, and goes on"
+    for response in (response for responder in responders for response in responder.active):
+        generation = response.generation
+        if response.cancelled and generation is not None:
+            goes_on = generation._session.phase in (Phase.PREPARING, Phase.RUNNING)
+            assert not goes_on, f"{response.id} was cancelled, and goes on"
 
 
 def check_reader(reader: Reader, max_model_len: int, troubles: Troubles) -> None:

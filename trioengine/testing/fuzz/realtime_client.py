@@ -6,9 +6,10 @@ import itertools
 import json
 from typing import Any
 
-from trioengine.core.messages import FinishReason
+from trioengine.serve.realtime.beside import MAX_BESIDE
 from trioengine.serve.realtime.connection import GOING_AWAY
-from trioengine.testing.fuzz.oracles import Troubles, Turn, prompt_ids, reference
+from trioengine.testing.fuzz.followed_response import Asked, FollowedResponse
+from trioengine.testing.fuzz.oracles import Troubles, Turn
 from trioengine.testing.simulated_client import SimulatedClient
 from trioengine.testing.simulated_peer import Mood
 
@@ -25,18 +26,17 @@ class RealtimeClient(SimulatedClient):
         self.instructions = ""
         self.num_events = 0
         self.num_done = 0  # responses
-        self.response: str | None = None  # the active one
+        self.responses: dict[str, FollowedResponse] = {}  # the active ones
         self._max_model_len = max_model_len
         self._troubles = troubles
         self._ids = itertools.count(1)
         self._owed: dict[str, str] = {}  # what it sent and was not answered yet: event id -> type
-        self._limits: dict[str, int] = {}  # of the tokens of each response it asked for
-        self._cancelled: set[str] = set()  # of these, those that it may have cancelled
-        self._may_be_cancelled = False  # the active one
-        self._prompt: tuple[int, ...] = ()
-        self._limit = 0
-        self._delta = ""
-        self._failure: str | None = None
+        self._asked: dict[str, Asked] = {}  # of these, the responses
+
+    @property
+    def response(self) -> str | None:
+        """The active response of the conversation."""
+        return next((id for id, response in self.responses.items() if not response.asked.is_beside), None)
 
     # ---- what it asks ---------------------------------------------------------------------------------------------
 
@@ -52,13 +52,43 @@ class RealtimeClient(SimulatedClient):
         self.ask("conversation.item.create", item={"type": "message", "role": "user", "content": content})
 
     def respond(self, max_tokens: int) -> None:
-        self._limits[self.ask("response.create", response={"max_output_tokens": max_tokens})] = max_tokens
+        self._create(Asked(max_tokens))
+
+    def respond_beside(self, max_tokens: int, text: str | None = None) -> None:
+        """From the conversation, or from this text alone."""
+        self._create(Asked(max_tokens, is_beside=True, input=None if text is None else (("user", text),)))
+
+    def _create(self, asked: Asked) -> None:
+        response: dict[str, Any] = {"max_output_tokens": asked.max_tokens}
+        if asked.is_beside:
+            response["conversation"] = "none"
+        if asked.input is not None:
+            content = [[{"type": "input_text", "text": text}] for _, text in asked.input]
+            response["input"] = [{"type": "message", "role": "user", "content": parts} for parts in content]
+        self._asked[self.ask("response.create", response=response)] = asked
+
+    def truncate(self, text_end: int) -> bool:
+        """The last answer that it knows of; False if there is none."""
+        answers = [id for id in self.order if self.items[id][0] == "assistant"]
+        place = {"item_id": answers[-1] if answers else "none", "content_index": 0}
+        self.ask("conversation.item.truncate", **place, text_end=text_end)
+        return bool(answers)
 
     def cancel(self) -> None:
         """It is answered by an error only, where there is nothing to cancel."""
-        self._cancelled |= set(self._limits)
-        self._may_be_cancelled = True
+        active = (response.asked for response in self.responses.values())
+        for asked in (*self._asked.values(), *active):
+            asked.may_be_cancelled |= not asked.is_beside
         self.send(json.dumps({"type": "response.cancel"}))
+
+    def cancel_beside(self) -> bool:
+        """One of those that it knows of; False if there is none."""
+        response = next((response for response in self.responses.values() if response.asked.is_beside), None)
+        if response is not None:
+            response.asked.may_be_cancelled = True
+        id = "none" if response is None else response.id
+        self.send(json.dumps({"type": "response.cancel", "response_id": id}))
+        return response is not None
 
     @property
     def is_active(self) -> bool:
@@ -72,7 +102,7 @@ class RealtimeClient(SimulatedClient):
             assert not self._owed, f"never answered: {self._owed}"
 
     def on_goodbye(self, code: int) -> None:
-        assert code != GOING_AWAY or self.response is None, f"a goodbye in the middle of {self.response}"
+        assert code != GOING_AWAY or not self.responses, f"a goodbye in the middle of {set(self.responses)}"
 
     def _told(self, event: dict[str, Any]) -> None:
         assert event["sequence_number"] == self.num_events, f"event {self.num_events} is {event}"
@@ -92,13 +122,16 @@ class RealtimeClient(SimulatedClient):
                 self._answered("conversation.item.delete")
                 self.order.remove(event["item_id"])
                 del self.items[event["item_id"]]
+            case "conversation.item.truncated":
+                self._answered("conversation.item.truncate")
+                role, text = self.items[event["item_id"]]
+                self.items[event["item_id"]] = role, text[: event["text_end"]]
             case "response.created":
                 self._begin(event["response"])
             case "response.output_text.delta":
-                assert event["response_id"] == self.response, f"a delta of no active response: {event}"
-                self._delta += event["delta"]
+                self._active(event["response_id"]).add(event["delta"])
             case "response.output_text.done":
-                assert event["text"] == self._delta, f"the deltas give {self._delta!r}, and then {event}"
+                self._active(event["response_id"]).check_text(event["text"])
             case "response.done":
                 self._end(event["response"])
             case "error":
@@ -116,8 +149,10 @@ class RealtimeClient(SimulatedClient):
         id = error["event_id"]
         if id in self._owed:
             del self._owed[id]
-        elif self.response is not None and id is not None:
-            self._failure = error["code"]
+            self._asked.pop(id, None)
+        for response in self.responses.values():
+            if response.event_id == id:
+                response.failure = error["code"]
 
     def _insert(self, item: dict[str, Any], previous: str | None) -> None:
         assert item["id"] not in self.items, f"item {item['id']} is added twice"
@@ -125,40 +160,24 @@ class RealtimeClient(SimulatedClient):
         self.order.insert(0 if previous is None else self.order.index(previous) + 1, item["id"])
 
     def _begin(self, response: dict[str, Any]) -> None:
-        assert self.response is None, f"{response['id']} begins while {self.response} is active"
-        asked = self._answered("response.create")
-        self._limit, self._may_be_cancelled = self._limits.pop(asked), asked in self._cancelled
-        self.response, self._delta, self._failure = response["id"], "", None
-        turns = [self.items[id] for id in self.order if self.items[id][1]]
-        self._prompt = prompt_ids((*([("system", self.instructions)] if self.instructions else []), *turns))
+        event_id = self._answered("response.create")
+        asked, id = self._asked.pop(event_id), response["id"]
+        assert asked.is_beside or self.response is None, f"{id} begins while {self.response} is active"
+        assert asked.is_beside == (response["conversation_id"] is None), f"{id} belongs elsewhere: {response}"
+        turns = tuple(self.items[id] for id in self.order if self.items[id][1]) if asked.input is None else asked.input
+        if self.instructions:
+            turns = (("system", self.instructions), *turns)
+        self.responses[id] = FollowedResponse(id, event_id, asked, turns, self._max_model_len, self._troubles)
+        assert len(self.responses) <= MAX_BESIDE + 1, f"{len(self.responses)} responses are active"
+
+    def _active(self, id: str) -> FollowedResponse:
+        assert id in self.responses, f"{id} is not active"
+        return self.responses[id]
 
     def _end(self, response: dict[str, Any]) -> None:
-        assert response["id"] == self.response, f"{response['id']} is done, {self.response} is active"
-        self.response = None
+        self._active(response["id"]).end(response)
+        del self.responses[response["id"]]
         self.num_done += 1
-        text = "".join(part["text"] for item in response["output"] for part in item["content"])
-        assert text == self._delta, f"the deltas give {self._delta!r}, the response is {text!r}"
-        room = self._max_model_len - len(self._prompt)
-        expected = reference(self._prompt, min(room, self._limit), ()) if room > 0 else None
-        if response["status"] != "failed":
-            tokens = {name: response["usage"][f"{name}_tokens"] for name in ("total", "input", "output")}
-            assert tokens["total"] == tokens["input"] + tokens["output"], f"the usage is {tokens}"
-        match response["status"]:
-            case "failed":
-                code = response["status_details"]["error"]["code"]
-                assert self._failure == code, f"it failed by {code}, the error before it was {self._failure}"
-                assert expected is None or self._troubles.excuse(code), f"nothing may fail by {code}"
-            case "cancelled":
-                assert self._may_be_cancelled, "nobody has cancelled it"
-            case "completed" | "incomplete" as status:
-                finish_reason = FinishReason.STOP if status == "completed" else FinishReason.LENGTH
-                assert expected is not None, "there was no room for an answer"
-                assert (text, finish_reason) == (expected.text, expected.finish_reason), (
-                    f"the response is {text!r} and {status}, the model's is {expected.text!r}, {expected.finish_reason}"
-                )
-        assert expected is None or expected.text.startswith(text), (
-            f"{text!r} is no part of the model's answer {expected.text!r}"
-        )
 
 
 def _turn(item: dict[str, Any]) -> Turn:

@@ -7,20 +7,25 @@ import functools
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
-from trioengine.serve.realtime import connection, outbox, responder
+from trioengine.serve.realtime import answering, connection, outbox
+from trioengine.serve.realtime.beside import Beside
 from trioengine.serve.realtime.outbox import Outbox
 from trioengine.serve.realtime.responder import Responder
 from trioengine.testing.fuzz.oracles import check_cancelled, check_worker
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.realtime_client import RealtimeClient
 from trioengine.testing.fuzz.served import MAX_CLIENTS, WHICH, ServedEnvironment
-from trioengine.testing.fuzz.watching import CrashLog, collected, with_room
+from trioengine.testing.fuzz.watching import CrashLog, collected, when_full, with_room
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_peer import Mood
 from trioengine.testing.simulated_worker import Health
 
 PROMPTS = ("a", "be", "<|im_end|>")
 TOKENS = st.sampled_from((1, 3, 20))
+SENDS = (
+    *("cancel", "cancel", "respond", "say", "delete", "instruct", "odd", "ping"),
+    *("cancel", "truncate", "cancel beside", "cancel beside"),
+)
 ROOM = 1024  # characters of an outbox, so that few events fill it
 
 
@@ -31,13 +36,15 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.responders: list[Responder] = []
-        for module in (connection, responder):
+        self.responders: list[Responder | Beside] = []
+        for module in (connection, answering):
             self._watch(module, "logger", lambda _: CrashLog(self.loop.crashes))
         self._watch(outbox, "ROOM", lambda _: ROOM)
         is_full = functools.partial(self.rare.saw, "an outbox is full")
-        self._watch(Outbox, "put", with_room(self.loop.crashes, ROOM, is_full))
-        self._watch(Responder, "__init__", collected(self.responders))
+        self._watch(Outbox, "put", when_full(ROOM, is_full))
+        self._watch(Outbox, "put_delta", with_room(self.loop.crashes, ROOM))
+        for runner in (Responder, Beside):
+            self._watch(runner, "__init__", collected(self.responders))
 
     @recorded(
         initialize,
@@ -82,7 +89,15 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
             self._flow(rounds)
 
     @precondition(lambda self: self.speakers)
-    @recorded(which=WHICH, what=st.sampled_from(("cancel", "respond", "say", "delete", "instruct", "odd", "ping")))
+    @recorded(which=WHICH, text=st.sampled_from(("", "b")), rounds=st.sampled_from((0, 6, 9, 12, 15)))
+    def ask_beside(self, which: int, text: str, rounds: int) -> None:
+        """A response beside the conversation, from it or from a text alone; how far it gets is given."""
+        pick(self.speakers, which).respond_beside(20, text or None)
+        if rounds:
+            self._flow(rounds)
+
+    @precondition(lambda self: self.speakers)
+    @recorded(which=WHICH, what=st.sampled_from(SENDS))
     def send(self, which: int, what: str) -> None:
         """One event, whatever is in progress."""
         client = pick(self.speakers, which)
@@ -100,6 +115,12 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
                 client.ask("session.update", session={"type": "realtime", "instructions": "be"})
             case "odd":
                 client.ask("conversation.fly")
+            case "truncate":
+                if client.truncate(1):
+                    self.rare.saw("an answer is truncated")
+            case "cancel beside":
+                if client.cancel_beside():
+                    self.rare.saw("a response beside the conversation is cancelled")
             case "ping":
                 client.ping()
 
@@ -117,7 +138,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
         worker = self.worker
         if worker is not None and worker.health is Health.WELL and self.engine.gate.link is not None:
             check_worker(self.engine, worker, list(self.engine._sessions))
-            stuck = [client.response for client in self.clients if client.response and client.mood is Mood.WELL]
+            stuck = [id for client in self.clients if client.mood is Mood.WELL for id in client.responses]
             assert not stuck, f"responses {stuck} never end"
 
     def _note_moment(self, client: RealtimeClient) -> None:

@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 import trio
 
 from trioengine.actors.waiting_line import WaitingLine
-from trioengine.serve.realtime.outbox import Outbox
+from trioengine.serve.realtime.beside import Beside
+from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox
 from trioengine.serve.realtime.responder import Responder
 
 Crashes: TypeAlias = list[Exception]
@@ -41,15 +42,27 @@ def in_order(crashes: Crashes) -> Callable[[Any], Any]:
     return mutate
 
 
-def with_room(crashes: Crashes, room: int, is_full: Callable[[], None]) -> Callable[[Any], Any]:
-    """For `Outbox.put`: a slow client fills no memory, as texts wait for room."""
+def with_room(crashes: Crashes, room: int) -> Callable[[Any], Any]:
+    """For `Outbox.put_delta`: a slow client fills no memory, as texts wait for room."""
+
+    def mutate(put_delta: Any) -> Any:
+        def watched(outbox: Outbox, template: DeltaTemplate, delta: str) -> None:
+            if outbox._size > room + BETWEEN:
+                crashes.append(AssertionError(f"{outbox._size} characters are kept for a slow client"))
+            put_delta(outbox, template, delta)
+
+        return watched
+
+    return mutate
+
+
+def when_full(room: int, is_full: Callable[[], None]) -> Callable[[Any], Any]:
+    """For `Outbox.put`: something is said to a client that has not read what was said before."""
 
     def mutate(put: Any) -> Any:
         def watched(outbox: Outbox, name: str, **fields: Any) -> None:
             if outbox._size > room:
                 is_full()
-            if name == "response.output_text.delta" and outbox._size > room + BETWEEN:
-                crashes.append(AssertionError(f"{outbox._size} characters are kept for a slow client"))
             put(outbox, name, **fields)
 
         return watched
@@ -57,11 +70,11 @@ def with_room(crashes: Crashes, room: int, is_full: Callable[[], None]) -> Calla
     return mutate
 
 
-def collected(responders: list[Responder]) -> Callable[[Any], Any]:
-    """For `Responder.__init__`: all that there are."""
+def collected(responders: list[Responder | Beside]) -> Callable[[Any], Any]:
+    """For their `__init__`: all that there are."""
 
     def mutate(init: Any) -> Any:
-        def watched(responder: Responder, *args: Any) -> None:
+        def watched(responder: Responder | Beside, *args: Any) -> None:
             init(responder, *args)
             responders.append(responder)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from trioengine import InvalidConfig
-from trioengine.cli.bench import check_work, run
+from trioengine.cli.bench.offline import check_work, run
 from trioengine.testing import simulated_engine
 
 

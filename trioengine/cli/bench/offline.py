@@ -11,7 +11,7 @@ from typing import NamedTuple
 import trio
 
 from trioengine.actors.engine import Engine, open_engine
-from trioengine.cli.progress import download_bar
+from trioengine.cli.progress import progress_bars
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import InvalidConfig
 from trioengine.core.sampling_params import SamplingParams
@@ -61,8 +61,8 @@ def bench_offline(
 
 
 async def _bench(config: EngineConfig, work: tuple[int, int, int], repeat: int) -> tuple[list[Run], str]:
-    with download_bar() as progress:
-        async with open_engine(config, on_progress=progress) as engine:
+    with progress_bars() as bars:
+        async with open_engine(config, on_progress=bars.download, on_load=bars.loading) as engine:
             check_work(engine, *work)
             await run(engine, *map(min, WARM_UP, work))
             return [await run(engine, *work) for _ in range(repeat)], engine.limits.dtype

@@ -1,0 +1,343 @@
+"""`bench serve` against a server whose answers come at scripted times, and against our own: every figure is exact."""
+
+import json
+import random
+import statistics
+
+import pytest
+import trio
+from scripted_server import DONE, ScriptedServer, answer, plain, sse, text_event, usage_event
+from trio.testing import memory_stream_pair
+
+from trioengine import EngineError, InvalidConfig
+from trioengine.cli.bench.arrivals import arrivals
+from trioengine.cli.bench.config import BenchConfig
+from trioengine.cli.bench.departure import Departure, Moment, departures
+from trioengine.cli.bench.figures import figures, percentile
+from trioengine.cli.bench.http_client import Address
+from trioengine.cli.bench.load import plan
+from trioengine.cli.bench.prompts import Length, Prompts
+from trioengine.cli.bench.report import ServerSide, as_object, print_table
+from trioengine.cli.bench.sample import End
+from trioengine.cli.bench.serve import measure
+from trioengine.core.serve_config import ServeConfig
+from trioengine.serve import Server
+from trioengine.testing import simulated_engine
+
+PROMPTS = Prompts([" a", " b"], Length.WORDS)
+WARM_UP = answer(0.1)
+
+
+def close(value):
+    return pytest.approx(value, abs=1e-9)
+
+
+async def measured(config, *scripts, metrics=None):
+    """The result of a load on a scripted server, and that server."""
+    async with trio.open_nursery() as nursery:
+        server = ScriptedServer(nursery, WARM_UP, *scripts, metrics=metrics)
+        result = await measure(config, server.address, PROMPTS)
+    return result, server
+
+
+async def test_the_times_of_a_request_are_vllms(autojump_clock):
+    config = BenchConfig(num_prompts=1, random_input_len=5, random_output_len=4, ignore_eos=True)
+    result, server = await measured(config, answer(0.5, 0.1, 0.3, prompt_tokens=7, tokens=4, after=0.2))
+    (sample,) = result.run.samples
+    assert (sample.end, sample.prompt_tokens, sample.output_tokens) == (End.COMPLETED, 7, 4)
+    assert (sample.ttft, sample.e2el) == (close(0.5), close(1.1))
+    assert sample.itl == (close(0.1), close(0.3))
+    assert sample.tpot == close((1.1 - 0.5) / 3)
+    assert result.run.seconds == close(1.1)
+    path, headers, body = server.requests[-1]
+    assert (path, headers["host"], result.model) == ("/v1/chat/completions", "localhost", "scripted")
+    assert len(body.pop("messages")[0]["content"].split()) == 5
+    assert body == {
+        "model": "scripted",
+        "max_tokens": 4,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    }
+
+
+async def test_the_figures_of_a_run(autojump_clock):
+    """Two good requests and a slow one, all at once; one is refused."""
+    config = BenchConfig(
+        num_prompts=4, goodput=("ttft:310", "tpot:150"), metric_percentiles="50,90", percentile_metrics="ttft,tpot"
+    )
+    refused = plain(429, b'{"error": {"message": "the queue is full"}}')
+    scripts = [answer(0.2, 0.1, 0.1), answer(0.3, 0.1), answer(1.0, 0.5, 0.5), refused]
+    result, _ = await measured(config, *scripts)
+    told = figures(result.run, config.metrics, config.percentiles, config.goals)
+    assert (told.completed, told.left, told.failed, told.max_concurrent_requests) == (3, 0, 1, 4)
+    assert (told.total_input_tokens, told.total_output_tokens, told.duration) == (9, 8, close(2.0))
+    assert (told.request_throughput, told.request_goodput) == (close(1.5), close(1.0))
+    assert (told.output_throughput, told.total_token_throughput) == (close(4.0), close(8.5))
+    ttft, tpot = told.distributions["ttft"], told.distributions["tpot"]
+    assert (ttft.mean, ttft.median, ttft.std) == (close(0.5), close(0.3), close(statistics.pstdev([0.2, 0.3, 1.0])))
+    assert ttft.percentiles == {50: close(0.3), 90: close(0.3 + 0.7 * 0.8)}
+    assert tpot.percentiles[50] == close(0.1)
+    assert [sample.error for sample in result.run.samples if sample.error] == ["HTTP 429: the queue is full"]
+
+
+async def test_a_closed_loop(autojump_clock):
+    config = BenchConfig(num_prompts=5, max_concurrency=2)
+    result, _ = await measured(config, answer(1.0))
+    assert result.run.seconds == close(3.0)
+    assert result.run.max_concurrency == 2
+    assert [sample.e2el for sample in result.run.samples] == [close(1.0)] * 5  # waiting for a place does not count
+    assert sorted(sample.began for sample in result.run.samples) == [close(at) for at in (0, 0, 1, 1, 2)]
+
+
+async def test_requests_come_at_their_rate(autojump_clock):
+    config = BenchConfig(num_prompts=8, request_rate=2.0, seed=3)
+    result, _ = await measured(config, answer(0.1))
+    began = [sample.began for sample in result.run.samples]
+    assert began == sorted(began)
+    assert began[-1] == close(4.0)
+    assert began == [close(job.at) for job in plan(config, PROMPTS)]
+
+
+def test_arrivals():
+    assert arrivals(random.Random(0), 3, float("inf"), 1.0) == [0, 0, 0]
+    even = arrivals(random.Random(0), 100, 10.0, 1e6)
+    assert even == [pytest.approx((index + 1) / 10, abs=0.05) for index in range(100)]
+    poisson = arrivals(random.Random(0), 2000, 10.0, 1.0)
+    gaps = [after - before for before, after in zip([0.0, *poisson], poisson, strict=False)]
+    assert (statistics.fmean(gaps), statistics.pstdev(gaps)) == (close(0.1), pytest.approx(0.1, rel=0.1))
+
+
+def test_the_same_seed_is_the_same_load():
+    config = BenchConfig(num_prompts=20, request_rate=5, leave=50, seed=1)
+    assert plan(config, PROMPTS) == plan(config, PROMPTS)
+    stays = plan(BenchConfig(num_prompts=20, request_rate=5, seed=1), PROMPTS)
+    assert [(job.prompt, job.at) for job in stays] == [(job.prompt, job.at) for job in plan(config, PROMPTS)]
+
+
+def test_who_leaves():
+    chosen = departures(random.Random(0), 40, 25.0, 128)
+    leavers = [departure for departure in chosen if departure is not None]
+    assert len(leavers) == 10
+    assert {departure.moment for departure in leavers} == set(Moment)
+    assert all(1 <= departure.texts < 128 for departure in leavers)
+
+
+LEAVING = [
+    (Departure(Moment.AT_ONCE), 0.0),
+    (Departure(Moment.BEFORE_THE_FIRST, seconds=0.3), 0.3),
+    (Departure(Moment.BEFORE_THE_FIRST, seconds=0.9), 0.5),  # with the first text
+    (Departure(Moment.IN_THE_MIDDLE, texts=2), 0.6),
+]
+
+
+@pytest.mark.parametrize(("departure", "seconds"), LEAVING)
+async def test_a_client_leaves(autojump_clock, monkeypatch, departure, seconds):
+    """Its connection is closed in that moment, and the others' figures do not count it."""
+    monkeypatch.setattr("trioengine.cli.bench.load.departures", lambda *load: [departure, None])
+    result, server = await measured(BenchConfig(num_prompts=2), answer(0.5, 0.1, 0.1, 0.1))
+    left, stayed = result.run.samples
+    assert (left.end, left.error, stayed.end) == (End.LEFT, None, End.COMPLETED)
+    assert server.cut_short == [close(seconds)]
+    assert figures(result.run, ("ttft",), (99,)).completed == 1
+
+
+BROKEN = [
+    (plain(400, b"no"), "HTTP 400: no"),
+    (b"", "the server closed the connection before the end of its answer"),
+    (b"nonsense\r\n\r\n", "the server's answer is not HTTP"),
+    ([(0, text_event("x"))], "the stream ended before [DONE]"),
+    ([(0, text_event("x")), (0, DONE)], "the server has not said how many tokens it was (usage)"),
+    ([(0, sse({"error": {"message": "the worker was lost"}})), (0, DONE)], "the worker was lost"),
+    ([(0, b"data: {\n\n")], "an event of the stream is not understood: b'{'"),
+    ([(0, b'data: {"choices": [{}]}\n\n')], "an event of the stream is not understood"),
+    ([(0, b"data: " + b"x" * (1 << 20))], "a line of the stream is longer than"),
+]
+
+
+@pytest.mark.parametrize(("script", "error"), BROKEN)
+async def test_a_request_that_fails(autojump_clock, script, error):
+    result, _ = await measured(BenchConfig(num_prompts=1), script)
+    (sample,) = result.run.samples
+    assert sample.end is End.FAILED
+    assert sample.error.startswith(error)
+
+
+async def test_events_may_come_in_any_pieces(autojump_clock):
+    whole = text_event("é") + b": keep-alive\n\n" + text_event(" x") + usage_event(2, 2) + DONE
+    pieces = [(0.1, whole[index : index + 1]) for index in range(len(whole))]
+    result, _ = await measured(BenchConfig(num_prompts=1), pieces)
+    (sample,) = result.run.samples
+    assert (sample.end, sample.output_tokens, len(sample.itl)) == (End.COMPLETED, 2, 1)
+
+
+async def test_completions_have_a_prompt(autojump_clock):
+    config = BenchConfig(num_prompts=1, endpoint="/v1/completions", base_url="http://localhost:1/prefix/", model="m")
+    result, server = await measured(config, answer(0.1, 0.1))
+    assert result.run.samples[0].end is End.COMPLETED
+    path, _, body = server.requests[-1]
+    assert (path, body["model"]) == ("/prefix/v1/completions", "m")
+    assert isinstance(body["prompt"], str)
+
+
+async def test_a_server_that_refuses_the_first_request(autojump_clock):
+    async with trio.open_nursery() as nursery:
+        server = ScriptedServer(nursery, plain(401, b'{"error": {"message": "a key is needed"}}'))
+        with pytest.raises(EngineError, match="cannot be measured: HTTP 401: a key is needed"):
+            await measure(BenchConfig(), server.address, PROMPTS)
+
+
+async def test_no_server(autojump_clock):
+    async def refuse():
+        raise OSError("nobody listens")
+
+    with pytest.raises(EngineError, match="the connection to localhost failed: nobody listens"):
+        await measure(BenchConfig(), Address(refuse, "localhost"), PROMPTS)
+
+
+BUCKETS = (0.01, 0.1, 1)
+
+
+def page(usage, counts, total):
+    rows = [
+        "# TYPE trioengine_stop_to_ended_seconds histogram",
+        *(
+            f'trioengine_stop_to_ended_seconds_bucket{{le="{bound}"}} {count}'
+            for bound, count in zip((*BUCKETS, "+Inf"), counts, strict=True)
+        ),
+        f"trioengine_stop_to_ended_seconds_sum {total}",
+        f"trioengine_kv_cache_usage_perc {usage}",
+        "trioengine_num_requests_running 0.0",
+        'trioengine_request_success_total{finished_reason="stop"} 4.0',
+    ]
+    return "\n".join(rows) + "\n"
+
+
+async def test_what_our_server_says_of_clients_that_leave(autojump_clock):
+    """Blocks are in use for 0.05 s after each client: read every 2 ms, that is seen within 2 ms."""
+    seen = {"reads": 0, "cut_short": 0, "until": 0.0}
+
+    def metrics():
+        seen["reads"] += 1
+        if seen["reads"] == 1:
+            return page(0, (5, 5, 5, 5), 0.01)
+        if len(server.cut_short) > seen["cut_short"]:
+            seen["cut_short"], seen["until"] = len(server.cut_short), trio.current_time() + 0.05
+        in_use = trio.current_time() < seen["until"]
+        return page(0.25 if in_use else 0, (5, 9, 15, 15), 3.01)
+
+    async with trio.open_nursery() as nursery:
+        server = ScriptedServer(nursery, WARM_UP, answer(0.1, 0.1, 0.1), metrics=metrics)
+        result = await measure(BenchConfig(num_prompts=10, leave=100, random_output_len=3), server.address, PROMPTS)
+    assert {sample.end for sample in result.run.samples} == {End.LEFT}
+    stops = result.server.stop_to_ended
+    assert (stops.count, stops.mean) == (10, close(0.3))
+    assert stops.counts == (0, 4, 10, 10)
+    assert (stops.quantile(40), stops.quantile(70)) == (close(0.1), close(0.1 + 0.9 * 0.5))
+    assert result.server.blocks_free == [pytest.approx(0.051, abs=0.002)] * 5
+
+
+@pytest.mark.parametrize("metrics", [None, lambda: "go_goroutines 7\n", lambda: "trioengine_x y\n"])
+async def test_a_server_without_our_metrics(autojump_clock, metrics):
+    config = BenchConfig(num_prompts=2, leave=50)
+    result, _ = await measured(config, answer(0.1, 0.1), metrics=metrics)
+    assert result.server == ServerSide()
+
+
+async def test_blocks_that_are_never_free(autojump_clock):
+    reads = iter(range(10**6))
+    config = BenchConfig(num_prompts=1, leave=100)
+    metrics = lambda: page(0 if next(reads) < 2 else 0.5, (0,) * 4, 0)  # noqa: E731
+    result, _ = await measured(config, answer(0.1, 0.1), metrics=metrics)
+    assert result.server.blocks_free == [float("inf")]
+
+
+# ---- the report ----------------------------------------------------------------------------------------------------
+
+
+async def test_the_report_has_vllms_names(autojump_clock, capsys):
+    config = BenchConfig(num_prompts=2, random_output_len=2, goodput=("e2el:1000",), api_key="secret", leave=50)
+    result, _ = await measured(config, answer(0.1, 0.1))
+    told = figures(result.run, config.metrics, config.percentiles, config.goals)
+    report = as_object(config, result.model, Length.WORDS, told, result.server)
+    text = json.dumps(report, allow_nan=False)
+    assert "secret" not in text
+    assert {"duration", "completed", "failed", "request_throughput", "request_goodput", "output_throughput"} <= set(
+        report
+    )
+    assert {"mean_ttft_ms", "median_tpot_ms", "std_itl_ms", "p99_e2el_ms", "total_token_throughput"} <= set(report)
+    assert (report["request_rate"], report["backend"], report["model"]) == ("inf", "openai", "scripted")
+    assert report["mean_ttft_ms"] == close(100)
+    print_table(Length.WORDS, told, result.server)
+    table = capsys.readouterr().out
+    for name in ("requests completed", "clients that left", "goodput", "time to first token (TTFT)", "100.00"):
+        assert name in table
+    assert "stop to ended" not in table
+
+
+def test_percentiles():
+    assert [percentile([1.0, 2.0, 4.0], percent) for percent in (0, 25, 50, 75, 100)] == [1, 1.5, 2, 3, 4]
+
+
+# ---- our own server ------------------------------------------------------------------------------------------------
+
+
+async def test_realtime_on_our_server(autojump_clock):
+    config = BenchConfig(
+        backend="realtime", num_prompts=6, random_input_len=3, random_output_len=8, ignore_eos=True, leave=50
+    )
+    async with simulated_engine() as (engine, _), trio.open_nursery() as nursery:
+        server = Server(engine, ServeConfig(served_model_name="toy"))
+
+        async def open_stream():
+            ours, theirs = memory_stream_pair()
+            nursery.start_soon(server.front_door.handle, theirs)
+            return ours
+
+        result = await measure(config, Address(open_stream, "localhost"), PROMPTS)
+        while engine.statistics().sessions:
+            await engine.gate.changed()
+        await engine.check_invariants()
+        assert engine.statistics().aborted > 0
+        server.front_door.close_idle()
+    stayed = [sample for sample in result.run.samples if sample.end is End.COMPLETED]
+    assert len(stayed) == 3
+    for sample in stayed:
+        assert sample.output_tokens == 8
+        assert 0 < sample.ttft <= sample.e2el
+
+
+async def test_realtime_errors(autojump_clock):
+    async with trio.open_nursery() as nursery:
+        server = ScriptedServer(nursery, b"")
+        server._handle = lambda stream: stream.send_all(plain(404, b"{}"))
+        config = BenchConfig(backend="realtime")
+        with pytest.raises(EngineError, match="the WebSocket handshake failed: HTTP 404"):
+            await measure(config, server.address, PROMPTS)
+
+
+BAD = [
+    ({"backend": "x"}, "backend must be openai or realtime"),
+    ({"num_prompts": 0}, "num_prompts must be an integer from 1"),
+    ({"max_concurrency": 0}, "max_concurrency must be"),
+    ({"request_rate": 0}, "request_rate must be a number above 0"),
+    ({"leave": 101}, "leave must be a number from 0 to 100"),
+    ({"base_url": "ftp://x"}, "base_url must be http"),
+    ({"base_url": "http://x:y"}, "base_url must be http"),
+    ({"endpoint": "/v1/x"}, "endpoint must be a path that ends in /completions"),
+    ({"endpoint": "/v1/completions", "backend": "realtime"}, "endpoint must be a path that ends in /realtime"),
+    ({"goodput": ("ttft",)}, "goodput must be"),
+    ({"goodput": ("x:1",)}, "goodput must be"),
+    ({"goodput": ("ttft:1", "ttft:2")}, "goodput must be"),
+    ({"percentile_metrics": "ttft,x"}, "percentile_metrics must be among ttft, tpot, itl, e2el, got 'x'"),
+    ({"metric_percentiles": "101"}, "metric_percentiles must be numbers from 0 to 100"),
+    ({"api_key": "a\nb"}, "api_key must be printable"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD)
+def test_a_bad_flag_is_named(fields, message):
+    with pytest.raises(InvalidConfig) as caught:
+        BenchConfig(**fields)
+    assert str(caught.value).startswith(message)

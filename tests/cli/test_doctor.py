@@ -1,0 +1,227 @@
+"""`trioengine doctor`: what it finds on machines made of files, and without the packages that it looks for."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from trioengine.cli.doctor import machine, model_cache
+from trioengine.cli.doctor.examination import examine
+from trioengine.cli.doctor.machine import Machine
+from trioengine.cli.doctor.part import Part, Severity, fatal, warning
+from trioengine.cli.doctor.software import versions, worker
+from trioengine.hub.known_models import SMOLLM2
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Writes files below a folder, and gives the machine that they describe."""
+
+    def write(contents):
+        for name, text in contents.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return Machine(tmp_path / "proc", tmp_path / "cgroup")
+
+    return write
+
+
+MEMINFO = f"MemTotal:       {8 * GIB // 1024} kB\nMemFree: 1 kB\nMemAvailable:   {4 * GIB // 1024} kB\n"
+
+
+def messages(part):
+    return [(problem.severity, problem.message) for problem in part.problems]
+
+
+def test_memory_of_a_machine_without_a_container(files):
+    part = files({"proc/meminfo": MEMINFO}).memory()
+    assert part.facts == {"total_bytes": 8 * GIB, "available_bytes": 4 * GIB, "container_left_bytes": None}
+    assert part.problems == ()
+
+
+CONTAINERS = {
+    "version 2": {
+        "proc/self/cgroup": "0::/a/b\n",
+        "cgroup/a/memory.max": f"{GIB}\n",
+        "cgroup/a/memory.current": f"{GIB // 2}\n",
+        "cgroup/a/b/memory.max": "max\n",
+    },
+    "version 2, in a namespace of its own": {
+        "proc/self/cgroup": "0::/\n",
+        "cgroup/memory.max": f"{GIB}\n",
+        "cgroup/memory.current": f"{GIB // 2}\n",
+    },
+    "version 1": {
+        "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/a\n",
+        "cgroup/memory/memory.limit_in_bytes": f"{2**63 - 4096}\n",
+        "cgroup/memory/a/memory.limit_in_bytes": f"{GIB}\n",
+        "cgroup/memory/a/memory.usage_in_bytes": f"{GIB // 2}\n",
+    },
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_memory_that_a_container_leaves(files, container):
+    part = files({"proc/meminfo": MEMINFO, **CONTAINERS[container]}).memory()
+    assert part.facts["container_left_bytes"] == GIB // 2
+    assert messages(part) == [(Severity.FATAL, "512 MiB of memory are free, the default model needs 1024 MiB")]
+
+
+QUOTAS = [
+    {"proc/self/cgroup": "0::/a\n", "cgroup/a/cpu.max": "50000 100000\n"},
+    {
+        "proc/self/cgroup": "3:cpu:/a\n",
+        "cgroup/cpu/a/cpu.cfs_quota_us": "50000\n",
+        "cgroup/cpu/a/cpu.cfs_period_us": "100000\n",
+    },
+]
+
+
+@pytest.mark.parametrize("quota", QUOTAS)
+def test_cores_and_instruction_sets(files, quota):
+    info = "processor : 0\nmodel name\t: Zen\nflags\t\t: fpu avx2 avx512_bf16\n"
+    part = files({"proc/cpuinfo": info, **quota}).cores()
+    assert (part.facts["cpu"], part.facts["instruction_sets"]) == ("Zen", ["avx2", "avx512_bf16"])
+    assert part.facts["quota_cores"] == 0.5
+    assert part.problems[0].remedy == "serve with --num-threads 1"
+
+
+@pytest.mark.parametrize("quota", [{}, {"proc/self/cgroup": "0::/a\n", "cgroup/a/cpu.max": "max 100000\n"}])
+def test_no_quota(files, quota):
+    part = files(quota).cores()
+    assert (part.facts["quota_cores"], part.facts["cpu"], part.problems) == (None, None, ())
+
+
+def test_few_descriptors(monkeypatch):
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (256, 512))
+    part = Machine().limits()
+    assert messages(part) == [(Severity.WARNING, "at most 512 descriptors: so many connections less 64 are served")]
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRIOENGINE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_a_model_that_is_not_there_yet(home):
+    part = model_cache.model_cache()
+    assert part.facts["models"][SMOLLM2.name]["size_bytes"] is None
+    assert [problem.severity for problem in part.problems] == [Severity.WARNING]
+    assert part.problems[0].remedy == "trioengine pull"
+    assert not home.exists()
+
+
+def test_a_model_that_is_damaged(home):
+    path = home / SMOLLM2.location
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"x")
+    part = model_cache.model_cache()
+    assert part.facts["models"][SMOLLM2.name] == {"path": str(path), "size_bytes": 1, "sha256_ok": False}
+    assert messages(part) == [(Severity.FATAL, f"{path} is damaged: its checksum is wrong")]
+
+
+def test_a_model_that_is_whole(home, monkeypatch):
+    path = home / SMOLLM2.location
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"x")
+
+    class Digest:
+        update = hashlib.sha256().update
+
+        def hexdigest(self):
+            return SMOLLM2.sha256
+
+    monkeypatch.setattr(model_cache.hashlib, "sha256", Digest)
+    assert model_cache.model_cache().problems == ()
+
+
+def test_no_place_for_a_model(home, monkeypatch):
+    usage = model_cache.shutil.disk_usage(home.parent)._replace(free=1 << 20)
+    monkeypatch.setattr(model_cache.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(model_cache.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(model_cache.os, "access", lambda path, mode: False)
+    found = messages(model_cache.model_cache())
+    assert [severity for severity, _ in found] == [Severity.WARNING, *[Severity.FATAL] * 3]
+    assert f"{home} cannot be written" in found[2][1]
+
+
+def test_versions():
+    part = versions()
+    assert None not in part.facts.values()
+    assert part.problems == ()
+
+
+def test_a_package_that_is_missing(monkeypatch):
+    monkeypatch.setattr("trioengine.cli.doctor.software.PACKAGES", ("no-such-package", "torch"))
+    assert messages(versions()) == [(Severity.FATAL, "the package no-such-package is not installed")]
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("raise ImportError('no module named torch')", "a worker cannot start: ImportError: no module named torch"),
+        ("import os; os.kill(os.getpid(), 11)", "a worker cannot start: killed by signal 11"),
+        ("import sys; sys.exit(3)", "a worker cannot start: exit status 3"),
+        ("print('nothing')", "a worker cannot start: exit status 0"),
+    ],
+)
+def test_a_torch_that_is_broken(program, why):
+    assert messages(worker([sys.executable, "-c", program])) == [(Severity.FATAL, why)]
+
+
+def test_a_report(capsys):
+    parts = {"memory": lambda: Part({"free_bytes": 2 * 10**9, "gpus": []}, (warning("tight", "buy some"),))}
+    assert examine(parts, as_json=False) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "memory",
+        "  free                 2.00 GB",
+        "  gpus                 none",
+        "problems",
+        "  warning: tight",
+        "    -> buy some",
+    ]
+    assert examine(parts | {"disk": lambda: Part(problems=(fatal("none", "buy one"),))}, as_json=True) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert (said["works"], said["memory"]["gpus"], len(said["problems"])) == (False, [], 2)
+
+
+WITHOUT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name in {names!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing())
+"""
+
+
+def test_it_works_without_the_packages_that_it_looks_for(tmp_path):
+    names = ("torch", "trio", "tokenizers", "h11", "msgpack", "numpy", "rich", "gguf", "trio_websocket")
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT.format(names=names))
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "trioengine.cli", "doctor", "--json"]
+    ended = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (1, "")
+    (problem,) = json.loads(ended.stdout)["problems"][:1]
+    assert problem["message"] == "a worker cannot start: ModuleNotFoundError: No module named 'torch'"
+    assert problem["remedy"].startswith("pip install 'torch")
+
+
+def test_on_this_machine(smollm2):
+    command = [sys.executable, "-m", "trioengine.cli", "doctor", "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    said = json.loads(ended.stdout)
+    assert (ended.returncode, ended.stderr, said["works"]) == (0, "", True)
+    assert said["worker"]["dtype"] in ("bfloat16", "float32")
+    assert said["models"]["models"]["smollm2-135m-instruct"]["sha256_ok"] is True

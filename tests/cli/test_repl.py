@@ -1,0 +1,167 @@
+"""`trioengine chat` on a terminal: a process of its own, on a simulated worker."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from contextlib import contextmanager
+
+import pytest
+
+PATIENCE = 60  # seconds
+CTRL_C, CTRL_D = b"\x03", b"\x04"
+PROMPT = b"> "
+CHAT = """
+import sys
+from contextlib import asynccontextmanager
+
+from trioengine.cli import main, sessions
+from trioengine.testing import simulated_engine
+from trioengine.testing.simulated_worker import Behaviour
+from trioengine.worker.scheduling.limits import Limits
+
+LIMITS = Limits(vocab_size=259, max_model_len=100_000, kv_blocks_total=20_000, block_size=16, max_num_seqs=8,
+                max_num_batched_tokens=64)
+
+@asynccontextmanager
+async def open_engine(config, **options):
+    async with simulated_engine(limits=LIMITS, behaviours=[Behaviour(load_time=0, step_time=0.002)]) as (engine, _):
+        yield engine
+
+sessions.open_engine = open_engine
+sys.argv = ["trioengine", "chat", "--ignore-eos", "--temperature", "0", *sys.argv[1:]]
+main()
+"""
+
+
+class Chat:
+    """A process with a terminal of its own, and what it has written there."""
+
+    def __init__(self, process, master):
+        self.process = process
+        self.shown = b""
+        self._master = master
+
+    def type(self, data):
+        os.write(self._master, data)
+
+    def until(self, *expected):
+        """Read until one of these was shown since the last time; gives what was shown up to its end."""
+        deadline = time.monotonic() + PATIENCE
+        pattern = re.compile(b"|".join(re.escape(text) for text in expected))
+        while (match := pattern.search(self.shown)) is None:
+            assert select.select([self._master], [], [], deadline - time.monotonic())[0], self.shown
+            try:
+                received = os.read(self._master, 4096)
+            except OSError:  # nobody has the terminal open any more
+                received = b""
+            assert received, self.shown
+            self.shown += received
+        before, self.shown = self.shown[: match.end()], self.shown[match.end() :]
+        return before
+
+    def settings(self):
+        return termios.tcgetattr(self._master)[3]
+
+
+def _take_terminal():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@contextmanager
+def chat(*options):
+    master, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHAT, *options],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        preexec_fn=_take_terminal,
+        env=os.environ | {"TERM": "dumb", "INPUTRC": "/dev/null"},
+    )
+    try:
+        yield Chat(process, master)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+        os.close(terminal)
+
+
+def ask(chat, text):
+    """Type a message, and wait for its answer's beginning."""
+    chat.type(text + b"\r")
+    chat.until(b"\n")
+    assert select.select([chat._master], [], [], PATIENCE)[0]
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_chat():
+    with chat() as user:
+        user.until(PROMPT)
+        before = user.settings()
+        ask(user, b"hello")
+        user.type(CTRL_C)
+        user.until(b"\n> ")
+        ask(user, b"again")
+        user.type(CTRL_C)
+        user.until(b"\n> ")
+        user.type(b"/reset\r")
+        user.until(b"The conversation is forgotten.")
+        user.until(b"\n> ")
+        user.type(b"half a line" + CTRL_C)
+        assert user.process.wait(PATIENCE) == 130
+        assert user.settings() & (termios.ECHO | termios.ICANON) == termios.ECHO | termios.ICANON
+        assert not before & termios.ICANON  # a line was edited
+
+
+@pytest.mark.parametrize("end", [b"\r", CTRL_D])
+def test_a_message_of_several_lines_help_and_the_end(end):
+    with chat("--max-tokens", "3") as user:
+        user.until(PROMPT)
+        user.type(b"one \\\r")
+        user.until("… ".encode())
+        user.type(b"two\r")
+        user.until(b"\n> ")
+        user.type(b"/help\r")
+        assert b"/reset" in user.until(b"\n> ")
+        user.type(end)
+        assert user.process.wait(PATIENCE) == 0
+
+
+def test_editing_and_history():
+    with chat("--max-tokens", "3") as user:
+        user.until(PROMPT)
+        user.type(b"/hlp\x1b[D\x1b[De\r")  # two to the left
+        assert b"Ctrl+C stops" in user.until(b"\n> ")
+        user.type(b"\x1b[A\r")  # the last line again
+        assert b"Ctrl+C stops" in user.until(b"\n> ")
+        user.type(CTRL_D)
+        assert user.process.wait(PATIENCE) == 0
+
+
+def test_sigterm_in_the_middle_of_an_answer_ends_the_chat():
+    with chat() as user:
+        user.until(PROMPT)
+        ask(user, b"hello")
+        user.process.terminate()
+        assert user.process.wait(PATIENCE) == 143
+
+
+def test_a_message_that_cannot_be_answered():
+    with chat("--max-tokens", "3") as user:
+        user.until(PROMPT)
+        user.type(b"x" * 3000 + b"\\\r")
+        user.until("… ".encode())
+        user.type(b"\xff\r")
+        user.until(b"trioengine: error: prompt is not UTF-8")
+        user.until(b"\n> ")
+        user.type(CTRL_D)
+        assert user.process.wait(PATIENCE) == 0

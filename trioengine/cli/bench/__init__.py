@@ -1,0 +1,1 @@
+"""Measurements: of the engine in this process, and of a server."""

@@ -1,0 +1,167 @@
+"""What `bench serve` is told: which server, and which load."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from trioengine.core.bounds import MAX_COUNT, brief, integer, number
+from trioengine.core.errors import InvalidConfig
+
+CHAT, COMPLETIONS, REALTIME = "/v1/chat/completions", "/v1/completions", "/v1/realtime"
+METRICS = ("ttft", "tpot", "itl", "e2el")
+MAX_RATE = 10**6
+_INTEGERS = {
+    "num_prompts": 1,
+    "random_input_len": 1,
+    "random_output_len": 1,
+    "max_concurrency": 1,
+    "seed": 0,
+}
+
+
+class Protocol(enum.Enum):
+    """How the server is spoken to."""
+
+    OPENAI = "openai"
+    REALTIME = "realtime"
+
+
+HELP = {  # of the flags
+    "base_url": "The server.",
+    "backend": "openai: HTTP and server-sent events; realtime: WebSocket.",
+    "endpoint": f"The path; {CHAT}, {COMPLETIONS} or, for realtime, {REALTIME}.",
+    "model": "What the server calls its model; without it, the first that it lists.",
+    "api_key": "Sent as a bearer token.",
+    "num_prompts": "Requests.",
+    "random_input_len": "Tokens of each prompt, without what the chat template adds.",
+    "random_output_len": "Tokens of each answer, at most.",
+    "request_rate": "Requests a second, as they come by chance; inf: all at once.",
+    "burstiness": "1: a Poisson process; less: in bursts; more: evenly.",
+    "max_concurrency": "Requests in flight at a time; with rate inf, a closed loop.",
+    "temperature": "0 is greedy.",
+    "ignore_eos": "Every answer has its full length (trioengine and vLLM know it).",
+    "seed": "The same seed makes the same load.",
+    "leave": "Percent of the clients that leave before their answer is complete.",
+    "goodput": "METRIC:MILLISECONDS, such as ttft:200; several: all must be met.",
+    "percentile_metrics": "Which of these are reported.",
+    "metric_percentiles": "Which percentiles, such as 50,90,99.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BenchConfig:
+    """The load of `bench serve`; InvalidConfig names the field that cannot be used. The flags are vLLM's."""
+
+    base_url: str = "http://127.0.0.1:8000"
+    backend: str = "openai"
+    endpoint: str | None = None
+    model: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    num_prompts: int = 64
+    random_input_len: int = 128
+    random_output_len: int = 128
+    request_rate: float = math.inf
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    temperature: float = 0.0
+    ignore_eos: bool = False
+    seed: int = 0
+    leave: float = 0.0
+    goodput: tuple[str, ...] = ()
+    percentile_metrics: str = ",".join(METRICS)
+    metric_percentiles: str = "99"
+
+    def __post_init__(self) -> None:
+        if self.backend not in [protocol.value for protocol in Protocol]:
+            raise _bad("backend", f"must be openai or realtime, got {brief(self.backend)}")
+        for name, low in _INTEGERS.items():
+            if name != "max_concurrency" or self.max_concurrency is not None:
+                self._validate(name, integer, low, MAX_COUNT)
+        if self.request_rate != math.inf:
+            self._validate("request_rate", _positive, MAX_RATE)
+        self._validate("burstiness", _positive, MAX_RATE)
+        self._validate("temperature", number, 0, 2)
+        self._validate("leave", number, 0, 100)
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise _bad("api_key", "must be printable ASCII characters")
+        for parsed in (self.url, self.path, self.goals, self.metrics, self.percentiles):
+            del parsed  # they raise
+
+    def _validate(self, name: str, check: Callable[..., object], *bounds: float) -> None:
+        try:
+            object.__setattr__(self, name, check(getattr(self, name), *bounds))
+        except ValueError as exc:
+            raise _bad(name, str(exc)) from None
+
+    @property
+    def url(self) -> SplitResult:
+        """Where the server is."""
+        try:
+            url = urlsplit(self.base_url)
+            if url.scheme in ("http", "https") and url.hostname and url.port != 0 and not (url.query or url.fragment):
+                return url
+        except ValueError:  # no port, or no address
+            pass
+        raise _bad("base_url", f"must be http(s)://HOST[:PORT][/PATH], got {brief(self.base_url)}")
+
+    @property
+    def protocol(self) -> Protocol:
+        """How the server is spoken to."""
+        return Protocol(self.backend)
+
+    @property
+    def path(self) -> str:
+        """The path of the endpoint."""
+        if self.protocol is Protocol.REALTIME:
+            endpoint, known = self.endpoint or REALTIME, ("/realtime",)
+        else:
+            endpoint, known = self.endpoint or CHAT, ("/completions",)
+        if not endpoint.startswith("/") or not endpoint.isascii() or not endpoint.endswith(known):
+            raise _bad("endpoint", f"must be a path that ends in {known[0]}, got {brief(endpoint)}")
+        return self.url.path.rstrip("/") + endpoint
+
+    @property
+    def goals(self) -> Mapping[str, float]:
+        """What `--goodput` asks for, in seconds."""
+        goals: dict[str, float] = {}
+        for goal in self.goodput:
+            metric, _, limit = goal.partition(":")
+            if metric not in METRICS or metric in goals:
+                raise _bad(
+                    "goodput", f"must be one METRIC:MILLISECONDS each of {', '.join(METRICS)}, got {brief(goal)}"
+                )
+            goals[metric] = _number(limit, "goodput", 10**9) / 1000
+        return goals
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Which are reported."""
+        names = tuple(name.strip() for name in self.percentile_metrics.split(","))
+        if unknown := [name for name in names if name not in METRICS]:
+            raise _bad("percentile_metrics", f"must be among {', '.join(METRICS)}, got {brief(unknown[0])}")
+        return names
+
+    @property
+    def percentiles(self) -> tuple[float, ...]:
+        """Which are reported."""
+        return tuple(_number(value, "metric_percentiles", 100) for value in self.metric_percentiles.split(","))
+
+
+def _positive(value: Any, high: float) -> float:
+    return number(value, 0, high, above=True)
+
+
+def _number(text: str, name: str, high: float) -> float:
+    try:
+        return number(float(text), 0, high)
+    except ValueError:
+        raise _bad(name, f"must be numbers from 0 to {high}, got {brief(text)}") from None
+
+
+def _bad(name: str, why: str) -> InvalidConfig:
+    return InvalidConfig.of(name, why)

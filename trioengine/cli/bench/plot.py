@@ -1,0 +1,42 @@
+"""The latencies of a run as a picture: for each metric, the share of values that were at most so long."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trioengine.cli.bench.figures import values
+from trioengine.cli.bench.load import Run
+from trioengine.cli.bench.sample import End
+from trioengine.core.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_SUFFIXES = (".svg", ".png")
+
+
+def check_plot(path: Path) -> None:
+    """Raises InvalidConfig for what could not be drawn; before a run, not after it."""
+    if path.suffix not in _SUFFIXES:
+        raise InvalidConfig.of("plot", f"must be a file that ends in {' or '.join(_SUFFIXES)}, got {str(path)!r}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InvalidConfig.of("plot", "needs matplotlib: pip install 'trioengine[bench]'")
+
+
+def plot(run: Run, metrics: Sequence[str], path: Path) -> None:
+    """Draw the completed requests' times."""
+    from matplotlib.figure import Figure  # without pyplot: no display, no global state
+
+    completed = [sample for sample in run.samples if sample.end is End.COMPLETED]
+    figure = Figure(figsize=(4 * len(metrics), 3.2), layout="constrained")
+    for axes, metric in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
+        times = sorted(1000 * value for value in values(completed, metric))
+        axes.step(times, [(rank + 1) / len(times) for rank in range(len(times))], where="post")
+        axes.set(title=metric.upper(), xlabel="ms", ylim=(0, 1))
+        axes.set_xlim(left=0)
+        axes.locator_params(axis="x", nbins=5)
+        axes.grid(visible=True, alpha=0.3)
+    figure.axes[0].set_ylabel("share")
+    figure.savefig(path)

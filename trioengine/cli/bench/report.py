@@ -1,0 +1,155 @@
+"""What a run came to: as JSON, with vLLM's names for what vLLM has, and as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from trioengine.cli.bench.config import BenchConfig
+from trioengine.cli.bench.figures import Distribution, Figures
+from trioengine.cli.bench.load import Run
+from trioengine.cli.bench.prompts import Length
+from trioengine.cli.bench.sample import End
+from trioengine.cli.bench.server_metrics import Histogram
+
+_NOT_TOLD = ("api_key", "percentile_metrics", "metric_percentiles")
+_TITLES = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "inter-token latency",
+    "e2el": "end-to-end latency",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServerSide:
+    """What only our server tells; None or empty where the server is another one."""
+
+    stop_to_ended: Histogram | None = None  # of this run's stops
+    blocks_free: Sequence[float] = ()  # seconds from a client's leaving
+
+
+def as_object(
+    config: BenchConfig, model: str | None, length: Length, figures: Figures, server: ServerSide
+) -> dict[str, Any]:
+    """Everything but the single requests; times in milliseconds, named as vLLM does."""
+    told = {name: _plain(value) for name, value in dataclasses.asdict(config).items() if name not in _NOT_TOLD}
+    rates = {
+        field.name: _plain(getattr(figures, field.name))
+        for field in dataclasses.fields(figures)
+        if field.name != "distributions"
+    }
+    report = {**told, "endpoint": config.path, "model": model, "prompt_length_in": length.name.lower(), **rates}
+    for name, distribution in figures.distributions.items():
+        report |= {f"{kind}_{name}_ms": value for kind, value in _statistics(distribution)}
+    stops = server.stop_to_ended
+    if stops is not None:
+        report |= {
+            "stops": int(stops.count),
+            "mean_stop_to_ended_ms": _ms(stops.mean),
+            **{f"p{p:g}_stop_to_ended_ms": _ms(stops.quantile(p)) for p in config.percentiles},
+        }
+    if server.blocks_free:
+        report["disconnect_to_blocks_free_ms"] = [_ms(seconds) for seconds in server.blocks_free]
+    return report
+
+
+def _statistics(distribution: Distribution) -> list[tuple[str, float]]:
+    figures = [("mean", distribution.mean), ("median", distribution.median), ("std", distribution.std)]
+    figures += [(f"p{percent:g}", value) for percent, value in distribution.percentiles.items()]
+    return [(kind, _ms(value)) for kind, value in figures]
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it; infinity is a word there, as in vLLM's."""
+    if isinstance(value, float):
+        return round(value, 4) if math.isfinite(value) else "inf"
+    return getattr(value, "value", value)
+
+
+def requests_of(run: Run) -> list[dict[str, Any]]:
+    """The single requests, times in seconds."""
+    return [
+        {
+            "end": sample.end.value,
+            "began": sample.began,
+            "ttft": sample.ttft,
+            "e2el": sample.e2el,
+            "itl": list(sample.itl),
+            "prompt_tokens": sample.prompt_tokens,
+            "output_tokens": sample.output_tokens,
+            "error": sample.error,
+        }
+        for sample in run.samples
+    ]
+
+
+def errors_of(run: Run) -> Mapping[str, int]:
+    """How often each error was seen."""
+    errors: dict[str, int] = {}
+    for sample in run.samples:
+        if sample.end is End.FAILED:
+            errors[str(sample.error)] = errors.get(str(sample.error), 0) + 1
+    return errors
+
+
+def print_table(length: Length, figures: Figures, server: ServerSide) -> None:
+    """On stdout."""
+    console = Console(highlight=False)
+    console.print(_rates(length, figures, server), "", _latencies(figures), sep="\n")
+
+
+def _rates(length: Length, figures: Figures, server: ServerSide) -> Table:
+    table = Table(show_header=False, box=None)
+    goodput = figures.request_goodput
+    rows: list[tuple[str, str | None]] = [
+        ("requests completed", f"{figures.completed}"),
+        ("clients that left", f"{figures.left}" if figures.left else None),
+        ("requests failed", f"{figures.failed}" if figures.failed else None),
+        ("most at a time", f"{figures.max_concurrent_requests}"),
+        ("duration", f"{figures.duration:.2f} s"),
+        ("prompts in", length.value),
+        ("prompt tokens", f"{figures.total_input_tokens}"),
+        ("output tokens", f"{figures.total_output_tokens}"),
+        ("requests", f"{figures.request_throughput:.2f}/s"),
+        ("goodput", None if goodput is None else f"{goodput:.2f} requests/s"),
+        ("output tokens", f"{figures.output_throughput:.2f}/s"),
+        ("tokens in and out", f"{figures.total_token_throughput:.2f}/s"),
+        ("stop to ended", _stops(server.stop_to_ended)),
+        ("disconnect to blocks free", _blocks_free(server.blocks_free)),
+    ]
+    for name, value in rows:
+        if value is not None:
+            table.add_row(name, value)
+    return table
+
+
+def _stops(stops: Histogram | None) -> str | None:
+    if stops is None or not stops.count:
+        return None
+    return f"{_ms(stops.mean):.1f} ms on average, p99 {_ms(stops.quantile(99)):.1f} ms, {stops.count:.0f} stops"
+
+
+def _blocks_free(latencies: Sequence[float]) -> str | None:
+    if not latencies:
+        return None
+    ordered = sorted(latencies)
+    return f"median {_ms(ordered[len(ordered) // 2]):.1f} ms, most {_ms(ordered[-1]):.1f} ms"
+
+
+def _latencies(figures: Figures) -> Table:
+    table = Table("milliseconds", box=None)
+    for kind in [kind for kind, _ in _statistics(next(iter(figures.distributions.values())))]:
+        table.add_column(kind, justify="right")
+    for name, distribution in figures.distributions.items():
+        table.add_row(f"{_TITLES[name]} ({name.upper()})", *(f"{value:.2f}" for _, value in _statistics(distribution)))
+    return table

@@ -1,0 +1,106 @@
+"""`trioengine bench serve`: a load on a server, as its clients see it."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from trioengine.cli.bench.backend import Backend
+from trioengine.cli.bench.completions import Completions
+from trioengine.cli.bench.config import BenchConfig, Protocol
+from trioengine.cli.bench.figures import figures
+from trioengine.cli.bench.http_client import Address, BackendError, exchange
+from trioengine.cli.bench.load import Job, Run, plan, run_load, take_sample
+from trioengine.cli.bench.plot import check_plot, plot
+from trioengine.cli.bench.probe import blocks_free_latencies
+from trioengine.cli.bench.prompts import Prompts
+from trioengine.cli.bench.realtime import Realtime
+from trioengine.cli.bench.report import ServerSide, as_object, errors_of, print_table, requests_of
+from trioengine.cli.bench.sample import End
+from trioengine.cli.bench.server_metrics import STOP_TO_ENDED, ServerMetrics
+from trioengine.core.errors import EngineError
+
+PROBES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where the result goes, beside the table on stdout, or instead of it the JSON."""
+
+    json: bool = False
+    save_result: Path | None = None
+    plot: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A run, and what the server itself said of it."""
+
+    model: str | None
+    run: Run
+    server: ServerSide
+
+
+def bench_serve(config: BenchConfig, output: Output) -> int:
+    """Run the load and report it; 1 if a request failed. Raises EngineError where the server cannot be used at all."""
+    if output.plot is not None:
+        check_plot(output.plot)
+    prompts = Prompts.find()
+    result = trio.run(measure, config, Address.of(config.url, config.api_key), prompts)
+    told = figures(result.run, config.metrics, config.percentiles, config.goals)
+    report = as_object(config, result.model, prompts.length, told, result.server)
+    if output.save_result is not None:
+        output.save_result.write_text(json.dumps(report | {"requests": requests_of(result.run)}) + "\n")
+    if output.plot is not None:
+        plot(result.run, config.metrics, output.plot)
+    if output.json:
+        print(json.dumps(report))
+    else:
+        print_table(prompts.length, told, result.server)
+    for error, times in errors_of(result.run).items():
+        print(f"trioengine: error: {times} requests failed: {error}", file=sys.stderr)
+    return int(told.failed > 0)
+
+
+async def measure(config: BenchConfig, address: Address, prompts: Prompts) -> Result:
+    """One request to see that the server answers, then the load. Raises EngineError where it does not."""
+    backend, model = await _open_backend(config, address)
+    metrics = ServerMetrics(address, config.url.path.rstrip("/") + "/metrics")
+    rng = random.Random(-1 - config.seed)
+    extra = [prompts.draw(rng, config.random_input_len) for _ in range(1 + PROBES)]
+    first = await take_sample(backend, Job(extra[0], 0.0), trio.current_time())
+    if first.end is End.FAILED:
+        raise EngineError(f"{config.base_url} cannot be measured: {first.error}")
+    before = await metrics.read()
+    run = await run_load(backend, plan(config, prompts), config.max_concurrency)
+    if before is None or not config.leave:
+        return Result(model, run, ServerSide())
+    blocks_free = await blocks_free_latencies(backend, metrics, extra[1:])
+    after, then = await metrics.read(), before.histogram(STOP_TO_ENDED)
+    now = after.histogram(STOP_TO_ENDED) if after is not None else None
+    stops = now.since(then) if now is not None and then is not None and now.bounds == then.bounds else None
+    return Result(model, run, ServerSide(stops, blocks_free))
+
+
+async def _open_backend(config: BenchConfig, address: Address) -> tuple[Backend, str | None]:
+    if config.protocol is Protocol.REALTIME:
+        return Realtime(address, config, config.model), config.model
+    model = config.model or await _first_model(address, config)
+    return Completions(address, config, model), model
+
+
+async def _first_model(address: Address, config: BenchConfig) -> str:
+    try:
+        async with exchange(address, "GET", config.url.path.rstrip("/") + "/v1/models") as response:
+            listed: Any = json.loads(await response.read())
+        return str(listed["data"][0]["id"])
+    except BackendError as exc:
+        raise EngineError(f"{config.base_url}: {exc}") from exc
+    except (ValueError, KeyError, IndexError, TypeError) as exc:
+        raise EngineError(f"{config.base_url} does not list its models: use --model") from exc

@@ -1,0 +1,1 @@
+"""What this machine has for serving a model, and what it lacks."""

@@ -1,0 +1,37 @@
+"""Where a command's session comes from: an engine of its own, or a server. Both have the same surface."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TypeAlias
+
+from trioengine.actors.engine import open_engine
+from trioengine.actors.generation import Generation
+from trioengine.actors.session import Session
+from trioengine.cli.progress import progress_bars
+from trioengine.client.client import connect
+from trioengine.client.generation import Generation as RemoteGeneration
+from trioengine.client.session import Session as RemoteSession
+from trioengine.core.config import EngineConfig
+
+AnySession: TypeAlias = Session | RemoteSession
+AnyGeneration: TypeAlias = Generation | RemoteGeneration
+
+
+@asynccontextmanager
+async def local_session(config: EngineConfig) -> AsyncIterator[AnySession]:
+    """A session of an engine of its own, whose start is shown on a terminal."""
+    with progress_bars() as bars:
+        async with (
+            open_engine(config, on_progress=bars.download, on_load=bars.loading) as engine,
+            engine.open_session() as session,
+        ):
+            yield session
+
+
+@asynccontextmanager
+async def remote_session(url: str, api_key: str | None, model: str | None) -> AsyncIterator[AnySession]:
+    """A session of a server that runs."""
+    async with connect(url, api_key=api_key, model=model) as client, client.open_session(wait=True) as session:
+        yield session

@@ -1,0 +1,104 @@
+"""A server, as a program has it that reaches it over the network."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+
+from trioengine.actors.nursery import open_unwrapped_nursery
+from trioengine.client.address import Address, Endpoint
+from trioengine.client.connection import Connection
+from trioengine.client.session import Session
+from trioengine.core.completion import Completion
+from trioengine.core.errors import EngineClosed, InvalidConfig
+from trioengine.core.sampling_params import SamplingParams
+
+
+class Client:
+    """What `connect` gives: sessions as an engine's, each over a WebSocket of its own."""
+
+    def __init__(self, endpoint: Endpoint, nursery: trio.Nursery) -> None:
+        self.endpoint = endpoint
+        self.request_ids = itertools.count(1)
+        self._nursery = nursery
+        self._connections: set[Connection] = set()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Client of {self.endpoint.authority}, {len(self._connections)} sessions>"
+
+    def open_session(
+        self, *, label: str | None = None, history: Sequence[dict[str, Any]] | None = None, wait: bool = False
+    ) -> Session:
+        """A session, to be entered. `label` is the caller's name for it, `history` chat messages to begin with.
+
+        Entering raises ConnectionLost when the server cannot be reached, RequestRejected when it refuses the key, the
+        model or the history, EngineOverloaded when it has no place (with `wait` it is asked again).
+        """
+        return Session(self, label=label, history=history, wait=wait)
+
+    async def generate(
+        self,
+        prompt: str | Sequence[dict[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        wait: bool = False,
+    ) -> Completion:
+        """One answer, in a session of its own. Errors, timeout and wait as in Session.generate."""
+        async with (
+            self.open_session(wait=wait) as session,
+            session.generate(prompt, params, timeout=timeout, wait=wait) as generation,
+        ):
+            return await generation.result()
+
+    def close(self) -> None:
+        """End every session; no more are opened."""
+        self._closed = True
+        for connection in self._connections:
+            connection.close()
+
+    async def start(self, connection: Connection) -> str:
+        """What a session calls: the connection lives in the client's nursery."""
+        if self._closed:
+            raise EngineClosed("the client is closed")
+        session_id: str = await self._nursery.start(self._run, connection)
+        return session_id
+
+    async def _run(self, connection: Connection, *, task_status: trio.TaskStatus[str]) -> None:
+        self._connections.add(connection)
+        try:
+            await connection.run(task_status=task_status)
+        finally:
+            self._connections.discard(connection)
+
+
+@asynccontextmanager
+async def connect(
+    url: str,
+    *,
+    api_key: str | None = None,
+    model: str | None = None,
+    dial: Callable[[], Awaitable[trio.abc.Stream]] | None = None,
+) -> AsyncIterator[Client]:
+    """A client of the server at `url`, such as ws://localhost:8000 or https://example.org.
+
+    Nothing is connected before a session is opened. Leaving ends every session and closes its WebSocket; cancelled, or
+    with an exception, at once. `model` is the name that the server must serve; `dial` gives the streams to connect by,
+    in place of TCP and TLS. Raises InvalidConfig.
+    """
+    address = Address.parse(url, model)
+    if api_key is not None and not (isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()):
+        raise InvalidConfig("api_key must be printable ASCII")
+    headers = [] if api_key is None else [(b"authorization", b"Bearer " + api_key.encode())]
+    endpoint = Endpoint(address.authority, address.target, headers, address.dial if dial is None else dial)
+    async with open_unwrapped_nursery() as nursery:
+        client = Client(endpoint, nursery)
+        try:
+            yield client
+        finally:
+            client.close()

@@ -1,0 +1,118 @@
+"""One connection to a server: who reads, who writes, who keeps it alive, and how all of it ends together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+import trio
+
+from trioengine.client.address import Endpoint
+from trioengine.client.posts import Posts
+from trioengine.client.problems import loss_of, refusal_of
+from trioengine.client.websocket import Closed, Rejected, WebSocket
+from trioengine.core.errors import ConnectionLost, EngineError
+
+CONNECT_TIMEOUT = 30.0  # seconds, until the server has said who it is
+CLOSE_TIMEOUT = 5.0
+PING_INTERVAL = 20.0  # the answer may take as long
+
+OnEvent: TypeAlias = Callable[[dict[str, Any]], None]
+
+
+class Connection:
+    """`run` is its life. `on_event` gets each event, and `on_loss`, once at the end, why there will be no more."""
+
+    def __init__(self, endpoint: Endpoint, on_event: OnEvent, on_loss: Callable[[EngineError], None]) -> None:
+        self.posts = Posts()
+        self._endpoint = endpoint
+        self._on_event = on_event
+        self._on_loss = on_loss
+        self._loss: EngineError = ConnectionLost("the connection was closed")
+        self._nursery: trio.Nursery | None = None
+        self._closing = trio.Event()
+        self._over: trio.Event | None = None
+
+    async def run(self, *, task_status: trio.TaskStatus[str]) -> None:
+        """Connect, and start with the server's id of the session. Raises why it cannot be done; later it only ends."""
+        self._over = over = trio.Event()
+        try:
+            with trio.move_on_after(CONNECT_TIMEOUT) as connecting:
+                async with await self._endpoint.dial() as stream:
+                    websocket = WebSocket(stream)
+                    session_id = await self._begin(websocket)
+                    connecting.deadline = float("inf")
+                    await self._talk(websocket, session_id, task_status)
+            if connecting.cancelled_caught:
+                raise ConnectionLost(f"{self._endpoint.authority} does not answer within {CONNECT_TIMEOUT:g} s")
+        finally:
+            over.set()
+            self._on_loss(self._loss)
+
+    def close(self) -> None:
+        """Say goodbye; if that is not answered, close without."""
+        self._closing.set()
+
+    async def over(self) -> None:
+        """Wait until it is closed; at once if there never was one."""
+        if self._over is not None:
+            await self._over.wait()
+
+    def start_soon(self, function: Callable[..., Awaitable[object]], *args: object) -> None:
+        """A task that ends when the connection does."""
+        assert self._nursery is not None, "it has begun"
+        self._nursery.start_soon(function, *args)
+
+    async def _begin(self, websocket: WebSocket) -> str:
+        """The handshake, and the session that the server tells of."""
+        endpoint = self._endpoint
+        try:
+            await websocket.shake_hands(endpoint.authority, endpoint.target, endpoint.headers)
+            event = json.loads(await websocket.read())
+            return str(event["session"]["id"])
+        except Rejected as exc:
+            raise refusal_of(exc) from exc
+        except Closed as exc:
+            raise loss_of(exc) from exc
+        except (ValueError, LookupError, TypeError) as exc:
+            raise ConnectionLost(f"{endpoint.authority} does not begin with a session.created") from exc
+
+    async def _talk(self, websocket: WebSocket, session_id: str, task_status: trio.TaskStatus[str]) -> None:
+        async with trio.open_nursery() as self._nursery:
+            scope = self._nursery.cancel_scope
+            self._nursery.start_soon(websocket.write)
+            self._nursery.start_soon(self.posts.send_to, websocket)
+            self._nursery.start_soon(self._keep_alive, websocket, scope)
+            self._nursery.start_soon(self._close_when_asked, websocket, scope)
+            task_status.started(session_id)
+            await self._read(websocket)
+            with trio.move_on_after(CLOSE_TIMEOUT):
+                await websocket.flushed()
+            scope.cancel()
+
+    async def _read(self, websocket: WebSocket) -> None:
+        """Always, also while nobody reads the answer: only so is it noticed that the server has gone."""
+        try:
+            while True:
+                self._on_event(json.loads(await websocket.read()))
+        except Closed as exc:
+            self._loss = loss_of(exc)
+        except (ValueError, LookupError, TypeError) as exc:
+            self._loss = ConnectionLost("the server sent what is no event of the protocol")
+            self._loss.__cause__ = exc
+
+    async def _keep_alive(self, websocket: WebSocket, scope: trio.CancelScope) -> None:
+        while True:
+            await trio.sleep(PING_INTERVAL)
+            with trio.move_on_after(PING_INTERVAL) as waiting:
+                await websocket.ping()
+            if waiting.cancelled_caught:
+                self._loss = ConnectionLost("the server does not answer")
+                scope.cancel()
+
+    async def _close_when_asked(self, websocket: WebSocket, scope: trio.CancelScope) -> None:
+        await self._closing.wait()
+        websocket.say_goodbye()
+        await trio.sleep(CLOSE_TIMEOUT)
+        scope.cancel()

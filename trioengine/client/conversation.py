@@ -1,0 +1,53 @@
+"""The conversation of a session: what was committed, and the items by which the server knows it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from trioengine.client.posts import Posts
+from trioengine.client.prompt import Message, item_of, rendered
+
+
+class Conversation:
+    """Each change is posted in the step in which it is made."""
+
+    def __init__(self, posts: Posts) -> None:
+        self.messages: list[Message] = []
+        self._item_ids: list[str] = []  # of these
+        self._posts = posts
+        self._ids = itertools.count(1)
+
+    def prepared(self, messages: Sequence[Message]) -> dict[str, str]:
+        """The events that make items of these messages, by the items' ids. Raises RequestRejected; posts nothing."""
+        ids = [f"item_{next(self._ids)}" for _ in messages]
+        return {
+            id: rendered("conversation.item.create", f"create_{id}", {"item": item_of(message, id)})
+            for id, message in zip(ids, messages, strict=True)
+        }
+
+    def create(self, events: dict[str, str]) -> None:
+        """Post what was prepared."""
+        for id, text in events.items():
+            self._posts.put(text, f"create_{id}")
+
+    def delete(self, item_ids: Sequence[str]) -> None:
+        for id in item_ids:
+            event_id = f"delete_{id}"
+            self._posts.put(rendered("conversation.item.delete", event_id, {"item_id": id}), event_id)
+
+    def truncate(self, item_id: str, text_end: int) -> None:
+        """Cut an answer that is longer at the server than here."""
+        place = {"item_id": item_id, "content_index": 0, "text_end": text_end}
+        self._posts.put(rendered("conversation.item.truncate", f"truncate_{item_id}", place))
+
+    def commit(self, messages: Sequence[Message], item_ids: Sequence[str]) -> None:
+        """These are part of it from now on."""
+        self.messages += messages
+        self._item_ids += item_ids
+
+    def replace(self, messages: Sequence[Message], events: dict[str, str]) -> None:
+        """These messages, whose events were prepared, are all of it."""
+        self.delete(self._item_ids)
+        self.messages, self._item_ids = list(messages), list(events)
+        self.create(events)

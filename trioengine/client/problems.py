@@ -1,0 +1,75 @@
+"""What a server says of an error, as the typed error that the engine itself would raise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from trioengine.client.websocket import Closed, Rejected
+from trioengine.core.errors import (
+    ConnectionLost,
+    EngineAsleep,
+    EngineClosed,
+    EngineError,
+    EngineOverloaded,
+    RequestRejected,
+    SessionBusy,
+    SessionEnded,
+    WorkerLost,
+)
+from trioengine.core.lifecycle import Cause
+
+GOING_AWAY = 1001
+
+
+def error_of(problem: Mapping[str, Any]) -> EngineError:
+    """The error in an error event, or in the body of an HTTP response."""
+    code, message = str(problem.get("code")), str(problem.get("message"))
+    match code:
+        case "asleep":
+            return EngineAsleep(message)
+        case "shutting_down":
+            return EngineClosed(message)
+        case "worker_lost":
+            return WorkerLost(message)
+        case "session_ended":
+            return SessionEnded(message, cause=Cause.ERROR.value)
+        case "conversation_already_has_active_response":
+            return SessionBusy(message)
+    if problem.get("type") == "rate_limit_error" or isinstance(problem.get("retry_after"), (int, float)):
+        return EngineOverloaded(message, code=code, retry_after=float(problem.get("retry_after") or 1.0))
+    if problem.get("type") == "invalid_request_error":
+        return RequestRejected(code, message, param=_param(problem.get("param")))
+    return EngineError(message)
+
+
+def abort_cause(problem: Mapping[str, Any]) -> Cause | None:
+    """Who aborted a response, if that is why it failed."""
+    return next((cause for cause in Cause if cause.value == problem.get("code")), None)
+
+
+def refusal_of(rejected: Rejected) -> EngineError:
+    """The handshake was answered by an HTTP response."""
+    try:
+        problem = json.loads(rejected.body)["error"]
+        return error_of({"type": "invalid_request_error" if rejected.status < 429 else None, **problem})
+    except (ValueError, LookupError, TypeError):
+        return ConnectionLost(f"the server refuses the WebSocket: HTTP status {rejected.status}")
+
+
+def loss_of(closed: Closed) -> EngineError:
+    """The connection is over, and it was not we who closed it."""
+    if closed.code == GOING_AWAY:
+        return EngineClosed(closed.reason or "the server has gone away")
+    return ConnectionLost(f"the connection to the server is gone: {closed}", code=closed.code)
+
+
+def _param(param: object) -> str | None:
+    """The field at fault, by the name that it has here."""
+    if not isinstance(param, str):
+        return None
+    if param.startswith("item"):
+        return "prompt"
+    name = param.removeprefix("response.")
+    return "max_tokens" if name == "max_output_tokens" else name

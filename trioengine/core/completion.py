@@ -1,0 +1,33 @@
+"""What a reader gets: an answer in pieces, and as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trioengine.core.lifecycle import Cause
+from trioengine.core.messages import FinishReason, Logprobs, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What came since the last chunk; `logprobs` holds one `{token_id: logprob}` a token, if asked for.
+
+    Of a server that is reached over the network there are no token ids: they are ().
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer. `token_ids` include the end token, `text` does not; `cause` is set for an abort."""
+
+    request_id: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] | None
+    finish_reason: FinishReason
+    cause: Cause | None
+    usage: Usage

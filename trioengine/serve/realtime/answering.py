@@ -1,0 +1,67 @@
+"""One response on an engine session: from the request to the outcome, or to what went wrong."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import trio
+
+from trioengine.actors.engine import Engine
+from trioengine.actors.session import Session
+from trioengine.core.errors import EngineError
+from trioengine.core.lifecycle import Cause
+from trioengine.serve.log_fields import REQUEST_ID, about
+from trioengine.serve.problem import problem_of
+from trioengine.serve.realtime.response import Response
+from trioengine.text.conversation import check_length
+
+logger = logging.getLogger("trioengine")
+
+
+@contextmanager
+def failing(response: Response) -> Iterator[None]:
+    """What is raised in here fails the response; what is logged names it."""
+    with about(REQUEST_ID, response.id):
+        try:
+            yield
+        except Exception as exc:
+            if not isinstance(exc, EngineError):
+                logger.exception("response %s crashed", response.id)
+            response.fail(problem_of(exc))
+
+
+async def answer(engine: Engine, session: Session, response: Response) -> None:
+    """Make the session's history what the response goes on from, and stream its answer. Cancelled, it ends the session.
+
+    Raises what refuses the request, or fails it.
+    """
+    messages = response.order.messages
+    check_length(messages, engine.limits.max_model_len, engine.tokenizer)  # before they are copied
+    prompt = _extension(session, messages)
+    async with session.generate(prompt, response.order.params, keep_partial=True) as generation:
+        response.generation = generation
+        try:
+            if response.cancelled:
+                generation.abort()
+            response.begin_item()
+            async for chunk in generation:
+                await response.outbox.room()
+                if chunk.text:
+                    response.add_text(chunk.text)
+        except trio.Cancelled:
+            session.end(Cause.DISCONNECT)  # before the generation is left, so that this is its cause
+            raise
+        finally:
+            response.generation = None
+    response.finish(generation.completion)
+
+
+def _extension(session: Session, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """What the session's history lacks of these messages; a history that they do not extend is replaced."""
+    history = session.history
+    if len(history) < len(messages) and messages[: len(history)] == history:
+        return messages[len(history) :]
+    session.replace_history(messages[:-1])
+    return messages[-1:]

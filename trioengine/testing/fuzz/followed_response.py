@@ -1,0 +1,69 @@
+"""A response as its client follows it: what was asked for, what came, and what must have come in the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trioengine.core.messages import FinishReason
+from trioengine.testing.fuzz.oracles import Answer, Troubles, Turn, prompt_ids, reference
+
+
+@dataclass
+class Asked:
+    """A response.create that was sent."""
+
+    max_tokens: int
+    is_beside: bool = False  # it belongs to no conversation
+    input: tuple[Turn, ...] | None = None  # in place of the conversation
+    may_be_cancelled: bool = False
+
+
+class FollowedResponse:
+    """From response.created to response.done. Raises AssertionError for what must not be."""
+
+    def __init__(
+        self, id: str, event_id: str, asked: Asked, turns: tuple[Turn, ...], max_model_len: int, troubles: Troubles
+    ) -> None:
+        self.id = id
+        self.event_id = event_id
+        self.asked = asked
+        self.failure: str | None = None  # what an error event said of it
+        self._prompt = prompt_ids(turns)
+        self._room = max_model_len - len(self._prompt)
+        self._troubles = troubles
+        self._text = ""
+
+    def add(self, delta: str) -> None:
+        self._text += delta
+
+    def check_text(self, text: str) -> None:
+        assert text == self._text, f"the deltas give {self._text!r}, and then {text!r}"
+
+    def end(self, response: dict[str, Any]) -> None:
+        """response.done: the answer is the model's, or what there is of it has its reason."""
+        text = "".join(part["text"] for item in response["output"] for part in item["content"])
+        self.check_text(text)
+        expected = reference(self._prompt, min(self._room, self.asked.max_tokens), ()) if self._room > 0 else None
+        if response["status"] != "failed":
+            tokens = {name: response["usage"][f"{name}_tokens"] for name in ("total", "input", "output")}
+            assert tokens["total"] == tokens["input"] + tokens["output"], f"the usage is {tokens}"
+        self._check_status(response, text, expected)
+        assert expected is None or expected.text.startswith(text), (
+            f"{text!r} is no part of the model's answer {expected.text!r}"
+        )
+
+    def _check_status(self, response: dict[str, Any], text: str, expected: Answer | None) -> None:
+        match response["status"]:
+            case "failed":
+                code = response["status_details"]["error"]["code"]
+                assert self.failure == code, f"it failed by {code}, the error before it was {self.failure}"
+                assert expected is None or self._troubles.excuse(code), f"nothing may fail by {code}"
+            case "cancelled":
+                assert self.asked.may_be_cancelled, "nobody has cancelled it"
+            case "completed" | "incomplete" as status:
+                finish_reason = FinishReason.STOP if status == "completed" else FinishReason.LENGTH
+                assert expected is not None, "there was no room for an answer"
+                assert (text, finish_reason) == (expected.text, expected.finish_reason), (
+                    f"the response is {text!r} and {status}, the model's is {expected.text!r}, {expected.finish_reason}"
+                )
