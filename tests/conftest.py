@@ -14,6 +14,10 @@ settings.register_profile("deterministic", derandomize=True, deadline=None, data
 settings.load_profile("deterministic")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--sessions", type=int, default=100, help="how many sessions the soak has")
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct's GGUF file, fetched once into the user's cache.

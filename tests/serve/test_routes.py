@@ -189,7 +189,10 @@ async def test_invariants_hold_while_requests_run(autojump_clock, clients):
         await client.send("POST", CHAT, chat(stream=True, max_tokens=100))
         await client.head()
         answer = await clients.request("GET", "/debug/invariants")
-        assert (answer.status, answer.json) == (200, {"ok": True})
+        assert (answer.status, answer.json["ok"]) == (200, True)
+        statistics = answer.json["statistics"]
+        assert (statistics["running"], statistics["sessions"], statistics["power"]) == (1, 1, "awake")
+        assert answer.json["tasks"] > 5
         await client.rest()
 
 

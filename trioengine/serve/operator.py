@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
+import trio
+
 from trioengine.actors.engine import Engine
+from trioengine.actors.statistics import Statistics
 from trioengine.core.errors import InvariantError
 from trioengine.serve.fields import flag_of, known_fields, text_of
 from trioengine.serve.http import Request, Response, json_response, problem_response
@@ -20,12 +26,13 @@ class Operator:
         self._completions = completions
 
     async def invariants(self, request: Request) -> Response:
-        """500 with what does not balance; 503 while there is no worker to ask."""
+        """With the counts, and how many tasks there are. 500 with what does not balance; 503 without a worker."""
         try:
             await self._engine.check_invariants()
         except InvariantError as exc:
             return problem_response(500, Problem(SERVER_ERROR, "invariant_violated", str(exc)))
-        return json_response(200, {"ok": True})
+        tasks = trio.lowlevel.current_statistics().tasks_living
+        return json_response(200, {"ok": True, "statistics": _shown(self._engine.statistics()), "tasks": tasks})
 
     async def abort_request(self, request: Request) -> Response:
         """How many requests were told to end; one that is not in flight is no error, it may have finished."""
@@ -38,6 +45,12 @@ class Operator:
         statistics = self._engine.statistics()
         self._engine.abort_all()
         return json_response(200, {"aborted": statistics.preparing + statistics.waiting + statistics.running})
+
+
+def _shown(statistics: Statistics) -> dict[str, Any]:
+    """The counts by their names; those by reason or cause are among the metrics."""
+    counts = {field.name: getattr(statistics, field.name) for field in dataclasses.fields(statistics) if field.repr}
+    return {**counts, "power": statistics.power.value}
 
 
 def operator_routes(engine: Engine, completions: Completions) -> Routes:

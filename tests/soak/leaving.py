@@ -1,0 +1,155 @@
+"""Clients of a real server that leave at random moments, in every way in which clients leave."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import struct
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import trio
+from trio_websocket import ConnectionClosed, WebSocketConnection, wrap_client_stream
+
+PROMPTS = ("Hi", "Name a colour.", "Count to ten.", "Tell me a story about a small red boat on a lake.")
+MAX_TOKENS = (1, 4, 16, 48)
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST, and forgets what was not sent
+
+
+class Kept:
+    """Sockets of clients that have gone without a word: nobody reads them, nobody closes them until the end."""
+
+    def __init__(self) -> None:
+        self._streams: list[trio.SocketStream] = []
+
+    def keep(self, stream: trio.SocketStream) -> None:
+        self._streams.append(stream)
+
+    async def close(self) -> None:
+        for stream in self._streams:
+            await trio.aclose_forcefully(stream)
+
+
+@dataclass
+class Soak:
+    """What many clients do to one server. The same seed gives the same clients, if not the same moments."""
+
+    port: int
+    model: str
+    seed: int = 0
+    seen: Counter[str] = field(default_factory=Counter)  # how they left
+    kept: Kept = field(default_factory=Kept)
+
+    async def run(self, sessions: int, connections: int, after: Callable[[int], None]) -> None:
+        """So many sessions over so many connections at a time; `after` is told how many are over."""
+        numbers = iter(range(sessions))
+        over = 0
+
+        async def clients() -> None:
+            nonlocal over
+            for number in numbers:
+                choose = random.Random(f"{self.seed}-{number}")
+                client = choose.choice((self._chat, self._chat, self._realtime, self._realtime))
+                await client(choose)
+                over += 1
+                after(over)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(connections):
+                nursery.start_soon(clients)
+        await self.kept.close()
+
+    # ---- HTTP -----------------------------------------------------------------------------------------------------
+
+    async def _chat(self, choose: random.Random) -> None:
+        streaming = choose.random() < 0.6
+        way = choose.choice(("stays", "closes", "resets", "is silent", "closes at once", "half-closes"))
+        self.seen[f"HTTP {'stream' if streaming else 'whole'}: {way}"] += 1
+        stream = await trio.open_tcp_stream("127.0.0.1", self.port)
+        await stream.send_all(self._request(choose, streaming))
+        if way == "stays":
+            while await stream.receive_some():
+                pass
+            await stream.aclose()
+            return
+        if way != "closes at once":
+            await self._read_some(stream, choose, streaming)
+        await self._leave(stream, way)
+
+    def _request(self, choose: random.Random, streaming: bool) -> bytes:
+        body = json.dumps(
+            {
+                "model": self.model,
+                "messages": [{"role": "user", "content": choose.choice(PROMPTS)}],
+                "max_tokens": choose.choice(MAX_TOKENS),
+                "stream": streaming,
+            }
+        ).encode()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        return f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+    async def _read_some(self, stream: trio.SocketStream, choose: random.Random, streaming: bool) -> None:
+        """A part of the answer; of one that comes whole, nothing: it is left while it waits."""
+        if not streaming:
+            await trio.sleep(choose.uniform(0.0, 0.3))
+            return
+        for _ in range(choose.randrange(4)):
+            if not await stream.receive_some(300):
+                return
+
+    async def _leave(self, stream: trio.SocketStream, way: str) -> None:
+        if way == "is silent":
+            self.kept.keep(stream)
+            return
+        if way == "half-closes":
+            await stream.send_eof()
+            while await stream.receive_some():
+                pass
+        if way == "resets":
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        await trio.aclose_forcefully(stream)
+
+    # ---- WebSocket ------------------------------------------------------------------------------------------------
+
+    async def _realtime(self, choose: random.Random) -> None:
+        way = choose.choice(("stays", "stays", "closes", "resets", "is silent", "closes at once", "cancels"))
+        self.seen[f"WebSocket: {way}"] += 1
+        stream = await trio.open_tcp_stream("127.0.0.1", self.port)
+        async with self._websocket(stream) as websocket:
+            for _ in range(choose.randrange(1, 3)):
+                await self._ask(websocket, choose)
+                if way in ("stays", "cancels"):
+                    await self._until_done(websocket, cancels=way == "cancels")
+            if way not in ("stays", "cancels", "closes at once"):
+                for _ in range(choose.randrange(12)):
+                    await websocket.get_message()
+            if way in ("resets", "is silent"):
+                await self._leave(stream, way)
+            else:
+                await websocket.aclose()
+
+    @asynccontextmanager
+    async def _websocket(self, stream: trio.SocketStream) -> AsyncIterator[WebSocketConnection]:
+        async with trio.open_nursery() as nursery:
+            websocket = await wrap_client_stream(nursery, stream, "localhost", "/v1/realtime")
+            try:
+                yield websocket
+            except ConnectionClosed:
+                self.seen["WebSocket: was closed"] += 1
+            nursery.cancel_scope.cancel()  # its reader: who is silent answers no ping
+
+    async def _ask(self, websocket: WebSocketConnection, choose: random.Random) -> None:
+        content = [{"type": "input_text", "text": choose.choice(PROMPTS)}]
+        item = {"type": "message", "role": "user", "content": content}
+        await websocket.send_message(json.dumps({"type": "conversation.item.create", "item": item}))
+        response = {"max_output_tokens": choose.choice(MAX_TOKENS)}
+        await websocket.send_message(json.dumps({"type": "response.create", "response": response}))
+
+    async def _until_done(self, websocket: WebSocketConnection, *, cancels: bool) -> None:
+        while (event := json.loads(await websocket.get_message()))["type"] != "response.done":
+            if cancels and event["type"] == "response.created":
+                await websocket.send_message(json.dumps({"type": "response.cancel"}))
+            assert event["type"] != "error" or cancels, event
