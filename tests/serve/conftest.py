@@ -4,6 +4,7 @@ import pytest
 import trio
 from clients import Clients
 
+from trioengine import connect
 from trioengine.testing import simulated_engine
 
 
@@ -17,3 +18,10 @@ async def clients(autojump_clock):
         with trio.fail_after(60):
             await clients.all_closed()
             await clients.everything_is_given_back()
+
+
+@pytest.fixture
+async def remote(clients):
+    """trioengine.connect, on a connection in memory to the server of `clients`."""
+    async with connect("ws://localhost", dial=clients.dial) as client:
+        yield client

@@ -72,7 +72,11 @@ class Session:
         self._entered = True
         history = [] if self._initial_history is None else chat_messages(self._initial_history, "history")
         events = self._conversation.prepared(history)
-        self.id = await self._connect()
+        try:
+            self.id = await self._connect()
+        except BaseException:  # it may have begun in the same moment
+            self.end()
+            raise
         self._conversation.replace(history, events)
         return self
 
