@@ -1,8 +1,10 @@
 """`trioengine serve` as a task: its log, and its end."""
 
+import gc
 import logging
 import signal
-from contextlib import asynccontextmanager
+import weakref
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -23,6 +25,13 @@ def log(caplog):
     return caplog
 
 
+@pytest.fixture(autouse=True)
+def thawed():
+    """What a server freezes is not frozen for the tests that follow."""
+    yield
+    gc.unfreeze()
+
+
 @asynccontextmanager
 async def served(max_model_len=None, **behaviour):
     """A server until SIGTERM, which comes after the body; the simulation that it runs on."""
@@ -32,7 +41,7 @@ async def served(max_model_len=None, **behaviour):
         serving = partial(serve, config, ServeConfig(port=0), ports=simulation.ports)
         with trio.fail_after(100):  # the simulated worker's task may take longer
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(_serve, serving, 30.0)
+                nursery.start_soon(_serve, serving, 30.0, nullcontext())
                 while not (simulation.workers and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL):
                     await trio.lowlevel.checkpoint()
                 yield simulation
@@ -65,3 +74,29 @@ async def test_a_context_longer_than_the_models_is_told(autojump_clock, log, ask
     async with served(max_model_len=asked):
         await said(log, "ready: ")
     assert (f"max_model_len: asked for {asked}, the model and its KV cache have 512" in log.messages) == is_told
+
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+
+async def test_what_is_there_when_it_is_ready_is_frozen_and_no_garbage(autojump_clock, log):
+    gc.unfreeze()
+    garbage = weakref.ref(Cycle())
+    async with served():
+        assert gc.get_freeze_count() == 0
+        await said(log, "ready: toy on cpu")
+        await trio.testing.wait_all_tasks_blocked()
+        assert gc.get_freeze_count() > 0
+        assert garbage() is None
+        later = weakref.ref(Cycle())
+        gc.collect()
+        assert later() is None
+
+
+async def test_a_server_that_is_never_ready_is_not_frozen(autojump_clock, log):
+    gc.unfreeze()
+    async with served(load_time=1000):
+        pass
+    assert gc.get_freeze_count() == 0

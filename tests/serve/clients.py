@@ -8,6 +8,7 @@ from trio.testing import memory_stream_pair
 from trio_websocket import wrap_client_stream
 
 from trioengine.serve import ServeConfig, Server
+from trioengine.testing import simulated_engine
 
 HOST = "localhost"
 
@@ -113,6 +114,18 @@ class Clients:
         statistics = self.engine.statistics()
         assert (statistics.preparing, statistics.waiting, statistics.running) == (0, 0, 0)
         assert statistics.worker_sessions == 0
+
+
+@asynccontextmanager
+async def open_clients(**options):
+    """A server with these fields of its ServeConfig, whose engine is ready; at the end nothing may be left."""
+    async with simulated_engine() as (engine, simulation), trio.open_nursery() as nursery:
+        clients = Clients(engine, simulation, nursery, **options)
+        yield clients
+        clients.server.front_door.close_idle()
+        with trio.fail_after(60):
+            await clients.all_closed()
+            await clients.everything_is_given_back()
 
 
 async def read_all(stream, silence=1):

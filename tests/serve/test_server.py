@@ -19,9 +19,8 @@ from trioengine import EngineConfig, EngineError, InvalidConfig, WorkerLost
 from trioengine.actors.engine import open_unwrapped_nursery
 from trioengine.core.messages import Fatal, FatalCode
 from trioengine.serve import ServeConfig, Server, serve
-from trioengine.serve.server import address
 from trioengine.serve.signals import obey_signals
-from trioengine.serve.sockets import guard
+from trioengine.serve.sockets import address, guard
 from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import typer
 
 from trioengine import __version__
 from trioengine.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, SERVE_OPTIONS, build, with_options
+from trioengine.cli.sources import words
 from trioengine.core.bounds import brief
 from trioengine.core.config import DEFAULT_MODEL, EngineConfig
 from trioengine.core.errors import EngineError, InvalidConfig, RequestRejected
@@ -27,6 +29,7 @@ app = typer.Typer(
 bench_app = typer.Typer(help="Measure the engine.", rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
 
+_SECRETS = {field.name for field in dataclasses.fields(ServeConfig) if not field.repr}
 MODEL_HELP = "A name that `pull` knows, a .gguf file, a Hugging Face directory or a hub id."
 Model = Annotated[str, typer.Argument(help=MODEL_HELP, envvar="TRIOENGINE_MODEL", show_envvar=False)]
 ModelOption = Annotated[str, typer.Option("--model", help=MODEL_HELP)]
@@ -64,11 +67,15 @@ def _exit_code(error: BaseException) -> int:
 
 def _usage(error: typer.TyperException) -> str:
     """What is wrong with what was typed, and which help to read."""
+    context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
+    if isinstance(error, typer.BadParameter) and context is not None and parameter is not None:
+        said = words(context, parameter.name)
+        error.param_hint = error.param_hint if said is None else f"'{said}'"
     message = getattr(error, "format_message", error.__str__)().rstrip(".")
     for problem in getattr(error.__cause__, "errors", list)()[:1]:  # pydantic's; most do not show the value
         value = brief(problem["input"])
-        message += "" if value in message else f", got {value}"
-    context = getattr(error, "ctx", None)
+        is_secret = parameter is not None and parameter.name in _SECRETS
+        message += "" if is_secret or value in message else f", got {value}"
     return f"{message}." if context is None else f"{message}. See {context.command_path} --help."
 
 
@@ -102,11 +109,19 @@ def root(
 
 @app.command()
 @with_options(SERVE_OPTIONS, ENGINE_OPTIONS)
-def serve(model: Model = DEFAULT_MODEL, **fields: object) -> None:
+def serve(
+    model: Model = DEFAULT_MODEL,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="What is logged, on stderr.")
+    ] = "info",
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log one JSON object a line.")] = False,
+    **fields: object,
+) -> None:
     """Serve a model over WebSocket and HTTP, until SIGINT or SIGTERM."""
     from trioengine.cli.serving import serve_until_told
 
-    serve_until_told(build(EngineConfig, fields, model=model), build(ServeConfig, fields))
+    config, serve_config = build(EngineConfig, fields, model=model), build(ServeConfig, fields)
+    serve_until_told(config, serve_config, log_level=log_level, log_json=log_json)
 
 
 @app.command()

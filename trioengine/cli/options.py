@@ -1,20 +1,25 @@
 """Options made from the fields of the configuration's dataclasses, one a field, with its type and its default.
 
-Every option, these and the commands' own, has an environment variable TRIOENGINE_<FLAG>, which the command line beats.
+Every option, these and the commands' own, has an environment variable TRIOENGINE_<FLAG>, which the command line beats,
+and which beats the file of `--config`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.models import OptionInfo
 
+from trioengine.cli import config_file
+from trioengine.cli.sources import in_the_users_words, variable
 from trioengine.core.config import EngineConfig
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.serve_config import ServeConfig
@@ -44,9 +49,21 @@ _HELP = {
     "host": "The address to listen on.",
     "port": "0: a free one.",
     "served_model_name": "What clients call the model.",
+    "api_key": "A key that clients must have; may be given several times.",
+    "admin_key": "A key for the operators' routes, and for all others; may be given several times.",
+    "allowed_origin": "A site whose pages may ask, as https://example.com; may be given several times.",
+    "insecure": "Serve other machines, too, whoever they are: there is no key.",
     "shutdown_timeout": "Seconds that requests have after the first SIGTERM or SIGINT.",
     "max_connections": "Connections at a time; more are answered with 503.",
-    "insecure": "Serve other machines, too, whoever they are: there is no key.",
+    "max_sessions_per_key": "WebSockets and requests of a key at a time; more are answered with 429.",
+    "max_body_size": "Bytes of a request's body.",
+    "max_header_size": "Bytes of a request's head.",
+    "max_message_size": "Characters of a WebSocket message.",
+    "handshake_timeout": "Seconds for a request's head.",
+    "body_timeout": "Seconds for a request's body.",
+    "idle_timeout": "Seconds between two requests.",
+    "client_ping_interval": "Seconds between two pings of a WebSocket, and for the answer.",
+    "send_timeout": "Seconds that a client may read nothing of what it is sent.",
     "max_tokens": "Tokens of the answer; without it up to the context.",
     "temperature": "0 is greedy.",
     "top_k": "Choose among that many tokens; 0 or -1: all.",
@@ -102,22 +119,58 @@ SAMPLING_OPTIONS = _options(SamplingParams, "Sampling")
 
 
 def with_options(*groups: list[inspect.Parameter]) -> Callable[[F], F]:
-    """Replace the command's `**fields` by these options but for its own, and give every option its variable."""
+    """Replace the command's `**fields` by these options but for its own, and give every option its variable.
+
+    With any of them it takes a file of options, too. Its errors name what the user has given.
+    """
 
     def decorate(command: F) -> F:
         signature = inspect.signature(command, eval_str=True)
         own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
         names = {parameter.name for parameter in own}
         parameters = [*own, *(option for group in groups for option in group if option.name not in names)]
+        if groups:
+            parameters.append(_config_option(parameters))
         for parameter in parameters:
             (info,) = parameter.annotation.__metadata__
             if isinstance(info, OptionInfo):
-                info.envvar, info.show_envvar = f"TRIOENGINE_{parameter.name.upper()}", False
-        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return command
+                info.envvar, info.show_envvar = variable(parameter.name), False
+
+        @functools.wraps(command)
+        def run(*, _context: typer.Context, **options: object) -> object:
+            with in_the_users_words(_context):
+                return command(**options)
+
+        context = inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        keywords = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in (*parameters, context)]
+        run.__signature__ = signature.replace(parameters=keywords)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in keywords}
+        return typing.cast("F", run)
 
     return decorate
+
+
+def _config_option(parameters: list[inspect.Parameter]) -> inspect.Parameter:
+    """The option that reads a file before the others are looked at; arguments without a variable are not in files."""
+    kinds = {
+        parameter.name: _kind(typing.get_args(parameter.annotation)[0])
+        for parameter in parameters
+        if isinstance(info := parameter.annotation.__metadata__[0], OptionInfo) or info.envvar
+    }
+
+    def read(context: typer.Context, path: Path | None) -> None:
+        if path is not None:
+            context.obj = config_file.read(path, kinds)
+            context.default_map = dict(context.obj.values)
+
+    option = typer.Option(
+        callback=read,
+        is_eager=True,
+        expose_value=False,
+        help="A TOML file with any of these options, as max-num-seqs = 16; flags and variables beat it.",
+    )
+    annotation: Any = Annotated[Path | None, option]
+    return inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def build(cls: Callable[..., T], fields: Mapping[str, object], **others: object) -> T:

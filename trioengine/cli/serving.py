@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import trio
 
+from trioengine.actors.engine import Engine
 from trioengine.actors.nursery import open_unwrapped_nursery
+from trioengine.cli.logs import configure_logs
 from trioengine.cli.progress import download_bar
 from trioengine.core.config import EngineConfig
+from trioengine.core.errors import EngineError
 from trioengine.core.serve_config import ServeConfig
 from trioengine.hub.pull import located
 from trioengine.serve.descriptors import raise_limit
@@ -22,24 +26,40 @@ from trioengine.serve.signals import obey_signals
 logger = logging.getLogger("trioengine")
 
 
-def serve_until_told(config: EngineConfig, serve_config: ServeConfig) -> None:
+def serve_until_told(
+    config: EngineConfig, serve_config: ServeConfig, *, log_level: str = "info", log_json: bool = False
+) -> None:
     """Serve until SIGINT or SIGTERM. Raises EngineError when it cannot."""
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logs(log_level, as_json=log_json)
     raise_limit()
     located(config.model)  # what can be no model is refused before anything listens
     run = partial(serve, config, serve_config)
-    trio.run(_serve, run, serve_config.shutdown_timeout)
+    showing = nullcontext() if log_json else download_bar()  # which is no JSON
+    trio.run(_serve, run, serve_config.shutdown_timeout, showing)
 
 
-async def _serve(serving: partial[Coroutine[Any, Any, None]], shutdown_timeout: float) -> None:
-    with download_bar() as progress:
+async def _serve(
+    serving: partial[Coroutine[Any, Any, None]],
+    shutdown_timeout: float,
+    showing: AbstractContextManager[Callable[[int, int], None] | None],
+) -> None:
+    with showing as progress:
         async with open_unwrapped_nursery() as nursery:
             run = partial(serving, on_progress=progress)
             server = await nursery.start(_and_then_cancel, run, nursery.cancel_scope)
             nursery.start_soon(obey_signals, server, shutdown_timeout)
+            nursery.start_soon(_freeze_when_ready, server.engine)
             for address in server.addresses:
                 logger.info("listening on http://%s", address)
     logger.info("stopped")
+
+
+async def _freeze_when_ready(engine: Engine) -> None:
+    """What is there by then stays: the collector need not look at it time and again."""
+    with suppress(EngineError):  # an engine that cannot run ends the server, which says so
+        await engine.ready()
+        gc.collect()
+        gc.freeze()
 
 
 async def _and_then_cancel(

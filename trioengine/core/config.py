@@ -79,18 +79,21 @@ class EngineConfig:
         if isinstance(self.restart_delays, list):
             object.__setattr__(self, "restart_delays", tuple(self.restart_delays))
         if not isinstance(self.model, str) or not self.model:
-            raise InvalidConfig(f"model must be a name or a path, got {brief(self.model)}")
+            raise InvalidConfig.of("model", f"must be a name or a path, got {brief(self.model)}")
         if self.device not in _DEVICES:
-            raise InvalidConfig(f"device must be auto, cpu, cuda or cuda:N, got {brief(self.device)}")
+            raise InvalidConfig.of("device", f"must be auto, cpu, cuda or cuda:N, got {brief(self.device)}")
         if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise InvalidConfig(f"dtype must be auto, float32 or bfloat16, got {brief(self.dtype)}")
+            raise InvalidConfig.of("dtype", f"must be auto, float32 or bfloat16, got {brief(self.dtype)}")
         if not isinstance(self.enable_prefix_caching, bool):
-            raise InvalidConfig(f"enable_prefix_caching must be True or False, got {brief(self.enable_prefix_caching)}")
+            raise InvalidConfig.of(
+                "enable_prefix_caching", f"must be True or False, got {brief(self.enable_prefix_caching)}"
+            )
         self._validate_numbers()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidConfig(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs}): every running sequence needs a token a step"
+                f"max_num_seqs ({self.max_num_seqs}): every running sequence needs a token a step",
+                fields=("max_num_batched_tokens", "max_num_seqs"),
             )
 
     def _validate_numbers(self) -> None:
@@ -101,14 +104,14 @@ class EngineConfig:
         for name in _SECONDS:
             self._validate(name, partial(number, above=True), 0, MAX_SECONDS)
         if not isinstance(self.restart_delays, tuple) or not self.restart_delays:
-            raise InvalidConfig(f"restart_delays must be seconds, at least one, got {brief(self.restart_delays)}")
+            raise InvalidConfig.of("restart_delays", f"must be seconds, at least one, got {brief(self.restart_delays)}")
         self._validate("restart_delays", _numbers, 0, MAX_SECONDS)
 
     def _validate(self, name: str, check: Callable[..., object], *bounds: int) -> None:
         try:
             object.__setattr__(self, name, check(getattr(self, name), *bounds))
         except ValueError as exc:
-            raise InvalidConfig(f"{name} {exc}") from None
+            raise InvalidConfig.of(name, str(exc)) from None
 
     def for_worker(self, model_path: str) -> WorkerConfig:
         """The worker's part, for the model file or directory that `model` was found at."""

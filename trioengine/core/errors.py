@@ -20,7 +20,19 @@ class EngineError(Exception):
 
 
 class InvalidConfig(EngineError, ValueError):
-    """A field of a configuration has a value that cannot be used; the message names the field."""
+    """A field of a configuration has a value that cannot be used; the message names the field.
+
+    `fields` are the names that the message holds, the first one at its beginning.
+    """
+
+    def __init__(self, message: str, *, fields: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.fields = fields
+
+    @classmethod
+    def of(cls, field: str, problem: str) -> Self:
+        """The error of one field."""
+        return cls(f"{field} {problem}", fields=(field,))
 
 
 class ModelError(EngineError):

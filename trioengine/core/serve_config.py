@@ -2,41 +2,118 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from trioengine.core.bounds import MAX_COUNT, brief, integer, number
 from trioengine.core.config import MAX_SECONDS
 from trioengine.core.errors import InvalidConfig
 
 MAX_PORT = 65535
+_INTEGERS = {
+    "port": (0, MAX_PORT),
+    "max_connections": (1, MAX_COUNT),
+    "max_sessions_per_key": (1, MAX_COUNT),
+    "max_body_size": (0, MAX_COUNT),
+    "max_header_size": (1 << 10, 64 << 10),  # WebSocket libraries want it in one piece
+    "max_message_size": (1, MAX_COUNT),
+}
+_SECONDS = ("handshake_timeout", "body_timeout", "idle_timeout", "client_ping_interval", "send_timeout")
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What one client may cost: the part of ServeConfig that its connection needs, under the same names."""
+
+    max_body_size: int
+    max_header_size: int
+    max_message_size: int
+    handshake_timeout: float
+    body_timeout: float
+    idle_timeout: float
+    client_ping_interval: float
+    send_timeout: float
 
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """How an engine is served; InvalidConfig names the field that cannot be used. Times are in seconds."""
+    """How an engine is served; InvalidConfig names the field that cannot be used. Times are in seconds.
+
+    A key is never shown, neither in `repr` nor in an error.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0: a free one
     served_model_name: str | None = None  # what clients call the model; None: as the engine's configuration does
+    api_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)  # any of them will do
+    admin_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)  # for operators; good for all the rest, too
+    allowed_origin: tuple[str, ...] = ()  # web pages of other sites that may ask, as https://example.com
+    insecure: bool = False  # serve other machines, too, whoever they are
     shutdown_timeout: float = 30.0  # that requests have after the first SIGTERM or SIGINT
     max_connections: int = 4096  # at a time; more are answered with 503
-    insecure: bool = False  # serve other machines, too, whoever they are
+    max_sessions_per_key: int = 64  # WebSockets and requests of a key at a time; more are answered with 429
+    max_body_size: int = 4 << 20  # bytes
+    max_header_size: int = 32 << 10  # bytes of a request's head
+    max_message_size: int = 1 << 20  # characters of a WebSocket message
+    handshake_timeout: float = 10.0  # for a request's head
+    body_timeout: float = 60.0
+    idle_timeout: float = 300.0  # between two requests
+    client_ping_interval: float = 20.0  # of WebSockets; the answer may take as long
+    send_timeout: float = 20.0  # a client that does not read for so long is gone
 
     def __post_init__(self) -> None:
         if not isinstance(self.host, str) or not self.host:
-            raise InvalidConfig(f"host must be a name or an address, got {brief(self.host)}")
+            raise InvalidConfig.of("host", f"must be a name or an address, got {brief(self.host)}")
         name = self.served_model_name
         if name is not None and not (isinstance(name, str) and name):
-            raise InvalidConfig(f"served_model_name must be a name, got {brief(name)}")
+            raise InvalidConfig.of("served_model_name", f"must be a name, got {brief(name)}")
         if not isinstance(self.insecure, bool):
-            raise InvalidConfig(f"insecure must be True or False, got {brief(self.insecure)}")
-        self._validate("port", integer, 0, MAX_PORT)
-        self._validate("max_connections", integer, 1, MAX_COUNT)
+            raise InvalidConfig.of("insecure", f"must be True or False, got {brief(self.insecure)}")
+        for field in ("api_key", "admin_key"):
+            self._validate_strings(field, _is_key, "must be keys of visible ASCII characters; they are not shown here")
+        rule = f"must be origins such as https://example.com, got {brief(self.allowed_origin)}"
+        self._validate_strings("allowed_origin", _is_origin, rule)
+        for field, bounds in _INTEGERS.items():
+            self._validate(field, integer, *bounds)
+        for field in _SECONDS:
+            self._validate(field, partial(number, above=True), 0, MAX_SECONDS)
         self._validate("shutdown_timeout", number, 0, MAX_SECONDS)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether clients need a key at all."""
+        return bool(self.api_key or self.admin_key)
+
+    @property
+    def limits(self) -> ConnectionLimits:
+        """What one connection needs of this."""
+        names = [field.name for field in dataclasses.fields(ConnectionLimits)]
+        return ConnectionLimits(**{name: getattr(self, name) for name in names})
 
     def _validate(self, name: str, check: Callable[..., object], *bounds: int) -> None:
         try:
             object.__setattr__(self, name, check(getattr(self, name), *bounds))
         except ValueError as exc:
-            raise InvalidConfig(f"{name} {exc}") from None
+            raise InvalidConfig.of(name, str(exc)) from None
+
+    def _validate_strings(self, name: str, is_good: Callable[[object], bool], rule: str) -> None:
+        """One string, or a sequence of them."""
+        value = getattr(self, name)
+        values = (value,) if isinstance(value, str) else value
+        if not isinstance(values, tuple | list) or not all(map(is_good, values)):
+            raise InvalidConfig.of(name, rule)
+        object.__setattr__(self, name, tuple(values))
+
+
+def _is_key(value: object) -> bool:
+    return isinstance(value, str) and bool(value) and all("!" <= character <= "~" for character in value)
+
+
+def _is_origin(value: object) -> bool:
+    """Scheme and authority in lower case, as browsers send them: it is compared as a whole."""
+    if not isinstance(value, str) or not value.isascii() or value != value.lower():
+        return False
+    scheme, separator, authority = value.partition("://")
+    return bool(scheme and separator and authority) and not set(authority) & set("/?#@ ")

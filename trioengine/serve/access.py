@@ -1,42 +1,73 @@
-"""Who may come in. Without a key only loopback names are served, so that no web page can reach the engine by DNS."""
+"""Who may come in: where a request comes from, which key it brings, and how many requests of that key there are."""
 
 from __future__ import annotations
 
-import ipaddress
-from collections.abc import Callable, Iterable
-from typing import TypeAlias
-from urllib.parse import urlsplit
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import NoReturn
 
-Headers: TypeAlias = Iterable[tuple[bytes, bytes]]
-Access: TypeAlias = Callable[[Headers], str | None]  # why a request is refused; None: it is not
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a name or an address without a port stands for this machine alone."""
-    try:
-        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+from trioengine.core.serve_config import ServeConfig
+from trioengine.serve.http import BadRequest, Request, problem_response
+from trioengine.serve.keys import Keys, presented
+from trioengine.serve.origins import Origins
+from trioengine.serve.problem import INVALID_REQUEST, RATE_LIMIT, Problem
+from trioengine.serve.routes import Role
 
 
-def loopback_only(headers: Headers) -> str | None:
-    """Refuse a Host, or an Origin where there is one, that is not this machine."""
-    hosts = [value for name, value in headers if name == b"host"]
-    if len(hosts) != 1 or not is_loopback(_host_of("//" + hosts[0].decode("latin-1"))):
-        return "the Host header must name localhost: there is no key"
-    origins = [value for name, value in headers if name == b"origin"]
-    if not all(is_loopback(_host_of(origin.decode("latin-1"))) for origin in origins):
-        return "the Origin must be localhost: there is no key"
-    return None
+class Access:
+    """The rules of one server. Without any key, whoever may connect may do everything."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.origins = Origins(config)
+        self._operators = Keys(config.admin_key)
+        self._users = Keys((*config.api_key, *config.admin_key))
+        self._most = config.max_sessions_per_key
+        self._sessions: dict[bytes, int] = {}  # by the key's digest; none of them is 0
+
+    @contextmanager
+    def admit(self, request: Request, role: Role) -> Iterator[None]:
+        """Within, the request is served. Raises BadRequest when it may not be."""
+        reason = self.origins.refusal(request.headers)
+        if reason is not None:
+            _refuse(403, "forbidden", reason)
+        key = self._check_key(request, role) if self._users else None
+        with nullcontext() if key is None else self._session(key):
+            yield
+
+    def _check_key(self, request: Request, role: Role) -> bytes | None:
+        """The key that the request counts for. An operator is never told that there are too many."""
+        if role is Role.ANYONE:
+            return None
+        if role is Role.OPERATOR and not self._operators:
+            _refuse(403, "admin_key_required", "this is for operators, and the server has no --admin-key")
+        key = presented(request)
+        if key is None or key not in self._users:
+            _refuse(401, "invalid_api_key", "this needs a key, as in Authorization: Bearer KEY")
+        if role is Role.USER:
+            return key
+        if key not in self._operators:
+            _refuse(403, "admin_key_required", "this is for operators, and needs their key")
+        return None
+
+    @contextmanager
+    def _session(self, key: bytes) -> Iterator[None]:
+        count = self._sessions.get(key, 0)
+        if count >= self._most:
+            message = f"there are {count} requests and connections of this key, and may be no more"
+            problem = Problem(RATE_LIMIT, "too_many_sessions", message, retry_after=1.0)
+            raise BadRequest(problem_response(429, problem))
+        self._sessions[key] = count + 1
+        try:
+            yield
+        finally:
+            self._sessions[key] -= 1
+            if not self._sessions[key]:
+                del self._sessions[key]
 
 
-def anyone(headers: Headers) -> str | None:
-    """`--insecure`: whoever can connect may come in."""
-    return None
-
-
-def _host_of(url: str) -> str:
-    try:
-        return urlsplit(url).hostname or ""
-    except ValueError:
-        return ""
+def _refuse(status: int, code: str, message: str) -> NoReturn:
+    response = problem_response(status, Problem(INVALID_REQUEST, code, message))
+    if status == 401:
+        response = dataclasses.replace(response, headers=((b"www-authenticate", b"Bearer"),))
+    raise BadRequest(response)

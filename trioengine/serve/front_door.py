@@ -14,26 +14,26 @@ from trio_websocket import ConnectionClosed, WebSocketConnection, wrap_server_st
 from wsproto import ConnectionType, WSConnection
 from wsproto.utilities import ProtocolError
 
+from trioengine.core.serve_config import ConnectionLimits
 from trioengine.serve.access import Access
+from trioengine.serve.access_log import logged
 from trioengine.serve.http import (
-    BODY_TIMEOUT,
-    HANDSHAKE_TIMEOUT,
-    IDLE_TIMEOUT,
     BadRequest,
     Disconnected,
+    Handler,
     HttpConnection,
     Request,
     Response,
     problem_response,
 )
+from trioengine.serve.log_fields import CLIENT, REQUEST_ID, SESSION, about
 from trioengine.serve.problem import INVALID_REQUEST, SERVER_ERROR, ClientError, Problem, problem_of
 from trioengine.serve.replay_stream import ReplayStream
-from trioengine.serve.routes import REALTIME, Routes, find, upgrade_required
-from trioengine.serve.sockets import CHUNK, guard, linger
+from trioengine.serve.routes import REALTIME, Role, Routes, find, upgrade_required
+from trioengine.serve.sockets import CHUNK, guard, linger, peer
 
 logger = logging.getLogger("trioengine")
 E = TypeVar("E", bound=BaseException)
-MAX_MESSAGE = 1 << 20  # characters of a WebSocket message
 MAX_REFUSALS = 16  # connections that are told that they are too many, at a time; others are closed without a word
 SUBPROTOCOL = "realtime"
 
@@ -66,12 +66,14 @@ class FrontDoor:
         check_upgrade: CheckUpgrade,
         realtime: WebSocketHandler,
         *,
+        limits: ConnectionLimits,
         max_connections: int,
     ) -> None:
         self._routes = routes
         self._access = access
         self._check_upgrade = check_upgrade
         self._realtime = realtime
+        self._limits = limits
         self._max_connections = max_connections
         self._places = _Places(max_connections)
         self._refusals = _Places(MAX_REFUSALS)
@@ -97,7 +99,7 @@ class FrontDoor:
         self, stream: trio.abc.Stream, places: _Places, serve: Callable[[trio.abc.Stream], Awaitable[None]]
     ) -> None:
         guard(stream)
-        with places.take():
+        with places.take(), about(CLIENT, peer(stream)), about(REQUEST_ID, None), about(SESSION, None):
             async with stream:
                 try:
                     await serve(stream)
@@ -109,7 +111,7 @@ class FrontDoor:
                     logger.error("a connection crashed and was closed", exc_info=group)
 
     async def _serve(self, stream: trio.abc.Stream) -> None:
-        connection = HttpConnection(stream)
+        connection = HttpConnection(stream, self._limits)
         try:
             await self._serve_requests(connection, stream)
         except* BadRequest as group:
@@ -119,23 +121,33 @@ class FrontDoor:
     async def _turn_away(self, stream: trio.abc.Stream) -> None:
         message = f"the server has {self._max_connections} connections, and takes no more"
         problem = Problem(SERVER_ERROR, "too_many_connections", message, retry_after=1.0)
-        await HttpConnection(stream).refuse(problem_response(503, problem))
+        await HttpConnection(stream, self._limits).refuse(problem_response(503, problem))
         await linger(stream)
 
     async def _serve_requests(self, connection: HttpConnection, stream: trio.abc.Stream) -> None:
         while (request := await self._next_request(connection)) is not None:
-            refusal = self._refusal(request, connection.seen)
+            with logged(connection, request):
+                connection.common_headers += self._access.origins.headers(request)
+                if not await self._serve_request(connection, stream, request):
+                    break
+
+    async def _serve_request(self, connection: HttpConnection, stream: trio.abc.Stream, request: Request) -> bool:
+        """True if another request may follow. Raises BadRequest."""
+        route = self._routes.get(request.path)
+        preflight = self._access.origins.preflight(request, () if route is None else route.handlers)
+        role = Role.USER if route is None else route.role
+        with self._access.admit(request, Role.ANYONE if preflight else role):
+            if not (request.wants_websocket and request.path == REALTIME):
+                return await self._exchange(connection, request, preflight or find(self._routes, request))
+            refusal = self._bad_upgrade(request, connection.seen)
             if refusal is not None:
                 raise BadRequest(refusal)
-            if request.wants_websocket and request.path == REALTIME:
-                await self._become_websocket(connection.seen, stream)
-                break
-            if not await self._exchange(connection, request):
-                break
+            await self._become_websocket(connection, stream)
+            return False
 
     async def _next_request(self, connection: HttpConnection) -> Request | None:
         """The head of the next request; None to close."""
-        idle = trio.move_on_after(HANDSHAKE_TIMEOUT if connection.is_new else IDLE_TIMEOUT)
+        idle = trio.move_on_after(self._limits.handshake_timeout if connection.is_new else self._limits.idle_timeout)
         self._idle.add(idle)
         try:
             with idle:
@@ -145,16 +157,11 @@ class FrontDoor:
             self._idle.discard(idle)
         if idle.cancelled_caught:
             return None
-        with trio.fail_after(HANDSHAKE_TIMEOUT):
+        with trio.fail_after(self._limits.handshake_timeout):
             return await connection.next_head()
 
-    def _refusal(self, request: Request, seen: bytes) -> Response | None:
-        """Why this request is not even looked at, if so."""
-        reason = self._access(request.headers)
-        if reason is not None:
-            return problem_response(403, Problem(INVALID_REQUEST, "forbidden", reason))
-        if not (request.wants_websocket and request.path == REALTIME):
-            return None
+    def _bad_upgrade(self, request: Request, seen: bytes) -> Response | None:
+        """Why this cannot become a WebSocket, if so."""
         bad_handshake = _bad_handshake(request, seen)
         if bad_handshake is not None:
             return bad_handshake
@@ -164,10 +171,9 @@ class FrontDoor:
             return problem_response(404 if exc.problem.code == "model_not_found" else 400, exc.problem)
         return None
 
-    async def _exchange(self, connection: HttpConnection, request: Request) -> bool:
-        with trio.fail_after(BODY_TIMEOUT):
+    async def _exchange(self, connection: HttpConnection, request: Request, found: Handler | Response) -> bool:
+        with trio.fail_after(self._limits.body_timeout):
             request = dataclasses.replace(request, body=await connection.read_body())
-        found = find(self._routes, request)
 
         async def handler(request: Request) -> Response:
             if isinstance(found, Response):
@@ -180,18 +186,20 @@ class FrontDoor:
 
         return await connection.exchange(request, handler)
 
-    async def _become_websocket(self, seen: bytes, stream: trio.abc.Stream) -> None:
+    async def _become_websocket(self, connection: HttpConnection, stream: trio.abc.Stream) -> None:
         async with trio.open_nursery() as nursery:
-            with trio.fail_after(HANDSHAKE_TIMEOUT):
+            with trio.fail_after(self._limits.handshake_timeout):
                 proposal = await wrap_server_stream(
                     nursery,
-                    ReplayStream(seen, stream),
+                    ReplayStream(connection.seen, stream),
                     message_queue_size=1,
-                    max_message_size=MAX_MESSAGE,
+                    max_message_size=self._limits.max_message_size,
                     receive_buffer_size=CHUNK,
                 )
                 subprotocol = SUBPROTOCOL if SUBPROTOCOL in proposal.proposed_subprotocols else None
-                websocket = await proposal.accept(subprotocol=subprotocol)
+                headers = list(connection.common_headers)
+                websocket = await proposal.accept(subprotocol=subprotocol, extra_headers=headers)
+                connection.status = 101
             await self._realtime(websocket)
             nursery.cancel_scope.cancel()
         await linger(stream)

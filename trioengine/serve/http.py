@@ -13,16 +13,11 @@ from urllib.parse import urlsplit
 import h11
 import trio
 
+from trioengine.core.serve_config import ConnectionLimits
 from trioengine.serve.problem import INVALID_REQUEST, Problem
 from trioengine.serve.sockets import CHUNK
 
-MAX_HEAD = 32 << 10  # bytes
-MAX_BODY = 4 << 20
-MAX_PIPELINED = 64 << 10
-HANDSHAKE_TIMEOUT = 10.0  # seconds for a request's head
-BODY_TIMEOUT = 60.0
-IDLE_TIMEOUT = 300.0  # between two requests
-SEND_TIMEOUT = 20.0  # a client that does not read for so long is gone
+MAX_PIPELINED = 64 << 10  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +78,22 @@ def _bad(status: int, code: str, message: str) -> BadRequest:
     return BadRequest(problem_response(status, Problem(INVALID_REQUEST, code, message)))
 
 
-def _head_too_large() -> BadRequest:
-    return _bad(431, "head_too_large", f"the header block is larger than {MAX_HEAD} bytes")
-
-
 class HttpConnection:
     """One accepted connection until it closes, or becomes a WebSocket.
 
-    `seen` holds the bytes that were read since the beginning of the latest request.
+    `seen` holds the bytes that were read since the beginning of the latest request, `status` is that of the response to
+    it, once one was sent. Every response has the `common_headers`, too, until the next request.
     """
 
-    def __init__(self, stream: trio.abc.Stream) -> None:
+    def __init__(self, stream: trio.abc.Stream, limits: ConnectionLimits) -> None:
         self._stream = stream
-        self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD)
+        self._limits = limits
+        self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=limits.max_header_size)
         self.seen = b""
         self.is_new = True  # no request was read yet
         self._head_only = False  # the latest request is HEAD: its response has no body
+        self.status: int | None = None
+        self.common_headers: tuple[tuple[bytes, bytes], ...] = ()
 
     async def begun(self) -> bool:
         """Wait for the first bytes of the next request; False when the client has no more."""
@@ -113,13 +108,14 @@ class HttpConnection:
     async def next_head(self) -> Request | None:
         """The next request without its body; None when the client has no more. Raises BadRequest."""
         self.is_new = self._head_only = False
-        event = await self._next_event(MAX_HEAD + CHUNK)
+        self.status, self.common_headers = None, ()
+        event = await self._next_event(self._limits.max_header_size + CHUNK)
         if not isinstance(event, h11.Request):
             return None
         self._head_only = event.method == b"HEAD"
         ahead = len(self._h11.trailing_data[0])
-        if len(self.seen) - ahead > MAX_HEAD:
-            raise _head_too_large()
+        if len(self.seen) - ahead > self._limits.max_header_size:
+            raise self._head_too_large()
         try:
             url = urlsplit(event.target.decode("ascii"))
         except ValueError:
@@ -135,8 +131,9 @@ class HttpConnection:
         size = 0
         while isinstance(event := await self._next_event(0), h11.Data):
             size += len(event.data)
-            if size > MAX_BODY:
-                raise _bad(413, "body_too_large", f"the body is larger than {MAX_BODY} bytes")
+            if size > self._limits.max_body_size:
+                message = f"the body is larger than {self._limits.max_body_size} bytes"
+                raise _bad(413, "body_too_large", message)
             parts.append(bytes(event.data))
         return b"".join(parts)
 
@@ -151,11 +148,15 @@ class HttpConnection:
         except h11.RemoteProtocolError as exc:
             status = exc.error_status_hint
             if status == 431:
-                raise _head_too_large() from exc
+                raise self._head_too_large() from exc
             if self._h11.trailing_data[1]:
                 raise Disconnected("closed in the middle of a request") from exc
             raise _bad(status, "bad_request", "the bytes are not an HTTP/1.1 request") from exc
         return event
+
+    def _head_too_large(self) -> BadRequest:
+        message = f"the header block is larger than {self._limits.max_header_size} bytes"
+        return _bad(431, "head_too_large", message)
 
     async def exchange(self, request: Request, handler: Handler) -> bool:
         """Handle one request and send the response; True if another may follow.
@@ -211,11 +212,18 @@ class HttpConnection:
             await self.respond(closing)
 
     async def _send(self, *events: Any) -> None:
-        data = b"".join(self._h11.send(event) or b"" for event in events)
-        with trio.move_on_after(SEND_TIMEOUT) as scope:
+        data = b"".join(self._h11.send(self._with_common_headers(event)) or b"" for event in events)
+        with trio.move_on_after(self._limits.send_timeout) as scope:
             try:
                 await self._stream.send_all(data)
             except (trio.BrokenResourceError, trio.ClosedResourceError) as exc:
                 raise Disconnected("it closed the connection") from exc
         if scope.cancelled_caught:
             raise Disconnected("it does not read")
+
+    def _with_common_headers(self, event: Any) -> Any:
+        if not isinstance(event, h11.Response):
+            return event
+        self.status = event.status_code
+        headers = [*event.headers, *self.common_headers]
+        return h11.Response(status_code=event.status_code, headers=headers, reason=event.reason)

@@ -16,6 +16,7 @@ from trioengine.core.errors import (
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
+RATE_LIMIT = "rate_limit_error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def problem_of(error: Exception) -> Problem:
         case RequestRejected():
             return Problem(INVALID_REQUEST, error.code, error.message, error.param)
         case EngineOverloaded():
-            return Problem("rate_limit_error", "overloaded", str(error), retry_after=error.retry_after)
+            return Problem(RATE_LIMIT, "overloaded", str(error), retry_after=error.retry_after)
         case EngineAsleep():
             return Problem(SERVER_ERROR, "asleep", str(error))
         case EngineClosed():

@@ -19,13 +19,15 @@ from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, InvalidConfig
 from trioengine.core.lifecycle import Cause
 from trioengine.core.serve_config import ServeConfig
-from trioengine.serve.access import anyone, is_loopback, loopback_only
+from trioengine.serve.access import Access
 from trioengine.serve.descriptors import affordable
 from trioengine.serve.front_door import FrontDoor
 from trioengine.serve.http import Request
+from trioengine.serve.origins import is_loopback
 from trioengine.serve.problem import ClientError
 from trioengine.serve.realtime.connection import CLOSE_TIMEOUT, RealtimeConnection
 from trioengine.serve.routes import routes
+from trioengine.serve.sockets import address
 
 
 class Server:
@@ -39,9 +41,10 @@ class Server:
         self.addresses: tuple[str, ...] = ()  # host:port of each
         self.front_door = FrontDoor(
             routes(engine),
-            anyone if config.insecure else loopback_only,
+            Access(config),
             self._check_upgrade,
             self._realtime,
+            limits=config.limits,
             max_connections=affordable(config.max_connections),
         )
         self._closing = trio.Event()
@@ -85,7 +88,10 @@ class Server:
         self._connections.cancel()
 
     async def _realtime(self, websocket: WebSocketConnection) -> None:
-        await RealtimeConnection(self.engine, websocket, self.model_name, self._closing).run()
+        connection = RealtimeConnection(
+            self.engine, websocket, self.model_name, self._closing, limits=self.config.limits
+        )
+        await connection.run()
 
     def _check_upgrade(self, request: Request) -> None:
         for name, value in parse_qsl(request.query, keep_blank_values=True):
@@ -107,16 +113,16 @@ async def serve(
     """Serve an engine until the server is drained or aborted, or this is cancelled. It listens at once.
 
     Connections beyond `max_connections`, or beyond what the limit of descriptors leaves, are answered with 503. Raises
-    InvalidConfig for an address that other machines reach, unless `insecure`; EngineError when it cannot listen, or the
-    engine cannot run.
+    InvalidConfig for an address that other machines reach without a key, unless `insecure`; EngineError when it cannot
+    listen, or the engine cannot run.
     """
     serve_config = ServeConfig() if serve_config is None else serve_config
     host, port = serve_config.host, serve_config.port
-    if not serve_config.insecure and not is_loopback(host):
+    if not (serve_config.has_keys or serve_config.insecure or is_loopback(host)):
         with _listening_on(host, port):
             await trio.socket.getaddrinfo(host, port)  # a name that is none has another error
-        message = f"host {host} is reachable from other machines, and there is no key"
-        raise InvalidConfig(f"{message}: use --insecure to serve them, whoever they are")
+        problem = f"{host} is reachable from other machines, and there is no key"
+        raise InvalidConfig.of("host", f"{problem}: give an --api-key, or --insecure to serve them, whoever they are")
     engine = Engine(config, ports=ports, on_progress=on_progress)
     server = Server(engine, serve_config)
     listeners = await _listen(host, port)
@@ -148,8 +154,3 @@ def _listening_on(host: str, port: int) -> Iterator[None]:
         if getattr(exc, "errno", None) == errno.EADDRINUSE:
             why = f"{why}; choose another --port"
         raise EngineError(f"cannot listen on {address(host, port)}: {why}") from exc
-
-
-def address(host: str, port: int) -> str:
-    """As in a URL."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -22,6 +22,22 @@ def guard(stream: trio.abc.Stream) -> None:
             stream.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, int(USER_TIMEOUT * 1000))
 
 
+def peer(stream: trio.abc.Stream) -> str | None:
+    """The address of the other end, where it has one."""
+    if not isinstance(stream, trio.SocketStream):
+        return None
+    try:
+        name = stream.socket.getpeername()
+    except OSError:  # it is gone already
+        return None
+    return address(*name[:2])
+
+
+def address(host: str, port: int) -> str:
+    """As in a URL."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 async def linger(stream: trio.abc.Stream) -> None:
     """Say the end and read what still comes: closing with unread bytes resets, and the last answer is lost."""
     if not isinstance(stream, trio.abc.HalfCloseableStream):

@@ -12,6 +12,7 @@ from trioengine.actors.engine import Engine
 from trioengine.actors.session import Session
 from trioengine.core.errors import EngineError
 from trioengine.core.lifecycle import Cause
+from trioengine.serve.log_fields import REQUEST_ID, about
 from trioengine.serve.problem import problem_of
 from trioengine.serve.realtime.response import Response
 from trioengine.text.conversation import check_length
@@ -35,6 +36,11 @@ async def answer(engine: Engine, session: Session, response: Response) -> None:
 
     Raises what refuses the request, or fails it.
     """
+    with about(REQUEST_ID, response.id):
+        await _stream(engine, session, response)
+
+
+async def _stream(engine: Engine, session: Session, response: Response) -> None:
     messages = response.order.messages
     check_length(messages, engine.limits.max_model_len, engine.tokenizer)  # before they are copied
     prompt = _extension(session, messages)

@@ -8,6 +8,8 @@ import trio
 from trio_websocket import ConnectionClosed, WebSocketConnection
 
 from trioengine.actors.engine import Engine
+from trioengine.core.serve_config import ConnectionLimits
+from trioengine.serve.log_fields import SESSION
 from trioengine.serve.problem import ClientError, problem_of
 from trioengine.serve.realtime.beside import Beside
 from trioengine.serve.realtime.client_events import (
@@ -32,7 +34,6 @@ from trioengine.serve.realtime.settings import Settings
 logger = logging.getLogger("trioengine")
 MAX_UNHANDLED = 64  # events
 MAX_UNHANDLED_SIZE = 8 << 20  # characters of these
-PING_INTERVAL = 20.0  # seconds; the answer may take as long
 CLOSE_TIMEOUT = 5.0
 THREAD_THRESHOLD = 1 << 16  # characters; a longer message is parsed in a thread
 GOING_AWAY, POLICY_VIOLATION = 1001, 1008
@@ -44,7 +45,15 @@ class RealtimeConnection:
     `closing` asks for the end: a response in progress is finished and sent, and the WebSocket closed.
     """
 
-    def __init__(self, engine: Engine, websocket: WebSocketConnection, model: str, closing: trio.Event) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        websocket: WebSocketConnection,
+        model: str,
+        closing: trio.Event,
+        *,
+        limits: ConnectionLimits,
+    ) -> None:
         self.id = new_id("sess")
         self._conversation_id = new_id("conv")
         self._engine = engine
@@ -53,7 +62,9 @@ class RealtimeConnection:
         self._closing = closing
         self._settings = Settings()
         self._items = Items()
-        self._outbox = Outbox()
+        self._ping_interval = limits.client_ping_interval
+        self._max_unhandled_size = max(MAX_UNHANDLED_SIZE, limits.max_message_size)  # at least one message
+        self._outbox = Outbox(limits.send_timeout)
         self._responder = Responder(engine, self.id)
         self._beside = Beside(engine, self.id)
         self._unhandled_size = 0  # characters
@@ -61,6 +72,7 @@ class RealtimeConnection:
 
     async def run(self) -> None:
         """The sender outlives the work, so that the last events are followed by a clean close."""
+        SESSION.set(self.id)
         self._outbox.put("session.created", session=self._settings.to_json(self.id, self._model))
         async with trio.open_nursery() as sending:
             sending.start_soon(self._outbox.send_to, self._websocket)
@@ -79,11 +91,11 @@ class RealtimeConnection:
     async def _receive(self, inbox: trio.MemorySendChannel[str | bytes], work: trio.CancelScope) -> None:
         """Read always, also while nobody handles: only so is it noticed that the client has gone."""
         try:
-            while self._unhandled_size <= MAX_UNHANDLED_SIZE:
+            while self._unhandled_size <= self._max_unhandled_size:
                 message = await self._websocket.get_message()
                 self._unhandled_size += len(message)
                 inbox.send_nowait(message)
-            self._refuse_more(f"more than {MAX_UNHANDLED_SIZE} characters of unhandled events")
+            self._refuse_more(f"more than {self._max_unhandled_size} characters of unhandled events")
         except trio.WouldBlock:
             self._refuse_more(f"more than {MAX_UNHANDLED} unhandled events")
         except ConnectionClosed:
@@ -97,8 +109,8 @@ class RealtimeConnection:
     async def _ping(self) -> None:
         """A client that does not answer is gone, also in the middle of a goodbye. Raises TooSlowError."""
         while True:
-            await trio.sleep(PING_INTERVAL)
-            with trio.fail_after(PING_INTERVAL):
+            await trio.sleep(self._ping_interval)
+            with trio.fail_after(self._ping_interval):
                 try:
                     await self._websocket.ping()
                 except ConnectionClosed:

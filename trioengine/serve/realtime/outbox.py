@@ -12,7 +12,6 @@ from trio_websocket import ConnectionClosed, WebSocketConnection
 
 from trioengine.serve.problem import Problem
 
-SEND_TIMEOUT = 20.0  # a client that reads nothing for so long is disconnected
 ROOM = 1 << 16  # characters that may be unsent before whoever has more to say waits
 
 
@@ -29,9 +28,13 @@ class DeltaTemplate:
 
 
 class Outbox:
-    """Events are put in synchronously; one task sends them. Who can wait, waits for room before it puts more."""
+    """Events are put in synchronously; one task sends them. Who can wait, waits for room before it puts more.
 
-    def __init__(self) -> None:
+    A client that reads nothing for `send_timeout` seconds is disconnected.
+    """
+
+    def __init__(self, send_timeout: float) -> None:
+        self._send_timeout = send_timeout
         self._event_id = new_id("event")  # what those of its events begin with
         self._events: deque[str] = deque()
         self._size = 0  # characters that are not sent yet
@@ -80,7 +83,7 @@ class Outbox:
                 await self._changed.wait()
             text = self._events.popleft()
             try:
-                with trio.fail_after(SEND_TIMEOUT):
+                with trio.fail_after(self._send_timeout):
                     await websocket.send_message(text)
             except ConnectionClosed:
                 return

@@ -1,0 +1,140 @@
+"""Each request has an id and a line in the log; what is logged in its course has the id, too."""
+
+import logging
+
+import pytest
+import trio
+from clients import open_clients, read_all
+
+from trioengine.serve.access_log import request_id
+from trioengine.serve.http import Request
+from trioengine.serve.log_fields import REQUEST_ID, ContextFilter, about
+
+ACCESS = "trioengine.access"
+
+
+def get(path, *headers):
+    return "\r\n".join([f"GET {path} HTTP/1.1", "Host: localhost", *headers, "", ""]).encode()
+
+
+@pytest.fixture
+def log(caplog):
+    """Records with the fields of their context."""
+    caplog.set_level(logging.INFO, "trioengine")
+    context = ContextFilter()
+    caplog.handler.addFilter(context)
+    yield caplog
+    caplog.handler.removeFilter(context)
+
+
+def lines(log):
+    return [record for record in log.records if record.name == ACCESS]
+
+
+def id_in(data):
+    (line,) = (line for line in data.split(b"\r\n\r\n")[0].split(b"\r\n") if line.startswith(b"x-request-id: "))
+    return line.removeprefix(b"x-request-id: ").decode()
+
+
+async def test_a_line_for_each_request(autojump_clock, clients, log):
+    data = await clients.http(get("/health?secret=1") + get("/nothing") + get("/v1/realtime"))
+    assert [(line.method, line.path, line.status) for line in lines(log)] == [
+        ("GET", "/health", 200),
+        ("GET", "/nothing", 404),
+        ("GET", "/v1/realtime", 426),
+    ]
+    assert lines(log)[0].getMessage() == "GET /health 200 0.0 ms"
+    assert len({line.request_id for line in lines(log)}) == 3
+    assert id_in(data) == lines(log)[0].request_id
+    assert "secret" not in log.text
+
+
+async def test_a_refusal_has_its_line_and_its_id(autojump_clock, log):
+    async with open_clients(api_key="a") as clients:
+        data = await clients.http(get("/version"))
+        (line,) = lines(log)
+        assert (line.status, line.request_id) == (401, id_in(data))
+
+
+async def test_the_time_it_took(autojump_clock, clients, log):
+    stream = clients.stream()
+    await stream.send_all(get("/version", "Content-Length: 2"))
+    await trio.sleep(1.5)
+    await stream.send_all(b"{}")
+    await read_all(stream)
+    (line,) = lines(log)
+    assert line.milliseconds == 1500
+
+
+async def test_a_client_that_leaves_before_it_is_answered(autojump_clock, clients, log):
+    log.clear()  # of what the engine said
+    stream = clients.stream()
+    await stream.send_all(get("/version", "Content-Length: 2", "X-Request-Id: mine"))
+    await stream.aclose()
+    await clients.all_closed()
+    assert [record.getMessage() for record in log.records] == [
+        "GET /version - 0.0 ms",
+        "a client went away: closed in the middle of a request",
+    ]
+    assert {record.request_id for record in log.records} == {"mine"}
+
+
+GIVEN = [(b"mine", True), (b"m" * 128, True), (b"a b~!", True), (b"m" * 129, False), (b"", False), (b"\xe9", False)]
+
+
+@pytest.mark.parametrize(("given", "is_kept"), GIVEN)
+async def test_the_clients_own_id(autojump_clock, clients, given, is_kept):
+    data = await clients.http(get("/health").replace(b"\r\n\r\n", b"\r\nX-Request-ID: " + given + b"\r\n\r\n"))
+    assert (id_in(data) == given.decode("latin-1")) == is_kept
+    if not is_kept:
+        assert id_in(data).startswith("req_")
+
+
+def test_ids_are_minted():
+    assert request_id(Request("GET", "/", "", ())) != request_id(Request("GET", "/", "", ()))
+
+
+async def test_what_a_handler_logs_is_about_its_request(autojump_clock, clients, log, monkeypatch):
+    monkeypatch.setattr("trioengine.serve.routes.__version__", object())  # no JSON
+    log.clear()  # of what the engine said
+    data = await clients.http(get("/version", "x-request-id: one") + get("/health", "x-request-id: two"))
+    assert data.startswith(b"HTTP/1.1 500 ")
+    found = [(record.getMessage(), record.request_id) for record in log.records]
+    assert found[0] == ("the handler of /version crashed", "one")
+    assert [id for _, id in found] == ["one", "one", "two"]
+
+
+async def test_a_websocket(autojump_clock, clients, log):
+    """It is a request whose line comes when it is over; its responses have ids of their own."""
+    async with clients.realtime(extra_headers=[(b"X-Request-Id", b"mine")]) as client:
+        assert (b"x-request-id", b"mine") in client.websocket.handshake_headers
+        await client.ask("hello")
+        session = client.events[0]["session"]["id"]
+    await clients.all_closed()
+    (line,) = lines(log)
+    assert (line.method, line.path, line.status, line.request_id) == ("GET", "/v1/realtime", 101, "mine")
+    assert line.session == session
+
+
+async def test_a_response_is_logged_under_its_id(autojump_clock, clients, log, monkeypatch):
+    def begin_item(self):
+        logging.getLogger("trioengine").info("in the response")
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("trioengine.serve.realtime.response.Response.begin_item", begin_item)
+    async with clients.realtime() as client:
+        await client.say("hello")
+        await client.send("response.create")
+        response = await client.until("response.created")
+        await client.until("error")
+    (record,) = (record for record in log.records if record.getMessage() == "in the response")
+    assert record.request_id == response["response"]["id"]
+    assert record.session == client.events[0]["session"]["id"]
+
+
+async def test_a_context_is_left():
+    with about(REQUEST_ID, "a"):
+        with about(REQUEST_ID, "b"):
+            assert REQUEST_ID.get() == "b"
+        assert REQUEST_ID.get() == "a"
+    assert REQUEST_ID.get() is None

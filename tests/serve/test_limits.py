@@ -1,0 +1,112 @@
+"""Each limit of ServeConfig counts: what is over it is told so or closed, what is not is served."""
+
+import pytest
+import trio
+from clients import open_clients, read_all, status_and_body
+from trio.testing import lockstep_stream_pair
+from trio_websocket import ConnectionClosed
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+HANDSHAKE = (
+    b"GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+)
+LONG = {"temperature": 0, "max_output_tokens": 400, "ignore_eos": True}
+
+
+def post(size, more=b""):
+    return b"POST /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % size + b"x" * size + more
+
+
+async def seconds_until_closed(stream):
+    before = trio.current_time()
+    await read_all(stream, silence=1000)
+    return trio.current_time() - before
+
+
+async def test_the_body(autojump_clock):
+    async with open_clients(max_body_size=100) as clients:
+        assert status_and_body(await clients.http(post(100)))[0] == 405
+        status, body = status_and_body(await clients.http(post(101)))
+        assert (status, body["error"]["message"]) == (413, "the body is larger than 100 bytes")
+
+
+async def test_the_head(autojump_clock):
+    async with open_clients(max_header_size=1024) as clients:
+        padding = b"X: " + b"x" * (1024 - len(HEALTH) - 5) + b"\r\n"
+        head = HEALTH[:-2] + padding + b"\r\n"
+        assert status_and_body(await clients.http(head))[0] == 200
+        status, body = status_and_body(await clients.http(head.replace(b"X: ", b"X: x")))
+        assert (status, body["error"]["message"]) == (431, "the header block is larger than 1024 bytes")
+
+
+async def test_the_longest_head_of_a_websocket(autojump_clock):
+    """In pieces, as it comes from a network."""
+    async with open_clients(max_header_size=64 << 10) as clients:
+        stream = clients.stream()
+        padding = b"X: " + b"x" * ((64 << 10) - len(HANDSHAKE) - 5) + b"\r\n"
+        head = HANDSHAKE[:-2] + padding + b"\r\n"
+        await stream.send_all(head[:10_000])
+        await trio.sleep(1)
+        await stream.send_all(head[10_000:])
+        assert (await read_all(stream)).startswith(b"HTTP/1.1 101 ")
+        await stream.aclose()
+
+
+async def test_the_message(autojump_clock):
+    async with open_clients(max_message_size=1000) as clients, clients.realtime() as client:
+        await client.websocket.send_message("x" * 1000)
+        assert (await client.next())["error"]["code"] == "invalid_json"
+        await client.websocket.send_message("x" * 1001)
+        with pytest.raises(ConnectionClosed) as closed:
+            await client.next()
+        assert closed.value.reason.code == 1009
+
+
+async def test_a_message_larger_than_what_may_be_unhandled(autojump_clock):
+    """It is one message, and may be."""
+    async with open_clients(max_message_size=9 << 20) as clients, clients.realtime() as client:
+        await client.websocket.send_message("x" * (9 << 20))
+        assert (await client.next())["error"]["code"] == "invalid_json"
+
+
+async def test_the_handshake(autojump_clock):
+    async with open_clients(handshake_timeout=2) as clients:
+        assert await seconds_until_closed(clients.stream()) == pytest.approx(2)
+        stream = clients.stream()
+        await stream.send_all(HEALTH[:20])
+        assert await seconds_until_closed(stream) == pytest.approx(2)
+
+
+async def test_the_time_of_a_body(autojump_clock):
+    async with open_clients(body_timeout=3) as clients:
+        stream = clients.stream()
+        await stream.send_all(post(10)[:-1])
+        assert await seconds_until_closed(stream) == pytest.approx(3)
+
+
+async def test_between_two_requests(autojump_clock):
+    async with open_clients(idle_timeout=7) as clients:
+        stream = clients.stream()
+        await stream.send_all(HEALTH)
+        assert await seconds_until_closed(stream) == pytest.approx(7)
+
+
+async def test_pings(autojump_clock):
+    """A client that does not answer one is gone when the next would come."""
+    async with open_clients(client_ping_interval=4) as clients:
+        stream = clients.stream()
+        await stream.send_all(HANDSHAKE)
+        assert await seconds_until_closed(stream) == pytest.approx(8)
+
+
+@pytest.mark.parametrize("request_bytes", [HEALTH, HANDSHAKE], ids=["http", "websocket"])
+async def test_a_client_that_reads_nothing(autojump_clock, request_bytes):
+    async with open_clients(send_timeout=5, client_ping_interval=100) as clients:
+        stream = clients.stream(*lockstep_stream_pair())
+        before = trio.current_time()
+        await stream.send_all(request_bytes)
+        if request_bytes is HANDSHAKE:
+            await stream.receive_some()  # the handshake's answer; then session.created is not read
+        await clients.all_closed()
+        assert 5 <= trio.current_time() - before < 13  # a goodbye has its time, too

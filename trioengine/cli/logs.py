@@ -1,0 +1,52 @@
+"""The log of a command: lines for people, or one JSON object a line, on stderr."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+
+from trioengine.serve.access_log import FIELDS
+from trioengine.serve.log_fields import CONTEXT, ContextFilter
+
+
+def configure_logs(level: str, *, as_json: bool) -> None:
+    """Show the records of trioengine from this level on; other libraries' from warnings on, whatever the level.
+
+    (A WebSocket library's details hold the headers, and with them the keys.)
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if as_json else TextFormatter())
+    handler.addFilter(ContextFilter())
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    logging.getLogger("trioengine").setLevel(level.upper())
+
+
+class TextFormatter(logging.Formatter):
+    """A line, and in brackets what it is about."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        about = [f"{name}={value}" for name in CONTEXT if (value := getattr(record, name, None)) is not None]
+        return super().formatMessage(record) + (f" [{' '.join(about)}]" if about else "")
+
+
+class JsonFormatter(logging.Formatter):
+    """One object on one line: time, level, logger, message, and the fields that the record has."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        shown: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        for name in (*CONTEXT, *FIELDS):
+            if (value := getattr(record, name, None)) is not None:
+                shown[name] = value
+        if record.exc_info:
+            shown["exception"] = self.formatException(record.exc_info)
+        return json.dumps(shown)

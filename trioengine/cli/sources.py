@@ -1,0 +1,51 @@
+"""Where the value of an option came from, in the user's words: a flag, a variable, or a key of a file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import typer
+
+from trioengine.cli.config_file import ConfigFile
+from trioengine.core.errors import InvalidConfig, RequestRejected
+
+
+def variable(name: str) -> str:
+    """The environment variable of an option."""
+    return f"TRIOENGINE_{name.upper()}"
+
+
+def words(context: typer.Context, name: str) -> str | None:
+    """What the user calls the option that was given; None if none of this name was, or it is an argument."""
+    source = context.get_parameter_source(name)
+    match source.name if source is not None else None:
+        case "COMMANDLINE":
+            parameter = next(parameter for parameter in context.command.params if parameter.name == name)
+            return parameter.opts[0] if parameter.param_type_name == "option" else None
+        case "ENVIRONMENT":
+            return variable(name)
+        case "DEFAULT_MAP" if isinstance(context.obj, ConfigFile):
+            return context.obj.where(name)
+    return None
+
+
+@contextmanager
+def in_the_users_words(context: typer.Context) -> Iterator[None]:
+    """Errors that name a field name what the user has given instead."""
+    try:
+        yield
+    except InvalidConfig as exc:
+        raise InvalidConfig(_translated(context, str(exc), exc.fields), fields=exc.fields) from exc
+    except RequestRejected as exc:
+        fields = () if exc.param is None else (exc.param,)
+        raise RequestRejected(exc.code, _translated(context, exc.message, fields), param=exc.param) from exc
+
+
+def _translated(context: typer.Context, message: str, fields: Iterable[str]) -> str:
+    for field in fields:
+        said = words(context, field)
+        if said is not None:
+            message = re.sub(rf"\b{field}\b", said.replace("\\", r"\\"), message, count=1)
+    return message
