@@ -4,12 +4,16 @@ import asyncio
 import importlib.util
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import trio
 
-from trioengine import EngineConfig, open_engine
+from trioengine import EngineConfig, connect, open_engine
+from trioengine.actors.nursery import open_unwrapped_nursery
+from trioengine.serve import ServeConfig, serve
+from trioengine.testing import Simulation
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -45,6 +49,18 @@ async def test_the_embedding_examples_run(config):
             with trio.fail_after(120):
                 await function(engine)
         await engine.check_invariants()
+
+
+async def test_an_example_for_an_engine_runs_with_a_client():
+    async with open_unwrapped_nursery() as nursery:
+        simulation = Simulation(nursery)
+        run = partial(serve, EngineConfig(model="toy"), ServeConfig(port=0), ports=simulation.ports)
+        server = await nursery.start(run)
+        await server.engine.ready()
+        async with connect(f"ws://127.0.0.1:{server.port}") as client:
+            with trio.fail_after(120):
+                await examples("embedding.md")["conversation"](client)
+        server.abort()
 
 
 async def test_the_example_of_a_test_passes(autojump_clock):

@@ -148,6 +148,7 @@ class Clients:
         self.simulation = simulation
         self.server = Server(engine, ServeConfig(**{"served_model_name": "toy"} | options))
         self._nursery = nursery
+        self.served = []
         self._num_open = 0
         self._closed = trio.Event()
 
@@ -158,6 +159,13 @@ class Clients:
         self._num_open += 1
         self._nursery.start_soon(self._serve, theirs)
         return ours
+
+    async def dial(self):
+        """For trioengine.connect; the server's ends are kept."""
+        await trio.lowlevel.checkpoint()
+        ours, theirs = memory_stream_pair()
+        self.served.append(theirs)
+        return self.stream(ours, theirs)
 
     async def _serve(self, stream):
         await self.server.front_door.handle(stream)

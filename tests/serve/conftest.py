@@ -1,7 +1,9 @@
-"""The fixture of the front's tests."""
+"""The fixtures of the front's tests."""
 
 import pytest
 from clients import open_clients
+
+from trioengine import connect
 
 
 @pytest.fixture
@@ -9,3 +11,10 @@ async def clients(autojump_clock):
     """A server whose engine is ready; at the end no session, request or task may be left."""
     async with open_clients() as clients:
         yield clients
+
+
+@pytest.fixture
+async def remote(clients):
+    """trioengine.connect, on a connection in memory to the server of `clients`."""
+    async with connect("ws://localhost", dial=clients.dial) as client:
+        yield client

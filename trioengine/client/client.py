@@ -14,7 +14,7 @@ from trioengine.client.address import Address, Endpoint
 from trioengine.client.connection import Connection
 from trioengine.client.session import Session
 from trioengine.core.completion import Completion
-from trioengine.core.errors import EngineClosed, InvalidConfig
+from trioengine.core.errors import EngineClosed, EngineOverloaded, InvalidConfig
 from trioengine.core.sampling_params import SamplingParams
 
 
@@ -62,12 +62,22 @@ class Client:
         for connection in self._connections:
             connection.close()
 
-    async def start(self, connection: Connection) -> str:
-        """What a session calls: the connection lives in the client's nursery."""
-        if self._closed:
-            raise EngineClosed("the client is closed")
-        session_id: str = await self._nursery.start(self._run, connection)
-        return session_id
+    async def start(self, connection: Connection, *, wait: bool) -> str:
+        """What a session calls: the connection lives in the client's nursery. Returns the server's id of the session.
+
+        With `wait` a server that has no place is asked again.
+        """
+        while True:
+            if self._closed:
+                raise EngineClosed("the client is closed")
+            try:
+                session_id: str = await self._nursery.start(self._run, connection)
+                return session_id
+            except EngineOverloaded as exc:
+                if not wait:
+                    raise
+                retry_after = exc.retry_after
+            await trio.sleep(retry_after)
 
     async def _run(self, connection: Connection, *, task_status: trio.TaskStatus[str]) -> None:
         self._connections.add(connection)

@@ -22,7 +22,7 @@ OnEvent: TypeAlias = Callable[[dict[str, Any]], None]
 
 
 class Connection:
-    """`run` is its life. `on_event` gets each event, and `on_loss`, once at the end, why there will be no more."""
+    """`run` is its life. `on_event` gets each event; `on_loss`, when it has begun and ends, why there are no more."""
 
     def __init__(self, endpoint: Endpoint, on_event: OnEvent, on_loss: Callable[[EngineError], None]) -> None:
         self.posts = Posts()
@@ -48,7 +48,6 @@ class Connection:
                 raise ConnectionLost(f"{self._endpoint.authority} does not answer within {CONNECT_TIMEOUT:g} s")
         finally:
             over.set()
-            self._on_loss(self._loss)
 
     def close(self) -> None:
         """Say goodbye; if that is not answered, close without."""
@@ -79,17 +78,20 @@ class Connection:
             raise ConnectionLost(f"{endpoint.authority} does not begin with a session.created") from exc
 
     async def _talk(self, websocket: WebSocket, session_id: str, task_status: trio.TaskStatus[str]) -> None:
-        async with trio.open_nursery() as self._nursery:
-            scope = self._nursery.cancel_scope
-            self._nursery.start_soon(websocket.write)
-            self._nursery.start_soon(self.posts.send_to, websocket)
-            self._nursery.start_soon(self._keep_alive, websocket, scope)
-            self._nursery.start_soon(self._close_when_asked, websocket, scope)
-            task_status.started(session_id)
-            await self._read(websocket)
-            with trio.move_on_after(CLOSE_TIMEOUT):
-                await websocket.flushed()
-            scope.cancel()
+        try:
+            async with trio.open_nursery() as self._nursery:
+                scope = self._nursery.cancel_scope
+                self._nursery.start_soon(websocket.write)
+                self._nursery.start_soon(self.posts.send_to, websocket)
+                self._nursery.start_soon(self._keep_alive, websocket, scope)
+                self._nursery.start_soon(self._close_when_asked, websocket, scope)
+                task_status.started(session_id)
+                await self._read(websocket)
+                with trio.move_on_after(CLOSE_TIMEOUT):
+                    await websocket.flushed()
+                scope.cancel()
+        finally:
+            self._on_loss(self._loss)
 
     async def _read(self, websocket: WebSocket) -> None:
         """Always, also while nobody reads the answer: only so is it noticed that the server has gone."""

@@ -49,11 +49,8 @@ class Generation:
         deadline: float,
         wait: bool,
     ) -> None:
-        if not (params is None or isinstance(params, SamplingParams)):
-            shown = type(params).__name__
-            raise RequestRejected("invalid_value", f"params must be SamplingParams, got {shown}", param="params")
         self.prompt = prompt
-        self.params = SamplingParams() if params is None else params
+        self.params = _checked(params)
         self.keep_partial = keep_partial
         self.deadline = deadline
         self.wait = wait
@@ -191,3 +188,10 @@ class Generation:
         """Wait until the server has said whether the engine takes the request."""
         while self.stage in (Stage.ASKED, Stage.CREATED):
             await self._news.wait()
+
+
+def _checked(params: SamplingParams | None) -> SamplingParams:
+    if not (params is None or isinstance(params, SamplingParams)):
+        shown = type(params).__name__
+        raise RequestRejected("invalid_value", f"params must be SamplingParams, got {shown}", param="params")
+    return SamplingParams() if params is None else params

@@ -18,17 +18,16 @@ from trioengine.actors.deadline import deadline_after
 from trioengine.client.connection import Connection
 from trioengine.client.conversation import Conversation
 from trioengine.client.generation import Generation, Stage
-from trioengine.client.problems import abort_cause, error_of
+from trioengine.client.outcomes import length_of, outcome_of, usage_of
+from trioengine.client.problems import error_of
 from trioengine.client.prompt import Message, chat_messages, rendered, response_fields
 from trioengine.core.errors import EngineError, EngineOverloaded, SessionBusy, SessionEnded
 from trioengine.core.lifecycle import Cause, Outcome
-from trioengine.core.messages import FinishReason, Usage
+from trioengine.core.messages import FinishReason
 from trioengine.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from trioengine.client.client import Client
-
-_FINISHES = {"completed": FinishReason.STOP, "incomplete": FinishReason.LENGTH}
 
 
 class Session:
@@ -72,19 +71,13 @@ class Session:
         self._entered = True
         history = [] if self._initial_history is None else chat_messages(self._initial_history, "history")
         events = self._conversation.prepared(history)
-        self.id = await self._connect()
+        try:
+            self.id = await self._client.start(self._connection, wait=self._wait)
+        except BaseException:  # it may have begun in the same moment
+            self.end()
+            raise
         self._conversation.replace(history, events)
         return self
-
-    async def _connect(self) -> str:
-        while True:
-            try:
-                return await self._client.start(self._connection)
-            except EngineOverloaded as exc:
-                if not self._wait:
-                    raise
-                retry_after = exc.retry_after
-            await trio.sleep(retry_after)
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -256,22 +249,13 @@ class Session:
             self._cancel(generation)
 
     def _done(self, generation: Generation, response: dict[str, Any]) -> None:
-        usage = response.get("usage") or {}
-        cached = (usage.get("input_token_details") or {}).get("cached_tokens", 0)
-        generation.usage = Usage(usage.get("input_tokens", 0), usage.get("output_tokens", 0), cached)
-        status, cause = response["status"], None
-        if status == "failed":
-            problem = response["status_details"]["error"]
-            cause = abort_cause(problem)
-            if cause is None:
-                self._refused(generation, generation.problem or error_of(problem))
-                return
-        finish_reason = _FINISHES.get(status, FinishReason.ABORT)
-        if finish_reason is FinishReason.ABORT:
-            cause = cause or generation.abort_cause or Cause.CLIENT
-        self._over(generation, Outcome(finish_reason, cause))
-        length = sum(len(part["text"]) for item in response["output"] for part in item["content"])
-        if generation.is_kept and generation.answer_id is not None and length > len(generation.text):
+        generation.usage = usage_of(response)
+        outcome = outcome_of(response, generation.abort_cause, generation.problem)
+        if outcome.error is not None:
+            self._refused(generation, outcome.error)
+            return
+        self._over(generation, outcome)
+        if generation.is_kept and generation.answer_id is not None and length_of(response) > len(generation.text):
             self._conversation.truncate(generation.answer_id, len(generation.text))
 
     def _refused(self, generation: Generation, error: EngineError) -> None:

@@ -37,6 +37,11 @@ async def answer(engine: Engine, session: Session, response: Response) -> None:
 
     Raises what refuses the request, or fails it.
     """
+    with about(REQUEST_ID, response.id):
+        await _stream(engine, session, response)
+
+
+async def _stream(engine: Engine, session: Session, response: Response) -> None:
     messages = response.order.messages
     check_length(messages, engine.limits.max_model_len, engine.tokenizer)  # before they are copied
     prompt = _extension(session, messages)

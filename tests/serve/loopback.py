@@ -1,0 +1,31 @@
+"""A server on a loopback port, with a simulated worker, for clients that need a socket."""
+
+from contextlib import asynccontextmanager
+from functools import partial
+
+import trio
+
+from trioengine import EngineConfig
+from trioengine.actors.nursery import open_unwrapped_nursery
+from trioengine.serve import ServeConfig, serve
+from trioengine.testing import Simulation
+from trioengine.testing.simulated_worker import Behaviour
+
+STEP_TIME = 0.001
+
+
+@asynccontextmanager
+async def on_loopback(**options):
+    """The server; whoever has gone must have left nothing."""
+    async with open_unwrapped_nursery() as nursery:
+        simulation = Simulation(nursery, behaviours=[Behaviour(load_time=0, step_time=STEP_TIME)])
+        config = ServeConfig(port=0, served_model_name="toy", **options)
+        engine_config = EngineConfig(model="toy", max_num_seqs=8)
+        server = await nursery.start(partial(serve, engine_config, config, ports=simulation.ports))
+        await server.engine.ready()
+        yield server
+        with trio.fail_after(30):
+            while server.engine.statistics().sessions:
+                await server.engine.gate.changed()
+            await server.engine.check_invariants()
+        server.abort()

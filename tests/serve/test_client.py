@@ -1,0 +1,415 @@
+"""trioengine.connect against the real server: what a program asks and is told is as of an engine in its own process."""
+
+import pytest
+import trio
+from clients import Clients
+from realtime_texts import assistant, reference, user
+
+from trioengine import (
+    EngineClosed,
+    EngineConfig,
+    EngineOverloaded,
+    FinishReason,
+    InvalidConfig,
+    RequestRejected,
+    SamplingParams,
+    SessionBusy,
+    SessionEnded,
+    WorkerLost,
+    connect,
+)
+from trioengine.client.address import Address
+from trioengine.client.posts import WINDOW
+from trioengine.core.lifecycle import Cause
+from trioengine.testing import simulated_engine
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+
+async def test_an_answer_streams(autojump_clock, remote, clients):
+    async with remote.open_session() as session:
+        async with session.generate("hello", GREEDY) as generation:
+            chunks = [chunk async for chunk in generation]
+    text = "".join(chunk.text for chunk in chunks)
+    assert text == reference(clients, [user("hello")])
+    assert len(chunks) > 1
+    assert {(chunk.token_ids, chunk.logprobs) for chunk in chunks} == {((), None)}
+    completion = generation.completion
+    assert (completion.text, completion.finish_reason, completion.cause) == (text, FinishReason.STOP, None)
+    assert completion.usage.completion_tokens == len(text) + 1
+    assert completion.request_id == generation.request_id
+    assert generation.response_id.startswith("resp_")
+
+
+async def test_a_conversation_goes_on(autojump_clock, remote, clients):
+    async with remote.open_session() as session:
+        first = await (await entered(session.generate("hello", GREEDY))).result()
+        async with session.generate([user("and"), user("then?")], GREEDY) as generation:
+            second = await generation.result()
+        history = [user("hello"), assistant(first.text), user("and"), user("then?")]
+        assert second.text == reference(clients, history)
+        assert session.history == [*history, assistant(second.text)]
+        assert second.usage.cached_tokens > 0
+        assert clients.engine.statistics().sessions == 1
+
+
+async def entered(generation):
+    return await generation.__aenter__()
+
+
+async def test_one_shot_calls_run_at_once(autojump_clock, remote, clients):
+    texts = {}
+
+    async def ask(name):
+        texts[name] = (await remote.generate(name, GREEDY)).text
+
+    async with trio.open_nursery() as nursery:
+        for name in ("one", "two", "three"):
+            nursery.start_soon(ask, name)
+    assert texts == {name: reference(clients, [user(name)]) for name in texts}
+
+
+async def test_a_history_to_begin_with(autojump_clock, remote, clients):
+    history = [{"role": "system", "content": "be brief"}, user("hello"), assistant("hi")]
+    async with remote.open_session(history=history) as session:
+        assert session.history == history
+        async with session.generate([{"role": "user", "content": [{"type": "text", "text": "more"}]}], GREEDY) as asked:
+            assert (await asked.result()).text == reference(clients, [*history, user("more")])
+        session.replace_history([user("other")])
+        async with session.generate("more", GREEDY) as asked:
+            assert (await asked.result()).text == reference(clients, [user("other"), user("more")])
+
+
+async def test_a_long_history_does_not_flood_the_server(autojump_clock, remote, clients):
+    history = [user("a") if index % 2 == 0 else assistant("b") for index in range(3 * WINDOW)]
+    params = SamplingParams(temperature=0, max_tokens=1)
+    async with remote.open_session(history=history) as session:
+        with pytest.raises(RequestRejected) as refused:
+            async with session.generate("hello", params):
+                pass
+        assert refused.value.code == "context_length_exceeded"
+        session.replace_history([])
+        async with session.generate("hello", GREEDY) as generation:
+            assert (await generation.result()).text == reference(clients, [user("hello")])
+
+
+async def test_every_parameter_is_sent(autojump_clock, remote, clients):
+    expected = reference(clients, [user("hello")])
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=40,
+        stop=expected[3:5],
+        logit_bias={0: -1},
+        stop_token_ids=(5,),
+        seed=1,
+        top_p=0.5,
+        top_k=7,
+    )
+    completion = await remote.generate("hello", params)
+    assert (completion.text, completion.finish_reason) == (expected[:3], FinishReason.STOP)
+
+
+async def test_length_is_a_finish_reason(autojump_clock, remote, clients):
+    completion = await remote.generate("hello", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    assert (completion.finish_reason, len(completion.text)) == (FinishReason.LENGTH, 3)
+
+
+# ---- leaving, aborting, timeouts ----------------------------------------------------------------------------------
+
+
+async def test_leaving_early_takes_the_turn_back(autojump_clock, remote, clients):
+    async with remote.open_session() as session:
+        async with session.generate("hello", LONG) as generation:
+            async for _ in generation:
+                break
+        assert (generation.completion.finish_reason, generation.completion.cause) == (FinishReason.ABORT, Cause.CLIENT)
+        assert session.history == []
+        async with session.generate("other", GREEDY) as following:
+            assert (await following.result()).text == reference(clients, [user("other")])
+    assert clients.engine.statistics().aborted == 1
+
+
+async def test_what_was_kept_is_what_was_routed(autojump_clock, remote, clients):
+    async with remote.open_session() as session:
+        async with session.generate("hello", LONG, keep_partial=True) as generation:
+            async for _ in generation:
+                break
+        text = generation.completion.text
+        assert 0 < len(text) < 200
+        assert session.history == [user("hello"), assistant(text)]
+        async with session.generate("more", GREEDY) as following:
+            messages = [user("hello"), assistant(text), user("more")]
+            assert (await following.result()).text == reference(clients, messages)
+
+
+async def test_an_abort_ends_the_iteration(autojump_clock, remote, clients):
+    async with remote.open_session() as session, session.generate("hello", LONG) as generation:
+        async for _ in generation:
+            generation.abort()
+        completion = generation.completion
+        assert (completion.finish_reason, completion.cause) == (FinishReason.ABORT, Cause.CLIENT)
+        assert reference(clients, [user("hello")], 200, ignore_eos=True).startswith(completion.text)
+        assert session.history == []
+
+
+async def test_an_abort_after_the_outcome_is_harmless(autojump_clock, remote):
+    async with remote.open_session() as session, session.generate("hello", GREEDY) as generation:
+        completion = await generation.result()
+        generation.abort()
+        assert generation.completion == completion
+        assert len(session.history) == 2
+
+
+async def test_a_timeout_is_an_abort(autojump_clock, remote, clients):
+    async with remote.open_session() as session:
+        async with session.generate("hello", LONG, timeout=0.05) as generation:
+            completion = await generation.result()
+        assert (completion.finish_reason, completion.cause) == (FinishReason.ABORT, Cause.TIMEOUT)
+        assert 0 < len(completion.text) < 200
+
+
+async def test_a_cancelled_read_goes_on(autojump_clock, remote, clients):
+    async with remote.open_session() as session, session.generate("hello", LONG) as generation:
+        texts = []
+        for _ in range(5):
+            with trio.move_on_after(0.001):
+                texts.append((await anext(generation)).text)
+        texts += [chunk.text async for chunk in generation]
+        assert "".join(texts) == reference(clients, [user("hello")], 200, ignore_eos=True)
+
+
+async def test_leaving_by_an_exception(autojump_clock, remote, clients):
+    async with remote.open_session() as session:
+        with pytest.raises(KeyError):
+            async with session.generate("hello", LONG):
+                raise KeyError
+        assert session.history == []
+        async with session.generate("hello", GREEDY) as generation:
+            assert (await generation.result()).text == reference(clients, [user("hello")])
+
+
+@pytest.mark.parametrize("ticks", range(0, 40, 3))
+async def test_cancelled_anywhere_the_next_request_goes_on(autojump_clock, remote, clients, ticks):
+    """The turn is taken back, or was committed whole; the session is as usable as before."""
+    async with remote.open_session() as session:
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(cancel_after, ticks, scope)
+                async with session.generate("hello", SamplingParams(temperature=0, max_tokens=3)) as generation:
+                    await generation.result()
+        before = session.history
+        assert before in ([], [user("hello"), assistant(reference(clients, [user("hello")], 3))])
+        async with session.generate("more", GREEDY) as following:
+            assert (await following.result()).text == reference(clients, [*before, user("more")])
+
+
+async def cancel_after(ticks, scope):
+    for _ in range(ticks):
+        await trio.lowlevel.checkpoint()
+    scope.cancel()
+
+
+# ---- refusals -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_second_request_is_refused_and_disturbs_nothing(autojump_clock, remote, clients):
+    async with remote.open_session() as session, session.generate("hello", GREEDY) as generation:
+        with pytest.raises(SessionBusy):
+            async with session.generate("more", GREEDY):
+                pass
+        with pytest.raises(SessionBusy):
+            session.replace_history([])
+        assert (await generation.result()).text == reference(clients, [user("hello")])
+
+
+BAD_PROMPTS = [
+    ("", "empty_prompt", "prompt"),
+    ([], "empty_prompt", "prompt"),
+    (b"x", "invalid_value", "prompt"),
+    (5, "invalid_value", "prompt"),
+    ([1, 2], "invalid_value", "prompt[0]"),
+    ([{"role": "tool", "content": "x"}], "invalid_value", "prompt[0].role"),
+    ([{"role": "user", "content": 5}], "invalid_value", "prompt[0].content"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], "invalid_value", "prompt[0].content"),
+    ("x" * 9999, "context_length_exceeded", "prompt"),
+    ("x" * (1 << 20), "too_large", "prompt"),
+    ("half \ud800", "invalid_value", "prompt"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "code", "param"), BAD_PROMPTS, ids=[f"{str(bad[0])[:40]!r}" for bad in BAD_PROMPTS])
+async def test_a_bad_prompt_is_refused_and_the_session_goes_on(autojump_clock, remote, clients, prompt, code, param):
+    async with remote.open_session() as session:
+        with pytest.raises(RequestRejected) as refused:
+            async with session.generate(prompt, GREEDY) as generation:
+                await generation.result()
+        assert (refused.value.code, refused.value.param) == (code, param)
+        assert session.history == []
+        async with session.generate("hello", GREEDY) as generation:
+            assert (await generation.result()).text == reference(clients, [user("hello")])
+
+
+async def test_a_prompt_that_is_refused_in_the_middle_is_taken_back(autojump_clock, remote, clients):
+    """The server has its first message by then, and may have begun to answer."""
+    async with remote.open_session() as session:
+        with pytest.raises(RequestRejected):
+            async with session.generate([user("hello"), user("\ud800")], LONG) as generation:
+                await generation.result()
+        assert session.history == []
+        async with session.generate("hello", GREEDY) as generation:
+            assert (await generation.result()).text == reference(clients, [user("hello")])
+
+
+async def test_logprobs_are_refused(autojump_clock, remote):
+    with pytest.raises(RequestRejected) as refused:
+        await remote.generate("hello", SamplingParams(logprobs=1))
+    assert refused.value.param == "logprobs"
+
+
+async def test_a_parameter_that_the_server_refuses_has_our_name(autojump_clock, remote):
+    with pytest.raises(RequestRejected) as refused:
+        await remote.generate("hello", SamplingParams(logit_bias={999_999: 1}))
+    assert refused.value.param == "logit_bias"
+
+
+async def test_params_of_another_type(autojump_clock, remote):
+    async with remote.open_session() as session:
+        with pytest.raises(RequestRejected) as refused:
+            session.generate("hello", {"temperature": 0})
+        assert refused.value.param == "params"
+
+
+@pytest.fixture
+async def crowded(autojump_clock):
+    """A server with one place for a request."""
+    config = EngineConfig(model="toy", max_num_seqs=1, max_num_queued_reqs=0)
+    async with simulated_engine(config) as (engine, simulation), trio.open_nursery() as nursery:
+        clients = Clients(engine, simulation, nursery)
+        async with connect("http://localhost/", dial=clients.dial) as client:
+            yield client, clients
+        with trio.fail_after(60):
+            await clients.all_closed()
+            await clients.everything_is_given_back()
+
+
+async def test_an_engine_that_is_full(autojump_clock, crowded):
+    client, clients = crowded
+    async with client.open_session() as session, session.generate("hello", LONG) as generation:
+        with pytest.raises(EngineOverloaded) as refused:
+            await client.generate("other", GREEDY)
+        assert refused.value.retry_after > 0
+        assert (await generation.result()).text == reference(clients, [user("hello")], 200, ignore_eos=True)
+
+
+async def test_who_waits_for_a_full_engine_is_served(autojump_clock, crowded):
+    client, clients = crowded
+    async with client.open_session() as session, client.open_session() as other, trio.open_nursery() as nursery:
+
+        async def read(task_status):
+            async with session.generate("hello", LONG) as generation:
+                task_status.started()
+                await generation.result()
+
+        await nursery.start(read)
+        async with other.generate("other", GREEDY, wait=True) as generation:
+            assert (await generation.result()).text == reference(clients, [user("other")])
+        assert other.history == [user("other"), assistant(generation.completion.text)]
+
+
+@pytest.mark.parametrize("how", ["timeout", "abort", "cancel"])
+async def test_who_waits_may_leave(autojump_clock, crowded, how):
+    client, clients = crowded
+    async with client.open_session() as session, client.open_session() as other:
+        async with session.generate("hello", SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)):
+            timeout = 0.2 if how == "timeout" else None
+            waiting = other.generate("other", GREEDY, wait=True, timeout=timeout)
+            async with trio.open_nursery() as nursery:
+                if how == "abort":
+                    nursery.start_soon(abort_later, waiting)
+                with trio.move_on_after(0.2 if how == "cancel" else 60):
+                    async with waiting:
+                        pass
+            assert waiting.outcome.finish_reason is FinishReason.ABORT
+            assert waiting.outcome.cause is (Cause.TIMEOUT if how == "timeout" else Cause.CLIENT)
+            assert other.history == []
+        async with other.generate("again", GREEDY) as generation:
+            assert (await generation.result()).text == reference(clients, [user("again")])
+
+
+async def abort_later(generation):
+    await trio.sleep(0.2)
+    generation.abort()
+
+
+async def test_the_death_of_the_worker(autojump_clock, remote, clients):
+    async with remote.open_session() as session:
+        with pytest.raises(WorkerLost):
+            async with session.generate("hello", LONG) as generation:
+                await anext(generation)
+                clients.simulation.worker.exit(-9)
+                await generation.result()
+        assert session.history == []
+        async with session.generate("again", GREEDY, wait=True) as generation:
+            assert (await generation.result()).text == reference(clients, [user("again")])
+
+
+async def test_an_abort_by_the_operator_has_its_cause(autojump_clock, remote, clients):
+    async with remote.open_session() as session, session.generate("hello", LONG) as generation:
+        await anext(generation)
+        clients.engine.abort_all()
+        completion = await generation.result()
+        assert (completion.finish_reason, completion.cause) == (FinishReason.ABORT, Cause.ABORT_ALL)
+
+
+async def test_what_is_over_says_so(autojump_clock, remote, clients):
+    session = remote.open_session(label="mine")
+    with pytest.raises(RuntimeError):
+        await entered(session.generate("hello"))
+    async with session:
+        assert repr(session) == f"<Session {session.id} 'mine'>"
+        with pytest.raises(RuntimeError):
+            await session.__aenter__()
+    with pytest.raises(SessionEnded):
+        await entered(session.generate("hello"))
+    await session.ended()
+    remote.close()
+    with pytest.raises(EngineClosed):
+        async with remote.open_session():
+            pass
+
+
+async def test_the_model_is_named(autojump_clock, clients):
+    async with connect("ws://localhost", model="toy", dial=clients.dial) as client:
+        assert (await client.generate("hello", GREEDY)).text == reference(clients, [user("hello")])
+    async with connect("ws://localhost", model="other", dial=clients.dial) as client:
+        with pytest.raises(RequestRejected) as refused:
+            await client.generate("hello")
+        assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
+
+
+ADDRESSES = [
+    ("ws://h", None, ("h", 80, False, "h", "/v1/realtime")),
+    ("http://h:8000/", None, ("h", 8000, False, "h:8000", "/v1/realtime")),
+    ("https://h", "a b", ("h", 443, True, "h", "/v1/realtime?model=a+b")),
+    ("wss://[::1]:9/x?model=a&y=1", "b", ("::1", 9, True, "[::1]:9", "/x?y=1&model=b")),
+]
+
+
+@pytest.mark.parametrize(("url", "model", "expected"), ADDRESSES)
+def test_addresses(url, model, expected):
+    address = Address.parse(url, model)
+    assert (address.host, address.port, address.is_secure, address.authority, address.target) == expected
+
+
+@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://h", "ws://", "ws://h:x", "ws://u@h", "ws://h/#a", None])
+async def test_what_is_no_address(url):
+    with pytest.raises(InvalidConfig, match=r"^url must be"):
+        async with connect(url):
+            pass
+
+
+async def test_what_is_no_key():
+    with pytest.raises(InvalidConfig, match=r"^api_key must be"):
+        async with connect("ws://h", api_key="ü"):
+            pass
