@@ -9,6 +9,7 @@ import pytest
 
 from trioengine.cli import fuzzing
 from trioengine.cli.app import run
+from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.program import Program, ReplayFile
 
 INTERRUPTED = """
@@ -82,13 +83,13 @@ def test_a_bad_file_is_no_finding(file, complaint, tmp_path, capsys):
 
 def test_so_many_programs_and_no_finding(tmp_path, capsys):
     keep = tmp_path / "found.json"
-    assert run(["fuzz", "--examples", "60", "--seed", "3", "--keep", str(keep)]) == 0
+    assert run(["fuzz", "--examples", "80", "--seed", "3", "--keep", str(keep)]) == 0
     output = capsys.readouterr().out
-    for machine in ("EngineMachine", "RealtimeMachine", "CoreMachine"):
+    for machine in MACHINES:
         assert f"{machine}, seed 3: 2" in output
     number = r"[\d,]+ programs, [\d,]+ passes, [\d.]+ s"
-    verdict = f"nothing found: EngineMachine {number}; RealtimeMachine {number}; CoreMachine {number}"
-    assert re.fullmatch(verdict, output.splitlines()[-1])
+    verdicts = "; ".join(f"{machine} {number}" for machine in MACHINES)
+    assert re.fullmatch(f"nothing found: {verdicts}", output.splitlines()[-1])
     assert not keep.exists()
 
 
@@ -115,7 +116,7 @@ def test_one_machine(more, tmp_path, capsys):
     ("arguments", "complaint"),
     [
         (["--mutant", "F999"], "no mutant 'F999'; there are F1, "),
-        (["--machine", "X"], "no machine 'X'; there are engine, realtime, core"),
+        (["--machine", "X"], "no machine 'X'; there are engine, realtime, http, core"),
         (["--replay", "/nowhere.json"], "error: /nowhere.json: No such file or directory\n"),
         (["--keep", "/nowhere/x.json"], "error: --keep /nowhere/x.json: No such file or directory\n"),
         (["--keep", "/"], "error: --keep /: Is a directory\n"),
