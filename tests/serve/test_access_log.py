@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import trio
-from clients import open_clients, read_all
+from clients import CHAT, chat, open_clients, read_all
 
 from trioengine.serve.access_log import request_id
 from trioengine.serve.http import Request
@@ -114,6 +114,14 @@ async def test_a_websocket(autojump_clock, clients, log):
     (line,) = lines(log)
     assert (line.method, line.path, line.status, line.request_id) == ("GET", "/v1/realtime", 101, "mine")
     assert line.session == session
+
+
+async def test_a_chat_completion(autojump_clock, clients, log):
+    """Its line has the id by which an operator can abort it; the next request's on the connection has not."""
+    async with clients.connect() as client:
+        completion = (await client.request("POST", CHAT, chat())).json
+        await client.request("GET", "/version")
+    assert [line.session for line in lines(log)] == [completion["id"], None]
 
 
 async def test_a_response_is_logged_under_its_id(autojump_clock, clients, log, monkeypatch):

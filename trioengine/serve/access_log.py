@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import trio
 
 from trioengine.serve.http import BadRequest, HttpConnection, Request
-from trioengine.serve.log_fields import REQUEST_ID
+from trioengine.serve.log_fields import REQUEST_ID, SESSION
 
 logger = logging.getLogger("trioengine.access")
 FIELDS = ("method", "path", "status", "milliseconds")  # of a record, beside those of the context
@@ -31,6 +31,7 @@ def logged(connection: HttpConnection, request: Request) -> Iterator[None]:
     """Within, the request is served: records and the response carry its id. A line when that is over."""
     id = request_id(request)
     REQUEST_ID.set(id)  # until the connection's next one: what ends the connection is about this one
+    SESSION.set(None)
     connection.common_headers = ((HEADER, id.encode()),)
     began = trio.current_time()
     refused = None

@@ -13,7 +13,7 @@ from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import FinishReason
 from trioengine.serve.http import Request, Response
-from trioengine.serve.log_fields import SESSION, about
+from trioengine.serve.log_fields import SESSION
 from trioengine.serve.openai.chat_request import ChatRequest, parse_chat_request
 from trioengine.serve.openai.chat_response import KEEP_ALIVE, ChatFrames, ChatShape, error_frames
 from trioengine.serve.openai.completions import Completions
@@ -86,11 +86,12 @@ class _Answer:
     @asynccontextmanager
     async def _generation(self, body: Body) -> AsyncIterator[Generation]:
         """The request in its session; refused, it says so in the client's terms."""
+        SESSION.set(self._shape.id)  # until the connection's next request: the line of this one says so, too
         try:
             async with self._engine.open_session(label=self._shape.id) as session:
                 body.on_departure = partial(session.end, Cause.DISCONNECT)
                 generation = session.generate(self._take_messages(), self._params)
-                with about(SESSION, self._shape.id), self._completions.running(self._shape.id, generation):
+                with self._completions.running(self._shape.id, generation):
                     async with generation:
                         yield generation
         except RequestRejected as exc:
