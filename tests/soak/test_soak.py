@@ -4,6 +4,7 @@ import trio
 from leaving import Soak
 
 CONNECTIONS = 32
+WAYS = 18  # in which clients leave; 100 sessions take each of them
 MOST_GROWTH = 10e6  # bytes of RSS, from the 200th session to the last
 
 
@@ -27,4 +28,4 @@ def test_clients_that_leave_leave_nothing_behind(served, request):
     assert served.stop() == 0
     log = served.log.read_text()
     assert "Traceback" not in log and "ERROR" not in log, log[-4000:]
-    print(dict(soak.seen), rss)
+    assert len(soak.seen) == WAYS, soak.seen
