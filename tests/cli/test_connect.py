@@ -60,6 +60,29 @@ def test_a_chat_with_a_server():
         assert "secret" not in refused.stderr
 
 
+IGNORED = [
+    (["--connect", "ws://127.0.0.1:1", "--max-num-seqs", "4"], {}, "--max-num-seqs is not for --connect"),
+    (["--no-enable-prefix-caching"], {"CONNECT": "ws://127.0.0.1:1"}, "is not for TRIOENGINE_CONNECT"),
+    (["--api-key", "secret"], {}, "--api-key is for --connect"),
+]
+
+
+@pytest.mark.parametrize(("options", "variables", "said"), IGNORED)
+def test_an_option_that_would_be_ignored_is_refused(capsys, monkeypatch, options, variables, said):
+    for name, value in variables.items():
+        monkeypatch.setenv(f"TRIOENGINE_{name}", value)
+    assert run(["chat", *options]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "secret" not in error
+
+
+def test_a_variable_for_other_commands_is_not(capsys, monkeypatch):
+    monkeypatch.setenv("TRIOENGINE_MAX_NUM_SEQS", "4")
+    assert run(["chat", "--connect", "ws://127.0.0.1:1"]) == 1
+    assert "cannot connect" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("url", "exit_code", "said"),
     [("ws://127.0.0.1:1", 1, "cannot connect to 127.0.0.1:1"), ("somewhere", 2, "must be an address like ws://")],

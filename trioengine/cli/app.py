@@ -16,7 +16,7 @@ from trioengine import __version__
 from trioengine.cli.bench.config import HELP as LOAD_HELP
 from trioengine.cli.bench.config import BenchConfig
 from trioengine.cli.options import ENGINE_OPTIONS, LOAD_OPTIONS, SAMPLING_OPTIONS, SERVE_OPTIONS, build, with_options
-from trioengine.cli.sources import words
+from trioengine.cli.sources import typed, words
 from trioengine.core.bounds import brief
 from trioengine.core.config import DEFAULT_MODEL, EngineConfig
 from trioengine.core.errors import EngineError, InvalidConfig, RequestRejected
@@ -144,8 +144,18 @@ def generate(
     print_answer(build(EngineConfig, fields, model=model), prompt, params, as_json=json)
 
 
+def _check_chat(context: typer.Context) -> None:
+    """What is typed must count; a variable or a file may be for other commands, too."""
+    connect, given = words(context, "connect"), typed(context)
+    for option in ENGINE_OPTIONS:
+        if connect is not None and option.name in given:
+            raise InvalidConfig(f"{words(context, option.name)} is not for {connect}: the server has the engine")
+    if connect is None and "api_key" in given:
+        raise InvalidConfig("--api-key is for --connect: it is the server's key")
+
+
 @app.command()
-@with_options(ENGINE_OPTIONS, SAMPLING_OPTIONS)
+@with_options(ENGINE_OPTIONS, SAMPLING_OPTIONS, check=_check_chat)
 def chat(
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP, envvar="TRIOENGINE_MODEL", show_envvar=False)] = None,
     connect: Annotated[

@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import typer
 from typer.models import OptionInfo
@@ -28,6 +28,7 @@ from trioengine.core.serve_config import ServeConfig
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+Check: TypeAlias = Callable[[typer.Context], None]
 
 _HELP = {
     "device": "auto, cpu, cuda or cuda:N.",
@@ -121,10 +122,11 @@ SAMPLING_OPTIONS = _options(SamplingParams, "Sampling")
 LOAD_OPTIONS = _options(BenchConfig, "Load", LOAD_HELP)
 
 
-def with_options(*groups: list[inspect.Parameter]) -> Callable[[F], F]:
+def with_options(*groups: list[inspect.Parameter], check: Check | None = None) -> Callable[[F], F]:
     """Replace the command's `**fields` by these options but for its own, and give every option its variable.
 
-    With any of them it takes a file of options, too. Its errors name what the user has given.
+    With any of them it takes a file of options, too. Its errors name what the user has given. `check` sees first what
+    was given where, and may raise InvalidConfig.
     """
 
     def decorate(command: F) -> F:
@@ -142,6 +144,8 @@ def with_options(*groups: list[inspect.Parameter]) -> Callable[[F], F]:
         @functools.wraps(command)
         def run(*, _context: typer.Context, **options: object) -> object:
             with in_the_users_words(_context):
+                if check is not None:
+                    check(_context)
                 return command(**options)
 
         context = inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)

@@ -31,6 +31,12 @@ def words(context: typer.Context, name: str) -> str | None:
     return None
 
 
+def typed(context: typer.Context) -> list[str]:
+    """The options and arguments that were given on the command line, by their names."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+
+
 @contextmanager
 def in_the_users_words(context: typer.Context) -> Iterator[None]:
     """Errors that name a field name what the user has given instead."""
