@@ -8,7 +8,7 @@ from typing import TypeVar
 from trioengine.actors.ports import Ports
 
 T = TypeVar("T")
-LONG_JSON = 1 << 16  # bytes; a longer body is parsed in a thread
+LONG_JSON = 1 << 16  # bytes of a body, or characters of a message; what is longer is parsed in a thread
 
 
 async def in_thread_if(is_long: bool, ports: Ports, function: Callable[[], T]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import trio
 from trio_websocket import ConnectionClosed, WebSocketConnection
@@ -31,12 +32,12 @@ from trioengine.serve.realtime.outbox import Outbox, new_id
 from trioengine.serve.realtime.responder import Responder
 from trioengine.serve.realtime.response import Order, Response
 from trioengine.serve.realtime.settings import Settings
+from trioengine.serve.threads import LONG_JSON, in_thread_if
 
 logger = logging.getLogger("trioengine")
 MAX_UNHANDLED = 64  # events
 MAX_UNHANDLED_SIZE = 8 << 20  # characters of these
 CLOSE_TIMEOUT = 5.0
-THREAD_THRESHOLD = 1 << 16  # characters; a longer message is parsed in a thread
 GOING_AWAY, POLICY_VIOLATION = 1001, 1008
 
 
@@ -165,10 +166,7 @@ class RealtimeConnection:
                 self._outbox.put_error(problem_of(exc), event_id)
 
     async def _parse(self, message: str | bytes) -> tuple[ClientEvent, str | None]:
-        if len(message) <= THREAD_THRESHOLD:
-            return parse(message)
-        parsed: tuple[ClientEvent, str | None] = await self._engine.ports.run_in_thread(parse, message)
-        return parsed
+        return await in_thread_if(len(message) > LONG_JSON, self._engine.ports, partial(parse, message))
 
     def _act(self, event: ClientEvent, event_id: str | None) -> None:
         match event:

@@ -120,13 +120,13 @@ class Response:
         return {"response_id": self.id, "item_id": item.id, "output_index": 0, "content_index": 0}
 
     def to_json(self) -> dict[str, Any]:
-        is_done = self.item is not None and self.status is not ResponseStatus.IN_PROGRESS
+        item = None if self.status is ResponseStatus.IN_PROGRESS else self.item
         return {
             "id": self.id,
             "object": "realtime.response",
             "status": self.status.value,
             "status_details": self.status_details,
-            "output": [self.item.to_json()] if is_done and self.item is not None else [],
+            "output": [] if item is None else [item.to_json()],
             "conversation_id": self.conversation_id,
             "output_modalities": ["text"],
             "max_output_tokens": self.order.max_output_tokens,

@@ -25,7 +25,6 @@ class RealtimeClient(SimulatedClient):
         self.order: list[str] = []
         self.instructions = ""
         self.num_events = 0
-        self.num_done = 0  # responses
         self.responses: dict[str, FollowedResponse] = {}  # the active ones
         self._max_model_len = max_model_len
         self._troubles = troubles
@@ -177,7 +176,6 @@ class RealtimeClient(SimulatedClient):
     def _end(self, response: dict[str, Any]) -> None:
         self._active(response["id"]).end(response)
         del self.responses[response["id"]]
-        self.num_done += 1
 
 
 def _turn(item: dict[str, Any]) -> Turn:
