@@ -270,11 +270,13 @@ async def test_a_cache_that_is_too_small_is_the_models_fault_and_named(in_time, 
 
 
 def test_cold_imports():
-    """The worker's process and loop load no trio and no torch, the engine's front no torch."""
+    """The worker's process and loop load no trio and no torch, the others no more than they need."""
     for module, forbidden in [
         ("trioengine.worker.process", ("trio", "torch", "numpy")),
         ("trioengine.actors.engine", ("torch", "gguf", "numpy")),
-        ("trioengine.serve", ("torch",)),
+        ("trioengine.serve", ("torch", "numpy", "rich", "matplotlib")),
+        ("trioengine.cli.serving", ("torch", "rich", "matplotlib")),
+        ("trioengine.client.client", ("torch", "tokenizers", "prometheus_client")),
         ("trioengine.cli", ("torch", "trio")),
     ]:
         program = f"import sys, {module}; print(*[name for name in {forbidden!r} if name in sys.modules])"

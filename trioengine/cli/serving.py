@@ -7,14 +7,13 @@ import logging
 from collections.abc import Coroutine
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trio
 
 from trioengine.actors.engine import Engine
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.cli.logs import configure_logs
-from trioengine.cli.progress import Bars, progress_bars
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError
 from trioengine.core.serve_config import ServeConfig
@@ -22,6 +21,9 @@ from trioengine.hub.pull import located
 from trioengine.serve.descriptors import raise_limit
 from trioengine.serve.server import serve
 from trioengine.serve.signals import obey_signals
+
+if TYPE_CHECKING:
+    from trioengine.cli.progress import Bars
 
 logger = logging.getLogger("trioengine")
 
@@ -34,8 +36,14 @@ def serve_until_told(
     raise_limit()
     located(config.model)  # what can be no model is refused before anything listens
     run = partial(serve, config, serve_config)
-    showing = nullcontext() if log_json else progress_bars()  # which is no JSON
-    trio.run(_serve, run, serve_config.shutdown_timeout, showing)
+    trio.run(_serve, run, serve_config.shutdown_timeout, nullcontext() if log_json else _bars())
+
+
+def _bars() -> AbstractContextManager[Bars]:
+    """They are no JSON; a server that shows none does without their library."""
+    from trioengine.cli.progress import progress_bars
+
+    return progress_bars()
 
 
 async def _serve(
