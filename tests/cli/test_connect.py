@@ -60,6 +60,11 @@ def test_a_chat_with_a_server():
         assert "secret" not in refused.stderr
 
 
+def test_what_is_no_key(capsys):
+    assert run(["chat", "--connect", "ws://127.0.0.1:1", "--api-key", "ü"]) == 2
+    assert "error: --api-key must be printable ASCII" in capsys.readouterr().err
+
+
 IGNORED = [
     (["--connect", "ws://127.0.0.1:1", "--max-num-seqs", "4"], {}, "--max-num-seqs is not for --connect"),
     (["--no-enable-prefix-caching"], {"CONNECT": "ws://127.0.0.1:1"}, "is not for TRIOENGINE_CONNECT"),
@@ -85,7 +90,10 @@ def test_a_variable_for_other_commands_is_not(capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("url", "exit_code", "said"),
-    [("ws://127.0.0.1:1", 1, "cannot connect to 127.0.0.1:1"), ("somewhere", 2, "must be an address like ws://")],
+    [
+        ("ws://127.0.0.1:1", 1, "cannot connect to 127.0.0.1:1"),
+        ("somewhere", 2, "error: --connect must be an address like ws://"),
+    ],
 )
 def test_no_server(capsys, url, exit_code, said):
     assert run(["chat", "--connect", url]) == exit_code

@@ -10,10 +10,12 @@ from trioengine.actors.engine import open_engine
 from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
 from trioengine.cli.progress import progress_bars
+from trioengine.client.address import Address
 from trioengine.client.client import connect
 from trioengine.client.generation import Generation as RemoteGeneration
 from trioengine.client.session import Session as RemoteSession
 from trioengine.core.config import EngineConfig
+from trioengine.core.errors import InvalidConfig
 
 AnySession: TypeAlias = Session | RemoteSession
 AnyGeneration: TypeAlias = Generation | RemoteGeneration
@@ -32,6 +34,10 @@ async def local_session(config: EngineConfig) -> AsyncIterator[AnySession]:
 
 @asynccontextmanager
 async def remote_session(url: str, api_key: str | None, model: str | None) -> AsyncIterator[AnySession]:
-    """A session of a server that runs."""
+    """A session of a server that runs. A URL that is none is the fault of the option `connect`: InvalidConfig."""
+    try:
+        Address.parse(url, model)
+    except InvalidConfig as exc:
+        raise InvalidConfig(str(exc).replace("url", "connect", 1), fields=("connect",)) from exc
     async with connect(url, api_key=api_key, model=model) as client, client.open_session(wait=True) as session:
         yield session

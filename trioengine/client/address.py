@@ -43,9 +43,9 @@ class Address:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
         except (ValueError, AttributeError):
-            raise InvalidConfig(f"url must be an address like ws://localhost:8000, got {url!r:.200}") from None
+            raise _no_address(url) from None
         if parts.scheme not in _PORTS or not host or parts.username is not None or parts.fragment:
-            raise InvalidConfig(f"url must be an address like ws://localhost:8000, got {url!r:.200}")
+            raise _no_address(url)
         query = parse_qsl(parts.query, keep_blank_values=True)
         if model is not None:
             query = [*((name, value) for name, value in query if name != "model"), ("model", model)]
@@ -65,3 +65,7 @@ class Address:
             )
         except OSError as exc:
             raise ConnectionLost(f"cannot connect to {self.authority}: {exc}") from exc
+
+
+def _no_address(url: object) -> InvalidConfig:
+    return InvalidConfig.of("url", f"must be an address like ws://localhost:8000, got {url!r:.200}")

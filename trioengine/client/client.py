@@ -103,7 +103,7 @@ async def connect(
     """
     address = Address.parse(url, model)
     if api_key is not None and not (isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()):
-        raise InvalidConfig("api_key must be printable ASCII")
+        raise InvalidConfig.of("api_key", "must be printable ASCII")
     headers = [] if api_key is None else [(b"authorization", b"Bearer " + api_key.encode())]
     endpoint = Endpoint(address.authority, address.target, headers, address.dial if dial is None else dial)
     async with open_unwrapped_nursery() as nursery:
