@@ -2,13 +2,10 @@
 
 import pytest
 import trio
-from clients import Clients
 from realtime_texts import assistant, reference, user
 
 from trioengine import (
     EngineClosed,
-    EngineConfig,
-    EngineOverloaded,
     FinishReason,
     InvalidConfig,
     RequestRejected,
@@ -21,7 +18,6 @@ from trioengine import (
 from trioengine.client.address import Address
 from trioengine.client.posts import WINDOW
 from trioengine.core.lifecycle import Cause
-from trioengine.testing import simulated_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -278,68 +274,6 @@ async def test_params_of_another_type(autojump_clock, remote):
         with pytest.raises(RequestRejected) as refused:
             session.generate("hello", {"temperature": 0})
         assert refused.value.param == "params"
-
-
-@pytest.fixture
-async def crowded(autojump_clock):
-    """A server with one place for a request."""
-    config = EngineConfig(model="toy", max_num_seqs=1, max_num_queued_reqs=0)
-    async with simulated_engine(config) as (engine, simulation), trio.open_nursery() as nursery:
-        clients = Clients(engine, simulation, nursery)
-        async with connect("http://localhost/", dial=clients.dial) as client:
-            yield client, clients
-        with trio.fail_after(60):
-            await clients.all_closed()
-            await clients.everything_is_given_back()
-
-
-async def test_an_engine_that_is_full(autojump_clock, crowded):
-    client, clients = crowded
-    async with client.open_session() as session, session.generate("hello", LONG) as generation:
-        with pytest.raises(EngineOverloaded) as refused:
-            await client.generate("other", GREEDY)
-        assert refused.value.retry_after > 0
-        assert (await generation.result()).text == reference(clients, [user("hello")], 200, ignore_eos=True)
-
-
-async def test_who_waits_for_a_full_engine_is_served(autojump_clock, crowded):
-    client, clients = crowded
-    async with client.open_session() as session, client.open_session() as other, trio.open_nursery() as nursery:
-
-        async def read(task_status):
-            async with session.generate("hello", LONG) as generation:
-                task_status.started()
-                await generation.result()
-
-        await nursery.start(read)
-        async with other.generate("other", GREEDY, wait=True) as generation:
-            assert (await generation.result()).text == reference(clients, [user("other")])
-        assert other.history == [user("other"), assistant(generation.completion.text)]
-
-
-@pytest.mark.parametrize("how", ["timeout", "abort", "cancel"])
-async def test_who_waits_may_leave(autojump_clock, crowded, how):
-    client, clients = crowded
-    async with client.open_session() as session, client.open_session() as other:
-        async with session.generate("hello", SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)):
-            timeout = 0.2 if how == "timeout" else None
-            waiting = other.generate("other", GREEDY, wait=True, timeout=timeout)
-            async with trio.open_nursery() as nursery:
-                if how == "abort":
-                    nursery.start_soon(abort_later, waiting)
-                with trio.move_on_after(0.2 if how == "cancel" else 60):
-                    async with waiting:
-                        pass
-            assert waiting.outcome.finish_reason is FinishReason.ABORT
-            assert waiting.outcome.cause is (Cause.TIMEOUT if how == "timeout" else Cause.CLIENT)
-            assert other.history == []
-        async with other.generate("again", GREEDY) as generation:
-            assert (await generation.result()).text == reference(clients, [user("again")])
-
-
-async def abort_later(generation):
-    await trio.sleep(0.2)
-    generation.abort()
 
 
 async def test_the_death_of_the_worker(autojump_clock, remote, clients):

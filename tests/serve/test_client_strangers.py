@@ -1,0 +1,244 @@
+"""trioengine.connect and servers that cannot be talked to: each is told apart, in words, and nothing waits for ever."""
+
+import json
+from contextlib import suppress
+
+import pytest
+import trio
+from trio.testing import memory_stream_pair, wait_all_tasks_blocked
+from wsproto import ConnectionType, WSConnection
+from wsproto.events import (
+    AcceptConnection,
+    BytesMessage,
+    CloseConnection,
+    RejectConnection,
+    RejectData,
+    Request,
+    TextMessage,
+)
+
+from trioengine import (
+    ConnectionLost,
+    EngineClosed,
+    EngineOverloaded,
+    RequestRejected,
+    connect,
+)
+from trioengine.client.connection import CLOSE_TIMEOUT, CONNECT_TIMEOUT, PING_INTERVAL
+from trioengine.client.websocket import MAX_MESSAGE
+
+
+class ScriptedServer:
+    """The other end of one connection, which says what it is told to."""
+
+    def __init__(self):
+        self.ours, self.theirs = memory_stream_pair()
+        self.protocol = WSConnection(ConnectionType.SERVER)
+
+    async def dial(self):
+        await trio.lowlevel.checkpoint()
+        return self.ours
+
+    async def accept(self):
+        self.protocol.receive_data(await self.theirs.receive_some())
+        (request,) = self.protocol.events()
+        assert isinstance(request, Request)
+        await self.say(AcceptConnection())
+        return request
+
+    async def tell(self, name, **fields):
+        await self.say(TextMessage(json.dumps({"type": name, **fields})))
+
+    async def say(self, event):
+        await self.theirs.send_all(self.protocol.send(event))
+
+    async def begin(self):
+        await self.accept()
+        await self.tell("session.created", session={"id": "sess_1"})
+
+
+@pytest.fixture
+async def scripted(autojump_clock):
+    server = ScriptedServer()
+    async with connect("ws://h:1/path", api_key="secret", dial=server.dial) as client:
+        yield client, server
+
+
+async def test_what_the_handshake_says(autojump_clock, scripted):
+    client, server = scripted
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(client.open_session().__aenter__)
+        request = await server.accept()
+        assert (request.host, request.target) == ("h:1", "/path")
+        assert (b"authorization", b"Bearer secret") in request.extra_headers
+        await server.tell("session.created", session={"id": "sess_1"})
+
+
+async def offend_by_eof(server):
+    await server.theirs.aclose()
+
+
+async def offend_by_eof_after_the_request(server):
+    await server.theirs.receive_some()
+    await server.theirs.aclose()
+
+
+async def offend_by_no_http(server):
+    await server.theirs.send_all(b"\xff\xff\xff\n\n")
+
+
+async def offend_by_another_page(server):
+    await server.theirs.send_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi")
+
+
+async def offend_by_silence(server):
+    await trio.sleep_forever()
+
+
+async def offend_by_a_goodbye(server):
+    await server.accept()
+    await server.say(CloseConnection(code=1008, reason="go"))
+
+
+async def offend_by_another_event(server):
+    await server.accept()
+    await server.tell("hello")
+
+
+async def offend_by_no_json(server):
+    await server.accept()
+    await server.say(TextMessage("hello"))
+
+
+OFFENCES = [
+    (offend_by_eof, "1006"),
+    (offend_by_eof_after_the_request, "1006"),
+    (offend_by_no_http, "does not speak WebSocket"),
+    (offend_by_another_page, "HTTP status 200"),
+    (offend_by_silence, f"does not answer within {CONNECT_TIMEOUT:g} s"),
+    (offend_by_a_goodbye, "1008: go"),
+    (offend_by_another_event, "does not begin with a session.created"),
+    (offend_by_no_json, "does not begin with a session.created"),
+]
+
+
+@pytest.mark.parametrize(("offence", "complaint"), OFFENCES, ids=[offence.__name__ for offence, _ in OFFENCES])
+async def test_what_is_no_server_of_ours(autojump_clock, scripted, offence, complaint):
+    client, server = scripted
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(offence, server)
+        with pytest.raises(ConnectionLost, match=complaint):
+            async with client.open_session():
+                pass
+        nursery.cancel_scope.cancel()
+    with pytest.raises((trio.ClosedResourceError, trio.BrokenResourceError)):
+        await server.ours.send_all(b"x")
+
+
+REFUSALS = [
+    (401, {"type": "invalid_request_error", "code": "invalid_api_key", "message": "no"}, RequestRejected),
+    (429, {"type": "rate_limit_error", "code": "too_many", "message": "no", "retry_after": 3}, EngineOverloaded),
+    (503, {"type": "server_error", "code": "shutting_down", "message": "no"}, EngineClosed),
+]
+
+
+@pytest.mark.parametrize(("status", "problem", "error"), REFUSALS)
+async def test_a_refused_handshake_is_a_typed_error(autojump_clock, scripted, status, problem, error):
+    client, server = scripted
+    body = json.dumps({"error": problem}).encode()
+
+    async def refuse():
+        server.protocol.receive_data(await server.theirs.receive_some())
+        list(server.protocol.events())
+        headers = [(b"content-length", b"%d" % len(body))]
+        await server.say(RejectConnection(status_code=status, headers=headers, has_body=True))
+        await server.say(RejectData(body))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(refuse)
+        with pytest.raises(error, match="no"):
+            async with client.open_session():
+                pass
+
+
+async def test_a_server_that_falls_silent_is_noticed(autojump_clock, scripted):
+    client, server = scripted
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(server.begin)
+        async with client.open_session() as session:
+            before = trio.current_time()
+            with pytest.raises(ConnectionLost, match="does not answer"):
+                async with session.generate("hello"):
+                    pass
+            assert trio.current_time() - before <= 2 * PING_INTERVAL
+
+
+async def test_a_server_that_does_not_say_goodbye(autojump_clock, scripted):
+    client, server = scripted
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(server.begin)
+        async with client.open_session():
+            before = trio.current_time()
+        assert trio.current_time() - before <= CLOSE_TIMEOUT
+
+
+NONSENSE = [
+    TextMessage("hello"),
+    TextMessage("[]"),
+    TextMessage("{}"),
+    TextMessage('{"type": "response.created"}'),
+    BytesMessage(b"{}"),
+]
+
+
+@pytest.mark.parametrize("message", NONSENSE, ids=[repr(message.data) for message in NONSENSE])
+async def test_what_is_no_event_ends_the_session(autojump_clock, scripted, message):
+    client, server = scripted
+
+    async def offend():
+        await server.begin()
+        await wait_all_tasks_blocked()
+        await server.say(message)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(offend)
+        async with client.open_session() as session:
+            with pytest.raises(ConnectionLost):
+                async with session.generate("hello"):
+                    pass
+
+
+async def test_unknown_events_are_ignored(autojump_clock, scripted):
+    client, server = scripted
+
+    async def talk():
+        await server.begin()
+        await server.tell("engine.state", state="awake")
+        await server.tell("error", error={"code": "x", "message": "y", "event_id": None})
+        await server.tell("response.output_text.delta", delta="of nothing")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(talk)
+        async with client.open_session() as session:
+            await wait_all_tasks_blocked()
+            assert (session.id, session.history, session.generation) == ("sess_1", [], None)
+
+
+async def test_a_message_that_never_ends(autojump_clock, scripted, monkeypatch):
+    monkeypatch.setattr("trioengine.client.websocket.MAX_MESSAGE", 100)
+    assert MAX_MESSAGE > 1 << 20
+    client, server = scripted
+
+    async def talk():
+        await server.begin()
+        with suppress(trio.BrokenResourceError):
+            while True:
+                await server.say(TextMessage("x" * 60, message_finished=False))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(talk)
+        async with client.open_session() as session:
+            await session.ended()
+            with pytest.raises(ConnectionLost, match="1009"):
+                await session.generate("hello").__aenter__()
+        nursery.cancel_scope.cancel()
