@@ -67,6 +67,13 @@ def test_a_table_and_a_failure(tmp_path, monkeypatch, capsys):
     assert printed.err == "trioengine: error: 2 requests failed: HTTP 503: loading\n"
 
 
+@pytest.mark.parametrize("option", ["--save-result", "--plot"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_load(tmp_path, capsys, option):
+    file = str(tmp_path / "absent" / "x.svg")
+    assert run(["bench", "serve", option, file]) == 2
+    assert f"error: {option} must be a file in a directory that exists, got {file!r}" in capsys.readouterr().err
+
+
 def test_a_plot_without_matplotlib(monkeypatch, capsys):
     monkeypatch.setattr("trioengine.cli.bench.plot.importlib.util.find_spec", lambda name: None)
     assert run(["bench", "serve", "--plot", "x.svg"]) == 2

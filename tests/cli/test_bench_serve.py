@@ -251,6 +251,9 @@ async def test_blocks_that_are_never_free(autojump_clock):
     metrics = lambda: page(0 if next(reads) < 2 else 0.5, (0,) * 4, 0)  # noqa: E731
     result, _ = await measured(config, answer(0.1, 0.1), metrics=metrics)
     assert result.server.blocks_free == [float("inf")]
+    told = figures(result.run, config.metrics, config.percentiles)
+    report = as_object(config, result.model, Length.WORDS, told, result.server)
+    assert json.loads(json.dumps(report, allow_nan=False))["disconnect_to_blocks_free_ms"] == ["inf"]
 
 
 # ---- the report ----------------------------------------------------------------------------------------------------

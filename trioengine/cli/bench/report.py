@@ -55,7 +55,7 @@ def as_object(
             **{f"p{p:g}_stop_to_ended_ms": _ms(stops.quantile(p)) for p in config.percentiles},
         }
     if server.blocks_free:
-        report["disconnect_to_blocks_free_ms"] = [_ms(seconds) for seconds in server.blocks_free]
+        report["disconnect_to_blocks_free_ms"] = [_plain(_ms(seconds)) for seconds in server.blocks_free]
     return report
 
 

@@ -24,7 +24,7 @@ from trioengine.cli.bench.realtime import Realtime
 from trioengine.cli.bench.report import ServerSide, as_object, errors_of, print_table, requests_of
 from trioengine.cli.bench.sample import End
 from trioengine.cli.bench.server_metrics import STOP_TO_ENDED, ServerMetrics
-from trioengine.core.errors import EngineError
+from trioengine.core.errors import EngineError, InvalidConfig
 
 PROBES = 5
 
@@ -49,8 +49,7 @@ class Result:
 
 def bench_serve(config: BenchConfig, output: Output) -> int:
     """Run the load and report it; 1 if a request failed. Raises EngineError where the server cannot be used at all."""
-    if output.plot is not None:
-        check_plot(output.plot)
+    check_files(output)
     prompts = Prompts.find()
     result = trio.run(measure, config, Address.of(config.url, config.api_key), prompts)
     told = figures(result.run, config.metrics, config.percentiles, config.goals)
@@ -66,6 +65,15 @@ def bench_serve(config: BenchConfig, output: Output) -> int:
     for error, times in errors_of(result.run).items():
         print(f"trioengine: error: {times} requests failed: {error}", file=sys.stderr)
     return int(told.failed > 0)
+
+
+def check_files(output: Output) -> None:
+    """Raises InvalidConfig for a file that could not be written; before a run, not after it."""
+    for name, path in (("save_result", output.save_result), ("plot", output.plot)):
+        if path is not None and not path.parent.is_dir():
+            raise InvalidConfig.of(name, f"must be a file in a directory that exists, got {str(path)!r}")
+    if output.plot is not None:
+        check_plot(output.plot)
 
 
 async def measure(config: BenchConfig, address: Address, prompts: Prompts) -> Result:
