@@ -311,13 +311,23 @@ async def test_realtime_on_our_server(autojump_clock):
         assert 0 < sample.ttft <= sample.e2el
 
 
-async def test_realtime_errors(autojump_clock):
+HANDSHAKES = [
+    (plain(404, b"{}"), "the WebSocket handshake failed: HTTP 404"),
+    (b"nonsense\r\n\r\n", "the server's WebSocket was closed with 1006: the server does not speak WebSocket"),
+    (None, "the server's WebSocket was closed with 1006"),
+]
+
+
+@pytest.mark.parametrize(("said", "complaint"), HANDSHAKES)
+async def test_realtime_errors(autojump_clock, said, complaint):
+    async def handle(stream):
+        await (stream.aclose() if said is None else stream.send_all(said))
+
     async with trio.open_nursery() as nursery:
         server = ScriptedServer(nursery, b"")
-        server._handle = lambda stream: stream.send_all(plain(404, b"{}"))
-        config = BenchConfig(backend="realtime")
-        with pytest.raises(EngineError, match="the WebSocket handshake failed: HTTP 404"):
-            await measure(config, server.address, PROMPTS)
+        server._handle = handle
+        with trio.fail_after(60), pytest.raises(EngineError, match=complaint):
+            await measure(BenchConfig(backend="realtime"), server.address, PROMPTS)
 
 
 BAD = [

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any, cast
+from contextlib import suppress
+from typing import Any
 from urllib.parse import quote
 
 import trio
-from trio_websocket import ConnectionClosed, HandshakeError, WebSocketConnection, wrap_client_stream
 
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.cli.bench.config import BenchConfig
 from trioengine.cli.bench.http_client import Address, BackendError
 from trioengine.cli.bench.sample import Stopwatch
+from trioengine.client.websocket import Closed, Rejected, WebSocket
 
 CLOSE_TIMEOUT = 5.0  # seconds
 
@@ -35,28 +36,27 @@ class Realtime:
         try:
             async with self._address.connect() as stream, open_unwrapped_nursery() as nursery:
                 headers = [(name.encode(), value.encode()) for name, value in self._address.headers]
-                wrapped = cast("trio.SocketStream", stream)  # any stream will do
-                host, path = self._address.host, self._path
-                websocket = await wrap_client_stream(nursery, wrapped, host, path, extra_headers=headers)
+                websocket = WebSocket(stream)
+                await websocket.shake_hands(self._address.host, self._path, headers)
+                nursery.start_soon(websocket.write)
                 await self._converse(websocket, prompt, watch)
-                with trio.move_on_after(CLOSE_TIMEOUT):
-                    await websocket.aclose()
+                await _say_goodbye(websocket)
                 nursery.cancel_scope.cancel()
-        except HandshakeError as exc:
-            status = getattr(exc, "status_code", None)
-            raise BackendError("the WebSocket handshake failed" + (f": HTTP {status}" if status else "")) from exc
-        except ConnectionClosed as exc:
-            raise BackendError(f"the server closed the WebSocket: {exc.reason}") from exc
+        except Rejected as exc:
+            raise BackendError(f"the WebSocket handshake failed: HTTP {exc.status}") from exc
+        except Closed as exc:
+            raise BackendError(f"the server's WebSocket was {exc}") from exc
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
             raise BackendError(f"an event of the server is not understood: {exc}") from exc
 
-    async def _converse(self, websocket: WebSocketConnection, prompt: str, watch: Stopwatch) -> None:
+    async def _converse(self, websocket: WebSocket, prompt: str, watch: Stopwatch) -> None:
         item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": prompt}]}
-        await websocket.send_message(json.dumps({"type": "conversation.item.create", "item": item}))
-        await websocket.send_message(json.dumps({"type": "response.create", "response": self._response}))
+        websocket.send(json.dumps({"type": "conversation.item.create", "item": item}))
+        websocket.send(json.dumps({"type": "response.create", "response": self._response}))
+        await websocket.flushed()
         watch.sent()
         while True:
-            event = json.loads(await websocket.get_message())
+            event = json.loads(await websocket.read())
             match event["type"]:
                 case "response.output_text.delta":
                     watch.text()
@@ -66,6 +66,14 @@ class Realtime:
                     return
                 case "error":
                     raise BackendError(str(event["error"]["message"]))
+
+
+async def _say_goodbye(websocket: WebSocket) -> None:
+    """And wait for the answer, in vain at most for CLOSE_TIMEOUT."""
+    websocket.say_goodbye()
+    with trio.move_on_after(CLOSE_TIMEOUT), suppress(Closed):
+        while True:
+            await websocket.read()
 
 
 def _take(response: dict[str, Any], watch: Stopwatch) -> None:
