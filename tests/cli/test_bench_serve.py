@@ -345,7 +345,7 @@ BAD = [
     ({"goodput": ("ttft:1", "ttft:2")}, "goodput must be"),
     ({"percentile_metrics": "ttft,x"}, "percentile_metrics must be among ttft, tpot, itl, e2el, got 'x'"),
     ({"metric_percentiles": "101"}, "metric_percentiles must be numbers from 0 to 100"),
-    ({"api_key": "a\nb"}, "api_key must be printable"),
+    ({"api_key": "a\nb"}, "api_key must be one key of visible ASCII"),
 ]
 
 

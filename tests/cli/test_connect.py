@@ -60,9 +60,14 @@ def test_a_chat_with_a_server():
         assert "secret" not in refused.stderr
 
 
-def test_what_is_no_key(capsys):
+def test_what_is_no_key(capsys, monkeypatch):
+    """Such as the keys of a server, which has several in its variable."""
     assert run(["chat", "--connect", "ws://127.0.0.1:1", "--api-key", "ü"]) == 2
-    assert "error: --api-key must be printable ASCII" in capsys.readouterr().err
+    assert "error: --api-key must be one key of visible ASCII characters" in capsys.readouterr().err
+    monkeypatch.setenv("TRIOENGINE_API_KEY", "one two")
+    for command in (["chat", "--connect", "ws://127.0.0.1:1"], ["bench", "serve"]):
+        assert run(command) == 2
+        assert "error: TRIOENGINE_API_KEY must be one key of visible ASCII characters" in capsys.readouterr().err
 
 
 IGNORED = [

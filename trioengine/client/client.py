@@ -13,6 +13,7 @@ from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.client.address import Address, Endpoint
 from trioengine.client.connection import Connection
 from trioengine.client.session import Session
+from trioengine.core.bounds import is_key
 from trioengine.core.completion import Completion
 from trioengine.core.errors import EngineClosed, EngineOverloaded, InvalidConfig
 from trioengine.core.sampling_params import SamplingParams
@@ -102,8 +103,8 @@ async def connect(
     in place of TCP and TLS. Raises InvalidConfig.
     """
     address = Address.parse(url, model)
-    if api_key is not None and not (isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()):
-        raise InvalidConfig.of("api_key", "must be printable ASCII")
+    if api_key is not None and not is_key(api_key):
+        raise InvalidConfig.of("api_key", "must be one key of visible ASCII characters")
     headers = [] if api_key is None else [(b"authorization", b"Bearer " + api_key.encode())]
     endpoint = Endpoint(address.authority, address.target, headers, address.dial if dial is None else dial)
     async with open_unwrapped_nursery() as nursery:

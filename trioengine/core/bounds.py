@@ -36,6 +36,11 @@ def number(value: Any, low: float, high: float, *, above: bool = False) -> float
     raise ValueError(f"must be a number {rule}, got {brief(value)}")
 
 
+def is_key(value: object) -> bool:
+    """A key of a client: visible ASCII characters, as a header can bring them."""
+    return isinstance(value, str) and bool(value) and all("!" <= character <= "~" for character in value)
+
+
 def brief(value: object) -> str:
     """The value for a message, whatever it is."""
     try:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from trioengine.core.bounds import MAX_COUNT, brief, integer, number
+from trioengine.core.bounds import MAX_COUNT, brief, integer, is_key, number
 from trioengine.core.config import MAX_SECONDS
 from trioengine.core.errors import InvalidConfig
 
@@ -72,7 +72,7 @@ class ServeConfig:
         if not isinstance(self.insecure, bool):
             raise InvalidConfig.of("insecure", f"must be True or False, got {brief(self.insecure)}")
         for field in ("api_key", "admin_key"):
-            self._validate_strings(field, _is_key, "must be keys of visible ASCII characters; they are not shown here")
+            self._validate_strings(field, is_key, "must be keys of visible ASCII characters; they are not shown here")
         rule = f"must be origins such as https://example.com, got {brief(self.allowed_origin)}"
         self._validate_strings("allowed_origin", _is_origin, rule)
         for field, bounds in _INTEGERS.items():
@@ -105,10 +105,6 @@ class ServeConfig:
         if not isinstance(values, tuple | list) or not all(map(is_good, values)):
             raise InvalidConfig.of(name, rule)
         object.__setattr__(self, name, tuple(values))
-
-
-def _is_key(value: object) -> bool:
-    return isinstance(value, str) and bool(value) and all("!" <= character <= "~" for character in value)
 
 
 def _is_origin(value: object) -> bool:

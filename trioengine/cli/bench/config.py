@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from trioengine.core.bounds import MAX_COUNT, brief, integer, number
+from trioengine.core.bounds import MAX_COUNT, brief, integer, is_key, number
 from trioengine.core.errors import InvalidConfig
 
 CHAT, COMPLETIONS, REALTIME = "/v1/chat/completions", "/v1/completions", "/v1/realtime"
@@ -87,8 +87,8 @@ class BenchConfig:
         self._validate("burstiness", _positive, MAX_RATE)
         self._validate("temperature", number, 0, 2)
         self._validate("leave", number, 0, 100)
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise _bad("api_key", "must be printable ASCII characters")
+        if self.api_key is not None and not is_key(self.api_key):
+            raise _bad("api_key", "must be one key of visible ASCII characters")
         for parsed in (self.url, self.path, self.goals, self.metrics, self.percentiles):
             del parsed  # they raise
 
