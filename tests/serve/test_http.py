@@ -94,6 +94,27 @@ async def test_requests_on_one_connection(autojump_clock, clients):
     assert data.count(b"HTTP/1.1 200 ") == 2
 
 
+async def test_a_worker_that_hangs_is_no_health(autojump_clock):
+    config = EngineConfig(model="toy", max_num_seqs=8, unresponsive_timeout=4.0, ping_interval=1.0)
+    async with simulated_engine(config) as (engine, simulation), trio.open_nursery() as nursery:
+        clients = Clients(engine, simulation, nursery)
+        stream = clients.stream()
+
+        async def health():
+            await stream.send_all(request("/health"))
+            return status_and_body(await read_all(stream, 0.1))
+
+        await trio.sleep(10)
+        assert await health() == (200, {"status": "ok"})
+        simulation.worker.hang()
+        await trio.sleep(1.0 + 2.0)
+        assert await health() == (503, {"status": "unresponsive"})
+        await engine.gate.changed()
+        await engine.ready()
+        assert await health() == (200, {"status": "ok"})
+        await stream.aclose()
+
+
 async def test_ready_follows_the_engine(autojump_clock):
     config = EngineConfig(model="toy", max_num_seqs=8, restart_delays=(1.0,))
     async with simulated_engine(config) as (engine, simulation), trio.open_nursery() as nursery:

@@ -185,6 +185,12 @@ class Engine:
         kv_blocks_total = self._limits.kv_blocks_total if self._limits is not None else 0
         return statistics_of(self.gate, self._supervisor, self._worker_counts, kv_blocks_total)
 
+    @property
+    def is_responsive(self) -> bool:
+        """False while a worker hangs: it has not answered for half of `unresponsive_timeout`, and will be killed."""
+        current = self._supervisor.current
+        return current is None or current.is_responsive
+
     async def check_invariants(self, *, timeout: float = 30.0) -> None:
         """Verify, against what the worker says it holds, that nothing leaked; under any load.
 

@@ -7,6 +7,7 @@ shutdown.
 from __future__ import annotations
 
 import logging
+import math
 import signal
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,7 @@ class Incarnation:
         self._config = engine.config
         self._last_progress = trio.current_time()
         self._pong: trio.Event | None = None  # set: the PING was answered
+        self._pinged = math.inf  # when the PING was posted that is not answered
         self._end_of_stream = trio.Event()
         self._dead = trio.Event()
         self._shutting_down = False
@@ -73,6 +75,11 @@ class Incarnation:
                 self.process.kill()
                 with trio.move_on_after(KILL_TIMEOUT, shield=True):
                     await self.process.wait()
+
+    @property
+    def is_responsive(self) -> bool:
+        """Whether it has not left a PING unanswered for half the time that is its end."""
+        return trio.current_time() - self._pinged < self._config.unresponsive_timeout / 2
 
     def kill(self, reason: str) -> None:
         """End it; the first reason is the one that is told."""
@@ -128,7 +135,7 @@ class Incarnation:
         count = 0
         while True:
             count += 1
-            self._pong = trio.Event()
+            self._pong, self._pinged = trio.Event(), trio.current_time()
             self.link.post(Ping(count))
             with trio.move_on_after(self._config.unresponsive_timeout):
                 await self._pong.wait()
@@ -143,6 +150,7 @@ class Incarnation:
     def _on_pong(self, message: Pong) -> None:
         if message.activity is Activity.STEPPING and message.seconds > self._config.step_timeout:
             self.kill(f"one step takes longer than {self._config.step_timeout:g} s")
+        self._pinged = math.inf
         if self._pong is not None:
             self._pong.set()
 

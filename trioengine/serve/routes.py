@@ -51,6 +51,8 @@ def routes(engine: Engine, metrics: Metrics) -> Routes:
     async def health(request: Request) -> Response:
         if engine.statistics().power is Power.CLOSED:
             return json_response(503, {"status": "closed"})
+        if not engine.is_responsive:
+            return json_response(503, {"status": "unresponsive"})
         return json_response(200, {"status": "ok"})
 
     async def ready(request: Request) -> Response:
