@@ -112,7 +112,7 @@ async def test_a_worker_that_hangs_is_no_health(autojump_clock):
         await engine.gate.changed()
         await engine.ready()
         assert await health() == (200, {"status": "ok"})
-        await stream.aclose()
+        nursery.cancel_scope.cancel()
 
 
 async def test_ready_follows_the_engine(autojump_clock):
