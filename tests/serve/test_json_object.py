@@ -16,12 +16,16 @@ def nested(depth, opening="[", closing="]"):
     return opening * depth + ("" if opening == "[" else "1") + closing * depth
 
 
+def within(value):
+    return f'{{"a": {value}}}'
+
+
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a": ', "}")])
 def test_depth(opening, closing):
-    load_object('{"a": %s}' % nested(MAX_DEPTH - 1, opening, closing), "the body")
+    load_object(within(nested(MAX_DEPTH - 1, opening, closing)), "the body")
     for depth in (MAX_DEPTH, 500, 2000, 100_000):
         with pytest.raises(ClientError, match=f"the body is nested deeper than {MAX_DEPTH} levels"):
-            load_object('{"a": %s}' % nested(depth, opening, closing), "the body")
+            load_object(within(nested(depth, opening, closing)), "the body")
 
 
 def test_many_are_not_deep():
