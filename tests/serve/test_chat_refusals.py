@@ -36,6 +36,7 @@ REFUSED = [
         "unsupported_parameter",
         "messages[0].tool_calls",
     ),
+    ({"messages": [{"role": "user", "content": ""}] * 3000}, 400, "context_length_exceeded", "messages"),
     ({"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "context_length_exceeded", "messages"),
     ({"messages": [{"role": "user", "content": "x" * 4_000_000}]}, 400, "context_length_exceeded", "messages"),
     ({"temperature": "hot"}, 400, "invalid_value", "temperature"),

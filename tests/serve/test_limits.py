@@ -1,5 +1,7 @@
 """Each limit of ServeConfig counts: what is over it is told so or closed, what is not is served."""
 
+import logging
+
 import pytest
 import trio
 from clients import open_clients, read_all, status_and_body
@@ -110,3 +112,35 @@ async def test_a_client_that_reads_nothing(autojump_clock, request_bytes):
             await stream.receive_some()  # the handshake's answer; then session.created is not read
         await clients.all_closed()
         assert 5 <= trio.current_time() - before < 13  # a goodbye has its time, too
+
+
+async def test_a_client_that_reads_slowly(autojump_clock, caplog):
+    """A long answer may take longer than the time that a client has that reads nothing."""
+    caplog.set_level(logging.INFO)
+    async with open_clients(send_timeout=5) as clients, clients.connect(*lockstep_stream_pair()) as client:
+        before = trio.current_time()
+        await client.send("POST", "/detokenize", {"tokens": [97] * 500_000})
+        data = b""
+        while not data.endswith(b'a"}'):
+            await trio.sleep(4)
+            data += await client.stream.receive_some(1 << 16)
+        assert trio.current_time() - before > 20
+        assert data.count(b"a") > 500_000
+    assert "does not read" not in caplog.text
+
+
+async def test_a_body_in_tiny_chunks(autojump_clock, clients):
+    """However many come at once, others are served between them."""
+    order = []
+    async with clients.connect() as client, trio.open_nursery() as nursery:
+        head = b"POST /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        await client.stream.send_all(head + b"2\r\nxx\r\n" * 5000 + b"0\r\n\r\n")
+
+        async def health():
+            assert (await clients.request("GET", "/health")).status == 200
+            order.append("health")
+
+        nursery.start_soon(health)
+        assert status_and_body(await client.stream.receive_some())[0] == 405
+        order.append("chunks")
+    assert order == ["health", "chunks"]

@@ -1,5 +1,7 @@
 """Conversations over the Realtime protocol, with a real WebSocket client, on the simulated engine."""
 
+import json
+
 import pytest
 import trio
 from realtime_texts import GREEDY, LONG, assistant, reference, text_of, user
@@ -158,6 +160,16 @@ async def test_items_are_inserted_and_deleted(autojump_clock, clients):
 
 
 BIAS = "response.logit_bias"
+NAMED = "response.conversation"
+PART = {"type": "input_text", "text": "x"}
+
+
+def create(**fields):
+    """The event that creates an item."""
+    item = {"type": "message", "role": "user", "content": [PART], **fields}
+    return json.dumps({"type": "conversation.item.create", "item": item})
+
+
 BAD_EVENTS = [
     ("{", "invalid_json", None),
     ("[" * 100_000, "invalid_json", None),
@@ -202,6 +214,10 @@ BAD_EVENTS = [
         "unsupported_parameter",
         "response.conversation",
     ),
+    *(
+        (f'{{"type": "response.create", "response": {{"conversation": {value}}}}}', "unsupported_parameter", NAMED)
+        for value in ('""', "0", "false", "[]", "{}", "1.5")
+    ),
     ('{"type": "response.create", "response": {"temperature": -1}}', "invalid_value", "response.temperature"),
     (
         '{"type": "response.create", "response": {"max_output_tokens": 0}}',
@@ -231,6 +247,11 @@ BAD_EVENTS = [
         "invalid_value",
         "item.content",
     ),
+    *(
+        (create(**{name: value}), "unsupported_parameter", f"item.{name}")
+        for name, value in (("object", 1), ("object", "item"), ("status", []), ("status", "done"))
+    ),
+    (create(content=[PART] * 65), "invalid_value", "item.content"),
     (
         '{"type": "conversation.item.create", "item": {"type": "message", "role": "user", '
         '"content": [{"type": "input_audio", "audio": ""}]}}',
@@ -251,6 +272,26 @@ async def test_a_bad_event_is_an_error_event_and_the_connection_lives(autojump_c
         assert param is None or param in error["message"]
         response = await client.ask("hello", **GREEDY)
         assert response["status"] == "completed"
+
+
+async def test_an_item_that_comes_back(autojump_clock, clients):
+    """As the server shows it, with what is of no effect."""
+    async with clients.realtime() as client:
+        for status in ("completed", "incomplete"):
+            await client.websocket.send_message(create(object="realtime.item", status=status, content=[PART] * 64))
+            assert (await client.until("conversation.item.done"))["item"]["status"] == "completed"
+
+
+async def test_an_input_that_means_an_item_many_times(autojump_clock, clients):
+    """It counts each time: a short event must not become gigabytes."""
+    async with clients.realtime() as client:
+        await client.say("x" * 500_000, id="long")
+        references = [{"type": "item_reference", "id": "long"}]
+        await client.send("response.create", response={"input": references * 17})
+        error = (await client.until("error"))["error"]
+        assert (error["code"], error["param"]) == ("conversation_too_large", "response.input")
+        await client.send("response.create", response={"input": references * 16})
+        assert (await client.until("error"))["error"]["code"] == "context_length_exceeded"
 
 
 async def test_an_id_can_be_used_once(autojump_clock, clients):

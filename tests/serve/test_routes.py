@@ -1,5 +1,7 @@
 """Models, tokenize and detokenize, and what an operator may do."""
 
+import json
+
 import pytest
 import trio
 from clients import CHAT, Clients, chat, events_of
@@ -89,9 +91,9 @@ async def test_tokens_there_and_back(autojump_clock, clients):
 
 
 async def test_long_texts_are_tokenized_in_a_thread(autojump_clock, clients):
-    """Others are served meanwhile."""
+    """Others are served meanwhile; the answer is rendered there, too."""
     clients.simulation.thread_passes = 1000
-    text, order = "x" * 100_000, []
+    body, order = json.dumps({"prompt": "hello"}).encode() + b" " * 10_000, []
 
     async def request(name, *what):
         answer = await clients.request(*what)
@@ -99,14 +101,18 @@ async def test_long_texts_are_tokenized_in_a_thread(autojump_clock, clients):
         order.append(name)
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(request, "tokenize", "POST", "/tokenize", {"prompt": text})
+        nursery.start_soon(request, "tokenize", "POST", "/tokenize", body)
         for _ in range(100):
             await trio.lowlevel.checkpoint()
         nursery.start_soon(request, "health", "GET", "/health")
     assert order == ["health", "tokenize"]
 
 
+LONG = "x" * 100_000
 REFUSED = [
+    ("/tokenize", {"prompt": LONG}, 400, "context_length_exceeded", "prompt"),
+    ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}, 400, "context_length_exceeded", "messages"),
+    ("/tokenize", {"messages": [{"role": "user", "content": ""}] * 3000}, 400, "context_length_exceeded", "messages"),
     ("/tokenize", {}, 400, "missing_parameter", "messages"),
     ("/tokenize", {"prompt": 1}, 400, "invalid_type", "prompt"),
     ("/tokenize", {"prompt": "\ud800"}, 400, "invalid_value", "prompt"),

@@ -12,7 +12,7 @@ from trioengine.testing import toy_model
 from trioengine.testing.toy_model import CHAT_TEMPLATE, END_OF_TEXT, IM_END, IM_START
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.chat_tokenizer import ChatTokenizer
-from trioengine.text.conversation import Conversation
+from trioengine.text.conversation import Conversation, prompt_length
 from trioengine.text.tokenizer import Tokenizer
 
 TOY = toy_model()
@@ -211,10 +211,17 @@ def test_a_prompt_of_no_known_type_is_refused_whatever_its_length(prompt):
 
 def test_a_prompt_that_is_too_long_by_its_length():
     conversation = Conversation(CHAT)
-    for prompt in ("x" * 9999, [user("x" * 9999)], [1] * 513):
+    for prompt in ("x" * 9999, [user("x" * 9999)], [1] * 513, [user("")] * 513):
         with pytest.raises(RequestRejected, match="the context is 512"):
             conversation.check_length(prompt, 512)
     conversation.check_length("x" * 513, 512)
+    conversation.check_length([user("")] * 512, 512)
+
+
+def test_messages_without_text_are_work_too():
+    assert prompt_length([user("")] * 1000) >= 10_000
+    assert Conversation(CHAT, [user("")] * 1000).size >= 10_000
+    assert prompt_length("abc") == prompt_length([1, 2, 3]) == 3
 
 
 def test_token_ids_may_have_holes():

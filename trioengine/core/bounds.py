@@ -45,6 +45,6 @@ def brief(value: object) -> str:
     """The value for a message, whatever it is."""
     try:
         text = repr(value)
-    except ValueError:  # an integer of more digits than Python prints
+    except (ValueError, RecursionError):  # more digits or levels than Python prints
         return "a value too long to show"
     return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TypeVar, cast
 
 import trio
-from trio_websocket import ConnectionClosed, WebSocketConnection, wrap_server_stream
+from trio_websocket import ConnectionClosed, WebSocketConnection
 from wsproto import ConnectionType, WSConnection
 from wsproto.utilities import ProtocolError
 
@@ -29,10 +29,10 @@ from trioengine.serve.http import (
 )
 from trioengine.serve.log_fields import CLIENT, REQUEST_ID, SESSION, about
 from trioengine.serve.problem import INVALID_REQUEST, SERVER_ERROR, ClientError, Problem
-from trioengine.serve.replay_stream import ReplayStream
 from trioengine.serve.routes import REALTIME, Role, Routes, find, route_of, upgrade_required
-from trioengine.serve.sockets import CHUNK, guard, linger, peer
+from trioengine.serve.sockets import guard, linger, peer
 from trioengine.serve.streaming import Disconnected, StreamingResponse
+from trioengine.serve.websocket import AcceptedWebSocket
 
 logger = logging.getLogger("trioengine")
 E = TypeVar("E", bound=BaseException)
@@ -110,7 +110,9 @@ class FrontDoor:
                 except* (Disconnected, ConnectionClosed, trio.BrokenResourceError, trio.ClosedResourceError) as group:
                     logger.info("a client went away: %s", _first(group))
                 except* (trio.TooSlowError, ProtocolError) as group:
-                    logger.info("a client was disconnected: %r", _first(group))
+                    logger.info(
+                        "a client was disconnected: %s", type(_first(group)).__name__
+                    )  # it may quote the client
                 except* Exception as group:
                     logger.error("a connection crashed and was closed", exc_info=group)
 
@@ -190,13 +192,8 @@ class FrontDoor:
     async def _become_websocket(self, connection: HttpConnection, stream: trio.abc.Stream) -> None:
         async with trio.open_nursery() as nursery:
             with trio.fail_after(self._limits.handshake_timeout):
-                proposal = await wrap_server_stream(
-                    nursery,
-                    ReplayStream(connection.seen, stream),
-                    message_queue_size=1,
-                    max_message_size=self._limits.max_message_size,
-                    receive_buffer_size=CHUNK,
-                )
+                accepted = AcceptedWebSocket(stream, self._limits.max_message_size)
+                proposal = await accepted.open(nursery, connection.seen)
                 subprotocol = SUBPROTOCOL if SUBPROTOCOL in proposal.proposed_subprotocols else None
                 headers = list(connection.common_headers)
                 websocket = await proposal.accept(subprotocol=subprotocol, extra_headers=headers)

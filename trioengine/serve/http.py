@@ -145,15 +145,15 @@ class HttpConnection:
         """The rest of the request. Raises BadRequest when it is too long."""
         if self._h11.they_are_waiting_for_100_continue:
             await self._send(self._h11.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
-        parts: list[bytes] = []
-        size = 0
+        body = bytearray()
         while isinstance(event := await self._next_event(0), h11.Data):
-            size += len(event.data)
-            if size > self._limits.max_body_size:
+            body += event.data
+            if len(body) > self._limits.max_body_size:
                 message = f"the body is larger than {self._limits.max_body_size} bytes"
                 raise _bad(413, "body_too_large", message)
-            parts.append(bytes(event.data))
-        return b"".join(parts)
+            if event.chunk_end:  # thousands of them may have come at once
+                await trio.lowlevel.checkpoint()
+        return bytes(body)
 
     async def _next_event(self, keep: int) -> Any:
         """h11's next event; up to about `keep` bytes of it are added to `seen`."""
@@ -255,10 +255,12 @@ class HttpConnection:
             await self.respond(closing)
 
     async def _send(self, data: bytes) -> None:
-        with trio.move_on_after(self._limits.send_timeout) as scope:
-            try:
-                await self._stream.send_all(data)
-            except (trio.BrokenResourceError, trio.ClosedResourceError) as exc:
-                raise Disconnected("it closed the connection") from exc
-        if scope.cancelled_caught:
-            raise Disconnected("it does not read")
+        """In slices, each of which has its time: a client that reads slowly is no client that does not read."""
+        for start in range(0, len(data), CHUNK):
+            with trio.move_on_after(self._limits.send_timeout) as scope:
+                try:
+                    await self._stream.send_all(memoryview(data)[start : start + CHUNK])
+                except (trio.BrokenResourceError, trio.ClosedResourceError) as exc:
+                    raise Disconnected("it closed the connection") from exc
+            if scope.cancelled_caught:
+                raise Disconnected("it does not read")

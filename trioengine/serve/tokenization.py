@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from trioengine.actors.engine import Engine
 from trioengine.core.bounds import integer
+from trioengine.core.errors import RequestRejected
 from trioengine.serve.fields import flag_of, known_fields, text_of
 from trioengine.serve.http import Request, Response, json_response
 from trioengine.serve.json_object import load_object
@@ -15,6 +16,7 @@ from trioengine.serve.openai.chat_request import check_model
 from trioengine.serve.openai.messages import parse_messages
 from trioengine.serve.problem import ClientError
 from trioengine.serve.threads import in_thread_if
+from trioengine.text.conversation import Prompt, check_length
 
 _TOKENIZE = ("model", "prompt", "messages", "add_special_tokens", "add_generation_prompt", "return_token_strs")
 _DETOKENIZE = ("model", "tokens")
@@ -33,9 +35,13 @@ class Tokenization:
     async def detokenize(self, request: Request) -> Response:
         return await self._run(request, self._detokenize)
 
-    async def _run(self, request: Request, function: Any) -> Response:
+    async def _run(self, request: Request, function: Callable[[bytes], dict[str, Any]]) -> Response:
         is_long = len(request.body) > self._engine.ports.thread_threshold
-        return json_response(200, await in_thread_if(is_long, self._engine.ports, partial(function, request.body)))
+
+        def respond(body: bytes) -> Response:
+            return json_response(200, function(body))  # a long answer takes as long to render as to make
+
+        return await in_thread_if(is_long, self._engine.ports, partial(respond, request.body))
 
     def _tokenize(self, body: bytes) -> dict[str, Any]:
         fields = self._fields(body, _TOKENIZE)
@@ -54,17 +60,26 @@ class Tokenization:
             if name in fields:
                 raise ClientError("invalid_value", f"{name} does not go with prompt", param=name)
         text = text_of(fields["prompt"], "prompt")
+        self._check_length(text, "prompt")
         add_special = flag_of(fields.get("add_special_tokens", True), "add_special_tokens")
         tokenizer = self._engine.tokenizer.tokenizer
         return tokenizer.surrounded(tokenizer.encode(text)) if add_special else tokenizer.encode(text)
 
     def _ids_of_messages(self, fields: Mapping[str, Any]) -> list[int]:
         messages = parse_messages(fields.get("messages"))
+        self._check_length(messages, "messages")
         if flag_of(fields.get("add_special_tokens"), "add_special_tokens"):
             message = "add_special_tokens is for prompt: the chat template has messages' own"
             raise ClientError("invalid_value", message, param="add_special_tokens")
         add_prompt = flag_of(fields.get("add_generation_prompt", True), "add_generation_prompt")
         return self._engine.tokenizer.apply_chat_template(messages, add_generation_prompt=add_prompt)
+
+    def _check_length(self, prompt: Prompt, name: str) -> None:
+        """What no context holds is not tokenized: that takes a hundred bytes for each of the client's."""
+        try:
+            check_length(prompt, self._engine.limits.max_model_len, self._engine.tokenizer)
+        except RequestRejected as exc:
+            raise ClientError(exc.code, exc.message.replace("prompt", name, 1), param=name) from None
 
     def _detokenize(self, body: bytes) -> dict[str, Any]:
         tokens = self._fields(body, _DETOKENIZE).get("tokens")

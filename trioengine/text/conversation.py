@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from trioengine.core.errors import RequestRejected
 from trioengine.core.messages import TokenIds, token_ids
@@ -22,6 +22,7 @@ Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
 
 _BYTES = (bytes, bytearray, memoryview)  # sequences, but of no use here
 MAX_DEPTH = 64  # of what a message holds
+_MESSAGE = 16  # characters that a message costs as much as, beside its content
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -56,7 +57,7 @@ class Conversation:
     @property
     def size(self) -> int:
         """Characters and tokens that are there already, roughly what the next `prepare` has to go through."""
-        return sum(len(message["content"]) for message in self._messages) + len(self._token_ids)
+        return prompt_length(self._messages) + len(self._token_ids)
 
     def replace(self, history: Sequence[Message]) -> None:
         """Make these messages the conversation. Raises RequestRejected, and changes nothing, for bad ones."""
@@ -172,15 +173,19 @@ class Conversation:
 def check_length(prompt: Prompt, limit: int, tokenizer: ChatTokenizer) -> None:
     """As Conversation.check_length, for a conversation that is not there yet."""
     _check_type(prompt)
-    length = prompt_length(prompt)
-    if length <= limit:
-        return
-    is_ids = not isinstance(prompt, str) and not isinstance(prompt[0], Mapping)
-    least = length if is_ids else length // tokenizer.tokenizer.max_token_bytes
+    least = _least_tokens(prompt, tokenizer)
     if least > limit:
         raise RequestRejected(
             "context_length_exceeded", f"prompt: at least {least} tokens, the context is {limit}", param="prompt"
         )
+
+
+def _least_tokens(prompt: Prompt, tokenizer: ChatTokenizer) -> int:
+    if isinstance(prompt, str):
+        return len(prompt) // tokenizer.tokenizer.max_token_bytes
+    if _is_chat(prompt):  # a message is a token at least
+        return max(len(prompt), _contents_length(prompt) // tokenizer.tokenizer.max_token_bytes)
+    return len(prompt)
 
 
 def _check_type(prompt: object) -> None:
@@ -193,9 +198,16 @@ def _check_type(prompt: object) -> None:
 
 
 def prompt_length(prompt: Prompt) -> int:
-    """Characters of a text or of messages, or token ids."""
-    if isinstance(prompt, str) or not isinstance(next(iter(prompt), None), Mapping):
-        return len(prompt)
+    """How much there is to prepare: characters of a text, token ids, or what messages cost as characters."""
+    return len(prompt) * _MESSAGE + _contents_length(prompt) if _is_chat(prompt) else len(prompt)
+
+
+def _is_chat(prompt: Prompt) -> TypeGuard[Sequence[Message]]:
+    return not isinstance(prompt, str) and isinstance(next(iter(prompt), None), Mapping)
+
+
+def _contents_length(prompt: Sequence[Message]) -> int:
+    """Characters."""
     return sum(_content_length(entry.get("content")) for entry in prompt if isinstance(entry, Mapping))
 
 

@@ -152,7 +152,8 @@ def _response_create(response: object) -> ResponseCreate:
         raise ClientError("invalid_type", "response must be an object", param="response")
     settings = {name: value for name, value in response.items() if name not in ("conversation", "input")}
     named, given = response.get("conversation"), response.get("input")
-    conversation = next((known for known in Conversation if known.value == (named or "auto")), None)
+    named = Conversation.AUTO.value if named is None else named
+    conversation = next((known for known in Conversation if known.value == named), None)
     if conversation is None:
         param = "response.conversation"
         message = f"{param} must be 'auto' or 'none', got {named!r:.80}"

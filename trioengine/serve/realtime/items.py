@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trioengine.serve.fields import known_fields, text_of
+from trioengine.serve.fields import check_fixed, known_fields, text_of
 from trioengine.serve.problem import ClientError
 from trioengine.serve.realtime.outbox import new_id
 
 MAX_ITEMS = 4096
 MAX_CONVERSATION = 8 << 20  # characters
+MAX_PARTS = 64  # of an item
 MAX_ID = 128
 ROOT = "root"  # as previous_item_id: at the beginning
 
@@ -36,6 +37,12 @@ _PART_TYPES = {
 }
 
 
+_FIXED: Mapping[str, tuple[Any, ...]] = {  # in items that come back; of no effect
+    "object": ("realtime.item",),
+    "status": tuple(status.value for status in ItemStatus),
+}
+
+
 @dataclass(slots=True)
 class Item:
     """A message; `texts` are its parts. An assistant's item that is in progress grows at its only part."""
@@ -48,6 +55,11 @@ class Item:
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    @property
+    def size(self) -> int:
+        """Characters."""
+        return sum(map(len, self.texts))
 
     def truncate(self, content_index: int, text_end: int) -> None:
         """Keep so many characters of this part, and nothing of those behind it."""
@@ -86,9 +98,10 @@ def parse_item(fields: object, where: str = "item") -> Item:
     if role is None:
         names, shown = ", ".join(role.value for role in Role), f"{item.get('role')!r:.60}"
         raise ClientError("invalid_value", f"{where}.role must be one of {names}, got {shown}", param=f"{where}.role")
+    check_fixed(item, _FIXED, where)
     content, param = item.get("content"), f"{where}.content"
-    if not isinstance(content, list) or not content:
-        raise ClientError("invalid_value", f"{param} must be a list of at least one part", param=param)
+    if not isinstance(content, list) or not 1 <= len(content) <= MAX_PARTS:
+        raise ClientError("invalid_value", f"{param} must be a list of 1 to {MAX_PARTS} parts", param=param)
     texts = [_part_text(part, _PART_TYPES[role], f"{param}[{index}]") for index, part in enumerate(content)]
     id, param = item.get("id"), f"{where}.id"
     if id is None:
@@ -149,7 +162,7 @@ class Items:
         """Insert after the item of the id `previous`; None: at the end. Returns the id of the item before it."""
         if item.id in self._items:
             raise ClientError("duplicate_item", f"item.id: there is an item {item.id!r} already", param="item.id")
-        if len(self) >= MAX_ITEMS or self._size + len(item.text) > MAX_CONVERSATION:
+        if len(self) >= MAX_ITEMS or self._size + item.size > MAX_CONVERSATION:
             message = f"the conversation is full: {MAX_ITEMS} items or {MAX_CONVERSATION} characters"
             raise ClientError("conversation_too_large", message, param="item")
         index = self._index_after(previous)
@@ -161,14 +174,14 @@ class Items:
 
     def finish_answer(self, item: Item) -> None:
         """The model's item is as it will stay."""
-        self._size += len(item.text)
+        self._size += item.size
 
     def delete(self, id: object) -> str:
         """Remove an item that is not in progress, and return its id. Raises ClientError."""
         item = self._at_rest(id)
         del self._items[item.id]
         self._order.remove(item.id)
-        self._size -= len(item.text)
+        self._size -= item.size
         return item.id
 
     def truncate(self, id: object, content_index: object, text_end: object) -> Item:
@@ -178,14 +191,19 @@ class Items:
             message = f"item_id: {item.id!r} is not the assistant's, and only those are truncated"
             raise ClientError("invalid_value", message, param="item_id")
         index = _integer(content_index, len(item.texts) - 1, "content_index")
-        size = len(item.text)
+        size = item.size
         item.truncate(index, _integer(text_end, len(item.texts[index]), "text_end"))
-        self._size -= size - len(item.text)
+        self._size -= size - item.size
         return item
 
     def resolve(self, entries: Iterable[Item | ItemReference]) -> list[Item]:
         """A response's input, each reference replaced by the item that it means. Raises ClientError."""
-        return [self.get(entry.id, entry.where) if isinstance(entry, ItemReference) else entry for entry in entries]
+        items = [self.get(entry.id, entry.where) if isinstance(entry, ItemReference) else entry for entry in entries]
+        if sum(item.size for item in items) > MAX_CONVERSATION:  # an item may be meant many times
+            param = "response.input"
+            message = f"{param} has more than {MAX_CONVERSATION} characters"
+            raise ClientError("conversation_too_large", message, param=param)
+        return items
 
     def before(self, item: Item) -> str | None:
         """The id of the item before this one."""
@@ -207,7 +225,7 @@ class Items:
         self._items[item.id] = item
         self._order.insert(index, item.id)
         if item.status is not ItemStatus.IN_PROGRESS:
-            self._size += len(item.text)
+            self._size += item.size
         return self._order[index - 1] if index else None
 
 

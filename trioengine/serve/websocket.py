@@ -1,0 +1,34 @@
+"""An accepted connection as a WebSocket: trio-websocket's, on a protocol that bears bad clients."""
+
+from __future__ import annotations
+
+import trio
+from trio_websocket import WebSocketConnection, WebSocketRequest
+
+from trioengine.serve.websocket_protocol import WebSocketProtocol
+
+READ_SIZE = 8 << 10  # bytes; what is read at once is handled at once, and may be a thousand frames
+
+
+class AcceptedWebSocket(WebSocketConnection):
+    """The server's end. It never closes its stream: whoever owns that does, when the last words were read."""
+
+    def __init__(self, stream: trio.abc.Stream, max_message_size: int) -> None:
+        self._protocol = WebSocketProtocol(max_message_size)
+        super().__init__(
+            stream,
+            self._protocol,
+            message_queue_size=1,
+            max_message_size=max_message_size,
+            receive_buffer_size=READ_SIZE,
+        )
+
+    async def open(self, nursery: trio.Nursery, seen: bytes) -> WebSocketRequest:
+        """The handshake, which is in the bytes that were read already; what follows it is read in this nursery."""
+        self._protocol.receive_data(seen)
+        nursery.start_soon(self._reader_task)
+        return await self._get_request()
+
+    async def _close_stream(self) -> None:
+        self._reader_running = False
+        await trio.lowlevel.checkpoint()
