@@ -18,7 +18,7 @@ import trio
 from trioengine.core.errors import EngineError
 from trioengine.core.serve_config import ConnectionLimits
 from trioengine.serve.problem import INVALID_REQUEST, ClientError, Problem, RequestAborted, problem_of, status_of
-from trioengine.serve.sockets import CHUNK
+from trioengine.serve.sockets import CHUNK, Sender
 from trioengine.serve.streaming import Body, Disconnected, StreamingResponse
 
 logger = logging.getLogger("trioengine")
@@ -105,6 +105,7 @@ class HttpConnection:
 
     def __init__(self, stream: trio.abc.Stream, limits: ConnectionLimits) -> None:
         self._stream = stream
+        self._sender = Sender(stream)
         self._limits = limits
         self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=limits.max_header_size)
         self.seen = b""
@@ -184,7 +185,7 @@ class HttpConnection:
         """
         path, is_sent = request.path, False
         async with trio.open_nursery() as nursery:
-            body = Body(self._stream.send_all, nursery.cancel_scope, self._limits.send_timeout)
+            body = Body(self._sender.send_all, nursery.cancel_scope, self._limits.send_timeout)
             nursery.start_soon(self._watch, body)
             response: Response | StreamingResponse | None = await answered(path, handler(request))
             del request

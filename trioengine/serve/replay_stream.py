@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import trio
 
+from trioengine.serve.sockets import Sender
+
 
 class ReplayStream(trio.abc.Stream):
     """`stream`, but first the bytes `seen`."""
@@ -11,6 +13,7 @@ class ReplayStream(trio.abc.Stream):
     def __init__(self, seen: bytes, stream: trio.abc.Stream) -> None:
         self._seen = seen
         self._stream = stream
+        self._sender = Sender(stream)
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
         if not self._seen:
@@ -21,7 +24,7 @@ class ReplayStream(trio.abc.Stream):
         return data
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        await self._stream.send_all(data)
+        await self._sender.send_all(data)
 
     async def wait_send_all_might_not_block(self) -> None:
         await self._stream.wait_send_all_might_not_block()
