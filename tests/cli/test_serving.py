@@ -12,7 +12,7 @@ import trio
 import trio.testing
 
 from trioengine import EngineConfig
-from trioengine.cli.serving import _serve
+from trioengine.cli.serving import COLLECT_AFTER, _serve
 from trioengine.core.serve_config import ServeConfig
 from trioengine.serve.server import serve
 from trioengine.testing import Simulation
@@ -27,9 +27,11 @@ def log(caplog):
 
 @pytest.fixture(autouse=True)
 def thawed():
-    """What a server freezes is not frozen for the tests that follow."""
+    """What a server does to the garbage collector is undone for the tests that follow."""
+    threshold = gc.get_threshold()
     yield
     gc.unfreeze()
+    gc.set_threshold(*threshold)
 
 
 @asynccontextmanager
@@ -89,6 +91,7 @@ async def test_what_is_there_when_it_is_ready_is_frozen_and_no_garbage(autojump_
         await said(log, "ready: toy on cpu")
         await trio.testing.wait_all_tasks_blocked()
         assert gc.get_freeze_count() > 0
+        assert gc.get_threshold() == COLLECT_AFTER
         assert garbage() is None
         later = weakref.ref(Cycle())
         gc.collect()

@@ -14,7 +14,7 @@ from trioengine.core.completion import Completion as Completion
 from trioengine.core.errors import RequestRejected
 from trioengine.core.ledger import Stand
 from trioengine.core.lifecycle import Cause, Outcome
-from trioengine.core.messages import FinishReason, Logprobs, TokenIds, TokensRow, Usage, token_ids
+from trioengine.core.messages import FinishReason, Logprobs, TokensRow, Usage
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.text.answer import Answer
 from trioengine.text.conversation import Prepared, Prompt
@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 class _Mailbox:
     """Unread deltas, merged into one."""
 
+    __slots__ = ("logprobs", "text", "token_ids")
+
     def __init__(self) -> None:
         self.text: list[str] = []
-        self.token_ids: TokenIds = token_ids()
+        self.token_ids: list[int] = []
         self.logprobs: list[Logprobs] = []
 
     def __bool__(self) -> bool:
@@ -40,7 +42,9 @@ class _Mailbox:
 
     def take(self, *, with_logprobs: bool) -> Chunk:
         chunk = Chunk("".join(self.text), tuple(self.token_ids), tuple(self.logprobs) if with_logprobs else None)
-        self.__init__()  # type: ignore[misc]
+        self.text.clear()
+        self.token_ids.clear()
+        self.logprobs.clear()
         return chunk
 
 

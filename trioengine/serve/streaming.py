@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import trio
 
 if TYPE_CHECKING:
     from trioengine.serve.http import Response
+
+Frame: TypeAlias = Callable[[bytes], bytes]  # a piece of the body as it is sent
 
 KEEP_ALIVE = 15.0  # seconds of silence after which a stream says that it goes on
 
@@ -34,16 +36,20 @@ class Body:
         self._send_all = send_all
         self._scope = scope
         self._send_timeout = send_timeout  # seconds; a client that reads nothing for so long is gone
-        self._frame: Callable[[bytes], bytes] = bytes
+        self._first_frame: Frame = bytes
+        self._frame: Frame = bytes
         self._keep_alive = b""
         self._since = trio.current_time()  # when a send began, or the last one ended
         self._sending = False
         self._over = False
         self._sent = trio.Event()
 
-    def open(self, frame: Callable[[bytes], bytes], keep_alive: bytes) -> None:
-        """Before the first piece: `frame` makes bytes of one; `keep_alive` is sent after a silence, if not empty."""
-        self._frame, self._keep_alive = frame, keep_alive
+    def open(self, first_frame: Frame, frame: Frame, keep_alive: bytes) -> None:
+        """Before the first piece: what makes bytes of it, and of each further one.
+
+        `keep_alive` is a piece that is sent after a silence, if not empty.
+        """
+        self._first_frame, self._frame, self._keep_alive = first_frame, frame, keep_alive
 
     def depart(self, reason: Exception) -> None:
         """The client is gone, or has to go."""
@@ -57,9 +63,10 @@ class Body:
         while self._sending:  # something that keeps the stream alive
             self._sent = trio.Event()
             await self._sent.wait()
+        frame = self._frame if self.begun else self._first_frame
         self._sending, self._since, self.begun = True, trio.current_time(), True
         try:
-            await self._send_all(self._frame(piece))
+            await self._send_all(frame(piece))
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             self.depart(Disconnected("it closed the connection"))
             await trio.sleep_forever()
