@@ -18,6 +18,7 @@ from hypothesis.stateful import get_state_machine_test
 from trioengine.testing.fuzz.choices import BACKEND, sow
 from trioengine.testing.fuzz.machine import Finding, Machine
 from trioengine.testing.fuzz.program import Program
+from trioengine.testing.fuzz.trimming import trimmed
 
 BATCH = 50  # programs between two looks at the clock
 COLLECT_AFTER = 20_000  # objects
@@ -66,6 +67,8 @@ class Fuzzer:
     ) -> None:
         self.report = Report(machine.__name__, seed)
         self._phases = (Phase.generate, Phase.shrink) if shrink else (Phase.generate,)
+        self._shrinks = shrink
+        self._plain = machine
         self._profile = profile
         self._progress = progress
         self._began = time.monotonic()
@@ -136,7 +139,9 @@ class Fuzzer:
         try:
             hypothesis.seed(self.report.seed)(test)()
         except Finding as finding:
-            self.report.failure, self.report.program = finding.error, self._last
+            assert self._last is not None, "a machine that found something has been counted"
+            failed = finding.error, self._last
+            self.report.failure, self.report.program = trimmed(self._plain, failed) if self._shrinks else failed
         except (Flaky, KeyboardInterrupt) as exc:  # before it was shrunk, or it failed only once: nothing is lost
             if self._shortest is not None:
                 self.report.failure, self.report.program = self._shortest

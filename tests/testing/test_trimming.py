@@ -1,0 +1,48 @@
+"""What a program does not need to fail is left out of it."""
+
+from trioengine.testing.fuzz.machines import MACHINES
+from trioengine.testing.fuzz.program import Program, replay
+from trioengine.testing.fuzz.runner import silence
+from trioengine.testing.fuzz.trimming import trimmed
+from trioengine.testing.mutants import MUTANTS
+
+OPEN, SETTLE = ("open", {"wait": True}), ("settle", {})
+ASK = ("ask", {"which": 0, "max_tokens": 2, "reads": True})
+STEPS = [
+    ("begin", {"ready": True, "sessions": 2, "turns": 0, "asks": 0, "thread_passes": 1}),
+    ("tick", {"passes": 2, "order": 0}),
+    SETTLE,
+    OPEN,
+    ("outage", {"way": "abort all"}),
+    SETTLE,
+    ASK,
+    ("advance", {"seconds": 0.2}),
+    ("leave", {"which": 0, "what": "end"}),
+    ASK,
+    SETTLE,
+    SETTLE,
+]
+
+
+def test_what_is_left_fails_and_needs_every_step():
+    make, mutant = MACHINES["EngineMachine"], MUTANTS["F25"]
+    with silence(), mutant.active():
+        error, program = trimmed(make, (ValueError("as it was found"), Program("EngineMachine", STEPS)))
+        assert mutant.explains(error)
+        assert 1 < len(program.steps) < 5
+        for index in range(len(program.steps)):
+            assert fails(make, program.steps) and not fails(make, program.steps[:index] + program.steps[index + 1 :])
+
+
+def fails(make, steps):
+    try:
+        replay(make(), Program("EngineMachine", steps))
+    except Exception:
+        return True
+    return False
+
+
+def test_a_program_that_does_not_fail_stays_as_it_was():
+    failed = ValueError("once"), Program("EngineMachine", STEPS)
+    with silence():
+        assert trimmed(MACHINES["EngineMachine"], failed) is failed
