@@ -13,7 +13,9 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0)
 
 @pytest.fixture
 def config(smollm2):
-    return EngineConfig(model=str(smollm2), dtype="float32", kv_cache_memory=256 << 20, max_model_len=1024)
+    """One thread: two that wait for each other are many times slower beside whatever else the machine does."""
+    model = str(smollm2)
+    return EngineConfig(model=model, dtype="float32", kv_cache_memory=256 << 20, max_model_len=1024, num_threads=1)
 
 
 async def test_conversations_seeds_and_one_shots(config):

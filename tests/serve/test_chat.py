@@ -266,9 +266,9 @@ async def test_the_request_is_let_go_of_before_the_first_token(autojump_clock, c
         await wait_all_tasks_blocked()
         assert clients.engine.statistics().running + clients.engine.statistics().waiting == 1
         objects = gc.get_objects()
-        assert not [entry for entry in objects if isinstance(entry, ChatRequest)]
-        assert not [entry for entry in objects if isinstance(entry, Request) and entry.body]
-        (answer,) = (entry for entry in objects if isinstance(entry, _Answer))
+        assert not [entry for entry in objects if type(entry) is ChatRequest]
+        assert not [entry for entry in objects if type(entry) is Request and entry.body]
+        (answer,) = (entry for entry in objects if type(entry) is _Answer)
         assert not answer._messages
         (session,) = clients.engine._sessions
         assert session.generation.prompt is None
