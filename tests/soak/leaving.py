@@ -15,7 +15,7 @@ import trio
 from trio_websocket import WebSocketConnection, wrap_client_stream
 
 PROMPTS = ("Hi", "Name a colour.", "Count to ten.", "Tell me a story about a small red boat on a lake.")
-MAX_TOKENS = (1, 4, 16, 48)
+MAX_TOKENS = (1, 2, 8, 32)
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST, and forgets what was not sent
 
 
