@@ -1,0 +1,27 @@
+"""What a reader gets is a value: it does not change, and equals its equals."""
+
+import dataclasses
+
+import pytest
+
+from trioengine.core.completion import Chunk, Completion
+from trioengine.core.ledger import Ledger, Stand
+from trioengine.core.lifecycle import Cause
+from trioengine.core.messages import FinishReason, Usage
+
+
+def test_a_chunk_and_a_completion_are_values():
+    completion = Completion(1, "hi", (7, 8), None, FinishReason.STOP, None, Usage(3, 2, 0, 0.0, 0.0))
+    assert Chunk("hi", (7, 8)) == Chunk("hi", (7, 8), None)
+    assert completion == dataclasses.replace(completion)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        completion.text = "ho"
+
+
+def test_an_abort_is_counted_by_its_cause():
+    ledger = Ledger()
+    ledger.receive()
+    ledger.settle(Stand.PREPARING, FinishReason.ABORT, Cause.TIMEOUT)
+    ledger.check()
+    assert ledger.aborted == 1
+    assert ledger.abort_causes[Cause.TIMEOUT] == 1
