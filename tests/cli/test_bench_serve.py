@@ -248,7 +248,10 @@ async def test_a_server_without_our_metrics(autojump_clock, metrics):
 async def test_blocks_that_are_never_free(autojump_clock):
     reads = iter(range(10**6))
     config = BenchConfig(num_prompts=1, leave=100)
-    metrics = lambda: page(0 if next(reads) < 2 else 0.5, (0,) * 4, 0)  # noqa: E731
+
+    def metrics():
+        return page(0 if next(reads) < 2 else 0.5, (0,) * 4, 0)
+
     result, _ = await measured(config, answer(0.1, 0.1), metrics=metrics)
     assert result.server.blocks_free == [float("inf")]
     told = figures(result.run, config.metrics, config.percentiles)

@@ -9,6 +9,7 @@ import trio
 from trio.testing import memory_stream_pair
 from trio_websocket import wrap_client_stream
 
+from trioengine.actors.observer import Observer
 from trioengine.serve import ServeConfig, Server
 from trioengine.testing import simulated_engine
 
@@ -233,6 +234,28 @@ async def open_clients(**options):
         with trio.fail_after(60):
             await clients.all_closed()
             await clients.everything_is_given_back()
+
+
+class _FirstToken(Observer):
+    def __init__(self):
+        self.came = trio.Event()
+
+    def first_token(self, seconds, usage):
+        self.came.set()
+
+
+async def first_token(engine):
+    """Wait until a request, of which there is none yet, gets its first token."""
+    observer = _FirstToken()
+    engine.observers.append(observer)
+    await observer.came.wait()
+    engine.observers.remove(observer)
+
+
+async def finished(engine, count):
+    """Wait until so many requests ran to their end."""
+    while engine.statistics().finished < count:
+        await engine.gate.changed()
 
 
 async def read_all(stream, silence=1):

@@ -3,8 +3,8 @@
 import logging
 
 import pytest
-import trio
 from clients import open_clients, read_all, status_and_body
+from trio.testing import wait_all_tasks_blocked
 from trio_websocket import HandshakeError
 
 from trioengine.core.serve_config import ServeConfig
@@ -184,7 +184,7 @@ async def test_a_request_whose_body_still_comes_counts(autojump_clock):
     async with open_clients(max_sessions_per_key=1, **KEYS) as clients:
         stream = clients.stream()
         await stream.send_all(get("/version", bearer(KEY), "Content-Length: 2"))
-        await trio.sleep(1)
+        await wait_all_tasks_blocked()
         assert status_and_body(await clients.http(get("/version", bearer(KEY))))[0] == 429
         await stream.send_all(b"{}")
         assert status_and_body(await read_all(stream))[0] == 200

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import trio
-from clients import CHAT, Clients, HttpClient, chat, events_of
+from clients import CHAT, Clients, HttpClient, chat, events_of, finished, first_token
 from trio.testing import lockstep_stream_pair, wait_all_tasks_blocked
 
 from trioengine import EngineConfig
@@ -82,7 +82,7 @@ async def test_in_the_middle_of_a_stream(autojump_clock, clients, leave):
 async def test_in_the_middle_of_a_whole_answer(autojump_clock, clients, leave):
     async with clients.connect() as client:
         await client.send("POST", CHAT, chat(**LONG))
-        await trio.sleep(0.5)
+        await first_token(clients.engine)
         session, generation = only_session(clients)
         assert generation.answer.token_ids
         await leave(client.stream)
@@ -128,9 +128,9 @@ async def test_while_it_is_queued(autojump_clock, leave, stream):
         clients = Clients(engine, simulation, nursery)
         async with clients.connect() as busy, clients.connect() as client:
             await busy.send("POST", CHAT, chat(**LONG))
-            await trio.sleep(0.5)
+            await first_token(engine)
             await client.send("POST", CHAT, chat("you", stream=stream, **LONG))
-            await trio.sleep(0.5)
+            await wait_all_tasks_blocked()
             session = list(engine._sessions)[-1]
             generation = session.generation
             assert (engine.statistics().running, engine.statistics().waiting) == (1, 1)
@@ -151,7 +151,7 @@ async def test_a_reader_that_never_reads(autojump_clock, clients, stream):
     stream_pair = lockstep_stream_pair()
     async with clients.connect(*stream_pair) as client:
         await client.send("POST", CHAT, chat(stream=stream, **LONG))
-        await trio.sleep(1)
+        await first_token(clients.engine)
         before = trio.current_time()
         assert (await clients.chat()).status == 200
         assert trio.current_time() - before < 1
@@ -166,7 +166,7 @@ async def test_a_reader_that_never_reads_ends_its_request(autojump_clock):
         clients = Clients(engine, simulation, nursery)
         async with clients.connect(*lockstep_stream_pair()) as client:
             await client.send("POST", CHAT, chat(stream=True, **LONG))
-            await trio.sleep(1)
+            await first_token(engine)
             simulation.worker.stall(3600)
             session, generation = only_session(clients)
             await clients.all_closed()
@@ -177,8 +177,7 @@ async def test_a_reader_that_never_reads_ends_its_request(autojump_clock):
 async def test_a_slow_reader_gets_merged_chunks(autojump_clock, clients):
     async with clients.connect(*lockstep_stream_pair()) as client:
         await client.send("POST", CHAT, chat(stream=True, **LONG))
-        await trio.sleep(10)
-        assert clients.engine.statistics().finished == 1
+        await finished(clients.engine, 1)
         answer = await client.answer()
     tokenizer = clients.engine.tokenizer
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])

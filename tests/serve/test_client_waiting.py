@@ -4,6 +4,7 @@ import pytest
 import trio
 from clients import Clients
 from realtime_texts import assistant, reference, user
+from trio.testing import wait_all_tasks_blocked
 
 from trioengine import (
     EngineConfig,
@@ -77,5 +78,5 @@ async def test_who_waits_may_leave(autojump_clock, crowded, how):
 
 
 async def abort_later(generation):
-    await trio.sleep(0.2)
+    await wait_all_tasks_blocked()
     generation.abort()

@@ -15,6 +15,7 @@ import httpx
 import openai
 import pytest
 import trio
+from clients import first_token
 
 from trioengine import EngineConfig
 from trioengine.actors.nursery import open_unwrapped_nursery
@@ -162,8 +163,7 @@ async def test_openai_is_cancelled_while_it_waits():
     async with running(step_time=0.05) as server:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(under_asyncio, ask, server)
-            while not server.engine.statistics().received:  # noqa: ASYNC110 - nothing tells
-                await trio.sleep(0.01)
+            await first_token(server.engine)
             runs.set()
         while server.engine.statistics().sessions:
             await server.engine.gate.changed()

@@ -5,7 +5,7 @@ import logging
 import pytest
 import trio
 from clients import open_clients, read_all, status_and_body
-from trio.testing import lockstep_stream_pair
+from trio.testing import lockstep_stream_pair, wait_all_tasks_blocked
 from trio_websocket import ConnectionClosed
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -49,7 +49,7 @@ async def test_the_longest_head_of_a_websocket(autojump_clock):
         padding = b"X: " + b"x" * ((64 << 10) - len(HANDSHAKE) - 5) + b"\r\n"
         head = HANDSHAKE[:-2] + padding + b"\r\n"
         await stream.send_all(head[:10_000])
-        await trio.sleep(1)
+        await wait_all_tasks_blocked()
         await stream.send_all(head[10_000:])
         assert (await read_all(stream)).startswith(b"HTTP/1.1 101 ")
         await stream.aclose()

@@ -5,9 +5,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 import trio
-from clients import CHAT, Clients, chat
+from clients import CHAT, Clients, chat, first_token
 from test_chat_disconnects import LEAVING
 from test_disconnects import HANDSHAKE, SAY, event, read_until
+from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig
 from trioengine.testing import simulated_engine
@@ -103,9 +104,9 @@ async def test_its_queued_request_never_runs(autojump_clock, ask, leave):
         executed = Executed(clients.simulation.worker)
         async with clients.connect() as busy, clients.connect() as client:
             await busy.send("POST", CHAT, chat(max_tokens=50))
-            await trio.sleep(1)
+            await first_token(clients.engine)
             await ask(clients, client)
-            await trio.sleep(1)
+            await wait_all_tasks_blocked()
             assert (clients.engine.statistics().running, clients.engine.statistics().waiting) == (1, 1)
             await leave(client.stream)
             await trio.sleep(STEP + 0.05)

@@ -85,10 +85,10 @@ _HELP = {
 _NOT_OPTIONS = ("model", "restart_delays", "logit_bias", "logprobs")
 
 
-def _options(cls: type, panel: str, help: Mapping[str, str] = _HELP) -> list[inspect.Parameter]:  # noqa: A002
+def _options(cls: type, panel: str, texts: Mapping[str, str] = _HELP) -> list[inspect.Parameter]:
     hints = typing.get_type_hints(cls)
     fields = [field for field in dataclasses.fields(cls) if field.name not in _NOT_OPTIONS]
-    return [_option(field, hints[field.name], panel, help[field.name]) for field in fields]
+    return [_option(field, hints[field.name], panel, texts[field.name]) for field in fields]
 
 
 def _option(field: dataclasses.Field[Any], hint: Any, panel: str, text: str) -> inspect.Parameter:
