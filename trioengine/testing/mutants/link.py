@@ -7,7 +7,7 @@ from typing import Any
 import trio
 
 from trioengine.actors.link import Link
-from trioengine.actors.session import Session
+from trioengine.actors.session_state import SessionState
 from trioengine.actors.sessions import Sessions
 from trioengine.actors.supervisor import Supervisor
 from trioengine.core.lifecycle import Phase
@@ -17,7 +17,7 @@ _WRITE_TIMEOUT = 0.1  # seconds
 
 
 def _tell_nobody_who_runs(on_worker_lost: Any) -> Any:
-    def mutant(self: Session, error: Any) -> None:
+    def mutant(self: SessionState, error: Any) -> None:
         if self.phase is not Phase.RUNNING:
             on_worker_lost(self, error)
 
@@ -70,7 +70,7 @@ LINK_MUTANTS = (
     Mutant(
         "F18",
         "the worker dies, and its readers are not told",
-        replaced(Session, "on_worker_lost", _tell_nobody_who_runs),
+        replaced(SessionState, "on_worker_lost", _tell_nobody_who_runs),
         shows="wait for ever|the worker holds sessions|still on the worker|in flight, the worker has none",
     ),
     Mutant(

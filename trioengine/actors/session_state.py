@@ -1,0 +1,158 @@
+"""A session as its table moves it: what the worker says of it, what each action does, and which turns are kept.
+
+All of it is synchronous. The table in `core.lifecycle` says what happens; here it is carried out.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING
+
+from trioengine.actors.generation import Generation
+from trioengine.actors.worker_session import Posting, WorkerSession
+from trioengine.core.errors import RequestRejected, WorkerLost
+from trioengine.core.ledger import Stand
+from trioengine.core.lifecycle import Action, Attachment, Cause, Event, Outcome, Phase, SessionLifecycle
+from trioengine.core.messages import FinishReason, RequestFailed, TokensRow
+from trioengine.text.conversation import Conversation
+
+if TYPE_CHECKING:
+    from trioengine.actors.engine import Engine
+
+
+class SessionState(abc.ABC):
+    """What Session, its handle and task, is built on."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.id: int | None = None  # minted when entered
+        self.generation: Generation | None = None  # its request, until it is settled
+        self.observers = engine.observers
+        self.worker_session = WorkerSession(engine.observers)
+        self._engine = engine
+        self._gate = engine.gate
+        self._lifecycle = SessionLifecycle()
+        self._conversation: Conversation | None = None
+
+    @abc.abstractmethod
+    def _free(self) -> None:
+        """The worker has let go of the session: give its slot back."""
+
+    @property
+    def phase(self) -> Phase:
+        return self._lifecycle.phase
+
+    @property
+    def attached(self) -> bool:
+        """Whether the worker holds the session."""
+        return self._lifecycle.attachment is Attachment.ATTACHED
+
+    @property
+    def conversation(self) -> Conversation:
+        """What was committed."""
+        if self._conversation is None:
+            raise RuntimeError("the session was not entered: use `async with engine.open_session()`")
+        return self._conversation
+
+    # ---- what the worker says -------------------------------------------------------------------------------------
+
+    def on_row(self, row: TokensRow) -> None:
+        """A row of a step."""
+        self.worker_session.receive(row.token_ids)
+        generation = self._in_flight()
+        if generation.stand is Stand.WAITING:
+            self._move(generation, Stand.RUNNING)
+        if row.usage is not None:
+            generation.usage = row.usage
+        if generation.outcome is None and (outcome := generation.receive(row)) is not None:
+            self._conclude(generation, outcome)
+            if row.finish_reason is None and self.phase is Phase.RUNNING:
+                self._apply(Event.ABORT)
+        if row.finish_reason is not None:
+            self._finish()
+
+    def on_failed(self, message: RequestFailed) -> None:
+        """REQUEST_FAILED."""
+        generation = self._in_flight()
+        generation.decide(Outcome(FinishReason.ERROR, error=RequestRejected(message.code, message.message)))
+        self._finish()
+
+    def _finish(self) -> None:
+        """The worker is done with the request; one that was told to end has still to say so of the session."""
+        if self.phase is not Phase.ENDING:
+            self.worker_session.let_go()
+        self._apply(Event.FINISH)
+
+    def on_ended(self) -> None:
+        """SESSION_ENDED."""
+        self.worker_session.let_go()
+        self._apply(Event.SESSION_ENDED)
+
+    def on_worker_lost(self, error: WorkerLost) -> None:
+        """The incarnation is dead. A request in flight fails, unless it was being aborted; the history stays."""
+        generation = self.generation
+        if generation is not None and self.phase is Phase.RUNNING:
+            generation.decide(Outcome(FinishReason.ERROR, error=error))
+        self._apply(Event.WORKER_LOST)
+        self.worker_session.detach()
+
+    # ---- the actions ----------------------------------------------------------------------------------------------
+
+    def _apply(self, event: Event, *, posting: Posting | None = None) -> None:
+        for action in self._lifecycle.apply(event):
+            match action:
+                case Action.POST_ADD_SESSION:
+                    self.worker_session.add(self._id)
+                case Action.POST_ADD_MESSAGE:
+                    assert posting is not None, "only a commit posts a message"
+                    self.worker_session.add_message(posting)
+                case Action.POST_STOP_SESSION:
+                    self.worker_session.stop(self._id, self._in_flight().request_id)
+                case Action.POST_END_SESSION:
+                    self.worker_session.end(self._id)
+                case Action.FREE_SESSION:
+                    self._free()
+                case _:
+                    self._settle()
+
+    def _settle(self) -> None:
+        """The request is over for the worker, too; undecided, it was aborted."""
+        generation = self._in_flight()
+        self._cut_short(generation, generation.abort_cause)
+        outcome = generation.outcome
+        assert outcome is not None, "just decided"
+        if outcome.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            generation.tell_times()
+            self._engine.request_finished()
+        self.generation = None
+        generation.settle()
+        self._gate.settle(generation.stand, outcome.finish_reason, outcome.cause)
+
+    def _move(self, generation: Generation, stand: Stand) -> None:
+        self._gate.ledger.move(generation.stand, stand)
+        generation.stand = stand
+
+    @property
+    def _id(self) -> int:
+        assert self.id is not None, "only an entered session has transitions"
+        return self.id
+
+    # ---- the request, and its turn --------------------------------------------------------------------------------
+
+    def _in_flight(self) -> Generation:
+        assert self.generation is not None, "every state with a request in the table has its generation"
+        return self.generation
+
+    def _cut_short(self, generation: Generation, cause: Cause) -> None:
+        """Nothing more is read of this request: without an outcome it is aborted now, with what came until now."""
+        if generation.outcome is not None:
+            return
+        generation.flush()
+        self._conclude(generation, Outcome(FinishReason.ABORT, cause))
+
+    def _conclude(self, generation: Generation, outcome: Outcome) -> None:
+        """The worker's answer, or an abort, decides the outcome, and whether the turn is committed."""
+        prepared, answer = generation.prepared, generation.answer
+        is_kept = outcome.finish_reason is not FinishReason.ABORT or generation.keep_partial
+        if is_kept and prepared is not None and answer is not None and answer.token_ids:
+            self.conversation.commit(prepared, answer.token_ids, answer.text)
+        generation.decide(outcome)
