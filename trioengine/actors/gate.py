@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import trio
 
+from trioengine.actors.changes import Changes
 from trioengine.actors.link import Link
 from trioengine.actors.waiting_line import WaitingLine
 from trioengine.core.config import EngineConfig
@@ -34,7 +35,7 @@ class Gate:
         self.requests = WaitingLine()  # for a request slot
         self.commits = WaitingLine()  # with a request slot, for a worker
         self._config = config
-        self._changed = trio.Event()
+        self._changes = Changes()
         self._last_id = 0
 
     def mint(self) -> int:
@@ -48,27 +49,23 @@ class Gate:
         self.power = next_power(self.power, event)
         for line in (self.commits, self.sessions, self.requests):
             line.serve()
-        self._notify()
+        self._changes.notify()
 
     def free_session(self) -> None:
         """Give a session slot back."""
         self.ledger.free_session()
         self.sessions.serve()
-        self._notify()
+        self._changes.notify()
 
     def settle(self, stand: Stand, finish_reason: FinishReason, cause: Cause | None = None) -> None:
         """Enter a request's outcome in the books, and give its slot back."""
         self.ledger.settle(stand, finish_reason, cause)
         self.requests.serve()
-        self._notify()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+        self._changes.notify()
 
     async def changed(self) -> None:
         """Wait until a slot is given back, or the power changes."""
-        await self._changed.wait()
+        await self._changes.wait()
 
     # ---- admission ------------------------------------------------------------------------------------------------
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from copy import copy
-from types import TracebackType
 from typing import TYPE_CHECKING
 
-import trio
-
+from trioengine.actors.readable import Readable
 from trioengine.actors.request_times import RequestTimes
 from trioengine.core.completion import Chunk as Chunk
 from trioengine.core.completion import Completion as Completion
-from trioengine.core.errors import RequestRejected
 from trioengine.core.ledger import Stand
 from trioengine.core.lifecycle import Cause, Outcome
 from trioengine.core.messages import FinishReason, Logprobs, TokensRow, Usage
@@ -48,7 +44,7 @@ class _Mailbox:
         return chunk
 
 
-class Generation:
+class Generation(Readable):
     """One request: `async with session.generate(...) as generation: async for chunk in generation`.
 
     Entering reserves, prepares and posts the request; what is refused is raised there. Iterating ends normally for
@@ -68,54 +64,24 @@ class Generation:
         deadline: float,
         wait: bool,
     ) -> None:
-        if not (params is None or isinstance(params, SamplingParams)):
-            shown = type(params).__name__
-            raise RequestRejected("invalid_value", f"params must be SamplingParams, got {shown}", param="params")
+        super().__init__(params, keep_partial=keep_partial, deadline=deadline, wait=wait)
         self.prompt: Prompt | None = prompt  # dropped once it is prepared
-        self.params = SamplingParams() if params is None else params
-        self.keep_partial = keep_partial
-        self.deadline = deadline
-        self.wait = wait
-        self.outcome: Outcome | None = None
-        self.settled = trio.Event()  # the worker is done with it, and its slot is free
         # The session's part: it alone writes these.
         self.stand = Stand.PREPARING
-        self.entering = trio.CancelScope()  # an abort ends the waiting and preparing
         self.prepared: Prepared | None = None
         self.answer: Answer | None = None
         self.abort_cause = Cause.CLIENT
         self.usage: Usage | None = None
         self.times = RequestTimes(session.observers)
-        self._request_id: int | None = None
         self._session = session
         self._logprobs: list[Logprobs] = []
         self._mailbox = _Mailbox()
-        self._news = trio.Event()
-        self._reading = False
-        self._entered = False
 
     def __repr__(self) -> str:
         state = self.stand.value if self.outcome is None else self.outcome.finish_reason.value
         return f"<Generation {self._request_id} {state}>"
 
-    @property
-    def request_id(self) -> int:
-        """The engine's id of the request, once entered."""
-        if self._request_id is None:
-            raise RuntimeError("the generation was not entered: use `async with session.generate(...)`")
-        return self._request_id
-
-    @request_id.setter
-    def request_id(self, request_id: int) -> None:
-        self._request_id = request_id
-
-    @property
-    def completion(self) -> Completion:
-        """The answer, once there is an outcome; raises the typed error of a failed request."""
-        if self.outcome is None:
-            raise RuntimeError("the generation has no outcome yet")
-        if self.outcome.error is not None:
-            raise copy(self.outcome.error)
+    def _answer(self, outcome: Outcome) -> Completion:
         answer = self.answer
         ids = tuple(answer.token_ids) if answer is not None else ()
         prompt_tokens = len(self.prepared.token_ids) if self.prepared is not None else 0
@@ -126,8 +92,8 @@ class Generation:
             text=answer.text if answer is not None else "",
             token_ids=ids,
             logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
-            finish_reason=self.outcome.finish_reason,
-            cause=self.outcome.cause,
+            finish_reason=outcome.finish_reason,
+            cause=outcome.cause,
             usage=Usage(prompt_tokens, len(ids), cached_tokens, *times),
         )
 
@@ -135,46 +101,18 @@ class Generation:
         """Ask for the end of this request; harmless when it has one. A finish that is on its way wins."""
         self._session.abort_request(self, Cause.CLIENT)
 
-    async def result(self) -> Completion:
-        """Read to the end and return the whole answer. Raises the typed error of a failed request."""
-        async for _ in self:
-            pass
-        return self.completion
-
-    async def __aenter__(self) -> Generation:
-        if self._entered:
-            raise RuntimeError("a generation is entered once")
-        self._entered = True
+    async def _start(self) -> None:
         await self._session.start(self)
-        return self
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def _leave(self) -> None:
         self._session.leave(self)
-        if not self.settled.is_set() and (exc is None or isinstance(exc, Exception)):
-            await self.settled.wait()
 
-    def __aiter__(self) -> Generation:
-        return self
+    @property
+    def _has_unread(self) -> bool:
+        return bool(self._mailbox)
 
-    async def __anext__(self) -> Chunk:
-        if self._reading:
-            raise trio.BusyResourceError("another task reads this generation")
-        self._reading = True
-        try:
-            if self._mailbox or self.outcome is not None:
-                await trio.lowlevel.checkpoint()
-            while not self._mailbox and self.outcome is None:
-                self._news = trio.Event()
-                await self._news.wait()
-        finally:
-            self._reading = False
-        if self._mailbox:
-            return self._mailbox.take(with_logprobs=self.params.logprobs is not None)
-        if self.outcome is not None and self.outcome.error is not None:
-            raise copy(self.outcome.error)
-        raise StopAsyncIteration
+    def _take(self) -> Chunk:
+        return self._mailbox.take(with_logprobs=self.params.logprobs is not None)
 
     # ---- what the session tells it; synchronous ---------------------------------------------------------------
 
@@ -193,7 +131,7 @@ class Generation:
         if row.logprobs is not None:
             self._mailbox.logprobs.extend(row.logprobs[: delta.num_tokens])
             self._logprobs.extend(row.logprobs[: delta.num_tokens])
-        self._news.set()
+        self._changes.notify()
         if delta.stopped:
             return Outcome(FinishReason.STOP)
         if row.finish_reason is FinishReason.ABORT:
@@ -205,18 +143,7 @@ class Generation:
         if self.answer is not None:
             self._mailbox.add(self.answer.flush())
 
-    def decide(self, outcome: Outcome) -> None:
-        """The first outcome is the outcome."""
-        if self.outcome is None:
-            self.outcome = outcome
-        self._news.set()
-
     def tell_times(self) -> None:
         """It ran to its end: the observers hear how long it took."""
         assert self.prepared is not None and self.answer is not None, "rows come after the commit"
         self.times.finish(len(self.prepared.token_ids), len(self.answer.token_ids))
-
-    def settle(self) -> None:
-        """The worker is done with the request, or will never hear of it."""
-        self.entering.cancel()
-        self.settled.set()

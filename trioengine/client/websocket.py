@@ -20,6 +20,8 @@ from wsproto.events import (
 )
 from wsproto.utilities import ProtocolError
 
+from trioengine.actors.changes import Changes
+
 MAX_MESSAGE = 64 << 20  # characters
 MAX_REFUSAL = 1 << 20  # bytes
 ABNORMAL, BAD_DATA, TOO_BIG = 1006, 1003, 1009
@@ -51,7 +53,7 @@ class WebSocket:
         self._protocol = WSConnection(ConnectionType.CLIENT)
         self._events: deque[Event] = deque()
         self._unsent: deque[bytes] = deque()
-        self._changed = trio.Event()
+        self._changes = Changes()
         self._pong = trio.Event()
 
     async def shake_hands(self, host: str, target: str, headers: list[tuple[bytes, bytes]]) -> None:
@@ -93,7 +95,7 @@ class WebSocket:
                 case CloseConnection():
                     if self._protocol.state is ConnectionState.REMOTE_CLOSING:
                         self._unsent.append(self._protocol.send(event.response()))
-                        self._notify()
+                        self._changes.notify()
                     raise Closed(event.code, event.reason)
                 case _:
                     raise Closed(BAD_DATA, f"the server sent a {type(event).__name__}")
@@ -109,20 +111,20 @@ class WebSocket:
         """Write what is said, until cancelled; returns when the stream breaks, which `read` tells."""
         while True:
             while not self._unsent:
-                await self._changed.wait()
+                await self._changes.wait()
             try:
                 await self._stream.send_all(self._unsent[0])
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 self._unsent.clear()
-                self._notify()
+                self._changes.notify()
                 return
             self._unsent.popleft()
-            self._notify()
+            self._changes.notify()
 
     async def flushed(self) -> None:
         """Wait until everything is written."""
         while self._unsent:
-            await self._changed.wait()
+            await self._changes.wait()
 
     async def ping(self) -> None:
         """Wait until the server answers."""
@@ -133,11 +135,7 @@ class WebSocket:
     def _put(self, event: Event) -> None:
         if self._protocol.state is ConnectionState.OPEN:
             self._unsent.append(self._protocol.send(event))
-            self._notify()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+            self._changes.notify()
 
     async def _next_event(self) -> Event:
         while not self._events:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import trio
 
+from trioengine.actors.changes import Changes
 from trioengine.actors.engine import Engine
 from trioengine.serve.problem import ClientError
 from trioengine.serve.realtime.answering import answer, failing
@@ -20,7 +21,7 @@ class Beside:
         self._label = label
         self._active: list[Response] = []
         self._unstarted: list[Response] = []  # of these
-        self._changed = trio.Event()
+        self._changes = Changes()
 
     @property
     def active(self) -> tuple[Response, ...]:
@@ -38,12 +39,12 @@ class Beside:
         self._active.append(response)
         self._unstarted.append(response)
         response.begin()
-        self._notify()
+        self._changes.notify()
 
     async def idle(self) -> None:
         """Wait until no response is active."""
         while self._active:
-            await self._changed.wait()
+            await self._changes.wait()
 
     async def run(self) -> None:
         """Answer until cancelled."""
@@ -52,7 +53,7 @@ class Beside:
                 for response in self._unstarted:
                     nursery.start_soon(self._respond, response)
                 self._unstarted.clear()
-                await self._changed.wait()
+                await self._changes.wait()
 
     async def _respond(self, response: Response) -> None:
         try:
@@ -61,8 +62,4 @@ class Beside:
                     await answer(self._engine, session, response)
         finally:
             self._active.remove(response)
-            self._notify()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+            self._changes.notify()

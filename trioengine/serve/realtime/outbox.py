@@ -10,6 +10,7 @@ from typing import Any
 import trio
 from trio_websocket import ConnectionClosed, WebSocketConnection
 
+from trioengine.actors.changes import Changes
 from trioengine.serve.problem import Problem
 
 ROOM = 1 << 16  # characters that may be unsent before whoever has more to say waits
@@ -39,7 +40,7 @@ class Outbox:
         self._events: deque[str] = deque()
         self._size = 0  # characters that are not sent yet
         self._sequence_number = 0
-        self._changed = trio.Event()
+        self._changes = Changes()
 
     def put(self, name: str, **fields: Any) -> None:
         """Send the event of this type when its turn has come."""
@@ -59,7 +60,7 @@ class Outbox:
         self._sequence_number += 1
         self._events.append(text)
         self._size += len(text)
-        self._notify()
+        self._changes.notify()
 
     def put_error(self, problem: Problem, event_id: str | None) -> None:
         """Send an error event; `event_id` is that of the client's event that caused it."""
@@ -69,18 +70,18 @@ class Outbox:
         """Wait until the client has read enough for more."""
         await trio.lowlevel.checkpoint()
         while self._size > ROOM:
-            await self._changed.wait()
+            await self._changes.wait()
 
     async def flushed(self) -> None:
         """Wait until everything is sent."""
         while self._size:
-            await self._changed.wait()
+            await self._changes.wait()
 
     async def send_to(self, websocket: WebSocketConnection) -> None:
         """Send until cancelled, or until the WebSocket is closed. Raises TooSlowError when the client does not read."""
         while True:
             while not self._events:
-                await self._changed.wait()
+                await self._changes.wait()
             text = self._events.popleft()
             try:
                 with trio.fail_after(self._send_timeout):
@@ -88,8 +89,4 @@ class Outbox:
             except ConnectionClosed:
                 return
             self._size -= len(text)
-            self._notify()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+            self._changes.notify()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 
-import trio
-
+from trioengine.actors.changes import Changes
 from trioengine.actors.engine import Engine
 from trioengine.actors.session import Session
 from trioengine.core.lifecycle import Cause
@@ -22,7 +21,7 @@ class Responder:
         self._label = label
         self._active: Response | None = None
         self._session: Session | None = None
-        self._changed = trio.Event()
+        self._changes = Changes()
 
     @property
     def active(self) -> tuple[Response, ...]:
@@ -39,12 +38,12 @@ class Responder:
         self.check_room()
         self._active = response
         response.begin()
-        self._notify()
+        self._changes.notify()
 
     async def idle(self) -> None:
         """Wait until no response is active."""
         while self._active is not None:
-            await self._changed.wait()
+            await self._changes.wait()
 
     async def run(self) -> None:
         """Answer until cancelled."""
@@ -52,10 +51,10 @@ class Responder:
             try:
                 while True:
                     while self._active is None:
-                        await self._changed.wait()
+                        await self._changes.wait()
                     await self._respond(self._active, sessions)
                     self._active = None
-                    self._notify()
+                    self._changes.notify()
             finally:
                 if self._session is not None:
                     self._session.end(Cause.DISCONNECT)
@@ -65,7 +64,3 @@ class Responder:
             if self._session is None or self._session.end_cause is not None:
                 self._session = await sessions.enter_async_context(self._engine.open_session(label=self._label))
             await answer(self._engine, self._session, response)
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()

@@ -1,0 +1,137 @@
+"""The reader's half of a generation: entering, reading and leaving are the same in the engine and in its client."""
+
+from __future__ import annotations
+
+import abc
+from copy import copy
+from types import TracebackType
+from typing import Self
+
+import trio
+
+from trioengine.actors.changes import Changes
+from trioengine.core.completion import Chunk, Completion
+from trioengine.core.errors import RequestRejected
+from trioengine.core.lifecycle import Outcome
+from trioengine.core.sampling_params import SamplingParams
+
+
+class Readable(abc.ABC):
+    """What both classes Generation are built on; what is promised stands there."""
+
+    def __init__(self, params: SamplingParams | None, *, keep_partial: bool, deadline: float, wait: bool) -> None:
+        if not (params is None or isinstance(params, SamplingParams)):
+            shown = type(params).__name__
+            raise RequestRejected("invalid_value", f"params must be SamplingParams, got {shown}", param="params")
+        self.params = SamplingParams() if params is None else params
+        self.keep_partial = keep_partial
+        self.deadline = deadline
+        self.wait = wait
+        self.outcome: Outcome | None = None
+        self.settled = trio.Event()  # the worker is done with it, and its slot is free
+        self.entering = trio.CancelScope()  # an abort ends the waiting and preparing
+        self._request_id: int | None = None
+        self._changes = Changes()  # of what is unread, and of the outcome
+        self._is_being_read = False
+        self._entered = False
+
+    # ---- what the two have of their own ---------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    async def _start(self) -> None:
+        """Ask for the answer; raises what is refused."""
+
+    @abc.abstractmethod
+    def _leave(self) -> None:
+        """The reader goes."""
+
+    @property
+    @abc.abstractmethod
+    def _has_unread(self) -> bool: ...
+
+    @abc.abstractmethod
+    def _take(self) -> Chunk:
+        """What is unread, as one chunk."""
+
+    @abc.abstractmethod
+    def _answer(self, outcome: Outcome) -> Completion:
+        """The answer, which has this outcome."""
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """Ask for the end of this request; harmless when it has one. A finish that is on its way wins."""
+
+    # ---- what the reader does -------------------------------------------------------------------------------------
+
+    @property
+    def request_id(self) -> int:
+        """The number of the request, once entered: the engine's or, over a connection, the client's."""
+        if self._request_id is None:
+            raise RuntimeError("the generation was not entered: use `async with session.generate(...)`")
+        return self._request_id
+
+    @request_id.setter
+    def request_id(self, request_id: int) -> None:
+        self._request_id = request_id
+
+    @property
+    def completion(self) -> Completion:
+        """The answer, once there is an outcome; raises the typed error of a failed request."""
+        if self.outcome is None:
+            raise RuntimeError("the generation has no outcome yet")
+        if self.outcome.error is not None:
+            raise copy(self.outcome.error)
+        return self._answer(self.outcome)
+
+    async def result(self) -> Completion:
+        """Read to the end and return the whole answer. Raises the typed error of a failed request."""
+        async for _ in self:
+            pass
+        return self.completion
+
+    async def __aenter__(self) -> Self:
+        if self._entered:
+            raise RuntimeError("a generation is entered once")
+        self._entered = True
+        await self._start()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._leave()
+        if not self.settled.is_set() and (exc is None or isinstance(exc, Exception)):
+            await self.settled.wait()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._is_being_read:
+            raise trio.BusyResourceError("another task reads this generation")
+        self._is_being_read = True
+        try:
+            if self._has_unread or self.outcome is not None:
+                await trio.lowlevel.checkpoint()
+            while not self._has_unread and self.outcome is None:
+                await self._changes.wait()
+        finally:
+            self._is_being_read = False
+        if self._has_unread:
+            return self._take()
+        if self.outcome is not None and self.outcome.error is not None:
+            raise copy(self.outcome.error)
+        raise StopAsyncIteration
+
+    # ---- what the session tells it; synchronous -------------------------------------------------------------------
+
+    def decide(self, outcome: Outcome) -> None:
+        """The first outcome is the outcome."""
+        if self.outcome is None:
+            self.outcome = outcome
+        self._changes.notify()
+
+    def settle(self) -> None:
+        """The worker is done with the request, or will never hear of it."""
+        self.entering.cancel()
+        self.settled.set()
