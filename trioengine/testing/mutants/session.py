@@ -7,6 +7,7 @@ from typing import Any
 import trio
 
 from trioengine.actors.generation import Generation
+from trioengine.actors.readable import Readable
 from trioengine.actors.session import Session
 from trioengine.core.lifecycle import Action, Attachment, Cause, Event, Phase, Transition
 from trioengine.testing.mutants.mutant import Mutant, replaced, rewritten
@@ -23,7 +24,7 @@ def _forget_cancelled_preparation(abort_request: Any) -> Any:
 
 
 def _swallow_cancellation(read: Any) -> Any:
-    async def mutant(self: Generation) -> Any:
+    async def mutant(self: Readable) -> Any:
         while True:
             try:
                 return await read(self)
@@ -82,7 +83,7 @@ SESSION_MUTANTS = (
     Mutant(
         "F9",
         "a read swallows its cancellation, and goes on",
-        replaced(Generation, "__anext__", _swallow_cancellation),
+        replaced(Readable, "__anext__", _swallow_cancellation),
         shows="Livelock",
     ),
     Mutant(
