@@ -5,6 +5,7 @@ import logging
 import pytest
 import trio
 from clients import CHAT, chat, open_clients, read_all
+from trio.testing import wait_all_tasks_blocked
 
 from trioengine.serve.access_log import request_id
 from trioengine.serve.http import Request
@@ -20,7 +21,7 @@ def get(path, *headers):
 @pytest.fixture
 def log(caplog):
     """Records with the fields of their context."""
-    caplog.set_level(logging.INFO, "trioengine")
+    caplog.set_level(logging.DEBUG, "trioengine")
     context = ContextFilter()
     caplog.handler.addFilter(context)
     yield caplog
@@ -47,6 +48,19 @@ async def test_a_line_for_each_request(autojump_clock, clients, log):
     assert len({line.request_id for line in lines(log)}) == 3
     assert id_in(data) == lines(log)[0].request_id
     assert "secret" not in log.text
+
+
+async def test_what_asks_every_few_seconds_fills_no_log(autojump_clock, clients, log):
+    await clients.http(get("/ready") + get("/metrics") + get("/version"))
+    clients.simulation.worker.exit(-9)
+    await wait_all_tasks_blocked()
+    await clients.http(get("/ready"))
+    assert [(line.path, line.status, line.levelname) for line in lines(log)] == [
+        ("/ready", 200, "DEBUG"),
+        ("/metrics", 200, "DEBUG"),
+        ("/version", 200, "INFO"),
+        ("/ready", 503, "INFO"),
+    ]
 
 
 async def test_a_refusal_has_its_line_and_its_id(autojump_clock, log):

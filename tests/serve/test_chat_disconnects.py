@@ -42,7 +42,7 @@ async def ended_by_disconnect(clients, session, generation):
     assert trio.current_time() - before < 0.1
     await clients.all_closed()
     assert (generation.outcome.cause, session.end_cause) == (Cause.DISCONNECT, Cause.DISCONNECT)
-    assert len(clients.server.completions) == 0
+    assert len(clients.server.in_flight) == 0
     statistics = clients.engine.statistics()
     assert (statistics.finished, statistics.aborted, statistics.failed) == (0, 1, 0)
     await clients.everything_is_given_back()
@@ -296,4 +296,4 @@ async def test_at_any_moment(autojump_clock, clients, leave, stream):
     statistics = clients.engine.statistics()
     assert statistics.aborted > 0
     assert statistics.failed == 0
-    assert len(clients.server.completions) == 0
+    assert len(clients.server.in_flight) == 0

@@ -1,4 +1,4 @@
-"""Events of the Realtime protocol that are refused: by an error event that names what was wrong; the connection lives."""
+"""Refused events of the Realtime protocol: an error event names what was wrong, and the connection lives."""
 
 import json
 

@@ -239,12 +239,30 @@ async def test_abort_one(autojump_clock, clients):
     assert (await clients.request("POST", "/abort_request", {"request_id": id})).json == {"aborted": 0}
 
 
+async def test_abort_a_response(autojump_clock, clients):
+    """Of the conversation, and one beside it; the connection lives."""
+    fields = {"max_output_tokens": 400, "ignore_eos": True}
+    item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "alone"}]}
+    beside = {"conversation": "none", "input": [item]}
+    async with clients.realtime() as client:
+        for more in ({}, beside):
+            await client.say("hello")
+            await client.send("response.create", response=fields | more)
+            id = (await client.until("response.output_text.delta"))["response_id"]
+            answer = await clients.request("POST", "/abort_request", {"request_id": id})
+            assert (answer.status, answer.json) == (200, {"aborted": 1})
+            response = (await client.until("response.done"))["response"]
+            assert (response["id"], response["status"]) == (id, "cancelled")
+            assert (await clients.request("POST", "/abort_request", {"request_id": id})).json == {"aborted": 0}
+        assert (await client.ask("and now?", max_output_tokens=3))["status"] == "incomplete"
+
+
 async def test_abort_one_that_is_whole(autojump_clock, clients):
     """Its client hears of its id only with the answer."""
     async with clients.connect() as client:
         await client.send("POST", CHAT, chat(max_tokens=400))
         await wait_all_tasks_blocked()
-        (id,) = clients.server.completions._generations
+        (id,) = clients.server.in_flight._generations
         assert (await clients.request("POST", "/abort_request", {"request_id": id})).json == {"aborted": 1}
         answer = await client.answer()
         assert (answer.status, answer.error["code"]) == (500, "aborted")

@@ -46,3 +46,19 @@ def test_a_program_that_does_not_fail_stays_as_it_was():
     failed = ValueError("once"), Program("EngineMachine", STEPS)
     with silence():
         assert trimmed(MACHINES["EngineMachine"], failed) is failed
+
+
+def test_a_step_that_only_lets_a_pass_go_by_is_one():
+    steps = [
+        ("begin", {"ready": True, "sessions": 1, "turns": 0, "asks": 1, "thread_passes": 1}),
+        *[("advance", {"seconds": 0.2})] * 10,
+        ("flow", {"rounds": 4}),
+        ("stop_reading", {"what": "abort", "which": 0}),
+        ("stop_reading", {"what": "fail", "which": 0}),
+        ("flow", {"rounds": 1}),
+    ]
+    with silence(), MUTANTS["F4"].active():
+        assert fails(MACHINES["EngineMachine"], steps)
+        _, program = trimmed(MACHINES["EngineMachine"], (ValueError("found"), Program("EngineMachine", steps)))
+    assert "advance" not in [name for name, _ in program.steps]
+    assert program.length <= 4

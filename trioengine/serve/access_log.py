@@ -16,6 +16,7 @@ from trioengine.serve.log_fields import REQUEST_ID, SESSION
 logger = logging.getLogger("trioengine.access")
 FIELDS = ("method", "path", "status", "milliseconds")  # of a record, beside those of the context
 HEADER = b"x-request-id"
+PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds: their lines are for debugging, if all is well
 _USABLE = re.compile(rb"[ -~]{1,128}")
 _MAX_PATH = 200  # characters
 
@@ -45,4 +46,5 @@ def logged(connection: HttpConnection, request: Request) -> Iterator[None]:
         milliseconds = round(1000 * (trio.current_time() - began), 1)
         values = (request.method[:16], request.path[:_MAX_PATH], status, milliseconds)
         fields = dict(zip(FIELDS, values, strict=True))
-        logger.info("%(method)s %(path)s %(status)s %(milliseconds)s ms", fields, extra=fields)
+        level = logging.DEBUG if request.path in PROBES and status == 200 else logging.INFO
+        logger.log(level, "%(method)s %(path)s %(status)s %(milliseconds)s ms", fields, extra=fields)

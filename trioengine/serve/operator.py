@@ -12,8 +12,8 @@ from trioengine.actors.statistics import Statistics
 from trioengine.core.errors import InvariantError
 from trioengine.serve.fields import flag_of, known_fields, text_of
 from trioengine.serve.http import Request, Response, json_response, problem_response
+from trioengine.serve.in_flight import InFlight
 from trioengine.serve.json_object import load_object
-from trioengine.serve.openai.completions import Completions
 from trioengine.serve.problem import SERVER_ERROR, ClientError, Problem
 from trioengine.serve.routes import Role, Routes, get, post
 
@@ -21,9 +21,9 @@ from trioengine.serve.routes import Role, Routes, get, post
 class Operator:
     """The handlers."""
 
-    def __init__(self, engine: Engine, completions: Completions) -> None:
+    def __init__(self, engine: Engine, in_flight: InFlight) -> None:
         self._engine = engine
-        self._completions = completions
+        self._in_flight = in_flight
 
     async def invariants(self, request: Request) -> Response:
         """With the counts, and how many tasks there are. 500 with what does not balance; 503 without a worker."""
@@ -41,7 +41,7 @@ class Operator:
         if is_all == (id is not None):
             raise ClientError("invalid_value", "give request_id, or abort_all: true", param="request_id")
         if not is_all:
-            return json_response(200, {"aborted": int(self._completions.abort(text_of(id, "request_id")))})
+            return json_response(200, {"aborted": int(self._in_flight.abort(text_of(id, "request_id")))})
         statistics = self._engine.statistics()
         self._engine.abort_all()
         return json_response(200, {"aborted": statistics.preparing + statistics.waiting + statistics.running})
@@ -53,9 +53,9 @@ def _shown(statistics: Statistics) -> dict[str, Any]:
     return {**counts, "power": statistics.power.value}
 
 
-def operator_routes(engine: Engine, completions: Completions) -> Routes:
+def operator_routes(engine: Engine, in_flight: InFlight) -> Routes:
     """The routes of an engine."""
-    operator = Operator(engine, completions)
+    operator = Operator(engine, in_flight)
     return {
         "/debug/invariants": get(operator.invariants, Role.OPERATOR),
         "/abort_request": post(operator.abort_request, Role.OPERATOR),

@@ -24,12 +24,13 @@ from trioengine.serve.departures import Departures
 from trioengine.serve.descriptors import affordable
 from trioengine.serve.front_door import FrontDoor
 from trioengine.serve.http import Request
+from trioengine.serve.in_flight import InFlight
 from trioengine.serve.metrics.metrics import Metrics
-from trioengine.serve.openai.completions import Completions
 from trioengine.serve.openai.routes import openai_routes
 from trioengine.serve.operator import operator_routes
 from trioengine.serve.origins import is_loopback
 from trioengine.serve.problem import ClientError
+from trioengine.serve.realtime.answering import Answering
 from trioengine.serve.realtime.connection import CLOSE_TIMEOUT, RealtimeConnection
 from trioengine.serve.routes import Routes, post, routes
 from trioengine.serve.sockets import address
@@ -45,7 +46,7 @@ class Server:
         self.model_name = config.served_model_name or engine.config.model
         self.port = 0  # of its first socket, once it listens
         self.addresses: tuple[str, ...] = ()  # host:port of each
-        self.completions = Completions()
+        self.in_flight = InFlight()
         self._departures = Departures()
         self.metrics = Metrics(engine, self._departures)
         self.front_door = FrontDoor(
@@ -102,15 +103,15 @@ class Server:
         tokenization = Tokenization(engine, model)
         return {
             **routes(engine, self.metrics),
-            **openai_routes(engine, model, self.completions),
-            **operator_routes(engine, self.completions),
+            **openai_routes(engine, model, self.in_flight),
+            **operator_routes(engine, self.in_flight),
             "/tokenize": post(tokenization.tokenize),
             "/detokenize": post(tokenization.detokenize),
         }
 
     async def _realtime(self, websocket: WebSocketConnection) -> None:
         connection = RealtimeConnection(
-            self.engine,
+            Answering(self.engine, self.in_flight),
             websocket,
             self.model_name,
             self._closing,

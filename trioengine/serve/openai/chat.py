@@ -13,10 +13,10 @@ from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import FinishReason
 from trioengine.serve.http import Request, Response
+from trioengine.serve.in_flight import InFlight
 from trioengine.serve.log_fields import SESSION
 from trioengine.serve.openai.chat_request import ChatRequest, parse_chat_request
 from trioengine.serve.openai.chat_response import KEEP_ALIVE, ChatFrames, ChatShape, error_frames
-from trioengine.serve.openai.completions import Completions
 from trioengine.serve.problem import ClientError, RequestAborted, problem_of
 from trioengine.serve.streaming import Body, StreamingResponse
 from trioengine.serve.threads import LONG_JSON, in_thread_if
@@ -28,15 +28,15 @@ MANY_LOGPROBS = 1000  # entries; more are rendered in a thread
 class ChatCompletions:
     """The handler."""
 
-    def __init__(self, engine: Engine, model: str, completions: Completions) -> None:
+    def __init__(self, engine: Engine, model: str, in_flight: InFlight) -> None:
         self._engine = engine
         self._model = model
-        self._completions = completions
+        self._in_flight = in_flight
 
     async def __call__(self, request: Request) -> StreamingResponse:
         parse = partial(parse_chat_request, request.body, self._model)
         chat = await in_thread_if(len(request.body) > LONG_JSON, self._engine.ports, parse)
-        answer = _Answer(self._engine, self._completions, chat, self._model)
+        answer = _Answer(self._engine, self._in_flight, chat, self._model)
         if chat.stream:
             return StreamingResponse(answer.stream, keep_alive=KEEP_ALIVE)
         return StreamingResponse(answer.whole)
@@ -45,9 +45,9 @@ class ChatCompletions:
 class _Answer:
     """One answer on its way. The messages are let go of when the engine has them."""
 
-    def __init__(self, engine: Engine, completions: Completions, chat: ChatRequest, model: str) -> None:
+    def __init__(self, engine: Engine, in_flight: InFlight, chat: ChatRequest, model: str) -> None:
         self._engine = engine
-        self._completions = completions
+        self._in_flight = in_flight
         self._messages: Sequence[Mapping[str, str]] = chat.messages
         self._params = chat.params
         self._include_usage = chat.include_usage
@@ -91,7 +91,7 @@ class _Answer:
             async with self._engine.open_session(label=self._shape.id) as session:
                 body.on_departure = partial(session.end, Cause.DISCONNECT)
                 generation = session.generate(self._take_messages(), self._params)
-                with self._completions.running(self._shape.id, generation):
+                with self._in_flight.running(self._shape.id, generation):
                     async with generation:
                         yield generation
         except RequestRejected as exc:

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 import trio
 
 from trioengine.actors.engine import Engine
+from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
 from trioengine.core.errors import EngineError
 from trioengine.core.lifecycle import Cause
+from trioengine.serve.in_flight import InFlight
 from trioengine.serve.log_fields import REQUEST_ID, about
 from trioengine.serve.problem import problem_of
 from trioengine.serve.realtime.response import Response
@@ -32,20 +34,28 @@ def failing(response: Response) -> Iterator[None]:
             response.fail(problem_of(exc))
 
 
-async def answer(engine: Engine, session: Session, response: Response) -> None:
-    """Make the session's history what the response goes on from, and stream its answer. Cancelled, it ends the session.
+class Answering:
+    """What responses are answered with; each is known by its id while it is in flight."""
 
-    Raises what refuses the request, or fails it.
-    """
-    with about(REQUEST_ID, response.id):
-        await _stream(engine, session, response)
+    def __init__(self, engine: Engine, in_flight: InFlight) -> None:
+        self.engine = engine
+        self._in_flight = in_flight
+
+    async def answer(self, session: Session, response: Response) -> None:
+        """Make the session's history what the response goes on from, and stream its answer.
+
+        Cancelled, it ends the session. Raises what refuses the request, or fails it.
+        """
+        with about(REQUEST_ID, response.id):
+            messages = response.order.messages
+            check_length(messages, self.engine.limits.max_model_len, self.engine.tokenizer)  # before they are copied
+            generation = session.generate(_extension(session, messages), response.order.params, keep_partial=True)
+            with self._in_flight.running(response.id, generation):
+                await _stream(session, generation, response)
 
 
-async def _stream(engine: Engine, session: Session, response: Response) -> None:
-    messages = response.order.messages
-    check_length(messages, engine.limits.max_model_len, engine.tokenizer)  # before they are copied
-    prompt = _extension(session, messages)
-    async with session.generate(prompt, response.order.params, keep_partial=True) as generation:
+async def _stream(session: Session, generation: Generation, response: Response) -> None:
+    async with generation:
         response.generation = generation
         try:
             if response.cancelled:

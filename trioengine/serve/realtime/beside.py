@@ -5,9 +5,8 @@ from __future__ import annotations
 import trio
 
 from trioengine.actors.changes import Changes
-from trioengine.actors.engine import Engine
 from trioengine.serve.problem import ClientError
-from trioengine.serve.realtime.answering import answer, failing
+from trioengine.serve.realtime.answering import Answering, failing
 from trioengine.serve.realtime.response import Response
 
 MAX_BESIDE = 4  # at a time
@@ -16,8 +15,8 @@ MAX_BESIDE = 4  # at a time
 class Beside:
     """`begin` is synchronous; `run` does the work. Cancelling `run` ends the engine sessions at once."""
 
-    def __init__(self, engine: Engine, label: str) -> None:
-        self._engine = engine
+    def __init__(self, answering: Answering, label: str) -> None:
+        self._answering = answering
         self._label = label
         self._active: list[Response] = []
         self._unstarted: list[Response] = []  # of these
@@ -58,8 +57,8 @@ class Beside:
     async def _respond(self, response: Response) -> None:
         try:
             with failing(response):
-                async with self._engine.open_session(label=self._label) as session:
-                    await answer(self._engine, session, response)
+                async with self._answering.engine.open_session(label=self._label) as session:
+                    await self._answering.answer(session, response)
         finally:
             self._active.remove(response)
             self._changes.notify()

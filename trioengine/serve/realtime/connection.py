@@ -8,11 +8,11 @@ from functools import partial
 import trio
 from trio_websocket import ConnectionClosed, WebSocketConnection
 
-from trioengine.actors.engine import Engine
 from trioengine.core.serve_config import ConnectionLimits
 from trioengine.serve.departures import Departures
 from trioengine.serve.log_fields import SESSION
 from trioengine.serve.problem import ClientError, problem_of
+from trioengine.serve.realtime.answering import Answering
 from trioengine.serve.realtime.beside import Beside
 from trioengine.serve.realtime.client_events import (
     ClientEvent,
@@ -49,7 +49,7 @@ class RealtimeConnection:
 
     def __init__(
         self,
-        engine: Engine,
+        answering: Answering,
         websocket: WebSocketConnection,
         model: str,
         closing: trio.Event,
@@ -59,7 +59,7 @@ class RealtimeConnection:
     ) -> None:
         self.id = new_id("sess")
         self._conversation_id = new_id("conv")
-        self._engine = engine
+        self._ports = answering.engine.ports
         self._websocket = websocket
         self._model = model
         self._closing = closing
@@ -70,8 +70,8 @@ class RealtimeConnection:
         self._ping_interval = limits.client_ping_interval
         self._max_unhandled_size = max(MAX_UNHANDLED_SIZE, limits.max_message_size)  # at least one message
         self._outbox = Outbox(limits.send_timeout)
-        self._responder = Responder(engine, self.id)
-        self._beside = Beside(engine, self.id)
+        self._responder = Responder(answering, self.id)
+        self._beside = Beside(answering, self.id)
         self._unhandled_size = 0  # characters
         self._close_code, self._close_reason = 1000, ""
 
@@ -166,7 +166,7 @@ class RealtimeConnection:
                 self._outbox.put_error(problem_of(exc), event_id)
 
     async def _parse(self, message: str | bytes) -> tuple[ClientEvent, str | None]:
-        return await in_thread_if(len(message) > LONG_JSON, self._engine.ports, partial(parse, message))
+        return await in_thread_if(len(message) > LONG_JSON, self._ports, partial(parse, message))
 
     def _act(self, event: ClientEvent, event_id: str | None) -> None:
         match event:

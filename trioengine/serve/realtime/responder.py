@@ -5,19 +5,18 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 
 from trioengine.actors.changes import Changes
-from trioengine.actors.engine import Engine
 from trioengine.actors.session import Session
 from trioengine.core.lifecycle import Cause
 from trioengine.serve.problem import ClientError
-from trioengine.serve.realtime.answering import answer, failing
+from trioengine.serve.realtime.answering import Answering, failing
 from trioengine.serve.realtime.response import Response
 
 
 class Responder:
     """`begin` is synchronous; `run` does the work. Cancelling `run` ends the engine session at once."""
 
-    def __init__(self, engine: Engine, label: str) -> None:
-        self._engine = engine
+    def __init__(self, answering: Answering, label: str) -> None:
+        self._answering = answering
         self._label = label
         self._active: Response | None = None
         self._session: Session | None = None
@@ -62,5 +61,7 @@ class Responder:
     async def _respond(self, response: Response, sessions: AsyncExitStack) -> None:
         with failing(response):
             if self._session is None or self._session.end_cause is not None:
-                self._session = await sessions.enter_async_context(self._engine.open_session(label=self._label))
-            await answer(self._engine, self._session, response)
+                self._session = await sessions.enter_async_context(
+                    self._answering.engine.open_session(label=self._label)
+                )
+            await self._answering.answer(self._session, response)

@@ -9,7 +9,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from hypothesis.stateful import INITIALIZE_RULE_MARKER, RULE_MARKER, Rule, rule
 from hypothesis.strategies import SearchStrategy
@@ -17,6 +17,7 @@ from hypothesis.strategies import SearchStrategy
 Method = TypeVar("Method", bound=Callable[..., None])
 Machine = TypeVar("Machine")
 T = TypeVar("T")
+Step: TypeAlias = tuple[str, dict[str, Any]]  # a rule, and its arguments by name
 
 PACKAGES = ("trioengine", "trio", "trio-websocket", "wsproto", "hypothesis")  # whose versions may matter
 ENVIRONMENT_RULES = frozenset({"tick", "flow", "settle", "move", "carry"})  # they do not count
@@ -24,10 +25,10 @@ ENVIRONMENT_RULES = frozenset({"tick", "flow", "settle", "move", "carry"})  # th
 
 @dataclass
 class Program:
-    """Steps are `(rule, arguments)`; arguments are numbers, texts, booleans and None."""
+    """Arguments are numbers, texts, booleans and None."""
 
     machine: str
-    steps: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     skipped: int = 0  # steps that a replay left out
 
     @property

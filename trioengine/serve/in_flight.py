@@ -1,4 +1,4 @@
-"""The completions in flight, by the ids that their clients know."""
+"""The requests in flight, by the ids that their clients know: of chat completions and of responses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from trioengine.actors.generation import Generation
 
 
-class Completions:
+class InFlight:
     """Those of one server."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Completions:
             del self._generations[id]
 
     def abort(self, id: str) -> bool:
-        """Ask for the end of a completion; False if there is none of this id, or its outcome is decided."""
+        """Ask for the end of a request; False if there is none of this id, or its outcome is decided."""
         generation = self._generations.get(id)
         if generation is None or generation.outcome is not None:
             return False
