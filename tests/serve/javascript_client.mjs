@@ -1,12 +1,10 @@
-// Run by test_javascript.py: a program with docs/trioengine.mjs, whose results it prints as one line of JSON.
+// Run by test_javascript.py, in node and in a browser: a program with docs/trioengine.mjs, which gives its results.
 
 import { connect } from "../../docs/trioengine.mjs";
 
-const [url, wrongUrl] = process.argv.slice(2);
 const options = { apiKey: "secret", model: "toy" };
 const GREEDY = { temperature: 0, max_output_tokens: 40 };
 const LONG = { temperature: 0, max_output_tokens: 400, ignore_eos: true };
-const results = {};
 
 async function thrown(promise) {
   try {
@@ -16,38 +14,41 @@ async function thrown(promise) {
   }
 }
 
-const session = await connect(url, options);
-results.id = session.id;
+export async function run(url, wrongUrl) {
+  const results = {};
+  const session = await connect(url, options);
+  results.id = session.id;
 
-const first = session.generate("hello", GREEDY);
-const texts = [];
-for await (const text of first) texts.push(text);
-results.first = [texts.join(""), first.text, first.response.status];
-results.second = await session.generate("and then?", GREEDY).result();
+  const first = session.generate("hello", GREEDY);
+  const texts = [];
+  for await (const text of first) texts.push(text);
+  results.first = [texts.join(""), first.text, first.response.status];
+  results.second = await session.generate("and then?", GREEDY).result();
 
-for await (const text of session.generate("stop", LONG)) {
-  results.partial = text;
-  break;
+  for await (const text of session.generate("stop", LONG)) {
+    results.partial = text;
+    break;
+  }
+  const waiting = session.generate("once more", GREEDY);
+  results.busy = await thrown((async () => session.generate("too many"))());
+  results.afterCancel = (await waiting.result()).status;
+
+  results.settings = (await session.update({ instructions: "be" })).instructions;
+  results.badSetting = await thrown(session.update({ temperature: -1 }));
+  results.badRequest = await thrown(session.generate("x", { temperature: -1 }).result());
+  results.badItem = await thrown(session.say("x", "tool"));
+  results.tooLong = await thrown(session.generate("x".repeat(9999)).result());
+  await session.close();
+  results.afterClose = await thrown(session.generate("x").result());
+  results.sayAfterClose = await thrown(session.say("x"));
+
+  const many = await connect(url, options);
+  results.many = (await Promise.all(Array.from({ length: 200 }, () => many.say("a")))).length;
+  const unfinished = many.generate(undefined, LONG);
+  await many.close();
+  results.lost = await thrown(unfinished.result());
+
+  results.wrongKey = (await thrown(connect(url, { apiKey: "wrong" })))?.slice(0, 2);
+  results.nobody = (await thrown(connect(wrongUrl)))?.slice(0, 2);
+  return results;
 }
-const waiting = session.generate("once more", GREEDY);
-results.busy = await thrown((async () => session.generate("too many"))());
-results.afterCancel = (await waiting.result()).status;
-
-results.settings = (await session.update({ instructions: "be" })).instructions;
-results.badSetting = await thrown(session.update({ temperature: -1 }));
-results.badRequest = await thrown(session.generate("x", { temperature: -1 }).result());
-results.badItem = await thrown(session.say("x", "tool"));
-results.tooLong = await thrown(session.generate("x".repeat(9999)).result());
-await session.close();
-results.afterClose = await thrown(session.generate("x").result());
-results.sayAfterClose = await thrown(session.say("x"));
-
-const many = await connect(url, options);
-results.many = (await Promise.all(Array.from({ length: 200 }, () => many.say("a")))).length;
-const unfinished = many.generate(undefined, LONG);
-await many.close();
-results.lost = await thrown(unfinished.result());
-
-results.wrongKey = (await thrown(connect(url, { apiKey: "wrong" })))?.slice(0, 2);
-results.nobody = (await thrown(connect(wrongUrl)))?.slice(0, 2);
-console.log(JSON.stringify(results));

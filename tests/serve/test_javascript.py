@@ -1,4 +1,4 @@
-"""docs/trioengine.mjs, by node's own WebSocket, against a server on loopback with a simulated worker."""
+"""docs/trioengine.mjs, in node and in a browser, against a server on loopback with a simulated worker."""
 
 import json
 import shutil
@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import trio
+from browser import find_browser, served_page
 from loopback import on_loopback
 from realtime_texts import assistant, reference, user
 
@@ -26,20 +27,42 @@ def node_with_websocket():
     return None
 
 
-async def test_the_javascript_client():
+async def check(run, **options):
+    """Run the program, by a function of a server's URL and of one where nobody listens, and look at its results."""
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        nobody = f"ws://127.0.0.1:{unused.getsockname()[1]}"
+    async with on_loopback(api_key=("secret",), **options) as server:
+        results = await trio.to_thread.run_sync(run, f"http://127.0.0.1:{server.port}", nobody)
+        assert isinstance(results, dict), results
+        expected = partial(reference, SimpleNamespace(engine=server.engine))
+        first = expected([user("hello")])
+        check_results(results, first, expected([user("hello"), assistant(first), user("and then?")]))
+
+
+async def test_in_node():
     command = node_with_websocket()
     if command is None:
         pytest.skip("there is no node with a WebSocket")
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        nobody = f"ws://127.0.0.1:{unused.getsockname()[1]}"
-    async with on_loopback(api_key=("secret",)) as server:
-        run = [*command, str(PROGRAM), f"http://127.0.0.1:{server.port}", nobody]
-        done = await trio.to_thread.run_sync(partial(subprocess.run, run, capture_output=True, text=True, timeout=60))
+
+    def run(*urls):
+        program = f"import {{ run }} from '{PROGRAM}'; console.log(JSON.stringify(await run(...{json.dumps(urls)})));"
+        arguments = [*command, "--input-type=module", "-e", program]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
-        results = json.loads(done.stdout)
-        expected = partial(reference, SimpleNamespace(engine=server.engine))
-        first = expected([user("hello")])
-        second = expected([user("hello"), assistant(first), user("and then?")])
+        return json.loads(done.stdout)
+
+    await check(run)
+
+
+async def test_in_a_browser(tmp_path):
+    browser = find_browser()
+    if browser is None:
+        pytest.skip("there is no Chromium")
+    with served_page() as page:
+        await check(partial(page.run, browser, tmp_path, PROGRAM), allowed_origin=(page.origin,))
+
+
+def check_results(results, first, second):
     rejected = ["TrioengineError", "invalid_value"]
     lost = ["TrioengineError", "connection_lost"]
     assert results.pop("id").startswith("sess_")
