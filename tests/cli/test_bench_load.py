@@ -56,6 +56,7 @@ BAD = [
     ({"leave": 101}, "leave must be a number from 0 to 100"),
     ({"base_url": "ftp://x"}, "base_url must be http"),
     ({"base_url": "http://x:y"}, "base_url must be http"),
+    ({"base_url": "http://me:secret@x"}, "base_url must be http"),
     ({"endpoint": "/v1/x"}, "endpoint must be a path that ends in /completions"),
     ({"endpoint": "/v1/completions", "backend": "realtime"}, "endpoint must be a path that ends in /realtime"),
     ({"goodput": ("ttft",)}, "goodput must be"),

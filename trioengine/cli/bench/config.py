@@ -103,7 +103,8 @@ class BenchConfig:
         """Where the server is."""
         try:
             url = urlsplit(self.base_url)
-            if url.scheme in ("http", "https") and url.hostname and url.port != 0 and not (url.query or url.fragment):
+            has_more = url.query or url.fragment or url.username is not None
+            if url.scheme in ("http", "https") and url.hostname and url.port != 0 and not has_more:
                 return url
         except ValueError:  # no port, or no address
             pass

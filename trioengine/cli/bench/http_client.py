@@ -7,16 +7,16 @@ h11 on a trio stream: a streamed piece costs half of what it does with httpx, on
 from __future__ import annotations
 
 import json
-import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
-from urllib.parse import SplitResult
 
 import h11
 import trio
+
+from trioengine.client import address
+from trioengine.core.errors import ConnectionLost
 
 MAX_SMALL_BODY = 16 << 20  # bytes; a page of metrics, an error
 _CHUNK = 1 << 16
@@ -35,21 +35,11 @@ class Address:
     headers: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(cls, url: SplitResult, api_key: str | None = None) -> Address:
+    def of(cls, url: str, api_key: str | None = None) -> Address:
         """Of a URL with http or https."""
         headers = (("authorization", f"Bearer {api_key}"),) if api_key is not None else ()
-        host = url.hostname or ""
-        if url.scheme == "https":
-            port = url.port or 443
-            connect = partial(
-                trio.open_ssl_over_tcp_stream,
-                host,
-                port,
-                https_compatible=True,
-                ssl_context=ssl.create_default_context(),
-            )
-            return cls(connect, url.netloc.rpartition("@")[2], headers)
-        return cls(partial(trio.open_tcp_stream, host, url.port or 80), url.netloc.rpartition("@")[2], headers)
+        server = address.Address.parse(url, None)
+        return cls(server.dial, server.authority, headers)
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[trio.abc.Stream]:
@@ -57,6 +47,8 @@ class Address:
         try:
             async with await self.open_stream() as stream:
                 yield stream
+        except ConnectionLost as exc:
+            raise BackendError(str(exc)) from exc
         except (OSError, trio.BrokenResourceError, trio.ClosedResourceError) as exc:
             raise BackendError(f"the connection to {self.host} failed: {exc}") from exc
 

@@ -51,7 +51,7 @@ def bench_serve(config: BenchConfig, output: Output) -> int:
     """Run the load and report it; 1 if a request failed. Raises EngineError where the server cannot be used at all."""
     check_files(output)
     prompts = Prompts.find()
-    result = trio.run(measure, config, Address.of(config.url, config.api_key), prompts)
+    result = trio.run(measure, config, Address.of(config.base_url, config.api_key), prompts)
     told = figures(result.run, config.metrics, config.percentiles, config.goals)
     report = as_object(config, result.model, prompts.length, told, result.server)
     if output.save_result is not None:
