@@ -53,6 +53,7 @@ BAD = [
     ({"num_prompts": 0}, "num_prompts must be an integer from 1"),
     ({"max_concurrency": 0}, "max_concurrency must be"),
     ({"request_rate": 0}, "request_rate must be a number above 0"),
+    ({"idle_sessions": -1}, "idle_sessions must be an integer from 0"),
     ({"leave": 101}, "leave must be a number from 0 to 100"),
     ({"base_url": "ftp://x"}, "base_url must be http"),
     ({"base_url": "http://x:y"}, "base_url must be http"),

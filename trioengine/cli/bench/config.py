@@ -20,6 +20,7 @@ _INTEGERS = {
     "random_input_len": 1,
     "random_output_len": 1,
     "max_concurrency": 1,
+    "idle_sessions": 0,
     "seed": 0,
 }
 
@@ -47,6 +48,7 @@ HELP = {  # of the flags
     "ignore_eos": "Every answer has its full length (trioengine and vLLM know it).",
     "seed": "The same seed makes the same load.",
     "leave": "Percent of the clients that leave before their answer is complete.",
+    "idle_sessions": "WebSockets beside the load that are open and say nothing (trioengine's).",
     "goodput": "METRIC:MILLISECONDS, such as ttft:200; several: all must be met.",
     "percentile_metrics": "Which of these are reported.",
     "metric_percentiles": "Which percentiles, such as 50,90,99.",
@@ -72,6 +74,7 @@ class BenchConfig:
     ignore_eos: bool = False
     seed: int = 0
     leave: float = 0.0
+    idle_sessions: int = 0
     goodput: tuple[str, ...] = ()
     percentile_metrics: str = ",".join(METRICS)
     metric_percentiles: str = "99"

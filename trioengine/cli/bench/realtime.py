@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import quote
 
@@ -33,21 +34,11 @@ class Realtime:
 
     async def ask(self, prompt: str, watch: Stopwatch) -> None:
         """As in Backend."""
-        try:
-            async with self._address.connect() as stream, open_unwrapped_nursery() as nursery:
-                headers = [(name.encode(), value.encode()) for name, value in self._address.headers]
-                websocket = WebSocket(stream)
-                await websocket.shake_hands(self._address.host, self._path, headers)
-                nursery.start_soon(websocket.write)
+        async with connected(self._address, self._path) as websocket:
+            try:
                 await self._converse(websocket, prompt, watch)
-                await _say_goodbye(websocket)
-                nursery.cancel_scope.cancel()
-        except Rejected as exc:
-            raise BackendError(f"the WebSocket handshake failed: HTTP {exc.status}") from exc
-        except Closed as exc:
-            raise BackendError(f"the server's WebSocket was {exc}") from exc
-        except (ValueError, KeyError, TypeError, AttributeError) as exc:
-            raise BackendError(f"an event of the server is not understood: {exc}") from exc
+            except (ValueError, KeyError, TypeError, AttributeError) as exc:
+                raise BackendError(f"an event of the server is not understood: {exc}") from exc
 
     async def _converse(self, websocket: WebSocket, prompt: str, watch: Stopwatch) -> None:
         item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": prompt}]}
@@ -66,6 +57,42 @@ class Realtime:
                     return
                 case "error":
                     raise BackendError(str(event["error"]["message"]))
+
+
+@asynccontextmanager
+async def connected(address: Address, path: str) -> AsyncIterator[WebSocket]:
+    """A WebSocket, with a goodbye after the block. Raises BackendError, also for what breaks in the block."""
+    try:
+        async with address.connect() as stream, open_unwrapped_nursery() as nursery:
+            headers = [(name.encode(), value.encode()) for name, value in address.headers]
+            websocket = WebSocket(stream)
+            await websocket.shake_hands(address.host, path, headers)
+            nursery.start_soon(websocket.write)
+            yield websocket
+            await _say_goodbye(websocket)
+            nursery.cancel_scope.cancel()
+    except Rejected as exc:
+        raise BackendError(f"the WebSocket handshake failed: HTTP {exc.status}") from exc
+    except Closed as exc:
+        raise BackendError(f"the server's WebSocket was {exc}") from exc
+
+
+@asynccontextmanager
+async def idle_sessions(address: Address, path: str, count: int) -> AsyncIterator[None]:
+    """So many WebSockets in the block that say nothing. Raises BackendError where one cannot be had, or is lost."""
+
+    async def sit(task_status: trio.TaskStatus[None]) -> None:
+        async with connected(address, path) as websocket:
+            await websocket.read()
+            task_status.started()
+            while True:
+                await websocket.read()
+
+    async with open_unwrapped_nursery() as nursery:
+        for _ in range(count):
+            await nursery.start(sit)
+        yield
+        nursery.cancel_scope.cancel()
 
 
 async def _say_goodbye(websocket: WebSocket) -> None:

@@ -13,14 +13,14 @@ import trio
 
 from trioengine.cli.bench.backend import Backend
 from trioengine.cli.bench.completions import Completions
-from trioengine.cli.bench.config import BenchConfig, Protocol
+from trioengine.cli.bench.config import REALTIME, BenchConfig, Protocol
 from trioengine.cli.bench.figures import figures
 from trioengine.cli.bench.http_client import Address, BackendError, exchange
 from trioengine.cli.bench.load import Job, Run, plan, run_load, take_sample
 from trioengine.cli.bench.plot import check_plot, plot
 from trioengine.cli.bench.probe import blocks_free_latencies
 from trioengine.cli.bench.prompts import Prompts
-from trioengine.cli.bench.realtime import Realtime
+from trioengine.cli.bench.realtime import Realtime, idle_sessions
 from trioengine.cli.bench.report import ServerSide, as_object, errors_of, print_table, requests_of
 from trioengine.cli.bench.sample import End
 from trioengine.cli.bench.server_metrics import STOP_TO_ENDED, ServerMetrics
@@ -86,7 +86,11 @@ async def measure(config: BenchConfig, address: Address, prompts: Prompts) -> Re
     if first.end is End.FAILED:
         raise EngineError(f"{config.base_url} cannot be measured: {first.error}")
     before = await metrics.read()
-    run = await run_load(backend, plan(config, prompts), config.max_concurrency)
+    try:
+        async with idle_sessions(address, config.url.path.rstrip("/") + REALTIME, config.idle_sessions):
+            run = await run_load(backend, plan(config, prompts), config.max_concurrency)
+    except BackendError as exc:
+        raise EngineError(f"an idle session of {config.base_url}: {exc}") from exc
     if before is None or not config.leave:
         return Result(model, run, ServerSide())
     blocks_free = await blocks_free_latencies(backend, metrics, extra[1:])
