@@ -61,7 +61,7 @@ BAD = [
     (["bench", "serve", "--num-prompts", "0"], 2, "--num-prompts"),
     (["bench", "serve", "--goodput", "ttft:200", "tpot"], 2, "--goodput must be"),
     (["bench", "serve", "--plot", "x.gif"], 2, "--plot must be a file that ends in .svg or .png"),
-    (["bench", "serve", "--base-url", "http://127.0.0.1:1"], 1, "the connection to 127.0.0.1:1 failed"),
+    (["bench", "serve", "--base-url", "http://127.0.0.1:1"], 1, "cannot connect to 127.0.0.1:1"),
 ]
 
 

@@ -251,7 +251,7 @@ async def test_a_client_that_has_its_answer_may_close(autojump_clock, clients, c
 
     theirs.send_stream.send_all_hook = close
     clients.stream(ours, theirs)
-    await ours.send_all(request("/health"))
+    await ours.send_all(request("/version"))
     assert status_and_body(await read_all(ours))[0] == 200
     await clients.all_closed()
     assert [record.name for record in caplog.records] == ["trioengine.access"]

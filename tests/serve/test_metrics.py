@@ -273,31 +273,25 @@ async def test_a_client_that_has_its_response_is_not_counted(autojump_clock, cli
     assert departures(clients) == 0
 
 
-async def test_a_client_that_hangs_up_is_counted(autojump_clock, clients):
+@pytest.mark.parametrize("way", ["hangs up", "is silent"])
+async def test_a_client_that_goes_is_counted_once(autojump_clock, clients, way):
+    """One that is silent neither answers a ping nor reads, while the worker is in a long step."""
     ours, theirs = memory_stream_pair()
     async with clients.realtime(clients.stream(ours, theirs)) as client:
         await client.say("hello")
         await client.send("response.create")
         await client.until("response.created")
-        await ours.aclose()
+        if way == "hangs up":
+            await ours.aclose()
+        else:
+            clients.simulation.worker.stall(60)
+            theirs.send_stream.send_all_hook = trio.sleep_forever
         await clients.all_closed()
     assert departures(clients) == 1
-
-
-async def test_a_client_that_is_silent_is_counted_once(autojump_clock, clients):
-    """It neither answers a ping nor reads; the response does not end, because the worker is in a long step."""
-    ours, theirs = memory_stream_pair()
-    async with clients.realtime(clients.stream(ours, theirs)) as client:
-        await client.say("hello")
-        await client.send("response.create")
-        await client.until("response.created")
-        clients.simulation.worker.stall(60)
-        theirs.send_stream.send_all_hook = trio.sleep_forever
-        await clients.all_closed()
-    assert departures(clients) == 1
-    clients.simulation.worker.kill()
-    await clients.engine.gate.changed()
-    await clients.engine.ready()
+    if way == "is silent":
+        clients.simulation.worker.kill()
+        await clients.engine.gate.changed()
+        await clients.engine.ready()
 
 
 async def test_a_server_that_aborts_counts_no_departure(autojump_clock, clients):

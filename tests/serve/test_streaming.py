@@ -124,32 +124,22 @@ async def test_only_a_silence_is_broken(autojump_clock, connect):
     await client.stream.aclose()
 
 
-async def test_a_piece_waits_for_the_comment_before_it(autojump_clock, connect):
+@pytest.mark.parametrize("last", [b"z", b""])
+async def test_what_follows_waits_for_the_comment_before_it(autojump_clock, connect, last):
+    """A piece, or the end."""
+
     async def write(body):
         await body.send(b"a")
         await trio.sleep(KEEP_ALIVE + 1)
-        await body.send(b"z")
+        if last:
+            await body.send(last)
 
     client = connect(write, *lockstep_stream_pair(), keep_alive=b".")
     await client.send("GET", "/stream")
     await client.head()
     assert await client.piece() == b"a"
     await trio.sleep(KEEP_ALIVE + 5)
-    assert await client.rest() == b".z"
-    await trio.aclose_forcefully(client.stream)
-
-
-async def test_the_end_waits_for_the_comment_before_it(autojump_clock, connect):
-    async def write(body):
-        await body.send(b"a")
-        await trio.sleep(KEEP_ALIVE + 1)
-
-    client = connect(write, *lockstep_stream_pair(), keep_alive=b".")
-    await client.send("GET", "/stream")
-    await client.head()
-    assert await client.piece() == b"a"
-    await trio.sleep(KEEP_ALIVE + 5)
-    assert await client.rest() == b"."
+    assert await client.rest() == b"." + last
     await trio.aclose_forcefully(client.stream)
 
 

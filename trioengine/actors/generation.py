@@ -44,7 +44,7 @@ class _Mailbox:
         return chunk
 
 
-class Generation(Readable):
+class Generation(Readable["Session"]):
     """One request: `async with session.generate(...) as generation: async for chunk in generation`.
 
     Entering reserves, prepares and posts the request; what is refused is raised there. Iterating ends normally for
@@ -64,7 +64,7 @@ class Generation(Readable):
         deadline: float,
         wait: bool,
     ) -> None:
-        super().__init__(params, keep_partial=keep_partial, deadline=deadline, wait=wait)
+        super().__init__(session, params, keep_partial=keep_partial, deadline=deadline, wait=wait)
         self.prompt: Prompt | None = prompt  # dropped once it is prepared
         # The session's part: it alone writes these.
         self.stand = Stand.PREPARING
@@ -73,7 +73,6 @@ class Generation(Readable):
         self.abort_cause = Cause.CLIENT
         self.usage: Usage | None = None
         self.times = RequestTimes(session.observers)
-        self._session = session
         self._logprobs: list[Logprobs] = []
         self._mailbox = _Mailbox()
 
@@ -96,16 +95,6 @@ class Generation(Readable):
             cause=outcome.cause,
             usage=Usage(prompt_tokens, len(ids), cached_tokens, *times),
         )
-
-    def abort(self) -> None:
-        """Ask for the end of this request; harmless when it has one. A finish that is on its way wins."""
-        self._session.abort_request(self, Cause.CLIENT)
-
-    async def _start(self) -> None:
-        await self._session.start(self)
-
-    def _leave(self) -> None:
-        self._session.leave(self)
 
     @property
     def _has_unread(self) -> bool:

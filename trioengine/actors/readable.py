@@ -5,21 +5,39 @@ from __future__ import annotations
 import abc
 from copy import copy
 from types import TracebackType
-from typing import Self
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import trio
 
 from trioengine.actors.changes import Changes
 from trioengine.core.completion import Chunk, Completion
 from trioengine.core.errors import RequestRejected
-from trioengine.core.lifecycle import Outcome
+from trioengine.core.lifecycle import Cause, Outcome
 from trioengine.core.sampling_params import SamplingParams
 
 
-class Readable(abc.ABC):
+class Owner(Protocol):
+    """The session, as its generation sees it."""
+
+    async def start(self, generation: Any) -> None:
+        """Ask for the answer; raises what is refused."""
+
+    def leave(self, generation: Any) -> None:
+        """The reader goes."""
+
+    def abort_request(self, generation: Any, cause: Cause) -> None:
+        """The reader wants no more of it."""
+
+
+S = TypeVar("S", bound=Owner)
+
+
+class Readable(abc.ABC, Generic[S]):
     """What both classes Generation are built on; what is promised stands there."""
 
-    def __init__(self, params: SamplingParams | None, *, keep_partial: bool, deadline: float, wait: bool) -> None:
+    def __init__(
+        self, session: S, params: SamplingParams | None, *, keep_partial: bool, deadline: float, wait: bool
+    ) -> None:
         if not (params is None or isinstance(params, SamplingParams)):
             shown = type(params).__name__
             raise RequestRejected("invalid_value", f"params must be SamplingParams, got {shown}", param="params")
@@ -30,20 +48,13 @@ class Readable(abc.ABC):
         self.outcome: Outcome | None = None
         self.settled = trio.Event()  # the worker is done with it, and its slot is free
         self.entering = trio.CancelScope()  # an abort ends the waiting and preparing
+        self._session = session
         self._request_id: int | None = None
         self._changes = Changes()  # of what is unread, and of the outcome
         self._is_being_read = False
         self._entered = False
 
     # ---- what the two have of their own ---------------------------------------------------------------------------
-
-    @abc.abstractmethod
-    async def _start(self) -> None:
-        """Ask for the answer; raises what is refused."""
-
-    @abc.abstractmethod
-    def _leave(self) -> None:
-        """The reader goes."""
 
     @property
     @abc.abstractmethod
@@ -56,10 +67,6 @@ class Readable(abc.ABC):
     @abc.abstractmethod
     def _answer(self, outcome: Outcome) -> Completion:
         """The answer, which has this outcome."""
-
-    @abc.abstractmethod
-    def abort(self) -> None:
-        """Ask for the end of this request; harmless when it has one. A finish that is on its way wins."""
 
     # ---- what the reader does -------------------------------------------------------------------------------------
 
@@ -83,6 +90,10 @@ class Readable(abc.ABC):
             raise copy(self.outcome.error)
         return self._answer(self.outcome)
 
+    def abort(self) -> None:
+        """Ask for the end of this request; harmless when it has one. A finish that is on its way wins."""
+        self._session.abort_request(self, Cause.CLIENT)
+
     async def result(self) -> Completion:
         """Read to the end and return the whole answer. Raises the typed error of a failed request."""
         async for _ in self:
@@ -93,13 +104,13 @@ class Readable(abc.ABC):
         if self._entered:
             raise RuntimeError("a generation is entered once")
         self._entered = True
-        await self._start()
+        await self._session.start(self)
         return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._leave()
+        self._session.leave(self)
         if not self.settled.is_set() and (exc is None or isinstance(exc, Exception)):
             await self.settled.wait()
 

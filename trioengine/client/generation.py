@@ -26,7 +26,7 @@ class Stage(enum.Enum):
     ADMITTED = "admitted"  # the engine has taken the request
 
 
-class Generation(Readable):
+class Generation(Readable["Session"]):
     """One request: `async with session.generate(...) as generation: async for chunk in generation`.
 
     Entering asks the server; what is refused is raised there. Iterating ends normally for stop, length and abort, and
@@ -46,7 +46,7 @@ class Generation(Readable):
         deadline: float,
         wait: bool,
     ) -> None:
-        super().__init__(params, keep_partial=keep_partial, deadline=deadline, wait=wait)
+        super().__init__(session, params, keep_partial=keep_partial, deadline=deadline, wait=wait)
         self.prompt = prompt
         self.response_id: str | None = None  # the server's
         # The session's part: it alone writes these.
@@ -62,7 +62,6 @@ class Generation(Readable):
         self.cancel_sent = False
         self.is_kept = False
         self.usage = Usage(0, 0, 0)
-        self._session = session
         self._pieces: list[str] = []  # of the answer
         self._unread: list[str] = []  # of these
 
@@ -79,16 +78,6 @@ class Generation(Readable):
 
     def _answer(self, outcome: Outcome) -> Completion:
         return Completion(self.request_id, self.text, (), None, outcome.finish_reason, outcome.cause, self.usage)
-
-    def abort(self) -> None:
-        """Ask for the end of this request; harmless when it has one. A finish that is on its way wins."""
-        self._session.abort_request(self, Cause.CLIENT)
-
-    async def _start(self) -> None:
-        await self._session.start(self)
-
-    def _leave(self) -> None:
-        self._session.leave(self)
 
     @property
     def _has_unread(self) -> bool:

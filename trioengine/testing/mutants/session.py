@@ -24,7 +24,7 @@ def _forget_cancelled_preparation(abort_request: Any) -> Any:
 
 
 def _swallow_cancellation(read: Any) -> Any:
-    async def mutant(self: Readable) -> Any:
+    async def mutant(self: Readable[Any]) -> Any:
         while True:
             try:
                 return await read(self)
