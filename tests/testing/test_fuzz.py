@@ -1,5 +1,6 @@
 """The fuzzer: nothing in the engine, every bug put into it, every state that it used to reach, twice the same."""
 
+import gc
 import json
 import os
 import subprocess
@@ -73,6 +74,17 @@ def test_what_used_to_be_reached_is_reached(report):
     """Sometimes: the rows of the lifecycle tables, and the rare states that the machine names."""
     missed = REACHED[report.machine] - set(report.rare)
     assert not missed, f"never reached: {sorted(missed)}"
+
+
+def test_a_run_that_is_over_keeps_no_machine():
+    """What is found holds the frames it went through, and so a whole engine; the table has hundreds of runs."""
+    mutant = MUTANTS["F3"]
+    with silence(), mutant.active():
+        report = Fuzzer(MACHINES[mutant.machine], PROFILES["quick"], 0, shrink=False).run(seconds=60)
+    assert report.failure is not None
+    del report
+    gc.collect()
+    assert not [kept for kept in gc.get_objects() if isinstance(kept, MACHINES[mutant.machine])]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)

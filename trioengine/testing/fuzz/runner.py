@@ -74,20 +74,6 @@ class Fuzzer:
         self._began = time.monotonic()
         self._last: Program | None = None
         self._shortest: tuple[Exception, Program] | None = None  # of the programs that failed
-        self._machine = self._watched(machine)
-
-    def _watched(self, machine: type[Machine]) -> type[Machine]:
-        fuzzer = self
-
-        class Watched(machine):  # type: ignore[misc, valid-type]
-            def teardown(self) -> None:
-                try:
-                    super().teardown()
-                finally:
-                    fuzzer._count(self)
-
-        Watched.__name__ = Watched.__qualname__ = machine.__name__
-        return Watched
 
     def _count(self, machine: Machine) -> None:
         report = self.report
@@ -108,10 +94,10 @@ class Fuzzer:
     def run(self, *, examples: int | None = None, seconds: float | None = None) -> Report:
         """Until something is found, or so many programs or seconds are over; shrinking may take longer."""
         sow(self.report.seed)
-        with _fewer_collections():
+        with _fewer_collections(), _watched(self._plain, self._count) as machine:
             while self.report.failure is None and not self._is_over(examples, seconds):
                 count = BATCH if examples is None else min(BATCH, examples - self.report.programs)
-                self._run_batch(count)
+                self._run_batch(machine, count)
         self.report.seconds = time.monotonic() - self._began
         return self.report
 
@@ -119,9 +105,9 @@ class Fuzzer:
         is_over = examples is not None and self.report.programs >= examples
         return is_over or (seconds is not None and time.monotonic() - self._began >= seconds)
 
-    def _run_batch(self, count: int) -> None:
+    def _run_batch(self, machine: type[Machine], count: int) -> None:
         test = get_state_machine_test(
-            self._machine,
+            machine,
             settings=settings(
                 max_examples=count,
                 stateful_step_count=self._profile.steps,
@@ -147,6 +133,25 @@ class Fuzzer:
                 self.report.failure, self.report.program = self._shortest
             if isinstance(exc, KeyboardInterrupt) or self._shortest is None:
                 raise
+
+
+@contextlib.contextmanager
+def _watched(machine: type[Machine], count: Callable[[Machine], None]) -> Iterator[type[Machine]]:
+    """The machine, each of which is counted in the end. hypothesis keeps the class for ever, but nothing else."""
+
+    class Watched(machine):  # type: ignore[misc, valid-type]
+        def teardown(self) -> None:
+            try:
+                super().teardown()
+            finally:
+                counts[0](self)
+
+    counts = [count]
+    Watched.__name__ = Watched.__qualname__ = machine.__name__
+    try:
+        yield Watched
+    finally:
+        counts.clear()
 
 
 @contextlib.contextmanager
