@@ -1,14 +1,16 @@
 """The engine drains, closes, is cancelled, or gives up."""
 
+from dataclasses import replace
+
 import pytest
 import trio
 from expectations import GREEDY, LONG, orders_are_kept
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineClosed, EngineConfig, EngineOverloaded, FinishReason, ModelError, WorkerLost
+from trioengine import Engine, EngineClosed, EngineConfig, EngineOverloaded, FinishReason, ModelError, WorkerLost
 from trioengine.core.lifecycle import Cause, Power
 from trioengine.core.messages import EndSession, Fatal, FatalCode
-from trioengine.testing import simulated_engine
+from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 
 
@@ -32,6 +34,24 @@ async def test_drain_aborts_after_its_timeout(autojump_clock, simulated):
     async with engine.open_session() as session, session.generate("one", LONG) as generation:
         assert not await engine.drain(timeout=0.5)
         assert generation.completion.cause is Cause.SHUTDOWN
+
+
+async def test_closing_the_engine_ends_the_search_for_its_model(autojump_clock):
+    """A download may take an hour; no worker is started for an engine that is closed."""
+
+    async def find_model(model, on_progress):
+        await trio.sleep(3600)
+
+    async with trio.open_nursery() as nursery:
+        simulation = Simulation(nursery)
+        engine = Engine(EngineConfig(model="toy"), ports=replace(simulation.ports, find_model=find_model))
+        await nursery.start(engine.run)
+        await wait_all_tasks_blocked()
+        began = trio.current_time()
+        engine.close()
+    assert trio.current_time() == began
+    assert (engine.statistics().power, engine.statistics().incarnation) == (Power.CLOSED, 0)
+    assert simulation.workers == []
 
 
 async def test_closing_the_engine_ends_everything(autojump_clock):

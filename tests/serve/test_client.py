@@ -3,6 +3,7 @@
 import pytest
 import trio
 from realtime_texts import assistant, reference, user
+from trio.testing import wait_all_tasks_blocked
 
 from trioengine import (
     EngineClosed,
@@ -52,6 +53,33 @@ async def test_a_conversation_goes_on(autojump_clock, remote, clients):
 
 async def entered(generation):
     return await generation.__aenter__()
+
+
+async def test_a_request_aborted_before_it_is_entered_is_never_asked(autojump_clock, remote, clients):
+    async with remote.open_session() as session:
+        generation = session.generate("never", LONG)
+        generation.abort()
+        async with generation:
+            assert (await generation.result()).cause is Cause.CLIENT
+        async with session.generate("hello", GREEDY) as following:
+            assert (await following.result()).text == reference(clients, [user("hello")])
+    assert clients.engine.statistics().received == 1
+
+
+async def test_a_request_aborted_as_its_turn_comes_is_never_asked(autojump_clock, remote, clients):
+    """In the very step in which the one before it is over."""
+    async with remote.open_session() as session, trio.open_nursery() as nursery:
+        first, second = session.generate("hello", LONG), session.generate("never", LONG)
+        await first.__aenter__()
+        first.abort()
+        nursery.start_soon(second.__aenter__)
+        await wait_all_tasks_blocked()
+        settle, first.settle = first.settle, lambda: (settle(), second.abort())
+        await second.settled.wait()
+        assert second.completion.cause is Cause.CLIENT
+        async with session.generate("hello", GREEDY) as following:
+            assert (await following.result()).text == reference(clients, [user("hello")])
+    assert clients.engine.statistics().received == 2
 
 
 async def test_one_shot_calls_run_at_once(autojump_clock, remote, clients):

@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
+from pathlib import Path
 from typing import Any
 
 import trio
@@ -73,6 +74,7 @@ class Engine:
         self._sessions = Sessions()
         self._nursery: trio.Nursery | None = None
         self._closing = trio.Event()
+        self._finding = trio.CancelScope()  # the model, which may take a download
         self._auditor = Auditor()
         self._worker_counts = WorkerCounts()
 
@@ -89,9 +91,10 @@ class Engine:
         """
         task_status.started(self)
         try:
-            path = await self.ports.find_model(self.config.model, self._on_progress)
-            self._model = await self.ports.run_in_thread(self.ports.read_model, path)
-            self._tokenizer = ChatTokenizer(self._model.tokenizer, self._model.chat_template)
+            with self._finding:
+                path = await self._find_model()
+            if self._closing.is_set():
+                return
             async with open_unwrapped_nursery() as services:
                 services.start_soon(self._supervise, str(path))
                 try:
@@ -110,6 +113,12 @@ class Engine:
         finally:
             self.gate.change_power(PowerEvent.CLOSE)
 
+    async def _find_model(self) -> Path:
+        path = await self.ports.find_model(self.config.model, self._on_progress)
+        self._model = model = await self.ports.run_in_thread(self.ports.read_model, path)
+        self._tokenizer = ChatTokenizer(model.tokenizer, model.chat_template)
+        return path
+
     async def _supervise(self, model_path: str) -> None:
         try:
             await self._supervisor.run(self.config.for_worker(model_path))
@@ -120,6 +129,7 @@ class Engine:
     def close(self) -> None:
         """End the engine: sessions are ended, requests in flight are aborted. Harmless when closed."""
         self._closing.set()
+        self._finding.cancel()
         self.gate.change_power(PowerEvent.CLOSE)
 
     async def ready(self) -> None:

@@ -140,6 +140,8 @@ class Session:
             with generation.entering:
                 while self.generation is not None and self.generation.is_stopping:
                     await self.generation.settled.wait()
+                if generation.outcome is not None:
+                    return  # aborted before its turn came
                 self._check_idle()
                 self.generation = generation
                 generation.messages, generation.item_ids = messages, list(events)
