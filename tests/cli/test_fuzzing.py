@@ -11,10 +11,12 @@ from trioengine.cli import fuzzing
 from trioengine.cli.app import run
 from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.program import Program, ReplayFile
+from trioengine.testing.mutants import MUTANTS
 
 INTERRUPTED = """
 import signal, sys
 from trioengine.cli import fuzzing, main
+from trioengine.testing.fuzz import runner
 from trioengine.testing.fuzz.runner import Fuzzer
 
 count = Fuzzer._count
@@ -24,7 +26,10 @@ def interrupt_after_the_finding(self, machine):
     if machine.finding is not None:
         signal.raise_signal(signal.SIGINT)
 
-Fuzzer._count = interrupt_after_the_finding
+if sys.argv.pop() == "while it is shrunk":
+    Fuzzer._count = interrupt_after_the_finding
+else:
+    runner.trimmed = lambda *failed: signal.raise_signal(signal.SIGINT)
 sys.exit(main())
 """
 
@@ -148,10 +153,21 @@ def test_what_cannot_be_done_is_said(arguments, complaint, capsys):
     assert complaint in printed.err and printed.err.count("\n") == 1 and not printed.out
 
 
-def test_an_interrupt_ends_it_and_keeps_what_was_found(tmp_path):
+@pytest.mark.parametrize("when", ["while it is shrunk", "while it is trimmed"])
+def test_an_interrupt_ends_it_and_keeps_what_was_found(tmp_path, when):
     keep = tmp_path / "found.json"
-    command = [sys.executable, "-c", INTERRUPTED, "fuzz", "--mutant", "F25", "--keep", str(keep)]
+    command = [sys.executable, "-c", INTERRUPTED, "fuzz", "--mutant", "F25", "--keep", str(keep), when]
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120)
     assert ended.returncode == 130
     assert "machine = EngineMachine()" in ended.stdout
     assert ReplayFile.from_json(keep.read_text()).program.steps
+
+
+def test_what_fails_without_the_mutant_is_no_mutants_finding(monkeypatch, capsys):
+    monkeypatch.setattr(fuzzing, "MUTANTS", {"F3": MUTANTS["F3"], "F25": MUTANTS["F25"]})
+    replayed = fuzzing._replayed
+    monkeypatch.setattr(fuzzing, "_replayed", lambda *program: (replayed(*program)[0], ValueError("a bug of ours")))
+    assert run(["fuzz", "--mutants", "--seeds", "1"]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.count("0 of 1") == 2 and "WITHOUT F3, too: a bug of ours" in printed.err
+    assert "0/2" in printed.out

@@ -231,10 +231,16 @@ class _Found(NamedTuple):
 
 
 def _hunt(mutant: Mutant, seed: int, profile: str) -> _Found | None:
-    """None, too, where something was found that the mutant does not explain."""
+    """None, too, where something was found that the mutant does not explain, or that is found without it."""
+    machine = MACHINES[mutant.machine]
     with silence(), mutant.active():
-        report = Fuzzer(MACHINES[mutant.machine], PROFILES[profile], seed).run(seconds=MUTANT_SECONDS)
+        report = Fuzzer(machine, PROFILES[profile], seed).run(seconds=MUTANT_SECONDS)
     if report.program is None or not mutant.explains(report.failure):
+        return None
+    with silence():
+        _, failure = _replayed(machine, report.program)
+    if failure is not None:
+        print(f"WITHOUT {mutant.id}, too: {failure}\n{report.program}", file=sys.stderr, flush=True)
         return None
     return _Found(report.programs_to_find, report.seconds_to_find, report.program.length)
 

@@ -156,13 +156,13 @@ def _rule_of(machine: Any, program: Program, index: int) -> Rule:
 
 
 def _may_draw(strategy: Any, value: object) -> bool:
-    """False for a value of a type that the strategy does not draw, as far as that is easily told."""
+    """False for a value that the strategy does not draw, as far as that is easily told; trimming adds integers up."""
     strategy = getattr(strategy, "wrapped_strategy", strategy)
     match type(strategy).__name__:
         case "BooleansStrategy":
             return isinstance(value, bool)
         case "IntegersStrategy":
-            return type(value) is int
+            return type(value) is int and (strategy.start is None or value >= strategy.start)
         case "SampledFromStrategy" if not strategy._transformations:
-            return type(value) in {type(element) for element in strategy.elements}
+            return any(type(value) is type(element) and value == element for element in strategy.elements)
     return True

@@ -126,8 +126,9 @@ class Fuzzer:
             hypothesis.seed(self.report.seed)(test)()
         except Finding as finding:
             assert self._last is not None, "a machine that found something has been counted"
-            failed = finding.error, self._last
-            self.report.failure, self.report.program = trimmed(self._plain, failed) if self._shrinks else failed
+            self.report.failure, self.report.program = failed = finding.error, self._last
+            if self._shrinks:
+                self.report.failure, self.report.program = trimmed(self._plain, failed)
         except (Flaky, KeyboardInterrupt) as exc:  # before it was shrunk, or it failed only once: nothing is lost
             if self._shortest is not None:
                 self.report.failure, self.report.program = self._shortest
