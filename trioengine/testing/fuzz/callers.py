@@ -20,6 +20,7 @@ from trioengine.actors.session import Session
 from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded
 from trioengine.core.lifecycle import Cause, Outcome
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.testing.fuzz.refusals import FOR_A_REQUEST, check_not_admitted, check_refused
 
 
 class Style(enum.Enum):
@@ -64,6 +65,7 @@ class Holder:
                 await self.session.ended()
         except (EngineOverloaded, EngineClosed) as exc:
             assert self.session is None, "only entering is refused"
+            check_not_admitted(exc, self.engine, wait=self.wait)
             self.error = exc
         finally:
             self.over = True
@@ -103,7 +105,6 @@ class Reader:
     wait: bool
     generation: Generation | None = None
     error: EngineError | None = None
-    in_flight: int = 0  # requests, when it was told the error
     chunks: list[Chunk] = field(default_factory=list)
     outcome_at_leaving: Outcome | None = None
     deadline: float = math.inf
@@ -133,7 +134,8 @@ class Reader:
                         self.left, self.outcome_at_leaving = True, generation.outcome
                 assert generation.settled.is_set(), "leaving waits until the worker has let go"
         except EngineError as exc:
-            self.error, self.in_flight = exc, self.holder.engine.gate.ledger.in_flight
+            self.error = exc
+            check_refused(exc, self.holder.engine, FOR_A_REQUEST, wait=self.wait, deadline=self.deadline)
         except Oops:
             pass
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TypeVar
 
 import trio
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
 from trioengine.actors.generation import Generation
-from trioengine.core.errors import EngineClosed, EngineOverloaded, InvariantError, ModelError, WorkerLost
+from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvariantError, ModelError, WorkerLost
 from trioengine.core.lifecycle import Cause
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.callers import Holder, Reader, Style
@@ -24,6 +25,7 @@ from trioengine.testing.fuzz.oracles import (
     prompt_ids,
 )
 from trioengine.testing.fuzz.program import pick, recorded
+from trioengine.testing.fuzz.refusals import FOR_A_REQUEST, check_refused
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_worker import Health
 
@@ -109,15 +111,22 @@ class EngineMachine(Environment):
 
     async def _ask_once(self, wait: bool, timeout: float | None) -> None:
         params = SamplingParams(max_tokens=3)
-        began = trio.current_time()
-        completion = await self.engine.generate("hi", params, wait=wait, timeout=timeout)
-        is_late = timeout is not None and trio.current_time() >= began + timeout
+        deadline = trio.current_time() + (math.inf if timeout is None else timeout)
+        try:
+            completion = await self.engine.generate("hi", params, wait=wait, timeout=timeout)
+        except EngineError as exc:
+            check_refused(exc, self.engine, ("sessions", *FOR_A_REQUEST), wait=wait, deadline=deadline)
+            raise
+        is_late = trio.current_time() >= deadline
         causes = self.troubles.causes | ({Cause.TIMEOUT} if is_late else set())
         check_answer(completion, prompt_ids((("user", "hi"),)), params, LIMITS.max_model_len, causes)
 
     async def _audit(self) -> None:
         try:
             await self.engine.check_invariants(timeout=AUDIT_TIMEOUT)
+        except EngineOverloaded as exc:
+            check_refused(exc, self.engine, FOR_A_REQUEST[1:], wait=False)
+            raise
         except InvariantError as exc:
             if not self.troubles.workers or "did not answer" not in str(exc):  # its bytes may not move in time
                 raise

@@ -14,7 +14,7 @@ from hypothesis.stateful import precondition
 
 from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import Fatal, FatalCode
-from trioengine.testing.fuzz.oracles import check_books, check_farewell, check_stopped
+from trioengine.testing.fuzz.oracles import check_books, check_call, check_farewell, check_stopped
 from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.fuzz.world import World
 
@@ -42,6 +42,8 @@ class Environment(World):
             assert self.engine_call.error is not None and self.troubles.workers, "nobody closed the engine"
             self._excuse_shutdown()
         check_books(self.engine)
+        for call in self.calls:
+            check_call(call, self.troubles)
 
     def _let_go(self) -> None:
         """The end: everybody gets what they wait for, and leaves."""

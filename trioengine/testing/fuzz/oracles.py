@@ -26,7 +26,7 @@ from trioengine.core.messages import FinishReason
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.serve.realtime.beside import Beside
 from trioengine.serve.realtime.responder import Responder
-from trioengine.testing.fuzz.callers import Holder, Reader
+from trioengine.testing.fuzz.callers import Call, Holder, Reader
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.testing.toy_model import IM_END, toy_answer, toy_model
 from trioengine.text.chat_tokenizer import ChatTokenizer
@@ -103,8 +103,6 @@ def check_reader(reader: Reader, max_model_len: int, troubles: Troubles) -> None
     An error has its reason in what was done to the engine.
     """
     generation = reader.generation
-    if reader.wait and reader.timeout is None:
-        assert not isinstance(reader.error, EngineOverloaded), f"it was to wait, and got {reader.error!r}"
     if generation is None or not reader.entered:
         _check_refusal(reader, max_model_len, troubles)
         return
@@ -150,12 +148,17 @@ def _check_refusal(reader: Reader, max_model_len: int, troubles: Troubles) -> No
             assert troubles.closing or troubles.workers, f"nobody closed the engine, and {error!r}"
         case WorkerLost():
             assert troubles.workers, f"nobody harmed a worker, and {error!r}"
-        case EngineOverloaded(code="queue") if not reader.wait:
-            config = reader.holder.engine.config
-            slots = config.max_num_seqs + config.max_num_queued_reqs
-            assert reader.in_flight == slots, f"{reader.in_flight} of {slots} slots are taken, and {error!r}"
-        case _:
+        case _:  # judged where it was told
             assert isinstance(error, EngineOverloaded), f"refused by {error!r}"
+
+
+def check_call(call: Call, troubles: Troubles) -> None:
+    """What a call was told has its reason in what was done to the engine; of refusals that is judged elsewhere."""
+    match call.error:
+        case EngineClosed():
+            assert troubles.closing or troubles.workers, f"nobody closed the engine, and {call.name}: {call.error!r}"
+        case WorkerLost():
+            assert troubles.workers, f"nobody harmed a worker, and {call.name}: {call.error!r}"
 
 
 def check_deadline(reader: Reader) -> None:

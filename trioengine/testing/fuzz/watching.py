@@ -1,17 +1,13 @@
-"""What is watched inside the engine and the server while a machine runs, where a look at rest would come too late.
+"""What is watched inside the server while a machine runs, where a look at rest would come too late.
 
 Each is a `mutate` for `replaced`; what it sees wrong is added to the crashes.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import trio
-
-from trioengine.actors.waiting_line import WaitingLine
 from trioengine.serve.realtime.beside import Beside
 from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox
 from trioengine.serve.realtime.responder import Responder
@@ -19,27 +15,6 @@ from trioengine.serve.realtime.responder import Responder
 Crashes: TypeAlias = list[Exception]
 
 BETWEEN = 1024  # characters that what a client asked for may take, between a look for room and a text
-
-
-def in_order(crashes: Crashes) -> Callable[[Any], Any]:
-    """For `WaitingLine.wait`: nobody is served before one who came earlier and still waits."""
-    tickets = itertools.count()
-    arrivals: dict[trio.lowlevel.Task, int] = {}
-
-    def mutate(wait: Any) -> Any:
-        async def watched(line: WaitingLine, admission: Callable[[], object]) -> None:
-            own = arrivals[trio.lowlevel.current_task()] = next(tickets)
-
-            def served() -> None:
-                admission()
-                if any(arrivals[task] < own for task in line._waiters):
-                    crashes.append(AssertionError("somebody in a line was overtaken"))
-
-            await wait(line, served)
-
-        return watched
-
-    return mutate
 
 
 def with_room(crashes: Crashes, room: int) -> Callable[[Any], Any]:

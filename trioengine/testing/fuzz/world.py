@@ -11,14 +11,15 @@ from typing import Any
 import trio
 
 from trioengine.actors.engine import Engine
+from trioengine.actors.gate import Gate
 from trioengine.actors.waiting_line import WaitingLine
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, ModelError, WorkerLost
 from trioengine.core.lifecycle import Cause, Phase, Power
+from trioengine.testing.fuzz.admissions import Admissions
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.oracles import Troubles, check_decided, check_limits
-from trioengine.testing.fuzz.watching import in_order
 from trioengine.testing.mutants.mutant import replaced
 from trioengine.testing.sim_loop import SimLoop
 from trioengine.testing.simulated_worker import SimulatedWorker
@@ -65,7 +66,10 @@ class World(Machine):
         self.harmed: list[SimulatedWorker] = []  # those that cannot be asked to end well
         self.served: set[SimulatedWorker] = set()  # those that were READY while the engine was open
         self._watching = ExitStack()
-        self._watch(WaitingLine, "wait", in_order(self.loop.crashes))
+        self.admissions = Admissions(self.loop.crashes)
+        self._watch(WaitingLine, "wait", self.admissions.in_order)
+        self._watch(Gate, "admit_session", self.admissions.of_sessions)
+        self._watch(Gate, "admit_request", self.admissions.of_requests)
         self.waited = 0.0  # seconds, since bytes were last moved fairly
         self.loop.start_soon(self.engine_call.run, name="engine")
 
