@@ -163,6 +163,7 @@ class Environment(World):
         self._raise_crash()
         ledger = self.engine.gate.ledger
         assert ledger.sessions == len(self.engine._sessions) == 0, f"{ledger.sessions} session slots are not free"
+        self.accounts.check(self.engine)
         assert self.loop.idle, f"tasks are left:\n{self.loop.stacks()}"
         for worker in self.simulation.workers:
             assert worker.reaped, f"worker {worker.pid} was not reaped"

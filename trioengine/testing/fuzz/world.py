@@ -12,10 +12,13 @@ import trio
 
 from trioengine.actors.engine import Engine
 from trioengine.actors.gate import Gate
+from trioengine.actors.generation import Generation
+from trioengine.actors.session import Session
 from trioengine.actors.waiting_line import WaitingLine
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, ModelError, WorkerLost
 from trioengine.core.lifecycle import Cause, Phase, Power
+from trioengine.testing.fuzz.accounts import Accounts
 from trioengine.testing.fuzz.admissions import Admissions
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.machine import Machine
@@ -70,6 +73,10 @@ class World(Machine):
         self._watch(WaitingLine, "wait", self.admissions.in_order)
         self._watch(Gate, "admit_session", self.admissions.of_sessions)
         self._watch(Gate, "admit_request", self.admissions.of_requests)
+        self.accounts = Accounts(self.admissions.requests)
+        self._watch(Generation, "__init__", self.accounts.of_requests)
+        self._watch(Session, "__aenter__", self.accounts.of_openings)
+        self._watch(Session, "start", self.accounts.of_starts)
         self.waited = 0.0  # seconds, since bytes were last moved fairly
         self.loop.start_soon(self.engine_call.run, name="engine")
 
