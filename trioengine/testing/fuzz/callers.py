@@ -196,9 +196,11 @@ class Call:
     result: Completion | bool | None = None
     error: EngineError | None = None
     over: bool = False
+    task: trio.lowlevel.Task | None = None
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
     async def run(self) -> None:
+        self.task = trio.lowlevel.current_task()
         if self.timeout is not None:
             self.deadline = trio.current_time() + self.timeout
         try:

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import trio
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
@@ -176,12 +177,25 @@ class Environment(World):
     def _begin_drain(self, drain: Callable[[float | None], Awaitable[Any]], timeout: float | None) -> None:
         self.troubles.closing = True
         if timeout is not None:
-            self.troubles.causes.add(Cause.SHUTDOWN)
-        self._call("drain", functools.partial(drain, timeout), (), timeout)
+            self._excuse_shutdown()
+        self._call("drain", functools.partial(self._judged, drain, timeout), (), timeout)
 
-    async def _drain(self, timeout: float | None) -> None:
-        if await self.engine.drain(timeout):
+    async def _judged(self, drain: Callable[[float | None], Awaitable[Any]], timeout: float | None) -> None:
+        """It says that everything ended by itself if, and only if, it has aborted nothing when its time was over."""
+        began, before = trio.current_time(), self.accounts.num_shut_down
+        if await drain(timeout):
+            others = self.num_ends - (timeout is not None)  # who else has ended the engine
+            if not others and self.engine.gate.failure is None:
+                aborted = self.accounts.num_shut_down - before
+                assert not aborted, f"drained, it said, and {aborted} requests were aborted"
+        else:
+            is_late = timeout is not None and trio.current_time() >= began + timeout
+            assert is_late, "not drained, it said, before its time was over"
+
+    async def _drain(self, timeout: float | None) -> bool:
+        finished = await self.engine.drain(timeout)
+        if finished:
             assert not self.engine.gate.ledger.in_flight, "it said that it was drained"
         else:
-            assert timeout is not None, "without a timeout all of it is waited for"
             check_stopped(self.engine, {session.generation for session in self.engine._sessions} - {None})
+        return finished

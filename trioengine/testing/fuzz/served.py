@@ -126,6 +126,8 @@ class ServedEnvironment(Environment, Generic[Client]):
         self._run_out(lambda: all(client.stream.closed for client in self.clients), "connections never end")
         free = self.server.front_door._places.left
         assert free == MAX_CLIENTS, f"all clients have gone, and {free} places are free"
+        known = len(self.server.in_flight)
+        assert known == 0, f"all clients have gone, and {known} requests are known by their ids"
         left = [session for session in self.engine._sessions if session.end_cause is None]
         assert not left, f"sessions without a client: {left}"
         self._begin_drain(self.server.drain, 0.5)

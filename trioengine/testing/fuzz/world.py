@@ -50,6 +50,7 @@ LIMITS = Limits(
     max_num_seqs=CONFIG.max_num_seqs,
     max_num_batched_tokens=8,  # so that every prompt is prefilled in chunks
 )
+STOPPING = (Phase.STOPPING, Phase.ENDING)
 ROUNDS = 400  # of settling between two moments of the clock; more is a livelock
 
 
@@ -68,6 +69,7 @@ class World(Machine):
         self.troubles = Troubles()
         self.harmed: list[SimulatedWorker] = []  # those that cannot be asked to end well
         self.served: set[SimulatedWorker] = set()  # those that were READY while the engine was open
+        self.num_ends = 0  # how often the engine was told to end, and to abort what is in flight
         self._watching = ExitStack()
         self.admissions = Admissions(self.loop.crashes)
         self._watch(WaitingLine, "wait", self.admissions.in_order)
@@ -173,8 +175,9 @@ class World(Machine):
         check_decided(self.engine)
         for call in self.running_calls:
             if trio.current_time() >= call.deadline:  # its request is on the worker, or nothing keeps it
-                phases = {session.phase for session in self.engine._sessions}
-                is_stopping = bool(phases & {Phase.STOPPING, Phase.ENDING})
+                own = self.accounts.latest_of(call.task)  # None: it waits for those of others
+                stopping = [session for session in self.engine._sessions if session.phase in STOPPING]
+                is_stopping = any(own in (None, session.generation) for session in stopping)
                 assert is_stopping, f"its time is over, and it goes on: {call.name}\n{self.loop.stacks()}"
 
     def _close(self) -> None:
@@ -193,6 +196,7 @@ class World(Machine):
         self._watching.enter_context(replaced(owner, name, mutate)())
 
     def _excuse_shutdown(self) -> None:
+        self.num_ends += 1
         self.troubles.closing = True
         self.troubles.causes.add(Cause.SHUTDOWN)
 
