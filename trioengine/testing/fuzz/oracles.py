@@ -24,8 +24,6 @@ from trioengine.core.errors import (
 from trioengine.core.lifecycle import Cause, Phase
 from trioengine.core.messages import FinishReason
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.serve.realtime.beside import Beside
-from trioengine.serve.realtime.responder import Responder
 from trioengine.testing.fuzz.callers import Call, Holder, Reader
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.testing.toy_model import IM_END, toy_answer, toy_model
@@ -86,15 +84,6 @@ def check_stopped(engine: Engine, generations: AbstractSet[Generation | None]) -
     for session in engine._sessions:
         goes_on = session.phase in (Phase.PREPARING, Phase.RUNNING) and session.generation in generations
         assert not goes_on, f"all were aborted, and it goes on: {session}"
-
-
-def check_cancelled(responders: Sequence[Responder | Beside]) -> None:
-    """No task can run: the worker was told to stop what a client of the server has cancelled."""
-    for response in (response for responder in responders for response in responder.active):
-        generation = response.generation
-        if response.cancelled and generation is not None:
-            goes_on = generation._session.phase in (Phase.PREPARING, Phase.RUNNING)
-            assert not goes_on, f"{response.id} was cancelled, and goes on"
 
 
 def check_reader(reader: Reader, max_model_len: int, troubles: Troubles) -> None:

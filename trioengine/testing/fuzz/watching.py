@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from trioengine.serve.realtime.beside import Beside
+from trioengine.core.lifecycle import Phase
+from trioengine.serve.realtime.client_events import ClientEvent, ResponseCancel
+from trioengine.serve.realtime.connection import RealtimeConnection
 from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox
-from trioengine.serve.realtime.responder import Responder
+from trioengine.serve.realtime.response import Response, ResponseStatus
 
 Crashes: TypeAlias = list[Exception]
 
@@ -45,17 +47,45 @@ def when_full(room: int, is_full: Callable[[], None]) -> Callable[[Any], Any]:
     return mutate
 
 
-def collected(responders: list[Responder | Beside]) -> Callable[[Any], Any]:
-    """For their `__init__`: all that there are."""
+class Cancels:
+    """What clients of the server have cancelled, as far as it has read that; not what it has made of it."""
 
-    def mutate(init: Any) -> Any:
-        def watched(responder: Responder | Beside, *args: Any) -> None:
-            init(responder, *args)
-            responders.append(responder)
+    def __init__(self, crashes: Crashes) -> None:
+        self._crashes = crashes
+        self._cancelled: list[Response] = []  # and not over
+
+    def of_events(self, act: Any) -> Any:
+        """For `RealtimeConnection._act`: what is cancelled is stopped in the same step."""
+
+        def watched(connection: RealtimeConnection, event: ClientEvent, event_id: str | None) -> None:
+            response = _to_cancel(connection, event) if isinstance(event, ResponseCancel) else None
+            act(connection, event, event_id)
+            if response is not None:
+                self._cancelled.append(response)
+                try:
+                    self.check()
+                except AssertionError as exc:
+                    self._crashes.append(exc)
 
         return watched
 
-    return mutate
+    def check(self) -> None:
+        """None of them goes on; one whose request is still on its way in is stopped once it is there."""
+        self._cancelled = [each for each in self._cancelled if each.status is ResponseStatus.IN_PROGRESS]
+        for response in self._cancelled:
+            generation = response.generation
+            if generation is not None:
+                goes_on = generation._session.phase in (Phase.PREPARING, Phase.RUNNING)
+                assert not goes_on, f"{response.id} was cancelled, and goes on"
+
+
+def _to_cancel(connection: RealtimeConnection, event: ResponseCancel) -> Response | None:
+    """Without an id it is the conversation's."""
+    running = connection._responder.active
+    if event.response_id is None:
+        return running[0] if running else None
+    found = (response for response in (*running, *connection._beside.active) if response.id == event.response_id)
+    return next(found, None)
 
 
 class CrashLog:

@@ -142,7 +142,8 @@ class World(Machine):
         self.loop.tick()
 
     def _settle(self) -> None:
-        self.waited = 0.0
+        if self.worker is None or self.worker.seconds_to_recover <= 0.0:
+            self.waited = 0.0
         for _ in range(ROUNDS):
             ran = self.loop.settle() > 0
             self._check_blocked()
@@ -156,6 +157,8 @@ class World(Machine):
         passed = 0.0
         while not done():
             step = self.loop.seconds_to_next_deadline()
+            if self.worker is not None and self.worker.seconds_to_recover > 0.0:
+                step = min(step, self.worker.seconds_to_recover)
             self._raise_crash()
             assert math.isfinite(step) and passed < self.horizon, f"{complaint}:\n{self.loop.stacks()}"
             self.loop.clock.jump(max(step, 0.0))
