@@ -20,7 +20,7 @@ from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.fuzz.world import World
 
 UNHARMFUL = 1.5  # seconds that no worker is killed for
-SLOW = 2.0  # seconds of a slow step, which harms nobody: also half of the time to shut down is longer
+SLOW = 5.0  # seconds of a slow step, which harms nobody: longer than between two PINGs, shorter than the timeouts
 WORKER_OUTAGES = ("hang", "stall", "slow step", "garbage", "nonsense", "close pipe", "fatal")
 HARMLESS = ("slow step",)  # of these
 STARTS = ("starts fail", "start stalls")

@@ -38,6 +38,7 @@ CONFIG = EngineConfig(
     ping_interval=4.0,
     unresponsive_timeout=6.0,
     step_timeout=15.0,
+    worker_shutdown_timeout=12.0,  # half of it is longer than a slow step
     startup_timeout=15.0,
     restart_delays=(0.0, 1.0),
     max_restarts=50,
