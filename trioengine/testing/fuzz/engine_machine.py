@@ -136,17 +136,22 @@ class EngineMachine(Environment):
     def stop_reading(self, which: int, what: str) -> None:
         """Also of a request that is over; the latest is the first to be chosen."""
         reader = pick(_latest_first(self.readers), which)
-        self._note_moment(reader, what)
+        generation = reader.generation
+        has_id = generation is not None and generation._request_id is not None
         if what == "cancel":
+            self._note_moment(reader, what)
             reader.scope.cancel()
         elif what == "go on":
             reader.go_on.set()
-        elif reader.generation is not None and reader.entered:
-            if what in ("abort", "abort by id"):
-                self._abort(reader, reader.generation, by_id=what == "abort by id")
-            elif self.worker is not None:  # the worker cannot sample for it: it fails alone
-                self.worker.runner.fail_requests.add(reader.generation.request_id)
-                self.troubles.requests.add(reader.generation.request_id)
+        elif generation is None or (reader.over and not reader.entered) or (what != "abort" and not has_id):
+            pass  # there is nothing yet, or it was refused, or has no id
+        elif what != "fail":
+            self._note_moment(reader, "abort")
+            self._abort(reader, generation, by_id=what == "abort by id")
+        elif self.worker is not None:  # the worker cannot sample for it: it fails alone
+            self._note_moment(reader, what)
+            self.worker.runner.fail_requests.add(generation.request_id)
+            self.troubles.requests.add(generation.request_id)
 
     def _abort(self, reader: Reader, generation: Generation, *, by_id: bool) -> None:
         session = reader.holder.session
@@ -223,11 +228,11 @@ class EngineMachine(Environment):
 
     def _note_moment(self, reader: Reader, what: str) -> None:
         session, generation, worker = reader.holder.session, reader.generation, self.worker
-        what = what.removesuffix(" by id")
         if generation is None or session is None or reader.over:
             return
         if not reader.entered:
-            self.rare.saw(f"{what} on the way in")
+            where = "while it is prepared" if session.generation is generation else "while it waits in line"
+            self.rare.saw(f"{what} {where}")
         elif session.attached and worker is not None and session.id not in worker.step_loop.sessions:
             self.rare.saw(f"{what} before the worker has seen ADD_SESSION")
         elif generation.outcome is not None:

@@ -13,6 +13,7 @@ import trio
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
+from trioengine.core.connection import Connection
 from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import Fatal, FatalCode
 from trioengine.testing.fuzz.oracles import check_books, check_call, check_farewell, check_stopped
@@ -29,6 +30,10 @@ OUTAGES = ("abort all", *WORKER_OUTAGES, *STARTS, "drain soon", "close", "cancel
 
 class Environment(World):
     """An engine, and the rules that are nobody's will. Who uses it overrides `in_use`, `_check…` and `_let_go`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._killed: list[Connection] = []  # to workers, whose last bytes may have arrived
 
     # ---- for who uses the engine ----------------------------------------------------------------------------------
 
@@ -101,8 +106,8 @@ class Environment(World):
         worker = self._worker()
         if worker.to_worker:
             self.rare.saw("a worker dies with bytes on their way to it")
-        if len(worker.to_engine) > last_bytes:
-            self.rare.saw("a worker's last frame is torn")
+        if (incarnation := self.engine._supervisor.current) is not None:
+            self._killed.append(incarnation.link.connection)
         worker.exit(-9)
         worker.deliver(last_bytes)
         worker.end_stream()
@@ -172,6 +177,12 @@ class Environment(World):
         for worker in self.simulation.workers:
             if worker in self.served and worker not in self.harmed:
                 check_farewell(worker)
+
+    def _close(self) -> None:
+        super()._close()
+        for connection in self._killed:
+            if connection.has_partial_frame:
+                self.rare.saw("a worker's last frame is torn")
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 
