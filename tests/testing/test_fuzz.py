@@ -47,6 +47,8 @@ REACHED = {
     | {
         *(f"{what} {moment}" for what in ("abort", "cancel") for moment in MOMENTS),
         "fail while it is prepared",
+        "a history is replaced",
+        "a history is replaced in the middle of a request",
         "a worker dies with bytes on their way to it",
         "a worker's last frame is torn",
         "num preemptions",

@@ -22,6 +22,9 @@ from trioengine.core.lifecycle import Cause, Outcome
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.refusals import FOR_A_REQUEST, check_not_admitted, check_refused
 
+Turn = tuple[str, str]  # role and content
+UNPREPARED = "it cannot be prepared"  # a prompt
+
 
 class Style(enum.Enum):
     """How a reader reads."""
@@ -36,7 +39,7 @@ class Style(enum.Enum):
 
 
 class Oops(Exception):
-    """What a reader's body raises."""
+    """What a reader's body raises, and the preparation of `UNPREPARED`."""
 
 
 @dataclass
@@ -51,6 +54,7 @@ class Holder:
     left: bool = False
     over: bool = False
     readers: list[Reader] = field(default_factory=list)
+    replaced: list[tuple[int, tuple[Turn, ...]]] = field(default_factory=list)  # after which id, by which turns
     leave: trio.Event = field(default_factory=trio.Event)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 

@@ -10,10 +10,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
 from trioengine.actors.generation import Generation
-from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvariantError, ModelError, WorkerLost
+from trioengine.core.errors import (
+    EngineClosed,
+    EngineError,
+    EngineOverloaded,
+    InvariantError,
+    ModelError,
+    SessionBusy,
+    WorkerLost,
+)
 from trioengine.core.lifecycle import Cause
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.testing.fuzz.callers import Holder, Reader, Style
+from trioengine.testing.fuzz.callers import UNPREPARED, Holder, Reader, Style, Turn
 from trioengine.testing.fuzz.environment import Environment
 from trioengine.testing.fuzz.oracles import (
     check_aborted,
@@ -26,13 +34,16 @@ from trioengine.testing.fuzz.oracles import (
 )
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.refusals import FOR_A_REQUEST, check_refused
+from trioengine.testing.fuzz.watching import failing
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_worker import Health
+from trioengine.text.conversation import Conversation
 
 Task = TypeVar("Task", Holder, Reader)
 
 AUDIT_TIMEOUT = 10.0
-PROMPTS = ("a", "to be", "be or not be or not be or", "<|im_end|>", "")
+PROMPTS = ("a", "to be", "be or not be or not be or", "<|im_end|>", "", UNPREPARED)
+HISTORIES: tuple[tuple[Turn, ...], ...] = ((), (("user", "a"), ("assistant", "b")))
 WHICH = st.integers(0, 3)
 
 
@@ -43,6 +54,7 @@ class EngineMachine(Environment):
         super().__init__()
         self.holders: list[Holder] = []
         self.readers: list[Reader] = []
+        self._watch(Conversation, "prepare", failing)
 
     @recorded(
         initialize,
@@ -176,6 +188,24 @@ class EngineMachine(Environment):
                 holder.scope.cancel()
             case "end":
                 holder.end()
+
+    @precondition(lambda self: self.open_holders)
+    @recorded(which=WHICH, turns=st.integers(0, 1))
+    def replace_history(self, which: int, turns: int) -> None:
+        """Refused while the session has a request."""
+        holder = pick(self.open_holders, which)
+        session, history = holder.session, HISTORIES[turns]
+        assert session is not None, "it is open"
+        is_busy, last_id = session.generation is not None, self.engine.gate.mint()
+        try:
+            session.replace_history([{"role": role, "content": content} for role, content in history])
+        except SessionBusy:
+            assert is_busy, f"it has no request, and is busy: {session}"
+            self.rare.saw("a history is replaced in the middle of a request")
+        else:
+            assert not is_busy, f"the history of {session} is replaced under its request"
+            holder.replaced.append((last_id, history))
+            self.rare.saw("a history is replaced")
 
     # ---- what the environment asks --------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -24,12 +25,10 @@ from trioengine.core.errors import (
 from trioengine.core.lifecycle import Cause, Phase
 from trioengine.core.messages import FinishReason
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.testing.fuzz.callers import Call, Holder, Reader
+from trioengine.testing.fuzz.callers import UNPREPARED, Call, Holder, Reader, Turn
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.testing.toy_model import IM_END, toy_answer, toy_model
 from trioengine.text.chat_tokenizer import ChatTokenizer
-
-Turn = tuple[str, str]  # role and content
 
 
 @dataclass
@@ -120,7 +119,7 @@ def _check_refusal(reader: Reader, max_model_len: int, troubles: Troubles) -> No
     """A request that was not entered was refused with a reason, or its reader went."""
     error, others = reader.error, [other for other in reader.holder.readers if other is not reader]
     match error:
-        case None:
+        case None if reader.prompt != UNPREPARED:
             assert reader.scope.cancel_called, f"it did not enter, and nobody says why: {reader.generation}"
         case RequestRejected(code="empty_prompt"):
             assert not reader.prompt, f"{reader.prompt!r} is not empty, and {error!r}"
@@ -137,6 +136,8 @@ def _check_refusal(reader: Reader, max_model_len: int, troubles: Troubles) -> No
             assert troubles.closing or troubles.workers, f"nobody closed the engine, and {error!r}"
         case WorkerLost():
             assert troubles.workers, f"nobody harmed a worker, and {error!r}"
+        case None:
+            pass
         case _:  # judged where it was told
             assert isinstance(error, EngineOverloaded), f"refused by {error!r}"
 
@@ -184,7 +185,7 @@ def check_holder(holder: Holder, troubles: Troubles) -> None:
     if session.generation is not None or any(not reader.over for reader in holder.readers):
         return
     found = tuple((message["role"], message["content"]) for message in session.history)
-    expected = _committed(holder.readers)
+    expected = _committed(holder)
     assert found == expected, f"the history is {found}, committed was {expected}"
 
 
@@ -236,12 +237,14 @@ def check_answer(
 
 
 def _committed_before(reader: Reader, request_id: int) -> tuple[Turn, ...]:
-    return _committed([other for other in reader.holder.readers if _request_id(other) < request_id])
+    return _committed(reader.holder, request_id)
 
 
-def _committed(readers: Sequence[Reader]) -> tuple[Turn, ...]:
+def _committed(holder: Holder, before: float = math.inf) -> tuple[Turn, ...]:
     """In the order in which they were admitted, which need not be that in which they were started."""
-    return tuple(turn for reader in sorted(readers, key=_request_id) for turn in _turns(reader))
+    after, turns = next((made for made in reversed(holder.replaced) if made[0] < before), (0, ()))
+    readers = [reader for reader in holder.readers if after < _request_id(reader) < before]
+    return (*turns, *(turn for reader in sorted(readers, key=_request_id) for turn in _turns(reader)))
 
 
 def _request_id(reader: Reader) -> int:

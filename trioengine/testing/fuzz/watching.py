@@ -1,4 +1,4 @@
-"""What is watched inside the server while a machine runs, where a look at rest would come too late.
+"""What is watched, or made to fail, inside the engine and the server while a machine runs, where a look at rest would come too late.
 
 Each is a `mutate` for `replaced`; what it sees wrong is added to the crashes.
 """
@@ -13,10 +13,24 @@ from trioengine.serve.realtime.client_events import ClientEvent, ResponseCancel
 from trioengine.serve.realtime.connection import RealtimeConnection
 from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox
 from trioengine.serve.realtime.response import Response, ResponseStatus
+from trioengine.testing.fuzz.callers import UNPREPARED, Oops
+from trioengine.text.conversation import Conversation, Prepared, Prompt
 
 Crashes: TypeAlias = list[Exception]
 
 BETWEEN = 1024  # characters that what a client asked for may take, between a look for room and a text
+
+
+def failing(prepare: Any) -> Any:
+    """For `Conversation.prepare`: as where a template or a tokenizer has a bug."""
+
+    def watched(conversation: Conversation, prompt: Prompt) -> Prepared:
+        if prompt == UNPREPARED:
+            raise Oops
+        prepared: Prepared = prepare(conversation, prompt)
+        return prepared
+
+    return watched
 
 
 def with_room(crashes: Crashes, room: int) -> Callable[[Any], Any]:
