@@ -20,6 +20,7 @@ PROGRAMS_A_MUTANT = 3000
 OUT_OF_REACH = (
     frozenset(  # legal, and not taken: a request that is over, and a session or engine that is gone, ask no more
         {
+            "engine closed: ready",  # by one program in a thousand
             "engine closed: worker_lost",
             "session ended, attached: abort",
             "session ended, detached: abort",

@@ -1,4 +1,4 @@
-"""What is watched, or made to fail, inside the engine and the server while a machine runs, where a look at rest would come too late.
+"""What is watched inside the server while a machine runs, where a look at rest would come too late, or made to fail.
 
 Each is a `mutate` for `replaced`; what it sees wrong is added to the crashes.
 """
