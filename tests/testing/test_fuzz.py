@@ -62,7 +62,7 @@ REACHED = {
         "an answer is truncated",
         "an outbox is full",
     },
-    "HttpMachine": WHILE_A_RESPONSE_IS_ACTIVE,
+    "HttpMachine": WHILE_A_RESPONSE_IS_ACTIVE | {"an operator aborts a request"},
 }
 
 

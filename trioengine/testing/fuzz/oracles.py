@@ -39,12 +39,15 @@ class Troubles:
     closing: bool = False  # nothing more is admitted
     causes: set[Cause] = field(default_factory=set)  # by which others than its reader may have aborted a request
     requests: set[int] = field(default_factory=set)  # that the worker was told to fail
+    operators: bool = False  # one has ended a request
 
     def excuse(self, code: str) -> bool:
         """Whether a client of a server may be told this."""
         match code:
             case "overloaded":
                 return True
+            case "aborted":
+                return self.operators
             case "worker_lost":
                 return self.workers
             case "shutting_down" | "shutdown":

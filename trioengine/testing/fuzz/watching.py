@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from trioengine.core.lifecycle import Phase
+from trioengine.serve.in_flight import InFlight
 from trioengine.serve.realtime.client_events import ClientEvent, ResponseCancel
 from trioengine.serve.realtime.connection import RealtimeConnection
 from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox
@@ -18,6 +19,7 @@ from trioengine.text.conversation import Conversation, Prepared, Prompt
 
 Crashes: TypeAlias = list[Exception]
 
+GOING = (Phase.PREPARING, Phase.RUNNING)
 BETWEEN = 1024  # characters that what a client asked for may take, between a look for room and a text
 
 
@@ -89,7 +91,7 @@ class Cancels:
         for response in self._cancelled:
             generation = response.generation
             if generation is not None:
-                goes_on = generation._session.phase in (Phase.PREPARING, Phase.RUNNING)
+                goes_on = generation._session.phase in GOING
                 assert not goes_on, f"{response.id} was cancelled, and goes on"
 
 
@@ -100,6 +102,27 @@ def _to_cancel(connection: RealtimeConnection, event: ResponseCancel) -> Respons
         return running[0] if running else None
     found = (response for response in (*running, *connection._beside.active) if response.id == event.response_id)
     return next(found, None)
+
+
+def stopping(crashes: Crashes, saw: Callable[[bool], None]) -> Callable[[Any], Any]:
+    """For `InFlight.abort`: what goes on is stopped in the same step, and it is said whether anything was."""
+
+    def mutate(abort: Any) -> Any:
+        def watched(in_flight: InFlight, id: str) -> bool:
+            generation = in_flight._generations.get(id)
+            is_there = generation is not None and generation.outcome is None
+            told: bool = abort(in_flight, id)
+            if told is not is_there:
+                crashes.append(AssertionError(f"an operator was told {told} of {generation}"))
+            session = None if generation is None else generation._session
+            if session is not None and session.generation is generation and session.phase in GOING:
+                crashes.append(AssertionError(f"an operator has aborted it, and it goes on: {session}"))
+            saw(told)
+            return told
+
+        return watched
+
+    return mutate
 
 
 class CrashLog:
