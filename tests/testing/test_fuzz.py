@@ -20,9 +20,8 @@ PROGRAMS_A_MUTANT = 3000
 OUT_OF_REACH = (
     frozenset(  # legal, and not taken: a request that is over, and a session or engine that is gone, ask no more
         {
-            "engine closed: ready",
+            "engine closed: ready",  # by one program in a thousand
             "engine closed: worker_lost",
-            "engine loading: drain",
             "session ended, attached: abort",
             "session ended, detached: abort",
             "session ended, detached: worker_lost",
@@ -34,7 +33,12 @@ OUT_OF_REACH = (
 )
 
 
-MOMENTS = ("on the way in", "before the worker has seen ADD_SESSION", "after the outcome, before it is read")
+MOMENTS = (
+    "while it waits in line",
+    "while it is prepared",
+    "before the worker has seen ADD_SESSION",
+    "after the outcome, before it is read",
+)
 WHILE_A_RESPONSE_IS_ACTIVE = frozenset(
     f"{how} while a response is active"
     for how in ("close", "hang up", "reset", "stall", "vanish", "read again", "garbage", "half-close")
@@ -43,6 +47,9 @@ REACHED = {
     "EngineMachine": (TABLE_STATES - OUT_OF_REACH)
     | {
         *(f"{what} {moment}" for what in ("abort", "cancel") for moment in MOMENTS),
+        "fail while it is prepared",
+        "a history is replaced",
+        "a history is replaced in the middle of a request",
         "a worker dies with bytes on their way to it",
         "a worker's last frame is torn",
         "num preemptions",
@@ -55,7 +62,7 @@ REACHED = {
         "an answer is truncated",
         "an outbox is full",
     },
-    "HttpMachine": WHILE_A_RESPONSE_IS_ACTIVE,
+    "HttpMachine": WHILE_A_RESPONSE_IS_ACTIVE | {"an operator aborts a request"},
 }
 
 

@@ -160,6 +160,12 @@ class SimulatedWorker:
             if self._activity is not Activity.STARTING:
                 self._turn_to(Activity.IDLE)
 
+    @property
+    def seconds_to_recover(self) -> float:
+        """Until a step that takes long ends, or a start; 0 where there is none, infinite for one that never ends."""
+        is_stalled = self.health is Health.STALLED
+        return max(self._stalled_until - trio.current_time(), 0.0) if is_stalled else 0.0
+
     def close_pipe(self) -> None:
         """Close the pipe to the engine and live on."""
         if self.health is not Health.DEAD:

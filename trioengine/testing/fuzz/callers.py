@@ -20,6 +20,10 @@ from trioengine.actors.session import Session
 from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded
 from trioengine.core.lifecycle import Cause, Outcome
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.testing.fuzz.refusals import FOR_A_REQUEST, check_not_admitted, check_refused
+
+Turn = tuple[str, str]  # role and content
+UNPREPARED = "it cannot be prepared"  # a prompt
 
 
 class Style(enum.Enum):
@@ -35,7 +39,7 @@ class Style(enum.Enum):
 
 
 class Oops(Exception):
-    """What a reader's body raises."""
+    """What a reader's body raises, and the preparation of `UNPREPARED`."""
 
 
 @dataclass
@@ -50,6 +54,7 @@ class Holder:
     left: bool = False
     over: bool = False
     readers: list[Reader] = field(default_factory=list)
+    replaced: list[tuple[int, tuple[Turn, ...]]] = field(default_factory=list)  # after which id, by which turns
     leave: trio.Event = field(default_factory=trio.Event)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
@@ -64,6 +69,7 @@ class Holder:
                 await self.session.ended()
         except (EngineOverloaded, EngineClosed) as exc:
             assert self.session is None, "only entering is refused"
+            check_not_admitted(exc, self.engine, wait=self.wait)
             self.error = exc
         finally:
             self.over = True
@@ -103,7 +109,6 @@ class Reader:
     wait: bool
     generation: Generation | None = None
     error: EngineError | None = None
-    in_flight: int = 0  # requests, when it was told the error
     chunks: list[Chunk] = field(default_factory=list)
     outcome_at_leaving: Outcome | None = None
     deadline: float = math.inf
@@ -133,7 +138,8 @@ class Reader:
                         self.left, self.outcome_at_leaving = True, generation.outcome
                 assert generation.settled.is_set(), "leaving waits until the worker has let go"
         except EngineError as exc:
-            self.error, self.in_flight = exc, self.holder.engine.gate.ledger.in_flight
+            self.error = exc
+            check_refused(exc, self.holder.engine, FOR_A_REQUEST, wait=self.wait, deadline=self.deadline)
         except Oops:
             pass
         finally:
@@ -194,9 +200,11 @@ class Call:
     result: Completion | bool | None = None
     error: EngineError | None = None
     over: bool = False
+    task: trio.lowlevel.Task | None = None
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
     async def run(self) -> None:
+        self.task = trio.lowlevel.current_task()
         if self.timeout is not None:
             self.deadline = trio.current_time() + self.timeout
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TypeVar
 
 import trio
@@ -9,10 +10,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
 from trioengine.actors.generation import Generation
-from trioengine.core.errors import EngineClosed, EngineOverloaded, InvariantError, ModelError, WorkerLost
+from trioengine.core.errors import (
+    EngineClosed,
+    EngineError,
+    EngineOverloaded,
+    InvariantError,
+    ModelError,
+    SessionBusy,
+    WorkerLost,
+)
 from trioengine.core.lifecycle import Cause
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.testing.fuzz.callers import Holder, Reader, Style
+from trioengine.testing.fuzz.callers import UNPREPARED, Holder, Reader, Style, Turn
 from trioengine.testing.fuzz.environment import Environment
 from trioengine.testing.fuzz.oracles import (
     check_aborted,
@@ -24,13 +33,17 @@ from trioengine.testing.fuzz.oracles import (
     prompt_ids,
 )
 from trioengine.testing.fuzz.program import pick, recorded
+from trioengine.testing.fuzz.refusals import FOR_A_REQUEST, check_refused
+from trioengine.testing.fuzz.watching import failing
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_worker import Health
+from trioengine.text.conversation import Conversation
 
 Task = TypeVar("Task", Holder, Reader)
 
 AUDIT_TIMEOUT = 10.0
-PROMPTS = ("a", "to be", "be or not be or not be or", "<|im_end|>", "")
+PROMPTS = ("a", "to be", "be or not be or not be or", "<|im_end|>", "", UNPREPARED)
+HISTORIES: tuple[tuple[Turn, ...], ...] = ((), (("user", "a"), ("assistant", "b")))
 WHICH = st.integers(0, 3)
 
 
@@ -41,6 +54,7 @@ class EngineMachine(Environment):
         super().__init__()
         self.holders: list[Holder] = []
         self.readers: list[Reader] = []
+        self._watch(Conversation, "prepare", failing)
 
     @recorded(
         initialize,
@@ -109,15 +123,22 @@ class EngineMachine(Environment):
 
     async def _ask_once(self, wait: bool, timeout: float | None) -> None:
         params = SamplingParams(max_tokens=3)
-        began = trio.current_time()
-        completion = await self.engine.generate("hi", params, wait=wait, timeout=timeout)
-        is_late = timeout is not None and trio.current_time() >= began + timeout
+        deadline = trio.current_time() + (math.inf if timeout is None else timeout)
+        try:
+            completion = await self.engine.generate("hi", params, wait=wait, timeout=timeout)
+        except EngineError as exc:
+            check_refused(exc, self.engine, ("sessions", *FOR_A_REQUEST), wait=wait, deadline=deadline)
+            raise
+        is_late = trio.current_time() >= deadline
         causes = self.troubles.causes | ({Cause.TIMEOUT} if is_late else set())
         check_answer(completion, prompt_ids((("user", "hi"),)), params, LIMITS.max_model_len, causes)
 
     async def _audit(self) -> None:
         try:
             await self.engine.check_invariants(timeout=AUDIT_TIMEOUT)
+        except EngineOverloaded as exc:
+            check_refused(exc, self.engine, FOR_A_REQUEST[1:], wait=False)
+            raise
         except InvariantError as exc:
             if not self.troubles.workers or "did not answer" not in str(exc):  # its bytes may not move in time
                 raise
@@ -127,17 +148,22 @@ class EngineMachine(Environment):
     def stop_reading(self, which: int, what: str) -> None:
         """Also of a request that is over; the latest is the first to be chosen."""
         reader = pick(_latest_first(self.readers), which)
-        self._note_moment(reader, what)
+        generation = reader.generation
+        has_id = generation is not None and generation._request_id is not None
         if what == "cancel":
+            self._note_moment(reader, what)
             reader.scope.cancel()
         elif what == "go on":
             reader.go_on.set()
-        elif reader.generation is not None and reader.entered:
-            if what in ("abort", "abort by id"):
-                self._abort(reader, reader.generation, by_id=what == "abort by id")
-            elif self.worker is not None:  # the worker cannot sample for it: it fails alone
-                self.worker.runner.fail_requests.add(reader.generation.request_id)
-                self.troubles.requests.add(reader.generation.request_id)
+        elif generation is None or (reader.over and not reader.entered) or (what != "abort" and not has_id):
+            pass  # there is nothing yet, or it was refused, or has no id
+        elif what != "fail":
+            self._note_moment(reader, "abort")
+            self._abort(reader, generation, by_id=what == "abort by id")
+        elif self.worker is not None:  # the worker cannot sample for it: it fails alone
+            self._note_moment(reader, what)
+            self.worker.runner.fail_requests.add(generation.request_id)
+            self.troubles.requests.add(generation.request_id)
 
     def _abort(self, reader: Reader, generation: Generation, *, by_id: bool) -> None:
         session = reader.holder.session
@@ -162,6 +188,24 @@ class EngineMachine(Environment):
                 holder.scope.cancel()
             case "end":
                 holder.end()
+
+    @precondition(lambda self: self.open_holders)
+    @recorded(which=WHICH, turns=st.integers(0, 1))
+    def replace_history(self, which: int, turns: int) -> None:
+        """Refused while the session has a request."""
+        holder = pick(self.open_holders, which)
+        session, history = holder.session, HISTORIES[turns]
+        assert session is not None, "it is open"
+        is_busy, last_id = session.generation is not None, self.engine.gate.mint()
+        try:
+            session.replace_history([{"role": role, "content": content} for role, content in history])
+        except SessionBusy:
+            assert is_busy, f"it has no request, and is busy: {session}"
+            self.rare.saw("a history is replaced in the middle of a request")
+        else:
+            assert not is_busy, f"the history of {session} is replaced under its request"
+            holder.replaced.append((last_id, history))
+            self.rare.saw("a history is replaced")
 
     # ---- what the environment asks --------------------------------------------------------------------------------
 
@@ -214,11 +258,11 @@ class EngineMachine(Environment):
 
     def _note_moment(self, reader: Reader, what: str) -> None:
         session, generation, worker = reader.holder.session, reader.generation, self.worker
-        what = what.removesuffix(" by id")
         if generation is None or session is None or reader.over:
             return
         if not reader.entered:
-            self.rare.saw(f"{what} on the way in")
+            where = "while it is prepared" if session.generation is generation else "while it waits in line"
+            self.rare.saw(f"{what} {where}")
         elif session.attached and worker is not None and session.id not in worker.step_loop.sessions:
             self.rare.saw(f"{what} before the worker has seen ADD_SESSION")
         elif generation.outcome is not None:

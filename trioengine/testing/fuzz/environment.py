@@ -9,24 +9,31 @@ import functools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import trio
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
+from trioengine.core.connection import Connection
 from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import Fatal, FatalCode
-from trioengine.testing.fuzz.oracles import check_books, check_farewell, check_stopped
+from trioengine.testing.fuzz.oracles import check_books, check_call, check_farewell, check_stopped
 from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.fuzz.world import World
 
 UNHARMFUL = 1.5  # seconds that no worker is killed for
-SLOW = 3.0  # seconds of a slow step; the timeouts are longer
+SLOW = 5.0  # seconds of a slow step, which harms nobody: longer than between two PINGs, shorter than the timeouts
 WORKER_OUTAGES = ("hang", "stall", "slow step", "garbage", "nonsense", "close pipe", "fatal")
+HARMLESS = ("slow step",)  # of these
 STARTS = ("starts fail", "start stalls")
 OUTAGES = ("abort all", *WORKER_OUTAGES, *STARTS, "drain soon", "close", "cancel", "drain", "cancel")
 
 
 class Environment(World):
     """An engine, and the rules that are nobody's will. Who uses it overrides `in_use`, `_check…` and `_let_go`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._killed: list[Connection] = []  # to workers, whose last bytes may have arrived
 
     # ---- for who uses the engine ----------------------------------------------------------------------------------
 
@@ -42,6 +49,8 @@ class Environment(World):
             assert self.engine_call.error is not None and self.troubles.workers, "nobody closed the engine"
             self._excuse_shutdown()
         check_books(self.engine)
+        for call in self.calls:
+            check_call(call, self.troubles)
 
     def _let_go(self) -> None:
         """The end: everybody gets what they wait for, and leaves."""
@@ -97,8 +106,8 @@ class Environment(World):
         worker = self._worker()
         if worker.to_worker:
             self.rare.saw("a worker dies with bytes on their way to it")
-        if len(worker.to_engine) > last_bytes:
-            self.rare.saw("a worker's last frame is torn")
+        if (incarnation := self.engine._supervisor.current) is not None:
+            self._killed.append(incarnation.link.connection)
         worker.exit(-9)
         worker.deliver(last_bytes)
         worker.end_stream()
@@ -111,7 +120,7 @@ class Environment(World):
 
     def _suffer(self, way: str) -> None:
         worker = self.worker
-        if way in WORKER_OUTAGES:
+        if way in WORKER_OUTAGES and way not in HARMLESS:
             self._harm()
         match way:
             case "abort all":
@@ -161,6 +170,7 @@ class Environment(World):
         self._raise_crash()
         ledger = self.engine.gate.ledger
         assert ledger.sessions == len(self.engine._sessions) == 0, f"{ledger.sessions} session slots are not free"
+        self.accounts.check(self.engine)
         assert self.loop.idle, f"tasks are left:\n{self.loop.stacks()}"
         for worker in self.simulation.workers:
             assert worker.reaped, f"worker {worker.pid} was not reaped"
@@ -168,17 +178,36 @@ class Environment(World):
             if worker in self.served and worker not in self.harmed:
                 check_farewell(worker)
 
+    def _close(self) -> None:
+        super()._close()
+        for connection in self._killed:
+            if connection.has_partial_frame:
+                self.rare.saw("a worker's last frame is torn")
+
     # ---- helpers --------------------------------------------------------------------------------------------------
 
     def _begin_drain(self, drain: Callable[[float | None], Awaitable[Any]], timeout: float | None) -> None:
         self.troubles.closing = True
         if timeout is not None:
-            self.troubles.causes.add(Cause.SHUTDOWN)
-        self._call("drain", functools.partial(drain, timeout), (), timeout)
+            self._excuse_shutdown()
+        self._call("drain", functools.partial(self._judged, drain, timeout), (), timeout)
 
-    async def _drain(self, timeout: float | None) -> None:
-        if await self.engine.drain(timeout):
+    async def _judged(self, drain: Callable[[float | None], Awaitable[Any]], timeout: float | None) -> None:
+        """It says that everything ended by itself if, and only if, it has aborted nothing when its time was over."""
+        began, before = trio.current_time(), self.accounts.num_shut_down
+        if await drain(timeout):
+            others = self.num_ends - (timeout is not None)  # who else has ended the engine
+            if not others and self.engine.gate.failure is None:
+                aborted = self.accounts.num_shut_down - before
+                assert not aborted, f"drained, it said, and {aborted} requests were aborted"
+        else:
+            is_late = timeout is not None and trio.current_time() >= began + timeout
+            assert is_late, "not drained, it said, before its time was over"
+
+    async def _drain(self, timeout: float | None) -> bool:
+        finished = await self.engine.drain(timeout)
+        if finished:
             assert not self.engine.gate.ledger.in_flight, "it said that it was drained"
         else:
-            assert timeout is not None, "without a timeout all of it is waited for"
             check_stopped(self.engine, {session.generation for session in self.engine._sessions} - {None})
+        return finished

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trioengine.core.messages import FinishReason
-from trioengine.testing.fuzz.oracles import Answer, Troubles, Turn, prompt_ids, reference
+from trioengine.testing.fuzz.callers import Turn
+from trioengine.testing.fuzz.oracles import Answer, Troubles, prompt_ids, reference
 
 
 @dataclass

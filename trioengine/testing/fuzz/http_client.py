@@ -13,7 +13,7 @@ from trioengine.core.messages import FinishReason
 from trioengine.testing.fuzz.oracles import Troubles, prompt_ids, reference
 from trioengine.testing.simulated_peer import Mood, SimulatedPeer
 
-PATH = "/v1/chat/completions"
+PATH, ABORT_PATH = "/v1/chat/completions", "/abort_request"
 REFUSAL = b"HTTP/1.1 503 "  # comes unasked: there are too many connections
 HEADERS = [("host", "localhost"), ("content-type", "application/json")]
 
@@ -25,18 +25,24 @@ class _Exchange:
     prompt: str
     max_tokens: int
     streams: bool
+    aborts: str | None = None  # the id of the request that an operator wants to end; nothing else is asked then
     protocol: h11.Connection = field(default_factory=lambda: h11.Connection(h11.CLIENT))
     status: int = 0
     body: bytes = b""
 
     def to_bytes(self, model: str) -> bytes:
         """The request; more of them may be sent before its response."""
-        messages = [{"role": "user", "content": self.prompt}]
-        fields = {"model": model, "messages": messages, "max_tokens": self.max_tokens, "stream": self.streams}
+        path, fields = PATH, self._fields(model)
+        if self.aborts is not None:
+            path, fields = ABORT_PATH, {"request_id": self.aborts}
         body = json.dumps(fields).encode()
         headers = [*HEADERS, ("content-length", str(len(body)))]
-        events = (h11.Request(method="POST", target=PATH, headers=headers), h11.Data(data=body), h11.EndOfMessage())
+        events = (h11.Request(method="POST", target=path, headers=headers), h11.Data(data=body), h11.EndOfMessage())
         return b"".join(self.protocol.send(event) or b"" for event in events)
+
+    def _fields(self, model: str) -> dict[str, Any]:
+        messages = [{"role": "user", "content": self.prompt}]
+        return {"model": model, "messages": messages, "max_tokens": self.max_tokens, "stream": self.streams}
 
 
 class HttpClient(SimulatedPeer):
@@ -54,7 +60,13 @@ class HttpClient(SimulatedPeer):
 
     def ask(self, prompt: str, max_tokens: int, streams: bool) -> None:
         """A request, whatever is in progress."""
-        exchange = _Exchange(prompt, max_tokens, streams)
+        self._send(_Exchange(prompt, max_tokens, streams))
+
+    def abort(self, id: str) -> None:
+        """As an operator: end a request, of whichever client."""
+        self._send(_Exchange("", 0, streams=False, aborts=id))
+
+    def _send(self, exchange: _Exchange) -> None:
         self._exchanges.append(exchange)
         self.to_server.put(exchange.to_bytes(self._model))
 
@@ -112,6 +124,8 @@ class HttpClient(SimulatedPeer):
         self.num_answers += 1
         if exchange.status != 200:
             self._judge_error(exchange, json.loads(exchange.body)["error"])
+        elif exchange.aborts is not None:
+            assert json.loads(exchange.body)["aborted"] in (0, 1), f"an abort is answered by {exchange.body!r}"
         elif exchange.streams:
             self._judge_stream(exchange)
         else:
@@ -121,6 +135,7 @@ class HttpClient(SimulatedPeer):
     def _judge_error(self, exchange: _Exchange, error: dict[str, Any]) -> None:
         if error["code"] == "too_many_connections" or (error["code"] == "bad_request" and self._spoilt):
             return
+        assert exchange.aborts is None, f"an abort is refused by {error}"
         too_long = error["code"] == "context_length_exceeded" and self._room(exchange) <= 0
         assert too_long or self._troubles.excuse(error["code"]), f"nothing may fail by {error}"
 

@@ -6,10 +6,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
 from trioengine.core.lifecycle import Phase
+from trioengine.serve.in_flight import InFlight
 from trioengine.testing.fuzz.http_client import HttpClient
 from trioengine.testing.fuzz.oracles import check_worker
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.served import MAX_CLIENTS, WHICH, ServedEnvironment
+from trioengine.testing.fuzz.watching import stopping
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_peer import Mood
 from trioengine.testing.simulated_worker import Health
@@ -22,6 +24,10 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     """Rules are what clients, and who runs the server, can do."""
 
     horizon = 800.0  # past the timeout of an idle connection
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watch(InFlight, "abort", stopping(self.loop.crashes, self._saw_abort))
 
     @recorded(initialize, ready=st.sampled_from((True, True, True, False)), clients=st.integers(1, 2))
     def begin(self, ready: bool, clients: int) -> None:
@@ -50,7 +56,20 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         if rounds:
             self._flow(rounds)
 
+    @precondition(lambda self: self.speakers and len(self.server.in_flight) > 0)
+    @recorded(which=WHICH, request=WHICH, rounds=st.sampled_from((0, 6, 9)))
+    def abort(self, which: int, request: int, rounds: int) -> None:
+        """An operator ends a request by its id; it may be over when that arrives."""
+        idle = [client for client in self.speakers if not client.is_active]
+        pick(idle or self.speakers, which).abort(pick(list(self.server.in_flight._generations), request))
+        if rounds:
+            self._flow(rounds)
+
     # ---- what the environment asks --------------------------------------------------------------------------------
+
+    def _saw_abort(self, told: bool) -> None:
+        self.troubles.operators |= told
+        self.rare.saw("an operator aborts a request" if told else "an operator aborts what is over")
 
     def _connect(self) -> None:
         self._join(HttpClient(self.server.model_name, LIMITS.max_model_len, self.troubles))

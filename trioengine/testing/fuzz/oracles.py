@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -24,14 +25,10 @@ from trioengine.core.errors import (
 from trioengine.core.lifecycle import Cause, Phase
 from trioengine.core.messages import FinishReason
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.serve.realtime.beside import Beside
-from trioengine.serve.realtime.responder import Responder
-from trioengine.testing.fuzz.callers import Holder, Reader
+from trioengine.testing.fuzz.callers import UNPREPARED, Call, Holder, Reader, Turn
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.testing.toy_model import IM_END, toy_answer, toy_model
 from trioengine.text.chat_tokenizer import ChatTokenizer
-
-Turn = tuple[str, str]  # role and content
 
 
 @dataclass
@@ -42,12 +39,15 @@ class Troubles:
     closing: bool = False  # nothing more is admitted
     causes: set[Cause] = field(default_factory=set)  # by which others than its reader may have aborted a request
     requests: set[int] = field(default_factory=set)  # that the worker was told to fail
+    operators: bool = False  # one has ended a request
 
     def excuse(self, code: str) -> bool:
         """Whether a client of a server may be told this."""
         match code:
             case "overloaded":
                 return True
+            case "aborted":
+                return self.operators
             case "worker_lost":
                 return self.workers
             case "shutting_down" | "shutdown":
@@ -88,23 +88,12 @@ def check_stopped(engine: Engine, generations: AbstractSet[Generation | None]) -
         assert not goes_on, f"all were aborted, and it goes on: {session}"
 
 
-def check_cancelled(responders: Sequence[Responder | Beside]) -> None:
-    """No task can run: the worker was told to stop what a client of the server has cancelled."""
-    for response in (response for responder in responders for response in responder.active):
-        generation = response.generation
-        if response.cancelled and generation is not None:
-            goes_on = generation._session.phase in (Phase.PREPARING, Phase.RUNNING)
-            assert not goes_on, f"{response.id} was cancelled, and goes on"
-
-
 def check_reader(reader: Reader, max_model_len: int, troubles: Troubles) -> None:
     """A request that is over: one outcome, and the text that the model gives for its history, as far as it goes.
 
     An error has its reason in what was done to the engine.
     """
     generation = reader.generation
-    if reader.wait and reader.timeout is None:
-        assert not isinstance(reader.error, EngineOverloaded), f"it was to wait, and got {reader.error!r}"
     if generation is None or not reader.entered:
         _check_refusal(reader, max_model_len, troubles)
         return
@@ -133,7 +122,7 @@ def _check_refusal(reader: Reader, max_model_len: int, troubles: Troubles) -> No
     """A request that was not entered was refused with a reason, or its reader went."""
     error, others = reader.error, [other for other in reader.holder.readers if other is not reader]
     match error:
-        case None:
+        case None if reader.prompt != UNPREPARED:
             assert reader.scope.cancel_called, f"it did not enter, and nobody says why: {reader.generation}"
         case RequestRejected(code="empty_prompt"):
             assert not reader.prompt, f"{reader.prompt!r} is not empty, and {error!r}"
@@ -150,12 +139,19 @@ def _check_refusal(reader: Reader, max_model_len: int, troubles: Troubles) -> No
             assert troubles.closing or troubles.workers, f"nobody closed the engine, and {error!r}"
         case WorkerLost():
             assert troubles.workers, f"nobody harmed a worker, and {error!r}"
-        case EngineOverloaded(code="queue") if not reader.wait:
-            config = reader.holder.engine.config
-            slots = config.max_num_seqs + config.max_num_queued_reqs
-            assert reader.in_flight == slots, f"{reader.in_flight} of {slots} slots are taken, and {error!r}"
-        case _:
+        case None:
+            pass
+        case _:  # judged where it was told
             assert isinstance(error, EngineOverloaded), f"refused by {error!r}"
+
+
+def check_call(call: Call, troubles: Troubles) -> None:
+    """What a call was told has its reason in what was done to the engine; of refusals that is judged elsewhere."""
+    match call.error:
+        case EngineClosed():
+            assert troubles.closing or troubles.workers, f"nobody closed the engine, and {call.name}: {call.error!r}"
+        case WorkerLost():
+            assert troubles.workers, f"nobody harmed a worker, and {call.name}: {call.error!r}"
 
 
 def check_deadline(reader: Reader) -> None:
@@ -192,7 +188,7 @@ def check_holder(holder: Holder, troubles: Troubles) -> None:
     if session.generation is not None or any(not reader.over for reader in holder.readers):
         return
     found = tuple((message["role"], message["content"]) for message in session.history)
-    expected = _committed(holder.readers)
+    expected = _committed(holder)
     assert found == expected, f"the history is {found}, committed was {expected}"
 
 
@@ -244,12 +240,14 @@ def check_answer(
 
 
 def _committed_before(reader: Reader, request_id: int) -> tuple[Turn, ...]:
-    return _committed([other for other in reader.holder.readers if _request_id(other) < request_id])
+    return _committed(reader.holder, request_id)
 
 
-def _committed(readers: Sequence[Reader]) -> tuple[Turn, ...]:
+def _committed(holder: Holder, before: float = math.inf) -> tuple[Turn, ...]:
     """In the order in which they were admitted, which need not be that in which they were started."""
-    return tuple(turn for reader in sorted(readers, key=_request_id) for turn in _turns(reader))
+    after, turns = next((made for made in reversed(holder.replaced) if made[0] < before), (0, ()))
+    readers = [reader for reader in holder.readers if after < _request_id(reader) < before]
+    return (*turns, *(turn for reader in sorted(readers, key=_request_id) for turn in _turns(reader)))
 
 
 def _request_id(reader: Reader) -> int:

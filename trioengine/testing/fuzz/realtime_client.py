@@ -8,8 +8,9 @@ from typing import Any
 
 from trioengine.serve.realtime.beside import MAX_BESIDE
 from trioengine.serve.realtime.connection import GOING_AWAY
+from trioengine.testing.fuzz.callers import Turn
 from trioengine.testing.fuzz.followed_response import Asked, FollowedResponse
-from trioengine.testing.fuzz.oracles import Troubles, Turn
+from trioengine.testing.fuzz.oracles import Troubles
 from trioengine.testing.simulated_client import SimulatedClient
 from trioengine.testing.simulated_peer import Mood
 

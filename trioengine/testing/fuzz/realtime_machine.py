@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
 from trioengine.serve.realtime import answering, connection, outbox
-from trioengine.serve.realtime.beside import Beside
+from trioengine.serve.realtime.connection import RealtimeConnection
 from trioengine.serve.realtime.outbox import Outbox
-from trioengine.serve.realtime.responder import Responder
-from trioengine.testing.fuzz.oracles import check_cancelled, check_worker
+from trioengine.testing.fuzz.oracles import check_worker
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.realtime_client import RealtimeClient
 from trioengine.testing.fuzz.served import MAX_CLIENTS, WHICH, ServedEnvironment
-from trioengine.testing.fuzz.watching import CrashLog, collected, when_full, with_room
+from trioengine.testing.fuzz.watching import Cancels, CrashLog, when_full, with_room
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_peer import Mood
 from trioengine.testing.simulated_worker import Health
@@ -36,15 +35,14 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.responders: list[Responder | Beside] = []
+        self.cancels = Cancels(self.loop.crashes)
+        self._watch(RealtimeConnection, "_act", self.cancels.of_events)
         for module in (connection, answering):
             self._watch(module, "logger", lambda _: CrashLog(self.loop.crashes))
         self._watch(outbox, "ROOM", lambda _: ROOM)
         is_full = functools.partial(self.rare.saw, "an outbox is full")
         self._watch(Outbox, "put", when_full(ROOM, is_full))
         self._watch(Outbox, "put_delta", with_room(self.loop.crashes, ROOM))
-        for runner in (Responder, Beside):
-            self._watch(runner, "__init__", collected(self.responders))
 
     @recorded(
         initialize,
@@ -131,7 +129,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
 
     def _check_blocked(self) -> None:
         super()._check_blocked()
-        check_cancelled(self.responders)
+        self.cancels.check()
 
     def _check(self) -> None:
         super()._check()

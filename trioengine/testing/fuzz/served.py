@@ -38,11 +38,16 @@ class ServedEnvironment(Environment, Generic[Client]):
         self.server_call = Call("server", functools.partial(self.server.run, [self.listener]), ())
         self.loop.start_soon(self.server_call.run, name="server")
 
-    @precondition(lambda self: self.clients)
+    @precondition(lambda self: self.targets)
     @recorded(which=WHICH, how=st.sampled_from(WAYS))
     def go(self, which: int, how: str) -> None:
-        """A client leaves, in one of the ways to leave, or reads no more for a while."""
-        client = pick(self.targets, which)
+        """A client leaves, in one of the ways to leave, or reads no more, until it reads again."""
+        if how == "read again" and all(client.mood is not Mood.STALLED for client in self.targets):
+            how = "stall"
+        able = [client for client in self.targets if _can_go(client, how)]
+        if not able:
+            return
+        client = pick(able, which)
         self.rare.saw(f"{how} while {'a response is active' if client.is_active else 'no response is active'}")
         match how:
             case "close":
@@ -55,14 +60,14 @@ class ServedEnvironment(Environment, Generic[Client]):
                 client.reset()
             case "vanish":
                 client.vanish()
-            case "stall" if client.mood is Mood.WELL:
+            case "stall":
                 client.mood = Mood.STALLED
-            case "read again" if client.mood is Mood.STALLED:
+            case "read again":
                 client.mood = Mood.WELL
-            case "garbage" if client.can_send:
+            case "garbage":
                 client.babble()
 
-    @precondition(lambda self: self.clients)
+    @precondition(lambda self: self.targets)
     @recorded(which=WHICH, to_server=st.integers(0, 400), to_client=st.integers(0, 400))
     def carry(self, which: int, to_server: int, to_client: int) -> None:
         """Bytes arrive at the server, and at the client."""
@@ -99,8 +104,8 @@ class ServedEnvironment(Environment, Generic[Client]):
 
     @property
     def targets(self) -> list[Client]:
-        """The clients: first those with an answer in progress, then the latest."""
-        latest_first = self.clients[::-1]
+        """The clients that have not gone: first those with an answer in progress, then the latest."""
+        latest_first = [client for client in self.clients[::-1] if client.mood is not Mood.GONE]
         return sorted(latest_first, key=lambda client: not client.is_active)
 
     def _join(self, client: Client) -> None:
@@ -126,7 +131,26 @@ class ServedEnvironment(Environment, Generic[Client]):
         self._run_out(lambda: all(client.stream.closed for client in self.clients), "connections never end")
         free = self.server.front_door._places.left
         assert free == MAX_CLIENTS, f"all clients have gone, and {free} places are free"
+        known = len(self.server.in_flight)
+        assert known == 0, f"all clients have gone, and {known} requests are known by their ids"
         left = [session for session in self.engine._sessions if session.end_cause is None]
         assert not left, f"sessions without a client: {left}"
         self._begin_drain(self.server.drain, 0.5)
         self._run_out(lambda: self.server_call.over and not self.running_calls, "the server does not end")
+
+
+def _can_go(client: SimulatedPeer, how: str) -> bool:
+    """Whether this way changes anything for a client that has not gone."""
+    match how:
+        case "reset":
+            return True
+        case "half-close":
+            return client.is_there
+        case "garbage":
+            return client.can_send
+        case "stall":
+            return client.mood is Mood.WELL
+        case "read again":
+            return client.mood is Mood.STALLED
+        case _:
+            return client.mood is not Mood.VANISHED

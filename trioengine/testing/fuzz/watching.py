@@ -1,45 +1,38 @@
-"""What is watched inside the engine and the server while a machine runs, where a look at rest would come too late.
+"""What is watched inside the server while a machine runs, where a look at rest would come too late, or made to fail.
 
 Each is a `mutate` for `replaced`; what it sees wrong is added to the crashes.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import trio
-
-from trioengine.actors.waiting_line import WaitingLine
-from trioengine.serve.realtime.beside import Beside
+from trioengine.core.lifecycle import Phase
+from trioengine.serve.in_flight import InFlight
+from trioengine.serve.realtime.client_events import ClientEvent, ResponseCancel
+from trioengine.serve.realtime.connection import RealtimeConnection
 from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox
-from trioengine.serve.realtime.responder import Responder
+from trioengine.serve.realtime.response import Response, ResponseStatus
+from trioengine.testing.fuzz.callers import UNPREPARED, Oops
+from trioengine.text.conversation import Conversation, Prepared, Prompt
 
 Crashes: TypeAlias = list[Exception]
 
+GOING = (Phase.PREPARING, Phase.RUNNING)
 BETWEEN = 1024  # characters that what a client asked for may take, between a look for room and a text
 
 
-def in_order(crashes: Crashes) -> Callable[[Any], Any]:
-    """For `WaitingLine.wait`: nobody is served before one who came earlier and still waits."""
-    tickets = itertools.count()
-    arrivals: dict[trio.lowlevel.Task, int] = {}
+def failing(prepare: Any) -> Any:
+    """For `Conversation.prepare`: as where a template or a tokenizer has a bug."""
 
-    def mutate(wait: Any) -> Any:
-        async def watched(line: WaitingLine, admission: Callable[[], object]) -> None:
-            own = arrivals[trio.lowlevel.current_task()] = next(tickets)
+    def watched(conversation: Conversation, prompt: Prompt) -> Prepared:
+        if prompt == UNPREPARED:
+            raise Oops
+        prepared: Prepared = prepare(conversation, prompt)
+        return prepared
 
-            def served() -> None:
-                admission()
-                if any(arrivals[task] < own for task in line._waiters):
-                    crashes.append(AssertionError("somebody in a line was overtaken"))
-
-            await wait(line, served)
-
-        return watched
-
-    return mutate
+    return watched
 
 
 def with_room(crashes: Crashes, room: int) -> Callable[[Any], Any]:
@@ -70,13 +63,62 @@ def when_full(room: int, is_full: Callable[[], None]) -> Callable[[Any], Any]:
     return mutate
 
 
-def collected(responders: list[Responder | Beside]) -> Callable[[Any], Any]:
-    """For their `__init__`: all that there are."""
+class Cancels:
+    """What clients of the server have cancelled, as far as it has read that; not what it has made of it."""
 
-    def mutate(init: Any) -> Any:
-        def watched(responder: Responder | Beside, *args: Any) -> None:
-            init(responder, *args)
-            responders.append(responder)
+    def __init__(self, crashes: Crashes) -> None:
+        self._crashes = crashes
+        self._cancelled: list[Response] = []  # and not over
+
+    def of_events(self, act: Any) -> Any:
+        """For `RealtimeConnection._act`: what is cancelled is stopped in the same step."""
+
+        def watched(connection: RealtimeConnection, event: ClientEvent, event_id: str | None) -> None:
+            response = _to_cancel(connection, event) if isinstance(event, ResponseCancel) else None
+            act(connection, event, event_id)
+            if response is not None:
+                self._cancelled.append(response)
+                try:
+                    self.check()
+                except AssertionError as exc:
+                    self._crashes.append(exc)
+
+        return watched
+
+    def check(self) -> None:
+        """None of them goes on; one whose request is still on its way in is stopped once it is there."""
+        self._cancelled = [each for each in self._cancelled if each.status is ResponseStatus.IN_PROGRESS]
+        for response in self._cancelled:
+            generation = response.generation
+            if generation is not None:
+                goes_on = generation._session.phase in GOING
+                assert not goes_on, f"{response.id} was cancelled, and goes on"
+
+
+def _to_cancel(connection: RealtimeConnection, event: ResponseCancel) -> Response | None:
+    """Without an id it is the conversation's."""
+    running = connection._responder.active
+    if event.response_id is None:
+        return running[0] if running else None
+    found = (response for response in (*running, *connection._beside.active) if response.id == event.response_id)
+    return next(found, None)
+
+
+def stopping(crashes: Crashes, saw: Callable[[bool], None]) -> Callable[[Any], Any]:
+    """For `InFlight.abort`: what goes on is stopped in the same step, and it is said whether anything was."""
+
+    def mutate(abort: Any) -> Any:
+        def watched(in_flight: InFlight, id: str) -> bool:
+            generation = in_flight._generations.get(id)
+            is_there = generation is not None and generation.outcome is None
+            told: bool = abort(in_flight, id)
+            if told is not is_there:
+                crashes.append(AssertionError(f"an operator was told {told} of {generation}"))
+            session = None if generation is None else generation._session
+            if session is not None and session.generation is generation and session.phase in GOING:
+                crashes.append(AssertionError(f"an operator has aborted it, and it goes on: {session}"))
+            saw(told)
+            return told
 
         return watched
 

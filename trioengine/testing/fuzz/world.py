@@ -11,14 +11,18 @@ from typing import Any
 import trio
 
 from trioengine.actors.engine import Engine
+from trioengine.actors.gate import Gate
+from trioengine.actors.generation import Generation
+from trioengine.actors.session import Session
 from trioengine.actors.waiting_line import WaitingLine
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, ModelError, WorkerLost
 from trioengine.core.lifecycle import Cause, Phase, Power
+from trioengine.testing.fuzz.accounts import Accounts
+from trioengine.testing.fuzz.admissions import Admissions
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.oracles import Troubles, check_decided, check_limits
-from trioengine.testing.fuzz.watching import in_order
 from trioengine.testing.mutants.mutant import replaced
 from trioengine.testing.sim_loop import SimLoop
 from trioengine.testing.simulated_worker import SimulatedWorker
@@ -34,6 +38,7 @@ CONFIG = EngineConfig(
     ping_interval=4.0,
     unresponsive_timeout=6.0,
     step_timeout=15.0,
+    worker_shutdown_timeout=12.0,  # half of it is longer than a slow step
     startup_timeout=15.0,
     restart_delays=(0.0, 1.0),
     max_restarts=50,
@@ -46,6 +51,7 @@ LIMITS = Limits(
     max_num_seqs=CONFIG.max_num_seqs,
     max_num_batched_tokens=8,  # so that every prompt is prefilled in chunks
 )
+STOPPING = (Phase.STOPPING, Phase.ENDING)
 ROUNDS = 400  # of settling between two moments of the clock; more is a livelock
 
 
@@ -64,8 +70,16 @@ class World(Machine):
         self.troubles = Troubles()
         self.harmed: list[SimulatedWorker] = []  # those that cannot be asked to end well
         self.served: set[SimulatedWorker] = set()  # those that were READY while the engine was open
+        self.num_ends = 0  # how often the engine was told to end, and to abort what is in flight
         self._watching = ExitStack()
-        self._watch(WaitingLine, "wait", in_order(self.loop.crashes))
+        self.admissions = Admissions(self.loop.crashes)
+        self._watch(WaitingLine, "wait", self.admissions.in_order)
+        self._watch(Gate, "admit_session", self.admissions.of_sessions)
+        self._watch(Gate, "admit_request", self.admissions.of_requests)
+        self.accounts = Accounts(self.admissions.requests)
+        self._watch(Generation, "__init__", self.accounts.of_requests)
+        self._watch(Session, "__aenter__", self.accounts.of_openings)
+        self._watch(Session, "start", self.accounts.of_starts)
         self.waited = 0.0  # seconds, since bytes were last moved fairly
         self.loop.start_soon(self.engine_call.run, name="engine")
 
@@ -129,7 +143,8 @@ class World(Machine):
         self.loop.tick()
 
     def _settle(self) -> None:
-        self.waited = 0.0
+        if self.worker is None or self.worker.seconds_to_recover <= 0.0:
+            self.waited = 0.0
         for _ in range(ROUNDS):
             ran = self.loop.settle() > 0
             self._check_blocked()
@@ -143,6 +158,8 @@ class World(Machine):
         passed = 0.0
         while not done():
             step = self.loop.seconds_to_next_deadline()
+            if self.worker is not None and self.worker.seconds_to_recover > 0.0:
+                step = min(step, self.worker.seconds_to_recover)
             self._raise_crash()
             assert math.isfinite(step) and passed < self.horizon, f"{complaint}:\n{self.loop.stacks()}"
             self.loop.clock.jump(max(step, 0.0))
@@ -162,8 +179,9 @@ class World(Machine):
         check_decided(self.engine)
         for call in self.running_calls:
             if trio.current_time() >= call.deadline:  # its request is on the worker, or nothing keeps it
-                phases = {session.phase for session in self.engine._sessions}
-                is_stopping = bool(phases & {Phase.STOPPING, Phase.ENDING})
+                own = self.accounts.latest_of(call.task)  # None: it waits for those of others
+                stopping = [session for session in self.engine._sessions if session.phase in STOPPING]
+                is_stopping = any(own in (None, session.generation) for session in stopping)
                 assert is_stopping, f"its time is over, and it goes on: {call.name}\n{self.loop.stacks()}"
 
     def _close(self) -> None:
@@ -182,6 +200,7 @@ class World(Machine):
         self._watching.enter_context(replaced(owner, name, mutate)())
 
     def _excuse_shutdown(self) -> None:
+        self.num_ends += 1
         self.troubles.closing = True
         self.troubles.causes.add(Cause.SHUTDOWN)
 

@@ -1,0 +1,49 @@
+"""Whether a refusal is true: judged in the moment in which somebody is told, as a slot may be free a step later."""
+
+from __future__ import annotations
+
+import math
+
+import trio
+
+from trioengine.actors.engine import Engine
+from trioengine.actors.gate import Gate
+from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded
+from trioengine.core.lifecycle import Power
+
+FOR_A_SESSION = ("sessions", "loading")  # codes
+FOR_A_REQUEST = ("queue", "loading", "restarting", "draining")
+
+
+def check_overloaded(error: EngineOverloaded, gate: Gate, codes: tuple[str, ...]) -> None:
+    """There is no slot, or no worker, of the kind that it names; its code is one of these."""
+    config, ledger = gate._config, gate.ledger
+    assert error.code in codes, f"refused for {error.code}, which is no reason here"
+    match error.code:
+        case "sessions":
+            taken, slots = ledger.sessions, config.max_sessions
+            assert taken == slots, f"{taken} of {slots} session slots are taken, and {error!r}"
+        case "queue":
+            taken, slots = ledger.in_flight, config.max_num_seqs + config.max_num_queued_reqs
+            assert taken == slots, f"{taken} of {slots} slots are taken, and {error!r}"
+        case code:
+            is_true = code == gate.power.value and gate.power is not Power.AWAKE
+            assert is_true, f"the engine is {gate.power.value}, and refuses for {code}"
+
+
+def check_refused(
+    error: EngineError, engine: Engine, codes: tuple[str, ...], *, wait: bool, deadline: float = math.inf
+) -> None:
+    """Somebody is told an error: who is to wait hears before the deadline of no lack of room."""
+    if isinstance(error, EngineOverloaded):
+        in_time = wait and trio.current_time() < deadline
+        assert not in_time, f"it was to wait, and got {error!r}"
+        check_overloaded(error, engine.gate, codes)
+
+
+def check_not_admitted(error: EngineOverloaded | EngineClosed, engine: Engine, *, wait: bool) -> None:
+    """Somebody is told that no session is opened."""
+    check_refused(error, engine, FOR_A_SESSION, wait=wait)
+    if isinstance(error, EngineClosed):
+        power = engine.gate.power
+        assert power in (Power.DRAINING, Power.CLOSED), f"the engine is {power.value}, and {error!r}"
