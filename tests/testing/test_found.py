@@ -7,7 +7,7 @@ from trioengine.testing.fuzz.program import Program, replay
 from trioengine.testing.fuzz.runner import silence
 
 BEGIN = ("begin", {"ready": True, "sessions": 1, "turns": 0, "asks": 0, "thread_passes": 1})
-BE = {"which": 0, "prompt": "be", "stop": "", "style": "all", "keep_partial": False, "timeout": None, "wait": False}
+A = {"which": 0, "prompt": "a", "stop": "", "style": "all", "keep_partial": False, "timeout": None, "wait": False}
 FOUND_IN_THE_ENGINE = {
     "an engine that is cancelled while its worker cannot start raises that in a group": [
         ("begin", {"ready": False, "sessions": 1, "turns": 0, "asks": 0, "thread_passes": 1}),
@@ -15,6 +15,13 @@ FOUND_IN_THE_ENGINE = {
         ("outage", {"way": "starts fail"}),
         ("tick", {"passes": 4, "order": 0}),
         ("outage", {"way": "cancel"}),
+    ],
+    "a drain says that everything ended by itself, when the engine was closed meanwhile": [
+        BEGIN,
+        ("ask_so", A),
+        ("tick", {"passes": 2, "order": 0}),
+        ("outage", {"way": "close"}),
+        ("outage", {"way": "drain"}),
     ],
     "what was to be kept of an answer is lost when its session ends": [
         BEGIN,
@@ -36,13 +43,9 @@ FOUND_IN_THE_ENGINE = {
         ("settle", {}),
     ],
     "what a stop string held back is in the answer, and in no chunk, when the session ends": [
-        ("begin", {"ready": True, "sessions": 2, "turns": 0, "asks": 0, "thread_passes": 1}),
-        ("ask_so", BE),
-        ("settle", {}),
-        ("ask_so", BE | {"which": 1, "stop": "a b"}),
-        ("flow", {"rounds": 1}),
-        ("flow", {"rounds": 5}),
-        ("flow", {"rounds": 8}),
+        BEGIN,
+        ("ask_so", A | {"stop": "a b"}),
+        *[("flow", {"rounds": 1})] * 16,
         ("outage", {"way": "close"}),
         ("settle", {}),
     ],

@@ -172,15 +172,18 @@ class Engine:
     async def drain(self, timeout: float | None = None) -> bool:
         """Admit nothing more, and wait for what is in flight; after `timeout` seconds abort the rest.
 
-        True if everything ended by itself. What a hung worker does not let go of is left after
-        `worker_shutdown_timeout` more. Cancelled, the engine goes on draining.
+        True if everything ended by itself: nothing was aborted, neither by this nor by who else ends the engine. What
+        a hung worker does not let go of is left after `worker_shutdown_timeout` more. Cancelled, the engine goes on
+        draining.
         """
         if timeout is not None and timeout < 0:
             raise ValueError(f"timeout must not be negative, got {timeout}")
         self.gate.change_power(PowerEvent.DRAIN)
+        causes = self.gate.ledger.abort_causes
+        before = causes[Cause.SHUTDOWN]
         with trio.move_on_after(float("inf") if timeout is None else timeout):
             await self._quiet()
-            return True
+            return causes[Cause.SHUTDOWN] == before
         self.abort_all(Cause.SHUTDOWN)
         with trio.move_on_after(self.config.worker_shutdown_timeout):
             await self._quiet()
