@@ -81,8 +81,15 @@ async def test_realtime_on_our_server(autojump_clock):
         assert 0 < sample.ttft <= sample.e2el
 
 
+async def test_a_model_that_our_server_has_not(autojump_clock):
+    async with our_server() as (_, address, _):
+        with pytest.raises(EngineError, match="handshake failed: HTTP 404: there is no model 'gpt', this is 'toy'"):
+            await measure(BenchConfig(backend="realtime", model="gpt"), address, PROMPTS)
+
+
 HANDSHAKES = [
     (plain(404, b"{}"), "the WebSocket handshake failed: HTTP 404"),
+    (plain(401, b'{"error": {"message": "no"}}'), r"the WebSocket handshake failed: HTTP 401: no \(--api-key\)$"),
     (b"nonsense\r\n\r\n", "the server's WebSocket was closed with 1006: the server does not speak WebSocket"),
     (None, "the server's WebSocket was closed with 1006"),
 ]

@@ -158,6 +158,38 @@ async def test_a_server_that_refuses_the_first_request(autojump_clock):
             await measure(BenchConfig(), server.address, PROMPTS)
 
 
+UNLISTED = [
+    (401, {"error": {"message": "this needs a key"}}, r"models: HTTP 401: this needs a key \(--api-key\)$"),
+    (503, {"error": {"message": "draining"}}, "models: HTTP 503: draining$"),
+    (404, {"detail": "Not Found"}, r'models: HTTP 404: \{"detail": "Not Found"\}: use --model$'),
+    (200, {"data": []}, "models: use --model$"),
+]
+
+
+@pytest.mark.parametrize(("status", "body", "said"), UNLISTED)
+async def test_a_server_that_does_not_list_its_models(autojump_clock, status, body, said):
+    async with trio.open_nursery() as nursery:
+        server = ScriptedServer(nursery, WARM_UP, models=plain(status, json.dumps(body).encode()))
+        with pytest.raises(EngineError, match=said):
+            await measure(BenchConfig(), server.address, PROMPTS)
+
+
+BASES = [
+    ("http://localhost:1/v1", None, "/v1/chat/completions"),  # as OpenAI's clients want it
+    ("http://localhost:1/prefix/v1/", "/v1/completions", "/prefix/v1/completions"),
+    ("http://localhost:1/v1", "/completions", "/v1/completions"),
+]
+
+
+@pytest.mark.parametrize(("base_url", "endpoint", "path"), BASES)
+async def test_a_base_url_may_have_the_version(autojump_clock, base_url, endpoint, path):
+    config = BenchConfig(num_prompts=1, base_url=base_url, endpoint=endpoint)
+    result, server = await measured(config, answer(0.1, 0.1), metrics=lambda: "")
+    assert (result.run.samples[0].end, result.model) == (End.COMPLETED, "scripted")
+    assert server.requests[-1][0] == path
+    assert set(server.asked) == {path.partition("/v1")[0] + "/metrics", path.partition("/v1")[0] + "/v1/models"}
+
+
 async def test_no_server(autojump_clock):
     async def refuse():
         raise OSError("nobody listens")

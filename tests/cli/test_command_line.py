@@ -60,6 +60,11 @@ BAD = [
     (["bench", "offline", "no-such-model"], 1, "no-such-model"),
     (["bench", "serve", "--num-prompts", "0"], 2, "--num-prompts"),
     (["bench", "serve", "--goodput", "ttft:200", "tpot"], 2, "--goodput must be"),
+    (["bench", "serve", "--goodput", "ttft:200", "ttfx:300"], 2, "--goodput must be"),
+    (["bench", "serve", "http://127.0.0.1:1"], 2, "unexpected argument 'http://127.0.0.1:1': a server is --base-url"),
+    (["bench", "serve", "localhost:1"], 2, "unexpected argument 'localhost:1': a server is --base-url"),
+    (["bench", "serve", "--goodput", "ttft:9", "http://a"], 2, "unexpected argument 'http://a': a server is --base"),
+    (["bench", "serve", "some"], 2, "error: unexpected argument 'some'. See trioengine bench serve --help.\n"),
     (["bench", "serve", "--plot", "x.gif"], 2, "--plot must be a file that ends in .svg or .png"),
     (["bench", "serve", "--base-url", "http://127.0.0.1:1"], 1, "cannot connect to 127.0.0.1:1"),
 ]
