@@ -18,11 +18,11 @@ export class TrioengineError extends Error {
   }
 }
 
-/** Open a session: one WebSocket. Options: apiKey, model, and WebSocket where there is no global one. */
+/** Open a session: one WebSocket. The URL is the server's, with or without /v1. Options: apiKey, model, and WebSocket where there is no global one. */
 export async function connect(url, { apiKey, model, WebSocket = globalThis.WebSocket } = {}) {
   if (WebSocket === undefined) throw new TypeError("there is no WebSocket: give that of the package ws as an option");
   const address = new URL(url.replace(/^http/, "ws"));
-  if (address.pathname === "/") address.pathname = PATH;
+  if (["", "/v1"].includes(address.pathname.replace(/\/$/, ""))) address.pathname = PATH;
   if (model !== undefined) address.searchParams.set("model", model);
   const protocols = ["realtime"]; // a browser's WebSocket sends no headers of ours: the key goes here, too
   if (apiKey !== undefined) protocols.push(`openai-insecure-api-key.${apiKey}`);
