@@ -164,7 +164,11 @@ def chat(
     api_key: Annotated[str | None, typer.Option(help="With --connect: the server's key.")] = None,
     **fields: object,
 ) -> None:
-    """Talk to a model. Ctrl+C stops an answer; an empty line or Ctrl+D ends the chat."""
+    """Talk to a model.
+
+    On a terminal Ctrl+C stops an answer, and what came of it stays in the conversation. An empty line, Ctrl+D, or
+    Ctrl+C where a line is awaited, ends the chat.
+    """
     from trioengine.cli.chatting import hold_chat
     from trioengine.cli.sessions import local_session, remote_session
 

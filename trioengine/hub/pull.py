@@ -270,8 +270,8 @@ def _check_space(home: Path, needed: int, known: KnownModel) -> None:
     free = shutil.disk_usage(home).free
     if free < needed:
         raise ModelError(
-            f"{known.name}: not enough space in {home}: {needed >> 20} MiB are needed, {free >> 20} MiB are free; "
-            "make room, or set TRIOENGINE_HOME"
+            f"{known.name}: not enough space in {home}: {needed / 1e6:.0f} MB are needed, {free / 1e6:.0f} MB are "
+            "free; make room, or set TRIOENGINE_HOME"
         )
 
 
