@@ -1,7 +1,7 @@
 // A client of trioengine's Realtime protocol, for browsers and for node: 22 and newer, before that with the package ws.
 //
 //   const session = await connect("ws://localhost:8000");
-//   for await (const text of session.generate("Hello!", { max_output_tokens: 64 })) show(text);
+//   for await (const text of session.generate("Hello!", { max_output_tokens: 64, temperature: 0 })) show(text);
 //   await session.close();
 //
 // What goes wrong is thrown as a TrioengineError: it has the server's code, and the field at fault (param).
@@ -18,11 +18,13 @@ export class TrioengineError extends Error {
   }
 }
 
-/** Open a session: one WebSocket. Options: apiKey, model, and WebSocket where there is no global one. */
+/** Open a session: one WebSocket. The URL is the server's, with or without /v1. Options: apiKey, model, and WebSocket
+ *  where there is no global one. Throws a TrioengineError with the code connection_lost when the handshake fails: why, a
+ *  browser tells nobody. */
 export async function connect(url, { apiKey, model, WebSocket = globalThis.WebSocket } = {}) {
   if (WebSocket === undefined) throw new TypeError("there is no WebSocket: give that of the package ws as an option");
   const address = new URL(url.replace(/^http/, "ws"));
-  if (address.pathname === "/") address.pathname = PATH;
+  if (["", "/v1"].includes(address.pathname.replace(/\/$/, ""))) address.pathname = PATH;
   if (model !== undefined) address.searchParams.set("model", model);
   const protocols = ["realtime"]; // a browser's WebSocket sends no headers of ours: the key goes here, too
   if (apiKey !== undefined) protocols.push(`openai-insecure-api-key.${apiKey}`);

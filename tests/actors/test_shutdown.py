@@ -83,7 +83,8 @@ async def test_cancelling_the_engine_still_writes_the_ends(autojump_clock):
     assert simulation.worker.reaped
 
 
-async def test_a_worker_that_cannot_start_gives_the_reason(autojump_clock):
+async def test_a_worker_that_cannot_start_gives_the_reason(autojump_clock, caplog):
+    """By an exception: the log does not say it again."""
     fatal = Fatal(FatalCode.MODEL, "x.gguf: architecture 'gpt5' is not supported", "Traceback")
     with pytest.raises(ModelError, match="gpt5"):
         async with simulated_engine(behaviours=[Behaviour(fatal=fatal)]):
@@ -93,6 +94,7 @@ async def test_a_worker_that_cannot_start_gives_the_reason(autojump_clock):
         async with simulated_engine(behaviours=[Behaviour(fatal=fatal)]):
             raise AssertionError("it never was ready")
     assert caught.value.traceback == "Traceback of it"
+    assert not caplog.records
 
 
 async def test_a_worker_that_makes_no_progress_while_loading(autojump_clock):

@@ -33,10 +33,12 @@ def answer(ttft, *gaps, prompt_tokens=3, tokens=None, after=0.0):
 class ScriptedServer:
     """Gives the scripts in the order in which requests come; the last one stays. `/metrics` is a page, or 404."""
 
-    def __init__(self, nursery, *scripts, metrics=None):
+    def __init__(self, nursery, *scripts, metrics=None, models=None):
         self.requests = []  # (path, headers, JSON body)
+        self.asked = []  # the paths without a body
         self.cut_short = []  # for each answer whose client went away: seconds since its request
         self.metrics = metrics
+        self.models = plain(200, b'{"data": [{"id": "scripted"}]}') if models is None else models
         self._nursery = nursery
         self._scripts = list(scripts)
 
@@ -52,10 +54,12 @@ class ScriptedServer:
     async def _handle(self, stream):
         path, headers, body = await read_request(stream)
         if path.endswith("/metrics"):
+            self.asked.append(path)
             page = None if self.metrics is None else self.metrics()
             await stream.send_all(plain(404, b"{}") if page is None else plain(200, page.encode()))
         elif path.endswith("/v1/models"):
-            await stream.send_all(plain(200, b'{"data": [{"id": "scripted"}]}'))
+            self.asked.append(path)
+            await stream.send_all(self.models)
         else:
             self.requests.append((path, headers, json.loads(body)))
             script = self._scripts.pop(0) if len(self._scripts) > 1 else self._scripts[0]

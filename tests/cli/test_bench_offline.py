@@ -1,10 +1,14 @@
 """What the benchmark counts."""
 
+from dataclasses import replace
+
 import pytest
 
-from trioengine import InvalidConfig
-from trioengine.cli.bench.offline import check_work, run
+from trioengine import EngineConfig, InvalidConfig
+from trioengine.cli.bench import offline
+from trioengine.cli.bench.offline import Run, check_work, run
 from trioengine.testing import simulated_engine
+from trioengine.testing.simulation import DEFAULT_LIMITS
 
 
 async def test_every_token_that_came_is_counted(autojump_clock):
@@ -21,3 +25,21 @@ async def test_work_that_the_context_would_cut_is_refused(autojump_clock):
     async with simulated_engine() as (engine, _):
         with pytest.raises(InvalidConfig, match="--prompt-len 500 and --output-len 13: the context has 512 tokens"):
             check_work(engine, 3, 500, 13)
+
+
+async def test_a_percentile_is_no_less_than_the_median(autojump_clock):
+    """Of two requests, too: here one waits for the other's place."""
+    async with simulated_engine(limits=replace(DEFAULT_LIMITS, max_num_seqs=1)) as (engine, _):
+        figures = await run(engine, 2, 4, 4)
+        assert figures.ttft_p99 > figures.ttft_median > 0
+
+
+def test_the_table_says_its_units(monkeypatch, capsys):
+    async def bench(*arguments):
+        return [Run(2.0, 6.0, 0.1, 0.2, 0.3, 0.4)], "float32"
+
+    monkeypatch.setattr(offline, "_bench", bench)
+    offline.bench_offline(EngineConfig(), 3, 5, 4, repeat=1, as_json=False)
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert (rows["seconds"], rows["output_tps"], rows["ttft_p99"]) == ("2.0 s", "6.0 tokens/s", "0.2 s")
+    assert (rows["tpot_median"], rows["prompt_len"], rows["requests"]) == ("0.3 s a token", "5 tokens", "3")

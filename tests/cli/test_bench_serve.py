@@ -1,27 +1,22 @@
-"""`bench serve` against a server whose answers come at scripted times, and against our own: every figure is exact."""
+"""`bench serve` against a server whose answers come at scripted times: every figure is exact."""
 
 import json
 import statistics
-from contextlib import asynccontextmanager
 
 import pytest
 import trio
 from scripted_server import DONE, ScriptedServer, answer, plain, sse, text_event, usage_event
-from trio.testing import memory_stream_pair
 
 from trioengine import EngineError
 from trioengine.cli.bench.config import BenchConfig
 from trioengine.cli.bench.departure import Departure, Moment
 from trioengine.cli.bench.figures import figures
 from trioengine.cli.bench.http_client import Address
-from trioengine.cli.bench.load import plan, run_load
+from trioengine.cli.bench.load import plan
 from trioengine.cli.bench.prompts import Length, Prompts
 from trioengine.cli.bench.report import ServerSide, as_object, print_table
 from trioengine.cli.bench.sample import End
 from trioengine.cli.bench.serve import measure
-from trioengine.core.serve_config import ServeConfig
-from trioengine.serve import Server
-from trioengine.testing import simulated_engine
 
 PROMPTS = Prompts([" a", " b"], Length.WORDS)
 WARM_UP = answer(0.1)
@@ -163,6 +158,38 @@ async def test_a_server_that_refuses_the_first_request(autojump_clock):
             await measure(BenchConfig(), server.address, PROMPTS)
 
 
+UNLISTED = [
+    (401, {"error": {"message": "this needs a key"}}, r"models: HTTP 401: this needs a key \(--api-key\)$"),
+    (503, {"error": {"message": "draining"}}, "models: HTTP 503: draining$"),
+    (404, {"detail": "Not Found"}, r'models: HTTP 404: \{"detail": "Not Found"\}: use --model$'),
+    (200, {"data": []}, "models: use --model$"),
+]
+
+
+@pytest.mark.parametrize(("status", "body", "said"), UNLISTED)
+async def test_a_server_that_does_not_list_its_models(autojump_clock, status, body, said):
+    async with trio.open_nursery() as nursery:
+        server = ScriptedServer(nursery, WARM_UP, models=plain(status, json.dumps(body).encode()))
+        with pytest.raises(EngineError, match=said):
+            await measure(BenchConfig(), server.address, PROMPTS)
+
+
+BASES = [
+    ("http://localhost:1/v1", None, "/v1/chat/completions"),  # as OpenAI's clients want it
+    ("http://localhost:1/prefix/v1/", "/v1/completions", "/prefix/v1/completions"),
+    ("http://localhost:1/v1", "/completions", "/v1/completions"),
+]
+
+
+@pytest.mark.parametrize(("base_url", "endpoint", "path"), BASES)
+async def test_a_base_url_may_have_the_version(autojump_clock, base_url, endpoint, path):
+    config = BenchConfig(num_prompts=1, base_url=base_url, endpoint=endpoint)
+    result, server = await measured(config, answer(0.1, 0.1), metrics=lambda: "")
+    assert (result.run.samples[0].end, result.model) == (End.COMPLETED, "scripted")
+    assert server.requests[-1][0] == path
+    assert set(server.asked) == {path.partition("/v1")[0] + "/metrics", path.partition("/v1")[0] + "/v1/models"}
+
+
 async def test_no_server(autojump_clock):
     async def refuse():
         raise OSError("nobody listens")
@@ -255,85 +282,3 @@ async def test_the_report_has_vllms_names(autojump_clock, capsys):
     for name in ("requests completed", "clients that left", "goodput", "time to first token (TTFT)", "100.00"):
         assert name in table
     assert "stop to ended" not in table
-
-
-# ---- our own server ------------------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def our_server(**options):
-    """Its engine, its address, and the streams that it still serves."""
-    served = []
-    async with simulated_engine() as (engine, _), trio.open_nursery() as nursery:
-        server = Server(engine, ServeConfig(served_model_name="toy", **options))
-
-        async def serve(stream):
-            served.append(stream)
-            await server.front_door.handle(stream)
-            served.remove(stream)
-
-        async def open_stream():
-            ours, theirs = memory_stream_pair()
-            nursery.start_soon(serve, theirs)
-            return ours
-
-        yield engine, Address(open_stream, "localhost"), served
-        server.front_door.close_idle()
-
-
-async def test_sessions_that_are_idle_meanwhile(autojump_clock, monkeypatch):
-    counts = []
-
-    async def load(*arguments):
-        await trio.sleep(100)  # pings must be answered meanwhile
-        counts.append(len(served))
-        return await run_load(*arguments)
-
-    monkeypatch.setattr("trioengine.cli.bench.serve.run_load", load)
-    async with our_server() as (_, address, served):
-        result = await measure(BenchConfig(num_prompts=2, random_output_len=3, idle_sessions=5), address, PROMPTS)
-        assert [sample.end for sample in result.run.samples] == [End.COMPLETED] * 2
-        await trio.testing.wait_all_tasks_blocked()
-        assert (counts, served) == ([5], [])
-
-
-async def test_a_server_that_takes_no_more_idle_sessions(autojump_clock):
-    async with our_server(max_connections=3) as (_, address, _):
-        with pytest.raises(EngineError, match=r"an idle session of .*: the WebSocket handshake failed: HTTP 503"):
-            await measure(BenchConfig(num_prompts=1, idle_sessions=5), address, PROMPTS)
-
-
-async def test_realtime_on_our_server(autojump_clock):
-    config = BenchConfig(
-        backend="realtime", num_prompts=6, random_input_len=3, random_output_len=8, ignore_eos=True, leave=50
-    )
-    async with our_server() as (engine, address, _):
-        result = await measure(config, address, PROMPTS)
-        while engine.statistics().sessions:
-            await engine.gate.changed()
-        await engine.check_invariants()
-        assert engine.statistics().aborted > 0
-    stayed = [sample for sample in result.run.samples if sample.end is End.COMPLETED]
-    assert len(stayed) == 3
-    for sample in stayed:
-        assert sample.output_tokens == 8
-        assert 0 < sample.ttft <= sample.e2el
-
-
-HANDSHAKES = [
-    (plain(404, b"{}"), "the WebSocket handshake failed: HTTP 404"),
-    (b"nonsense\r\n\r\n", "the server's WebSocket was closed with 1006: the server does not speak WebSocket"),
-    (None, "the server's WebSocket was closed with 1006"),
-]
-
-
-@pytest.mark.parametrize(("said", "complaint"), HANDSHAKES)
-async def test_realtime_errors(autojump_clock, said, complaint):
-    async def handle(stream):
-        await (stream.aclose() if said is None else stream.send_all(said))
-
-    async with trio.open_nursery() as nursery:
-        server = ScriptedServer(nursery, b"")
-        server._handle = handle
-        with trio.fail_after(60), pytest.raises(EngineError, match=complaint):
-            await measure(BenchConfig(backend="realtime"), server.address, PROMPTS)

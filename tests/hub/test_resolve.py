@@ -92,6 +92,12 @@ try: print(resolve('org/Model-1.5'))
 except ModelError as exc: print(exc)
 """
 
+REFUSED = "raise FileNotFoundError('Got: x') from ConnectionRefusedError(111, 'Connection refused')"
+ANSWERED = """
+    class Answered(Exception):
+        response = type("", (), dict(status_code={}))
+    raise FileNotFoundError('Got: x') from Answered()"""
+
 
 def test_a_hub_id_without_the_hubs_client(run_python):
     assert "pip install huggingface_hub" in run_python(RESOLVE_HUB_ID, "-S")
@@ -104,7 +110,16 @@ def test_a_hub_id_without_the_hubs_client(run_python):
         ("raise OSError('no\\nhttps://user@hub/x')", "org/Model-1.5 cannot be fetched from the hub: no\n"),
         ("raise KeyError('at https://u:p@hub/x')", "hub: 'at <address>'\n"),
         ("raise KeyError", "hub: no reason was given\n"),
-        ("raise FileNotFoundError('Got: ConnectError')", "hub: is there a network, and HF_HUB_OFFLINE not set?\n"),
+        ("raise FileNotFoundError", "hub: is there a network, and HF_HUB_OFFLINE not set?\n"),
+        (
+            "raise FileNotFoundError('Got: no proxy\\nso')",
+            "hub: no proxy; is there a network, and HF_HUB_OFFLINE not set?\n",
+        ),
+        (REFUSED, "hub: it cannot be reached: Connection refused; is there a network?\n"),
+        (ANSWERED.format(404), "hub: there is no such model, or it needs a login (HTTP 404)\n"),
+        (ANSWERED.format(401), "hub: there is no such model, or it needs a login (HTTP 401)\n"),
+        (ANSWERED.format(403), "hub: it needs a login that may have it (HTTP 403)\n"),
+        (ANSWERED.format(500), "hub: HTTP 500\n"),
         ("return directory + '/none'", "the directory has no config.json"),
     ],
 )

@@ -42,7 +42,7 @@ export async function run(url, wrongUrl) {
   results.afterClose = await thrown(session.generate("x").result());
   results.sayAfterClose = await thrown(session.say("x"));
 
-  const many = await connect(url, options);
+  const many = await connect(`${url}/v1`, options);
   results.many = (await Promise.all(Array.from({ length: 200 }, () => many.say("a")))).length;
   const unfinished = many.generate(undefined, LONG);
   await many.close();

@@ -1,5 +1,6 @@
 """Who may come in: keys, roles, how many requests a key may have, and from where they may come."""
 
+import json
 import logging
 
 import pytest
@@ -56,6 +57,24 @@ async def test_a_route_needs_a_key(autojump_clock, headers, status):
         if status == 401:
             assert code_of(body) == "invalid_api_key"
             assert b"www-authenticate: Bearer\r\n" in data
+
+
+SAID = [
+    (None, Role.USER, "this needs a key, as in Authorization: Bearer KEY"),
+    (None, Role.OPERATOR, "this needs a key, as in Authorization: Bearer KEY"),
+    ("wrong", Role.USER, "this key is not accepted"),
+    ("wrong", Role.OPERATOR, "this key is not accepted"),
+]
+
+
+@pytest.mark.parametrize(("key", "role", "message"), SAID)
+def test_a_wrong_key_is_told_from_none(key, role, message):
+    headers = ((b"host", b"localhost"), *([(b"authorization", b"Bearer " + key.encode())] if key else []))
+    admitted = Access(ServeConfig(**KEYS)).admit(Request("GET", "/x", "", headers), role)
+    with pytest.raises(BadRequest) as refused, admitted:
+        pass
+    assert refused.value.response.status == 401
+    assert json.loads(refused.value.response.body)["error"]["message"] == message
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/ready"])

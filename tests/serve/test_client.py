@@ -353,6 +353,9 @@ async def test_the_model_is_named(autojump_clock, clients):
 ADDRESSES = [
     ("ws://h", None, ("h", 80, False, "h", "/v1/realtime")),
     ("http://h:8000/", None, ("h", 8000, False, "h:8000", "/v1/realtime")),
+    ("ws://h/v1", None, ("h", 80, False, "h", "/v1/realtime")),
+    ("ws://h/v1/", "m", ("h", 80, False, "h", "/v1/realtime?model=m")),
+    ("ws://h/v1/x", None, ("h", 80, False, "h", "/v1/x")),
     ("https://h", "a b", ("h", 443, True, "h", "/v1/realtime?model=a+b")),
     ("wss://[::1]:9/x?model=a&y=1", "b", ("::1", 9, True, "[::1]:9", "/x?y=1&model=b")),
 ]

@@ -28,6 +28,23 @@ def test_depth(opening, closing):
             load_object(within(nested(depth, opening, closing)), "the body")
 
 
+NOT_JSON = [
+    ("", "the body is empty"),
+    (b" \n", "the body is empty"),
+    ('{"a": 1,\n "b" 2}', "the body is not JSON: line 2, column 6"),
+    ("{} {}", "the body is not JSON: line 1, column 4"),
+    ('{"a": NaN}', "the body is not JSON"),
+    (f'{{"a": {"1" * 5000}}}', "the body is not JSON"),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), NOT_JSON)
+def test_where_it_is_not_json(data, message):
+    with pytest.raises(ClientError) as refused:
+        load_object(data, "the body")
+    assert (refused.value.problem.code, refused.value.problem.message) == ("invalid_json", message)
+
+
 def test_many_are_not_deep():
     assert len(load_object(json.dumps({"a": [{"b": [[]]}] * 10_000}), "the body")["a"]) == 10_000
 

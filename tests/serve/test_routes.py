@@ -127,7 +127,7 @@ REFUSED = [
     ("/detokenize", {"tokens": "x"}, 400, "invalid_type", "tokens"),
     ("/detokenize", {"tokens": [1, 259]}, 400, "invalid_value", "tokens[1]"),
     ("/detokenize", {"tokens": [-1]}, 400, "invalid_value", "tokens[0]"),
-    ("/detokenize", {"tokens": [True]}, 400, "invalid_value", "tokens[0]"),
+    ("/detokenize", {"tokens": [True]}, 400, "invalid_type", "tokens[0]"),
     ("/detokenize", {"tokens": [1.0]}, 400, "invalid_value", "tokens[0]"),
     ("/detokenize", {"tokens": [], "model": "other"}, 404, "model_not_found", "model"),
     ("/abort_request", {}, 400, "invalid_value", "request_id"),
@@ -137,6 +137,11 @@ REFUSED = [
     ("/abort_request", {"abort_all": False}, 400, "invalid_value", "request_id"),
     ("/abort_request", {"id": "x"}, 400, "unsupported_parameter", "id"),
 ]
+
+
+async def test_tokenize_says_what_it_takes(autojump_clock, clients):
+    answer = await clients.request("POST", "/tokenize", {})
+    assert answer.error["message"] == "give a prompt, or messages: a list of at least one"
 
 
 @pytest.mark.parametrize(("path", "body", "status", "code", "param"), REFUSED, ids=range(len(REFUSED)))

@@ -205,9 +205,9 @@ class Supervisor:
             self._engine.on_worker_lost(error)
         if self._shutdown.is_set():
             return
-        logger.warning("%s", error)
         if isinstance(error, ModelError) or (self.incarnations == 1 and not incarnation.ready):
             raise error
+        logger.warning("%s", error)
 
     async def _shut_down_when_told(self, incarnation: Incarnation) -> None:
         await self._shutdown.wait()

@@ -14,7 +14,7 @@ import typer
 
 from trioengine import __version__
 from trioengine.cli.bench.config import HELP as LOAD_HELP
-from trioengine.cli.bench.config import BenchConfig
+from trioengine.cli.bench.config import BenchConfig, goodput_of
 from trioengine.cli.options import ENGINE_OPTIONS, LOAD_OPTIONS, SAMPLING_OPTIONS, SERVE_OPTIONS, build, with_options
 from trioengine.cli.sources import typed, words
 from trioengine.core.bounds import brief
@@ -164,7 +164,11 @@ def chat(
     api_key: Annotated[str | None, typer.Option(help="With --connect: the server's key.")] = None,
     **fields: object,
 ) -> None:
-    """Talk to a model. Ctrl+C stops an answer; an empty line or Ctrl+D ends the chat."""
+    """Talk to a model.
+
+    On a terminal Ctrl+C stops an answer, and what came of it stays in the conversation. An empty line, Ctrl+D, or
+    Ctrl+C where a line is awaited, ends the chat.
+    """
     from trioengine.cli.chatting import hold_chat
     from trioengine.cli.sessions import local_session, remote_session
 
@@ -240,8 +244,8 @@ def bench_serve(
     from trioengine.cli.bench.serve import Output
     from trioengine.cli.bench.serve import bench_serve as run_bench
 
-    goals = (*cast("list[str]", fields.pop("goodput") or []), *(more_goals or []))
-    config = build(BenchConfig, fields, model=model, goodput=goals)
+    goodput = goodput_of(cast("list[str]", fields.pop("goodput") or []), more_goals or [])
+    config = build(BenchConfig, fields, model=model, goodput=goodput)
     return run_bench(config, Output(json, save_result, plot))
 
 

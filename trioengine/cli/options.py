@@ -165,6 +165,8 @@ def _config_option(parameters: list[inspect.Parameter]) -> inspect.Parameter:
         if isinstance(info := parameter.annotation.__metadata__[0], OptionInfo) or info.envvar
     }
 
+    example = "max-num-seqs = 16" if "max_num_seqs" in kinds else "num-prompts = 64"
+
     def read(context: typer.Context, path: Path | None) -> None:
         if path is not None:
             context.obj = config_file.read(path, kinds)
@@ -174,7 +176,7 @@ def _config_option(parameters: list[inspect.Parameter]) -> inspect.Parameter:
         callback=read,
         is_eager=True,
         expose_value=False,
-        help="A TOML file with any of these options, as max-num-seqs = 16; flags and variables beat it.",
+        help=f"A TOML file with any of these options, as {example}; flags and variables beat it.",
     )
     annotation: Any = Annotated[Path | None, option]
     return inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

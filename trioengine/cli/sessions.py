@@ -15,7 +15,7 @@ from trioengine.client.client import connect
 from trioengine.client.generation import Generation as RemoteGeneration
 from trioengine.client.session import Session as RemoteSession
 from trioengine.core.config import EngineConfig
-from trioengine.core.errors import InvalidConfig
+from trioengine.core.errors import InvalidConfig, RequestRejected
 
 AnySession: TypeAlias = Session | RemoteSession
 AnyGeneration: TypeAlias = Generation | RemoteGeneration
@@ -34,10 +34,18 @@ async def local_session(config: EngineConfig) -> AsyncIterator[AnySession]:
 
 @asynccontextmanager
 async def remote_session(url: str, api_key: str | None, model: str | None) -> AsyncIterator[AnySession]:
-    """A session of a server that runs. A URL that is none is the fault of the option `connect`: InvalidConfig."""
+    """A session of a server that runs. A URL that is none is the fault of the option `connect`: InvalidConfig.
+
+    RequestRejected for a key that is missing or wrong names the option, too.
+    """
     try:
         Address.parse(url, model)
     except InvalidConfig as exc:
         raise InvalidConfig(str(exc).replace("url", "connect", 1), fields=("connect",)) from exc
-    async with connect(url, api_key=api_key, model=model) as client, client.open_session(wait=True) as session:
-        yield session
+    try:
+        async with connect(url, api_key=api_key, model=model) as client, client.open_session(wait=True) as session:
+            yield session
+    except RequestRejected as exc:
+        if exc.code != "invalid_api_key":
+            raise
+        raise RequestRejected(exc.code, f"{exc.message} (--api-key)") from exc

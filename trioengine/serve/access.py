@@ -42,8 +42,10 @@ class Access:
         if role is Role.OPERATOR and not self._operators:
             _refuse(403, "admin_key_required", "this is for operators, and the server has no --admin-key")
         key = presented(request)
-        if key is None or key not in self._users:
+        if key is None:
             _refuse(401, "invalid_api_key", "this needs a key, as in Authorization: Bearer KEY")
+        if key not in self._users:
+            _refuse(401, "invalid_api_key", "this key is not accepted")
         if role is Role.USER:
             return key
         if key not in self._operators:

@@ -39,14 +39,19 @@ def flag_of(value: object, where: str) -> bool:
     raise ClientError("invalid_type", f"{where} must be true or false, got {value!r:.80}", param=where)
 
 
+def is_number(value: object) -> bool:
+    """Whether it is what JSON calls a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def metadata_of(value: object, where: str) -> Mapping[str, str] | None:
     """A few short strings by their names, or null. Raises ClientError."""
     if value is None:
         return None
-    if (
-        not isinstance(value, Mapping)
-        or len(value) > _MAX_METADATA
-        or not all(isinstance(text, str) and len(key) <= 64 and len(text) <= 512 for key, text in value.items())
+    if not isinstance(value, Mapping):
+        raise ClientError("invalid_type", f"{where} must be an object", param=where)
+    if len(value) > _MAX_METADATA or not all(
+        isinstance(text, str) and len(key) <= 64 and len(text) <= 512 for key, text in value.items()
     ):
         raise ClientError("invalid_value", f"{where} must map at most {_MAX_METADATA} keys to strings", param=where)
     return value

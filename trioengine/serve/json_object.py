@@ -21,6 +21,9 @@ def load_object(data: str | bytes, what: str, code: str = "invalid_type") -> Map
         value = json.loads(text, parse_constant=_no_constant)
     except RecursionError:
         raise _too_deep(what) from None
+    except json.JSONDecodeError as exc:
+        fault = f"is not JSON: line {exc.lineno}, column {exc.colno}" if text.strip() else "is empty"
+        raise ClientError("invalid_json", f"{what} {fault}") from None
     except ValueError:
         raise ClientError("invalid_json", f"{what} is not JSON") from None
     if text.count("{") + text.count("[") > MAX_DEPTH:

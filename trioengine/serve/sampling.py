@@ -8,6 +8,7 @@ from typing import Any
 
 from trioengine.core.errors import RequestRejected
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.serve.fields import is_number
 from trioengine.serve.problem import ClientError
 
 SAMPLING = {  # the names that every protocol shares with us, and ours
@@ -29,6 +30,13 @@ SAMPLING = {  # the names that every protocol shares with us, and ours
         "skip_special_tokens",
     )
 }
+_TYPES: Mapping[str, tuple[type, ...]] = {  # as JSON has them, by our names; the others are numbers
+    "stop": (str, list),
+    "stop_token_ids": (list,),
+    "ignore_eos": (bool,),
+    "logit_bias": (Mapping,),
+    "skip_special_tokens": (bool,),
+}
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 
@@ -41,7 +49,12 @@ def sampling_params(given: Mapping[str, Any], names: Mapping[str, str], where: s
     except RequestRejected as exc:
         name = next((name for name in given if names[name] == exc.param), exc.param)
         message = f"{prefix}{exc.message.replace(str(exc.param), str(name), 1)}"
-        raise ClientError(exc.code, message, param=f"{prefix}{name}") from exc
+        code = exc.code if _has_its_type(values.get(str(exc.param)), exc.param) else "invalid_type"
+        raise ClientError(code, message, param=f"{prefix}{name}") from exc
+
+
+def _has_its_type(value: object, name: str | None) -> bool:
+    return isinstance(value, types) if (types := _TYPES.get(str(name))) is not None else is_number(value)
 
 
 def _value(name: str, value: Any, prefix: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from trioengine.actors.engine import Engine
 from trioengine.core.bounds import integer
 from trioengine.core.errors import RequestRejected
-from trioengine.serve.fields import flag_of, known_fields, text_of
+from trioengine.serve.fields import flag_of, is_number, known_fields, text_of
 from trioengine.serve.http import Request, Response, json_response
 from trioengine.serve.json_object import load_object
 from trioengine.serve.openai.chat_request import check_model
@@ -66,7 +66,10 @@ class Tokenization:
         return tokenizer.surrounded(tokenizer.encode(text)) if add_special else tokenizer.encode(text)
 
     def _ids_of_messages(self, fields: Mapping[str, Any]) -> list[int]:
-        messages = parse_messages(fields.get("messages"))
+        if "messages" not in fields:
+            message = "give a prompt, or messages: a list of at least one"
+            raise ClientError("missing_parameter", message, param="messages")
+        messages = parse_messages(fields["messages"])
         self._check_length(messages, "messages")
         if flag_of(fields.get("add_special_tokens"), "add_special_tokens"):
             message = "add_special_tokens is for prompt: the chat template has messages' own"
@@ -90,7 +93,8 @@ class Tokenization:
             try:
                 integer(token_id, 0, tokenizer.tokenizer.vocab_size - 1)
             except ValueError as exc:
-                raise ClientError("invalid_value", f"tokens[{index}] {exc}", param=f"tokens[{index}]") from None
+                code = "invalid_value" if is_number(token_id) else "invalid_type"
+                raise ClientError(code, f"tokens[{index}] {exc}", param=f"tokens[{index}]") from None
         return {"prompt": tokenizer.decode(tokens, skip_special_tokens=False)}
 
     def _fields(self, body: bytes, names: tuple[str, ...]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from trioengine.cli.bench.config import BenchConfig
-from trioengine.cli.bench.http_client import Address, BackendError, exchange
+from trioengine.cli.bench.http_client import Address, BackendError, exchange, refusal
 from trioengine.cli.bench.sample import Stopwatch
 
 _DATA, _DONE = b"data:", b"[DONE]"
@@ -37,7 +37,7 @@ class Completions:
         )
         async with exchange(self._address, "POST", self._path, body, on_sent=watch.sent) as response:
             if response.status != 200:
-                raise BackendError(f"HTTP {response.status}: {_complaint(await response.read())}")
+                raise BackendError(refusal(response.status, await response.read()))
             rest, is_over = b"", False
             while piece := await response.receive_some():  # to its very end: who closes earlier has left
                 *lines, rest = (rest + piece).split(b"\n")
@@ -68,11 +68,3 @@ class Completions:
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as exc:
             raise BackendError(f"an event of the stream is not understood: {data[:80]!r}") from exc
         return False
-
-
-def _complaint(body: bytes) -> str:
-    """What the server says of an error."""
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return body[:200].decode("utf-8", "replace")

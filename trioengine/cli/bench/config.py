@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -33,7 +33,7 @@ class Protocol(enum.Enum):
 
 
 HELP = {  # of the flags
-    "base_url": "The server.",
+    "base_url": "The server; a /v1 at its end is as good as none.",
     "backend": "openai: HTTP and server-sent events; realtime: WebSocket.",
     "endpoint": f"The path; {CHAT}, {COMPLETIONS} or, for realtime, {REALTIME}.",
     "model": "What the server calls its model; without it, the first that it lists.",
@@ -119,6 +119,11 @@ class BenchConfig:
         return Protocol(self.backend)
 
     @property
+    def base_path(self) -> str:
+        """What is before the endpoints' own paths; OpenAI's clients write it with their /v1."""
+        return self.url.path.rstrip("/").removesuffix("/v1")
+
+    @property
     def path(self) -> str:
         """The path of the endpoint."""
         if self.protocol is Protocol.REALTIME:
@@ -127,7 +132,7 @@ class BenchConfig:
             endpoint, known = self.endpoint or CHAT, ("/completions",)
         if not endpoint.startswith("/") or not endpoint.isascii() or not endpoint.endswith(known):
             raise _bad("endpoint", f"must be a path that ends in {known[0]}, got {brief(endpoint)}")
-        return self.url.path.rstrip("/") + endpoint
+        return (self.base_path if endpoint.startswith("/v1/") else self.url.path.rstrip("/")) + endpoint
 
     @property
     def goals(self) -> Mapping[str, float]:
@@ -154,6 +159,17 @@ class BenchConfig:
     def percentiles(self) -> tuple[float, ...]:
         """Which are reported."""
         return tuple(_number(value, "metric_percentiles", 100) for value in self.metric_percentiles.split(","))
+
+
+def goodput_of(option: Sequence[str], arguments: Sequence[str]) -> tuple[str, ...]:
+    """What `--goodput` says, with the arguments behind it, as vLLM has them. Raises InvalidConfig for another."""
+    for argument in arguments:
+        metric, colon, _ = argument.partition(":")
+        if metric in METRICS or (option and colon and "://" not in argument):
+            continue
+        remedy = ": a server is --base-url" if colon else ""
+        raise InvalidConfig(f"unexpected argument {brief(argument)}{remedy}. See trioengine bench serve --help.")
+    return (*option, *arguments)
 
 
 def _positive(value: Any, high: float) -> float:

@@ -19,6 +19,7 @@ from trioengine.client import address
 from trioengine.core.errors import ConnectionLost
 
 MAX_SMALL_BODY = 16 << 20  # bytes; a page of metrics, an error
+UNAUTHORIZED = 401
 _CHUNK = 1 << 16
 
 
@@ -100,6 +101,15 @@ async def exchange(
         if not isinstance(event, h11.Response):
             raise BackendError("the server did not answer")
         yield Response(stream, connection, event.status_code)
+
+
+def refusal(status: int, body: bytes) -> str:
+    """What the server says of an error, with its status."""
+    try:
+        said = str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        said = body[:200].decode("utf-8", "replace")
+    return f"HTTP {status}: {said}" + (" (--api-key)" if status == UNAUTHORIZED else "")
 
 
 async def _next_event(stream: trio.abc.Stream, connection: h11.Connection) -> h11.Event:

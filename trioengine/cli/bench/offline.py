@@ -11,12 +11,24 @@ from typing import NamedTuple
 import trio
 
 from trioengine.actors.engine import Engine, open_engine
+from trioengine.cli.bench.figures import percentile
 from trioengine.cli.progress import progress_bars
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import InvalidConfig
 from trioengine.core.sampling_params import SamplingParams
 
 WARM_UP = (4, 16, 16)  # requests, prompt length, output length, each at most
+UNITS = {  # of the table's figures
+    "prompt_len": "tokens",
+    "output_len": "tokens",
+    "seconds": "s",
+    "output_tps": "tokens/s",
+    "ttft_median": "s",
+    "ttft_p99": "s",
+    "tpot_median": "s a token",
+    "tpot_p99": "s a token",
+    "output_tps_of_runs": "tokens/s",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +69,7 @@ def bench_offline(
     if as_json:
         print(json.dumps(report))
     else:
-        print("\n".join(f"{key:20} {value}" for key, value in report.items()))
+        print("\n".join(f"{key:20} {value} {UNITS.get(key, '')}".rstrip() for key, value in report.items()))
 
 
 async def _bench(config: EngineConfig, work: tuple[int, int, int], repeat: int) -> tuple[list[Run], str]:
@@ -101,7 +113,7 @@ async def run(engine: Engine, requests: int, prompt_len: int, output_len: int) -
         seconds=seconds,
         output_tps=sum(answer.num_tokens for answer in answers) / seconds,
         ttft_median=statistics.median(ttft),
-        ttft_p99=ttft[int(0.99 * (len(ttft) - 1))],
+        ttft_p99=percentile(ttft, 99),
         tpot_median=statistics.median(tpot),
-        tpot_p99=tpot[int(0.99 * (len(tpot) - 1))],
+        tpot_p99=percentile(tpot, 99),
     )

@@ -12,7 +12,7 @@ import trio
 
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.cli.bench.config import BenchConfig
-from trioengine.cli.bench.http_client import Address, BackendError
+from trioengine.cli.bench.http_client import Address, BackendError, refusal
 from trioengine.cli.bench.sample import Stopwatch
 from trioengine.client.websocket import Closed, Rejected, WebSocket
 
@@ -72,7 +72,7 @@ async def connected(address: Address, path: str) -> AsyncIterator[WebSocket]:
             await _say_goodbye(websocket)
             nursery.cancel_scope.cancel()
     except Rejected as exc:
-        raise BackendError(f"the WebSocket handshake failed: HTTP {exc.status}") from exc
+        raise BackendError(f"the WebSocket handshake failed: {refusal(exc.status, exc.body)}") from exc
     except Closed as exc:
         raise BackendError(f"the server's WebSocket was {exc}") from exc
 

@@ -7,7 +7,6 @@ import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import trio
 
@@ -15,7 +14,7 @@ from trioengine.cli.bench.backend import Backend
 from trioengine.cli.bench.completions import Completions
 from trioengine.cli.bench.config import REALTIME, BenchConfig, Protocol
 from trioengine.cli.bench.figures import figures
-from trioengine.cli.bench.http_client import Address, BackendError, exchange
+from trioengine.cli.bench.http_client import Address, BackendError, exchange, refusal
 from trioengine.cli.bench.load import Job, Run, plan, run_load, take_sample
 from trioengine.cli.bench.plot import check_plot, plot
 from trioengine.cli.bench.probe import blocks_free_latencies
@@ -79,7 +78,7 @@ def check_files(output: Output) -> None:
 async def measure(config: BenchConfig, address: Address, prompts: Prompts) -> Result:
     """One request to see that the server answers, then the load. Raises EngineError where it does not."""
     backend, model = await _open_backend(config, address)
-    metrics = ServerMetrics(address, config.url.path.rstrip("/") + "/metrics")
+    metrics = ServerMetrics(address, config.base_path + "/metrics")
     rng = random.Random(-1 - config.seed)
     extra = [prompts.draw(rng, config.random_input_len) for _ in range(1 + PROBES)]
     first = await take_sample(backend, Job(extra[0], 0.0), trio.current_time())
@@ -87,7 +86,7 @@ async def measure(config: BenchConfig, address: Address, prompts: Prompts) -> Re
         raise EngineError(f"{config.base_url} cannot be measured: {first.error}")
     before = await metrics.read()
     try:
-        async with idle_sessions(address, config.url.path.rstrip("/") + REALTIME, config.idle_sessions):
+        async with idle_sessions(address, config.base_path + REALTIME, config.idle_sessions):
             run = await run_load(backend, plan(config, prompts), config.max_concurrency)
     except BackendError as exc:
         raise EngineError(f"an idle session of {config.base_url}: {exc}") from exc
@@ -109,10 +108,15 @@ async def _open_backend(config: BenchConfig, address: Address) -> tuple[Backend,
 
 async def _first_model(address: Address, config: BenchConfig) -> str:
     try:
-        async with exchange(address, "GET", config.url.path.rstrip("/") + "/v1/models") as response:
-            listed: Any = json.loads(await response.read())
-        return str(listed["data"][0]["id"])
+        async with exchange(address, "GET", config.base_path + "/v1/models") as response:
+            status, body = response.status, await response.read()
     except BackendError as exc:
         raise EngineError(f"{config.base_url}: {exc}") from exc
+    unlisted = f"{config.base_url} does not list its models"
+    if status != 200:
+        remedy = ": use --model" if status == 404 else ""
+        raise EngineError(f"{unlisted}: {refusal(status, body)}{remedy}")
+    try:
+        return str(json.loads(body)["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError) as exc:
-        raise EngineError(f"{config.base_url} does not list its models: use --model") from exc
+        raise EngineError(f"{unlisted}: use --model") from exc

