@@ -210,3 +210,25 @@ async def test_each_worker_says_how_far_it_has_come_with_loading(autojump_clock)
             await engine.gate.changed()
             await engine.ready()
             assert told == [(5, 10), (10, 10)] * 2
+
+
+async def test_a_generation_that_was_not_entered_is_not_read(autojump_clock):
+    async with simulated_engine() as (engine, _), engine.open_session() as session:
+        with pytest.raises(RuntimeError, match="use `async with session"):
+            await session.generate("hi").result()
+        with pytest.raises(RuntimeError, match="was not entered"):
+            async for _ in session.generate("hi"):
+                pass
+        aborted = session.generate("hi")
+        aborted.abort()
+        assert (await aborted.result()).cause is Cause.CLIENT
+
+
+async def test_who_reads_while_another_task_enters_waits_for_the_answer(autojump_clock):
+    slow = simulated_engine(thread_threshold=0, thread_passes=50)
+    async with slow as (engine, _), engine.open_session() as session, trio.open_nursery() as nursery:
+        generation = session.generate("hi", GREEDY)
+        nursery.start_soon(generation.__aenter__)
+        while not engine.statistics().preparing:
+            await trio.lowlevel.checkpoint()
+        assert (await generation.result()).text

@@ -80,3 +80,9 @@ async def test_who_waits_may_leave(autojump_clock, crowded, how):
 async def abort_later(generation):
     await wait_all_tasks_blocked()
     generation.abort()
+
+
+async def test_a_generation_that_was_not_entered_is_not_waited_for(autojump_clock, remote):
+    async with remote.open_session() as session:
+        with pytest.raises(RuntimeError, match="was not entered"):
+            await session.generate("hi").result()

@@ -15,6 +15,8 @@ from trioengine.core.errors import RequestRejected
 from trioengine.core.lifecycle import Cause, Outcome
 from trioengine.core.sampling_params import SamplingParams
 
+_NOT_ENTERED = "the generation was not entered: use `async with session.generate(...)`"
+
 
 class Owner(Protocol):
     """The session, as its generation sees it."""
@@ -33,7 +35,11 @@ S = TypeVar("S", bound=Owner)
 
 
 class Readable(abc.ABC, Generic[S]):
-    """What both classes Generation are built on; what is promised stands there."""
+    """What both classes Generation are built on; what is promised stands there.
+
+    Reading one that nobody has entered raises RuntimeError, unless it has an outcome: an abort, which may come before.
+    While another task enters it, reading waits.
+    """
 
     def __init__(
         self, session: S, params: SamplingParams | None, *, keep_partial: bool, deadline: float, wait: bool
@@ -74,7 +80,7 @@ class Readable(abc.ABC, Generic[S]):
     def request_id(self) -> int:
         """The number of the request, once entered: the engine's or, over a connection, the client's."""
         if self._request_id is None:
-            raise RuntimeError("the generation was not entered: use `async with session.generate(...)`")
+            raise RuntimeError(_NOT_ENTERED)
         return self._request_id
 
     @request_id.setter
@@ -120,6 +126,8 @@ class Readable(abc.ABC, Generic[S]):
     async def __anext__(self) -> Chunk:
         if self._is_being_read:
             raise trio.BusyResourceError("another task reads this generation")
+        if not self._entered and self.outcome is None:
+            raise RuntimeError(_NOT_ENTERED)
         self._is_being_read = True
         try:
             if self._has_unread or self.outcome is not None:
