@@ -110,7 +110,7 @@ def test_a_tokenizer_with_byte_fallback(sentencepiece):
     st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4),
 )
 def test_stop_strings_whatever_the_pieces(characters, stops):
-    """Fed one character at a time, the first stop to be complete ends the text right before it."""
+    """Fed some characters at a time, the first stop to be complete ends the text right before it."""
     text = "".join(characters)
     ends = [(end, start) for end in range(len(text) + 1) for start in range(end) if text[start:end] in stops]
     expected = text[: min(ends)[1]] if ends else text

@@ -51,7 +51,7 @@ class SamplingParams:
     seed: int | None = None  # None: minted by the engine; with a seed, float32 answers are repeatable
     stop: tuple[str, ...] = ()  # not part of the text; a string or a sequence of strings
     stop_token_ids: tuple[int, ...] = ()
-    min_tokens: int = 0  # no stop token before that many
+    min_tokens: int = 0  # no end by a stop token or a stop string before that many
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None  # how many top alternatives to report beside the chosen token; None: none at all

@@ -28,7 +28,7 @@ class Answer:
         self.token_ids: TokenIds = token_ids()
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._matcher = StopMatcher(params.stop) if params.stop else None
-        self._min_tokens = params.min_tokens  # before that many, stop strings are not looked for
+        self._min_tokens = params.min_tokens  # no stop string counts that ends before
         self._end_token_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)
         self._pieces: list[str] = []
 
@@ -46,9 +46,7 @@ class Answer:
         text = ""
         for count, token_id in enumerate(ids, 1):
             self.token_ids.append(token_id)
-            piece, stopped = self._detokenizer.feed((token_id,)), False
-            if len(self.token_ids) >= self._min_tokens:
-                piece, stopped = self._matcher.feed(piece)
+            piece, stopped = self._match(self._matcher, self._detokenizer.feed((token_id,)))
             text += piece
             if stopped:
                 return self._delta(text, count, stopped=True)
@@ -74,9 +72,14 @@ class Answer:
     def _flush(self) -> Delta:
         text, stopped = self._detokenizer.flush(), False
         if self._matcher is not None:
-            text, stopped = self._matcher.feed(text)
+            text, stopped = self._match(self._matcher, text)
             text += "" if stopped else self._matcher.flush()
         return self._delta(text, 0, stopped=stopped)
+
+    def _match(self, matcher: StopMatcher, piece: str) -> tuple[str, bool]:
+        if len(self.token_ids) < self._min_tokens:
+            return matcher.pass_over(piece), False
+        return matcher.feed(piece)
 
     def _delta(self, text: str, num_tokens: int, *, stopped: bool) -> Delta:
         if text:

@@ -15,14 +15,20 @@ class StopMatcher:
 
         The stop that is complete first wins, and of those that end together the one that began first.
         """
-        text = self._held + piece
-        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        text, seen = self._held + piece, len(self._held)  # what ends in the part that is seen was passed over
+        places = [(stop, text.find(stop, max(0, seen + 1 - len(stop)))) for stop in self._stops]
+        ends = [(at + len(stop), at) for stop, at in places if at >= 0]
         if ends:
             self._held = ""
             return text[: min(ends)[1]], True
+        return self.pass_over(piece), False
+
+    def pass_over(self, piece: str) -> str:
+        """The text that is certain, where a stop string may begin in this piece, but none that ends in it counts."""
+        text = self._held + piece
         keep = max(self._overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
+        return text[: len(text) - keep]
 
     def flush(self) -> str:
         """What was held back, when no more pieces come."""
