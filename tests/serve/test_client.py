@@ -285,6 +285,31 @@ async def test_a_prompt_that_is_refused_in_the_middle_is_taken_back(autojump_clo
             assert (await generation.result()).text == reference(clients, [user("hello")])
 
 
+BAD_HISTORY = [user("hello"), assistant("half \ud800"), user("more")]
+
+
+async def test_a_history_that_the_server_refuses(autojump_clock, remote, clients):
+    with pytest.raises(RequestRejected) as refused:
+        async with remote.open_session(history=BAD_HISTORY):
+            pass
+    assert (refused.value.code, refused.value.param) == ("invalid_value", "history[1]")
+    with pytest.raises(RequestRejected, match=r"history\[1\]"):
+        async with clients.engine.open_session(history=BAD_HISTORY):
+            pass
+
+
+async def test_a_replaced_history_that_the_server_refuses_fails_the_requests_on_it(autojump_clock, remote, clients):
+    async with remote.open_session(history=[user("hello"), assistant("hi")]) as session:
+        session.replace_history(BAD_HISTORY)
+        for _ in range(2):
+            with pytest.raises(RequestRejected, match=r"history\[1\]"):
+                async with session.generate("more", GREEDY):
+                    pass
+        session.replace_history([user("other")])
+        async with session.generate("more", GREEDY) as generation:
+            assert (await generation.result()).text == reference(clients, [user("other"), user("more")])
+
+
 async def test_logprobs_are_refused(autojump_clock, remote):
     with pytest.raises(RequestRejected) as refused:
         await remote.generate("hello", SamplingParams(logprobs=1))

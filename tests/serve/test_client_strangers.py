@@ -173,6 +173,24 @@ async def test_a_server_that_falls_silent_is_noticed(autojump_clock, scripted):
             assert trio.current_time() - before <= 2 * PING_INTERVAL
 
 
+@pytest.mark.parametrize("answers", [0, 1])
+async def test_a_server_that_goes_before_it_has_the_history(autojump_clock, scripted, answers):
+    client, server = scripted
+
+    async def talk():
+        await server.begin()
+        await wait_all_tasks_blocked()
+        for index in range(answers):
+            await server.tell("conversation.item.done", item={"id": f"item_{index + 1}"})
+        await server.theirs.aclose()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(talk)
+        with pytest.raises(ConnectionLost):
+            async with client.open_session(history=[{"role": "user", "content": "a"}] * 2):
+                pass
+
+
 async def test_a_server_that_does_not_say_goodbye(autojump_clock, scripted):
     client, server = scripted
     async with trio.open_nursery() as nursery:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from copy import copy
 
+from trioengine.actors.changes import Changes
 from trioengine.client.posts import Posts
 from trioengine.client.prompt import Message, item_of, rendered
+from trioengine.core.errors import EngineError, RequestRejected
 
 
 class Conversation:
@@ -17,6 +20,9 @@ class Conversation:
         self._item_ids: list[str] = []  # of these
         self._posts = posts
         self._ids = itertools.count(1)
+        self._unconfirmed: dict[str, str] = {}  # events of the history that was given, and their places in it
+        self._refusal: EngineError | None = None  # the server's, of one of these
+        self._changes = Changes()  # of these two
 
     def prepared(self, messages: Sequence[Message]) -> dict[str, str]:
         """The events that make items of these messages, by the items' ids. Raises RequestRejected; posts nothing."""
@@ -50,4 +56,29 @@ class Conversation:
         """These messages, whose events were prepared, are all of it."""
         self.delete(self._item_ids)
         self.messages, self._item_ids = list(messages), list(events)
+        self._unconfirmed = {f"create_{id}": f"history[{index}]" for index, id in enumerate(events)}
+        self._refusal = None
         self.create(events)
+        self._changes.notify()
+
+    def answered(self, event_id: object, error: EngineError | None = None) -> None:
+        """The server has done what this event asks for, or refuses it."""
+        self._posts.answered(event_id)
+        place = self._unconfirmed.pop(event_id, None) if isinstance(event_id, str) else None
+        if place is not None:
+            self._refusal = self._refusal or _placed(error, place)
+            self._changes.notify()
+
+    async def confirmed(self) -> None:
+        """Wait until the server has the history that it was given. Raises why it refuses it, until it is replaced."""
+        while self._unconfirmed:
+            await self._changes.wait()
+        if self._refusal is not None:
+            raise copy(self._refusal)
+
+
+def _placed(error: EngineError | None, place: str) -> EngineError | None:
+    """The error with the place of the message that it is about."""
+    if isinstance(error, RequestRejected):
+        return RequestRejected(error.code, f"{place}: {error.message}", param=place)
+    return error

@@ -49,6 +49,7 @@ class Session:
         self._wait = wait
         self._connection = Connection(client.endpoint, self._told, self._lost)
         self._entered = False
+        self._confirming = trio.CancelScope()  # the end of the session ends the wait for its history
         self._loss: EngineError | None = None
         self._waiting: set[Generation] = set()  # those on their way in
         self._conversation = Conversation(self._connection.posts)
@@ -73,10 +74,14 @@ class Session:
         events = self._conversation.prepared(history)
         try:
             self.id = await self._client.start(self._connection, wait=self._wait)
+            self._conversation.replace(history, events)
+            with self._confirming:
+                await self._conversation.confirmed()
+            if self._confirming.cancelled_caught:
+                self._check_open()
         except BaseException:  # it may have begun in the same moment
             self.end()
             raise
-        self._conversation.replace(history, events)
         return self
 
     async def __aexit__(
@@ -106,7 +111,10 @@ class Session:
         return Generation(self, prompt, params, keep_partial=keep_partial, deadline=deadline, wait=wait)
 
     def replace_history(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Make these messages the conversation. Raises SessionBusy while a request runs, RequestRejected if bad."""
+        """Make these messages the conversation. Raises SessionBusy while a request runs, RequestRejected if bad.
+
+        What only the server refuses is raised by the next requests, until the history is replaced again.
+        """
         self._check_idle()
         history = chat_messages(messages, "history")
         self._conversation.replace(history, self._conversation.prepared(history))
@@ -118,9 +126,14 @@ class Session:
         if self.generation is not None:
             self._conclude(self.generation, Outcome(FinishReason.ABORT, self.generation.abort_cause or cause))
             self._settle(self.generation)
+        self._wake_waiting()
+        self._connection.close()
+
+    def _wake_waiting(self) -> None:
+        """It is over: whoever waits here finds out why."""
+        self._confirming.cancel()
         for generation in self._waiting:
             generation.entering.cancel()
-        self._connection.close()
 
     async def ended(self) -> None:
         """Wait until the WebSocket is closed; at once if there never was one."""
@@ -140,6 +153,7 @@ class Session:
             with generation.entering:
                 while self.generation is not None and self.generation.is_stopping:
                     await self.generation.settled.wait()
+                await self._conversation.confirmed()
                 if generation.outcome is not None:
                     return  # aborted before its turn came
                 self._check_idle()
@@ -231,15 +245,15 @@ class Session:
             case "response.done" if generation is not None:
                 self._done(generation, event["response"])
             case "conversation.item.done":
-                self._connection.posts.answered(f"create_{event['item']['id']}")
+                self._conversation.answered(f"create_{event['item']['id']}")
             case "conversation.item.deleted":
-                self._connection.posts.answered(f"delete_{event['item_id']}")
+                self._conversation.answered(f"delete_{event['item_id']}")
             case "error":
                 self._complained(event["error"])
 
     def _complained(self, problem: dict[str, Any]) -> None:
         event_id, generation = problem.get("event_id"), self.generation
-        self._connection.posts.answered(event_id)
+        self._conversation.answered(event_id, error_of(problem))
         if generation is None or event_id is None:
             return
         if event_id == generation.ask_id:
@@ -287,8 +301,7 @@ class Session:
             outcome = Outcome(FinishReason.ABORT, cause) if cause else Outcome(FinishReason.ERROR, error=error)
             self._conclude(self.generation, outcome)
             self._settle(self.generation)
-        for generation in self._waiting:
-            generation.entering.cancel()
+        self._wake_waiting()
 
     # ---- the outcome ----------------------------------------------------------------------------------------------
 
