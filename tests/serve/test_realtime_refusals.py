@@ -128,6 +128,21 @@ async def test_an_item_that_comes_back(autojump_clock, clients):
             assert (await client.until("conversation.item.done"))["item"]["status"] == "completed"
 
 
+async def test_a_full_conversation_takes_no_answers_either(autojump_clock, clients, monkeypatch):
+    """Not even such as cost nothing to ask for."""
+    monkeypatch.setattr("trioengine.serve.realtime.items.MAX_ITEMS", 3)
+    async with clients.realtime() as client:
+        await client.say("hello", id="first")
+        for _ in range(2):
+            assert (await client.respond(**GREEDY))["output"]
+        for _ in range(2):
+            await client.send("response.create", response=GREEDY)
+            assert (await client.until("error"))["error"]["code"] == "conversation_too_large"
+        assert (await client.respond(conversation="none", **GREEDY))["output"]
+        await client.send("conversation.item.delete", item_id="first")
+        assert (await client.respond(**GREEDY))["output"]
+
+
 async def test_an_input_that_means_an_item_many_times(autojump_clock, clients):
     """It counts each time: a short event must not become gigabytes."""
     async with clients.realtime() as client:

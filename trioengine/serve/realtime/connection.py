@@ -198,6 +198,8 @@ class RealtimeConnection:
         is_beside = event.conversation is Conversation.NONE
         runner = self._beside if is_beside else self._responder
         runner.check_room()
+        if not is_beside:
+            self._items.check_room(1, None)
         settings = self._settings.for_response(event.settings)
         items = self._items if event.input is None else self._items.resolve(event.input)
         messages = chat_messages(items, settings.instructions)

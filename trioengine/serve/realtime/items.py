@@ -162,14 +162,18 @@ class Items:
         """Insert after the item of the id `previous`; None: at the end. Returns the id of the item before it."""
         if item.id in self._items:
             raise ClientError("duplicate_item", f"item.id: there is an item {item.id!r} already", param="item.id")
-        if len(self) >= MAX_ITEMS or self._size + item.size > MAX_CONVERSATION:
-            message = f"the conversation is full: {MAX_ITEMS} items or {MAX_CONVERSATION} characters"
-            raise ClientError("conversation_too_large", message, param="item")
+        self.check_room(item.size, "item")
         index = self._index_after(previous)
         return self._insert(item, index)
 
+    def check_room(self, size: int, param: str | None) -> None:
+        """Raises ClientError if an item of so many characters is too much."""
+        if len(self) >= MAX_ITEMS or self._size + size > MAX_CONVERSATION:
+            message = f"the conversation is full: {MAX_ITEMS} items or {MAX_CONVERSATION} characters"
+            raise ClientError("conversation_too_large", message, param=param)
+
     def append_answer(self, item: Item) -> str | None:
-        """An item of the model's own; it has room in any case. Returns the id of the item before it."""
+        """An item of the model's own; there was room for it when it was asked for. Returns the id before it."""
         return self._insert(item, len(self))
 
     def finish_answer(self, item: Item) -> None:
