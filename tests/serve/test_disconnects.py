@@ -81,6 +81,30 @@ async def test_a_client_that_is_cut_off_ends_its_session(autojump_clock, clients
     await nobody_is_left(clients)
 
 
+@pytest.mark.parametrize("response", [{}, {"conversation": "none"}], ids=["conversation", "beside"])
+async def test_a_client_that_vanishes_while_its_prompt_is_prepared(autojump_clock, response):
+    async with (
+        simulated_engine(thread_threshold=100, thread_passes=50) as (engine, simulation),
+        trio.open_nursery() as nursery,
+    ):
+        clients = Clients(engine, simulation, nursery)
+        stream = clients.stream()
+        await stream.send_all(HANDSHAKE)
+        await read_until(stream, b"session.created")
+        await stream.send_all(SAY.replace(b"hello", b"x" * 5) * 25 + event("response.create", response=response))
+        while not engine.statistics().preparing:
+            await trio.lowlevel.checkpoint()
+        await stream.aclose()
+        while engine.statistics().sessions:
+            await engine.gate.changed()
+        aborted = [line for line in clients.server.metrics.render().splitlines() if b"requests_aborted_total{" in line]
+        assert [line for line in aborted if not line.endswith(b" 0.0")] == [
+            b'trioengine_requests_aborted_total{cause="disconnect"} 1.0'
+        ]
+        clients.server.front_door.close_idle()
+        await clients.all_closed()
+
+
 async def test_half_close_is_a_disconnect(autojump_clock, clients):
     stream = await streaming(clients)
     await stream.send_eof()

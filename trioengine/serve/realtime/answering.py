@@ -50,8 +50,12 @@ class Answering:
             messages = response.order.messages
             check_length(messages, self.engine.limits.max_model_len, self.engine.tokenizer)  # before they are copied
             generation = session.generate(_extension(session, messages), response.order.params, keep_partial=True)
-            with self._in_flight.running(response.id, generation):
-                await _stream(session, generation, response)
+            response.session = session
+            try:
+                with self._in_flight.running(response.id, generation):
+                    await _stream(session, generation, response)
+            finally:
+                response.session = None
 
 
 async def _stream(session: Session, generation: Generation, response: Response) -> None:

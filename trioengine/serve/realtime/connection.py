@@ -117,11 +117,22 @@ class RealtimeConnection:
 
     def _note_departure(self) -> None:
         """The client is gone, or does not read or answer; it is counted once, if a response was in progress."""
-        if not self._has_gone and (self._responder.active or self._beside.active):
+        if not self._has_gone and self._active:
             self._departures.add()
         self._has_gone = True
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """What nobody will read ends before it is cancelled, so that its cause is the disconnect."""
+        for response in self._active:
+            response.abandon()
+
+    @property
+    def _active(self) -> tuple[Response, ...]:
+        return *self._responder.active, *self._beside.active
 
     def _refuse_more(self, reason: str) -> None:
+        self._abandon()
         logger.info("%s: %s", self.id, reason)
         self._close_code, self._close_reason = POLICY_VIOLATION, reason
 
@@ -140,7 +151,7 @@ class RealtimeConnection:
 
     async def _close_when_asked(self, work: trio.CancelScope) -> None:
         await self._closing.wait()
-        while self._responder.active or self._beside.active:
+        while self._active:
             await self._responder.idle()
             await self._beside.idle()
         await self._outbox.flushed()
@@ -214,7 +225,7 @@ class RealtimeConnection:
 
     def _response(self, response_id: object) -> Response:
         """The active response of this id; None: the conversation's. Raises ClientError."""
-        active = self._responder.active if response_id is None else (*self._responder.active, *self._beside.active)
+        active = self._responder.active if response_id is None else self._active
         response = next((response for response in active if response_id in (None, response.id)), None)
         if response is None:
             raise ClientError("response_cancel_not_active", "there is no such active response", param="response_id")

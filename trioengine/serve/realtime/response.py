@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trioengine.actors.generation import Completion, Generation
+from trioengine.actors.session import Session
 from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import FinishReason, Usage
 from trioengine.core.sampling_params import SamplingParams
@@ -49,6 +50,7 @@ class Response:
     usage: dict[str, Any] | None = None
     item: Item | None = None
     cancelled: bool = False  # by its client; a finish that is on its way wins
+    session: Session | None = None  # while it answers, from before the prompt is prepared
     generation: Generation | None = None  # while it runs
     _texts: list[str] = field(default_factory=list)
     _delta: DeltaTemplate | None = None
@@ -61,6 +63,11 @@ class Response:
         self.cancelled = True
         if self.generation is not None:
             self.generation.abort()
+
+    def abandon(self) -> None:
+        """Its client has gone: the engine session that answers it ends at once."""
+        if self.session is not None:
+            self.session.end(Cause.DISCONNECT)
 
     def begin_item(self) -> None:
         """The engine has taken the request: its item is there, still empty."""
