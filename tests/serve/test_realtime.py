@@ -143,6 +143,20 @@ async def test_instructions_of_the_session_and_of_a_response(autojump_clock, cli
         assert text_of(second) == reference(clients, [other, user("hello"), assistant(text_of(first))])
 
 
+async def test_null_removes_a_setting(autojump_clock, clients):
+    async with clients.realtime() as client:
+        await client.send("session.update", session={"instructions": "be brief", "temperature": 0})
+        await client.send("session.update", session={"max_output_tokens": 40})
+        for _ in range(2):
+            session = (await client.until("session.updated"))["session"]
+            assert (session["instructions"], session["temperature"]) == ("be brief", 0)
+        response = await client.ask("hello", instructions=None)
+        assert text_of(response) == reference(clients, [user("hello")])
+        await client.send("session.update", session={"instructions": None, "temperature": None})
+        session = (await client.until("session.updated"))["session"]
+        assert (session["instructions"], "temperature" in session) == ("", False)
+
+
 async def test_items_are_inserted_and_deleted(autojump_clock, clients):
     async with clients.realtime() as client:
         await client.say("last", id="item_last")

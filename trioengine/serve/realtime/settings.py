@@ -59,10 +59,10 @@ class Settings:
             sampling.pop(name, None)
             if given[name] is not None:
                 sampling[name] = given[name]
-        instructions = given.get("instructions")
+        instructions = given.get("instructions", self.instructions)
         changed = dataclasses.replace(
             self,
-            instructions=self.instructions if instructions is None else text_of(instructions, f"{where}.instructions"),
+            instructions="" if instructions is None else text_of(instructions, f"{where}.instructions"),
             sampling=sampling,
             metadata=metadata_of(given.get("metadata"), f"{where}.metadata"),
         )
