@@ -58,6 +58,28 @@ async def test_the_second_turn_finds_the_first_in_the_cache(autojump_clock, clie
         assert clients.engine.statistics().sessions == 1
 
 
+async def test_an_item_in_progress_grows(autojump_clock, clients):
+    """It is what has come until then, to who retrieves it and to who refers to it."""
+    async with clients.realtime() as client:
+        await client.say("hello")
+        await client.send("response.create", response=LONG)
+        place = (await client.until("response.content_part.added"))["item_id"]
+        for _ in range(5):
+            await client.until("response.output_text.delta")
+        await client.send("conversation.item.retrieve", item_id=place)
+        item = (await client.until("conversation.item.retrieved"))["item"]
+        (part,) = item["content"]
+        deltas = [event["delta"] for event in client.events if event["type"] == "response.output_text.delta"]
+        assert (item["status"], part["text"], len(part["text"]) >= 5) == ("in_progress", "".join(deltas), True)
+        entries = [{"type": "item_reference", "id": place}]
+        await client.send("response.create", response={"conversation": "none", "input": entries, **GREEDY})
+        created = (await client.until("response.created"))["response"]["id"]
+        seen = "".join(event["delta"] for event in client.events if event["type"] == "response.output_text.delta")
+        responses = [(await client.until("response.done"))["response"] for _ in range(2)]
+        (aside,) = [response for response in responses if response["id"] == created]
+        assert text_of(aside) == reference(clients, [assistant(seen)])
+
+
 async def test_length_is_incomplete(autojump_clock, clients):
     async with clients.realtime() as client:
         response = await client.ask("hello", temperature=0, max_output_tokens=3, ignore_eos=True)

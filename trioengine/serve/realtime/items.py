@@ -45,12 +45,25 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {  # in items that come back; of no effe
 
 @dataclass(slots=True)
 class Item:
-    """A message; `texts` are its parts. An assistant's item that is in progress grows at its only part."""
+    """A message. An assistant's item that is in progress grows at its only part."""
 
     role: Role
-    texts: list[str]
+    _texts: list[str]
     id: str = field(default_factory=lambda: new_id("item"))
     status: ItemStatus = ItemStatus.COMPLETED
+    _deltas: list[str] = field(default_factory=list)  # what has come since anybody asked for the text
+
+    @property
+    def texts(self) -> list[str]:
+        """Its parts."""
+        if self._deltas:
+            self._texts = ["".join([*self._texts, *self._deltas])]
+            self._deltas = []
+        return self._texts
+
+    def grow(self, delta: str) -> None:
+        """There is more of the only part; with the first, also an empty one, there is a part."""
+        self._deltas.append(delta)
 
     @property
     def text(self) -> str:
@@ -64,7 +77,7 @@ class Item:
     def truncate(self, content_index: int, text_end: int) -> None:
         """Keep so many characters of this part, and nothing of those behind it."""
         is_cut = text_end < len(self.texts[content_index]) or content_index < len(self.texts) - 1
-        self.texts = [*self.texts[:content_index], self.texts[content_index][:text_end]]
+        self._texts = [*self.texts[:content_index], self.texts[content_index][:text_end]]
         if is_cut:
             self.status = ItemStatus.INCOMPLETE
 
@@ -149,7 +162,9 @@ class Items:
         return len(self._order)
 
     def __iter__(self) -> Iterator[Item]:
-        return (self._items[id] for id in self._order)
+        """Those that are not in progress."""
+        items = (self._items[id] for id in self._order)
+        return (item for item in items if item.status is not ItemStatus.IN_PROGRESS)
 
     def get(self, id: object, param: str) -> Item:
         """The item of this id. Raises ClientError."""

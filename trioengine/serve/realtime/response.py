@@ -52,7 +52,6 @@ class Response:
     cancelled: bool = False  # by its client; a finish that is on its way wins
     session: Session | None = None  # while it answers, from before the prompt is prepared
     generation: Generation | None = None  # while it runs
-    _texts: list[str] = field(default_factory=list)
     _delta: DeltaTemplate | None = None
 
     def begin(self) -> None:
@@ -77,11 +76,12 @@ class Response:
         if self.items is not None:
             previous = self.items.append_answer(item)
             self.outbox.put("conversation.item.added", previous_item_id=previous, item=item.to_json())
+        item.grow("")
         self._put("response.content_part.added", item, part=_part(""))
 
     def add_text(self, delta: str) -> None:
-        assert self._delta is not None, "text comes after begin_item"
-        self._texts.append(delta)
+        assert self.item is not None and self._delta is not None, "text comes after begin_item"
+        self.item.grow(delta)
         self.outbox.put_delta(self._delta, delta)
 
     def finish(self, completion: Completion) -> None:
@@ -111,7 +111,6 @@ class Response:
         self.outbox.put("response.done", response=self.to_json())
 
     def _end_item(self, item: Item) -> None:
-        item.texts = ["".join(self._texts)]
         item.status = ItemStatus.COMPLETED if self.status is ResponseStatus.COMPLETED else ItemStatus.INCOMPLETE
         self._put("response.output_text.done", item, text=item.text)
         self._put("response.content_part.done", item, part=_part(item.text))
