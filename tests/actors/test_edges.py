@@ -1,5 +1,7 @@
 """The edges: spawning that fails, exceptions that must come out as they were."""
 
+import asyncio
+
 import pytest
 import trio
 from expectations import GREEDY, LONG
@@ -13,6 +15,7 @@ from trioengine import (
     RequestRejected,
     SamplingParams,
     WorkerLost,
+    connect,
     open_engine,
 )
 from trioengine.core.lifecycle import Cause, Power
@@ -232,3 +235,13 @@ async def test_who_reads_while_another_task_enters_waits_for_the_answer(autojump
         while not engine.statistics().preparing:
             await trio.lowlevel.checkpoint()
         assert (await generation.result()).text
+
+
+@pytest.mark.parametrize("opened", [open_engine, lambda: connect("http://localhost")], ids=["open_engine", "connect"])
+def test_under_asyncio_it_says_that_it_runs_under_trio(opened):
+    async def main():
+        async with opened():
+            pass
+
+    with pytest.raises(RuntimeError, match=r"under trio.*docs/asyncio\.md"):
+        asyncio.run(main())
