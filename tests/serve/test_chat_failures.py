@@ -59,7 +59,7 @@ async def test_a_worker_that_restarts_says_503(autojump_clock):
         simulation.worker.exit(-9)
         await engine.gate.changed()
         answer = await clients.chat()
-        assert answer.status == 503
+        assert (answer.status, answer.error["type"], answer.error["code"]) == (503, "server_error", "overloaded")
         assert int(answer.headers["retry-after"]) >= 1
         await engine.ready()
         assert (await clients.chat()).status == 200
@@ -73,6 +73,7 @@ async def test_a_worker_that_dies_before_the_first_token(autojump_clock, clients
             clients.simulation.worker.exit(-9)
             answer = await client.answer()
             assert (answer.status, answer.error["code"]) == (503, "worker_lost")
+            assert answer.error["message"] == "the worker process was lost before the answer was whole"
         await clients.engine.ready()
 
 

@@ -138,6 +138,7 @@ async def test_what_is_no_server_of_ours(autojump_clock, scripted, offence, comp
 REFUSALS = [
     (401, {"type": "invalid_request_error", "code": "invalid_api_key", "message": "no"}, RequestRejected),
     (429, {"type": "rate_limit_error", "code": "too_many", "message": "no", "retry_after": 3}, EngineOverloaded),
+    (503, {"type": "server_error", "code": "overloaded", "message": "no"}, EngineOverloaded),
     (503, {"type": "server_error", "code": "shutting_down", "message": "no"}, EngineClosed),
 ]
 

@@ -235,7 +235,7 @@ async def test_the_death_of_the_worker_fails_the_response_and_the_conversation_g
         refused = await client.respond(**GREEDY)
         assert refused["status_details"]["error"]["code"] == "overloaded"
         error = next(event["error"] for event in reversed(client.events) if event["type"] == "error")
-        assert (error["type"], error["retry_after"] > 0) == ("rate_limit_error", True)
+        assert (error["type"], error["retry_after"] > 0) == ("server_error", True)
         await clients.engine.ready()
         response = await client.respond(**GREEDY)
         messages = [user("hello"), assistant(text_of(first)), user("tell me"), assistant(partial), user("again")]

@@ -240,6 +240,7 @@ async def test_abort_one(autojump_clock, clients):
         assert (answer.status, answer.json) == (200, {"aborted": 1})
         *_, error, done = events_of(await one.rest())
         assert (error["error"]["code"], done) == ("aborted", "[DONE]")
+        assert error["error"]["message"] == "the request was aborted by an operator"
         assert events_of(await other.rest())[-2]["choices"][0]["finish_reason"] == "length"
     assert (await clients.request("POST", "/abort_request", {"request_id": id})).json == {"aborted": 0}
 

@@ -37,8 +37,9 @@ def error_of(problem: Mapping[str, Any]) -> EngineError:
             return SessionEnded(message, cause=Cause.ERROR.value)
         case "conversation_already_has_active_response":
             return SessionBusy(message)
-    if problem.get("type") == "rate_limit_error" or isinstance(problem.get("retry_after"), (int, float)):
-        return EngineOverloaded(message, code=code, retry_after=float(problem.get("retry_after") or 1.0))
+    retry_after = problem.get("retry_after")
+    if code == "overloaded" or problem.get("type") == "rate_limit_error" or isinstance(retry_after, (int, float)):
+        return EngineOverloaded(message, code=code, retry_after=float(retry_after or 1.0))
     if problem.get("type") == "invalid_request_error":
         return RequestRejected(code, message, param=_param(problem.get("param")))
     return EngineError(message)

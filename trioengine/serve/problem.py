@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,12 @@ _STATUS = {  # of what a client asked for; others are 400
     "sampling_failed": 422,
 }
 _FULL = ("sessions", "queue")  # codes of EngineOverloaded: there is an engine, and it has no room
+_ABORTED: Mapping[Cause | None, str] = {  # by whom; a client that is still there to be told did not do it itself
+    Cause.CLIENT: "by an operator",
+    Cause.ABORT_ALL: "by an operator, with all others",
+    Cause.SHUTDOWN: "by the server's shutdown",
+    Cause.TIMEOUT: "by its timeout",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +74,17 @@ def problem_of(error: Exception) -> Problem:
         case RequestRejected():
             return Problem(INVALID_REQUEST, error.code, error.message, error.param)
         case EngineOverloaded():
-            return Problem(RATE_LIMIT, "overloaded", str(error), retry_after=error.retry_after)
+            kind = RATE_LIMIT if error.code in _FULL else SERVER_ERROR
+            return Problem(kind, "overloaded", str(error), retry_after=error.retry_after)
         case RequestAborted():
             code = error.cause.value if error.cause not in (None, Cause.CLIENT) else "aborted"
-            return Problem(SERVER_ERROR, code, f"the request was aborted: {code}")
+            return Problem(SERVER_ERROR, code, f"the request was aborted {_ABORTED.get(error.cause, f'({code})')}")
         case EngineAsleep():
             return Problem(SERVER_ERROR, "asleep", str(error))
         case EngineClosed():
             return Problem(SERVER_ERROR, "shutting_down", "the server is shutting down")
         case WorkerLost():
-            return Problem(SERVER_ERROR, "worker_lost", "the worker process was lost; the conversation goes on")
+            return Problem(SERVER_ERROR, "worker_lost", "the worker process was lost before the answer was whole")
         case SessionEnded():
             return Problem(SERVER_ERROR, "session_ended", str(error))
         case _:

@@ -12,7 +12,7 @@ from trioengine.actors.session import Session
 from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import FinishReason, Usage
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.serve.problem import SERVER_ERROR, Problem
+from trioengine.serve.problem import Problem, RequestAborted, problem_of
 from trioengine.serve.realtime.items import Item, Items, ItemStatus, Role
 from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox, new_id
 
@@ -95,8 +95,7 @@ class Response:
             case _ if completion.cause is Cause.CLIENT:
                 self._end(ResponseStatus.CANCELLED, reason="client_cancelled")
             case _:
-                cause = completion.cause.value if completion.cause is not None else "unknown"
-                self.fail(Problem(SERVER_ERROR, cause, f"the request was aborted: {cause}"))
+                self.fail(problem_of(RequestAborted(completion.cause)))
 
     def fail(self, problem: Problem) -> None:
         """It ends with an error event; what was sent until then stays, as an incomplete item."""
