@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import trio
-from clients import open_clients, read_all, status_and_body
+from clients import CHAT, chat, open_clients, read_all, status_and_body
 from trio.testing import lockstep_stream_pair, wait_all_tasks_blocked
 from trio_websocket import ConnectionClosed
 
@@ -119,13 +119,13 @@ async def test_a_client_that_reads_slowly(autojump_clock, caplog):
     caplog.set_level(logging.INFO)
     async with open_clients(send_timeout=5) as clients, clients.connect(*lockstep_stream_pair()) as client:
         before = trio.current_time()
-        await client.send("POST", "/detokenize", {"tokens": [97] * 500_000})
+        await client.send("POST", CHAT, chat(max_tokens=400, logprobs=True, top_logprobs=20))
         data = b""
-        while not data.endswith(b'a"}'):
+        while not data.endswith(b"}}"):
             await trio.sleep(4)
             data += await client.stream.receive_some(1 << 16)
         assert trio.current_time() - before > 20
-        assert data.count(b"a") > 500_000
+        assert data.count(b'"logprob"') == 400 * 21
     assert "does not read" not in caplog.text
 
 
