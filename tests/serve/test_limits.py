@@ -33,6 +33,32 @@ async def test_the_body(autojump_clock):
         assert (status, body["error"]["message"]) == (413, "the body is larger than 100 bytes")
 
 
+PREFLIGHT = "Origin: https://example.com\r\nAccess-Control-Request-Method: POST\r\n"
+UNREAD = [
+    ("GET", "/health", "", 200),
+    ("HEAD", "/ready", "", 200),
+    ("POST", "/health", "", 405),
+    ("POST", "/nothing", "", 404),
+    ("GET", "/v1/realtime", "", 426),
+    ("OPTIONS", "/tokenize", PREFLIGHT, 200),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "headers", "status"), UNREAD)
+async def test_a_body_that_nobody_reads(autojump_clock, method, path, headers, status):
+    """It may be there, but it costs little: who has no key can send one, too."""
+
+    def request(size):
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n{headers}\r\n"
+        return head.encode() + bytes(size)
+
+    async with open_clients(allowed_origin="https://example.com") as clients:
+        assert (await clients.http(request(64 << 10))).startswith(b"HTTP/1.1 %d " % status)
+        data = await clients.http(request(1 << 20)[:-1])
+        assert data.startswith(b"HTTP/1.1 413 ")
+        assert (b"the body is larger than 65536 bytes" in data) == (method != "HEAD")
+
+
 async def test_the_head(autojump_clock):
     async with open_clients(max_header_size=1024) as clients:
         padding = b"X: " + b"x" * (1024 - len(HEALTH) - 5) + b"\r\n"

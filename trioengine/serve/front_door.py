@@ -37,6 +37,7 @@ from trioengine.serve.websocket import AcceptedWebSocket
 logger = logging.getLogger("trioengine")
 E = TypeVar("E", bound=BaseException)
 MAX_REFUSALS = 16  # connections that are told that they are too many, at a time; others are closed without a word
+MAX_UNREAD = 64 << 10  # bytes of a body that no handler looks at: it may come from whoever has no key
 SUBPROTOCOL = "realtime"
 
 CheckUpgrade = Callable[[Request], None]  # raises ClientError
@@ -181,13 +182,16 @@ class FrontDoor:
         async def handler(request: Request) -> Response | StreamingResponse:
             return found if isinstance(found, Response) else await found(request)
 
+        max_size = self._limits.max_body_size
+        if isinstance(found, Response) or request.method != "POST":
+            max_size = min(max_size, MAX_UNREAD)
         with self._departures.counted():
-            return await connection.exchange(await self._with_body(connection, request), handler)
+            return await connection.exchange(await self._with_body(connection, request, max_size), handler)
 
-    async def _with_body(self, connection: HttpConnection, request: Request) -> Request:
+    async def _with_body(self, connection: HttpConnection, request: Request, max_size: int) -> Request:
         """Not kept by the caller: it is the handler's to let go."""
         with trio.fail_after(self._limits.body_timeout):
-            return dataclasses.replace(request, body=await connection.read_body())
+            return dataclasses.replace(request, body=await connection.read_body(max_size))
 
     async def _become_websocket(self, connection: HttpConnection, stream: trio.abc.Stream) -> None:
         async with trio.open_nursery() as nursery:

@@ -146,16 +146,15 @@ class HttpConnection:
         headers = tuple((bytes(name), bytes(value)) for name, value in event.headers)
         return Request(event.method.decode("ascii"), url.path, url.query, headers)
 
-    async def read_body(self) -> bytes:
-        """The rest of the request. Raises BadRequest when it is too long."""
+    async def read_body(self, max_size: int) -> bytes:
+        """The rest of the request. Raises BadRequest when it is more than so many bytes."""
         if self._h11.they_are_waiting_for_100_continue:
             await self._send(self._h11.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
         body = bytearray()
         while isinstance(event := await self._next_event(0), h11.Data):
             body += event.data
-            if len(body) > self._limits.max_body_size:
-                message = f"the body is larger than {self._limits.max_body_size} bytes"
-                raise _bad(413, "body_too_large", message)
+            if len(body) > max_size:
+                raise _bad(413, "body_too_large", f"the body is larger than {max_size} bytes")
             if event.chunk_end:  # thousands of them may have come at once
                 await trio.lowlevel.checkpoint()
         return bytes(body)
