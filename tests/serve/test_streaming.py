@@ -78,6 +78,22 @@ async def test_an_error_before_the_first_piece(autojump_clock, connect):
     await client.stream.aclose()
 
 
+async def test_no_comment_comes_within_a_whole_response(autojump_clock, connect, caplog):
+    """Its client reads it only when a stream would long have said that it goes on."""
+
+    async def write(body):
+        await trio.sleep(KEEP_ALIVE - 1)
+        raise ClientError("no_such_thing", "there is none", param="x")
+
+    client = connect(write, *lockstep_stream_pair(), keep_alive=b".")
+    await client.send("GET", "/stream")
+    await trio.sleep(KEEP_ALIVE + 5)
+    answer = await client.answer()
+    assert (answer.status, answer.error["code"]) == (400, "no_such_thing")
+    assert not caplog.records
+    await trio.aclose_forcefully(client.stream)
+
+
 async def raise_after_a_piece(body):
     await body.send(b"a")
     raise ZeroDivisionError

@@ -199,6 +199,7 @@ class HttpConnection:
             if body.begun and response is None:
                 await body.end(self._h11.send(h11.EndOfMessage()) or b"")
             elif not body.begun and response is not None:
+                body.forgo()
                 await self.respond(response)
             is_sent = True  # what is seen of the client from here on comes too late: it has its answer
             nursery.cancel_scope.cancel()

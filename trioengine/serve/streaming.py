@@ -74,6 +74,10 @@ class Body:
             self._sending, self._since = False, trio.current_time()
             self._sent.set()
 
+    def forgo(self) -> None:
+        """There is a whole response instead: nothing is sent here."""
+        self._over = True
+
     async def end(self, last: bytes) -> None:
         """Send the last bytes as they are; nothing follows."""
         self._frame = bytes
