@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TypeVar, cast
 
 import trio
-from trio_websocket import ConnectionClosed, WebSocketConnection
+from trio_websocket import ConnectionClosed
 from wsproto import ConnectionType, WSConnection
 from wsproto.utilities import ProtocolError
 
@@ -41,7 +41,7 @@ MAX_UNREAD = 64 << 10  # bytes of a body that no handler looks at: it may come f
 SUBPROTOCOL = "realtime"
 
 CheckUpgrade = Callable[[Request], None]  # raises ClientError
-WebSocketHandler = Callable[[WebSocketConnection], Awaitable[None]]
+WebSocketHandler = Callable[[AcceptedWebSocket], Awaitable[None]]
 
 
 class _Places:
@@ -200,9 +200,9 @@ class FrontDoor:
                 proposal = await accepted.open(nursery, connection.seen)
                 subprotocol = SUBPROTOCOL if SUBPROTOCOL in proposal.proposed_subprotocols else None
                 headers = list(connection.common_headers)
-                websocket = await proposal.accept(subprotocol=subprotocol, extra_headers=headers)
+                await proposal.accept(subprotocol=subprotocol, extra_headers=headers)
                 connection.status = 101
-            await self._realtime(websocket)
+            await self._realtime(accepted)
             nursery.cancel_scope.cancel()
         await linger(stream)
 

@@ -10,7 +10,6 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 import trio
-from trio_websocket import WebSocketConnection
 
 from trioengine.actors.engine import Engine
 from trioengine.actors.nursery import open_unwrapped_nursery
@@ -35,6 +34,7 @@ from trioengine.serve.realtime.connection import CLOSE_TIMEOUT, RealtimeConnecti
 from trioengine.serve.routes import Routes, post, routes
 from trioengine.serve.sockets import address
 from trioengine.serve.tokenization import Tokenization
+from trioengine.serve.websocket import AcceptedWebSocket
 
 
 class Server:
@@ -109,7 +109,7 @@ class Server:
             "/detokenize": post(tokenization.detokenize),
         }
 
-    async def _realtime(self, websocket: WebSocketConnection) -> None:
+    async def _realtime(self, websocket: AcceptedWebSocket) -> None:
         connection = RealtimeConnection(
             Answering(self.engine, self.in_flight),
             websocket,

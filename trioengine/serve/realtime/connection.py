@@ -6,7 +6,7 @@ import logging
 from functools import partial
 
 import trio
-from trio_websocket import ConnectionClosed, WebSocketConnection
+from trio_websocket import ConnectionClosed
 
 from trioengine.core.serve_config import ConnectionLimits
 from trioengine.serve.departures import Departures
@@ -33,6 +33,7 @@ from trioengine.serve.realtime.responder import Responder
 from trioengine.serve.realtime.response import Order, Response
 from trioengine.serve.realtime.settings import Settings
 from trioengine.serve.threads import LONG_JSON, in_thread_if
+from trioengine.serve.websocket import AcceptedWebSocket
 
 logger = logging.getLogger("trioengine")
 MAX_UNHANDLED = 64  # events
@@ -50,7 +51,7 @@ class RealtimeConnection:
     def __init__(
         self,
         answering: Answering,
-        websocket: WebSocketConnection,
+        websocket: AcceptedWebSocket,
         model: str,
         closing: trio.Event,
         *,
