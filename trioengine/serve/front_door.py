@@ -209,6 +209,9 @@ class FrontDoor:
 
 def _bad_handshake(request: Request, seen: bytes) -> Response | None:
     """wsproto is asked first: what it refuses would make trio-websocket wait for ever, or crash."""
+    if request.has_body or request.http_version < b"1.1":  # others on the way would see no WebSocket in what follows
+        message = "a WebSocket's handshake is HTTP/1.1, and has no body"
+        return problem_response(400, Problem(INVALID_REQUEST, "bad_request", message))
     try:
         WSConnection(ConnectionType.SERVER).receive_data(seen)
         key = base64.b64decode(request.header(b"sec-websocket-key") or b"", validate=True)
