@@ -16,7 +16,7 @@ from wsproto.utilities import ProtocolError
 
 from trioengine.core.serve_config import ConnectionLimits
 from trioengine.serve.access import Access
-from trioengine.serve.access_log import logged
+from trioengine.serve.access_log import logged, logged_if_unreadable
 from trioengine.serve.departures import Departures
 from trioengine.serve.http import (
     BadRequest,
@@ -164,7 +164,7 @@ class FrontDoor:
             self._idle.discard(idle)
         if idle.cancelled_caught:
             return None
-        with trio.fail_after(self._limits.handshake_timeout):
+        with trio.fail_after(self._limits.handshake_timeout), logged_if_unreadable(connection):
             return await connection.next_head()
 
     def _bad_upgrade(self, request: Request, seen: bytes) -> Response | None:
