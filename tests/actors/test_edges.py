@@ -14,6 +14,7 @@ from trioengine import (
     FinishReason,
     RequestRejected,
     SamplingParams,
+    SessionBusy,
     WorkerLost,
     connect,
     open_engine,
@@ -222,6 +223,12 @@ async def test_a_generation_that_was_not_entered_is_not_read(autojump_clock):
         with pytest.raises(RuntimeError, match="was not entered"):
             async for _ in session.generate("hi"):
                 pass
+        async with session.generate("hi", LONG):
+            refused = session.generate("too many")
+            with pytest.raises(SessionBusy):
+                await refused.__aenter__()
+            with pytest.raises(RuntimeError, match="was not entered"):
+                await anext(refused)
         aborted = session.generate("hi")
         aborted.abort()
         assert (await aborted.result()).cause is Cause.CLIENT

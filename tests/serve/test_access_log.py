@@ -70,6 +70,17 @@ async def test_a_refusal_has_its_line_and_its_id(autojump_clock, log):
         assert (line.status, line.request_id) == (401, id_in(data))
 
 
+UNREADABLE = [(b"garbage\r\n\r\n", 400), (get("/", "X: " + "y" * 40_000), 431), (get("http://["), 400)]
+
+
+@pytest.mark.parametrize(("data", "status"), UNREADABLE)
+async def test_a_head_that_cannot_be_read_has_them_too(autojump_clock, clients, log, data, status):
+    answer = await clients.http(get("/version") + data)
+    _, line = lines(log)
+    assert (line.method, line.path, line.status, line.levelname) == ("-", "-", status, "INFO")
+    assert line.request_id == id_in(answer[answer.rindex(b"HTTP/1.1 4") :])
+
+
 async def test_the_time_it_took(autojump_clock, clients, log):
     stream = clients.stream()
     await stream.send_all(get("/version", "Content-Length: 2"))
@@ -93,10 +104,20 @@ async def test_a_client_that_leaves_before_it_is_answered(autojump_clock, client
     assert {record.request_id for record in log.records} == {"mine"}
 
 
-GIVEN = [(b"mine", True), (b"m" * 128, True), (b"a b~!", True), (b"m" * 129, False), (b"", False), (b"\xe9", False)]
+GIVEN = [
+    (b"mine", True),
+    (b"m" * 128, True),
+    (b"a.b-c_d/e:f@g+h~!", True),
+    (b"m" * 129, False),
+    (b"", False),
+    (b"\xe9", False),
+]
 
 
-@pytest.mark.parametrize(("given", "is_kept"), GIVEN)
+FORGED = [(b"a" + byte + b"b", False) for byte in (b" ", b"\t", b"[", b"]", b"(", b"{", b"<", b"=", b'"', b"'", b"`")]
+
+
+@pytest.mark.parametrize(("given", "is_kept"), GIVEN + FORGED)
 async def test_the_clients_own_id(autojump_clock, clients, given, is_kept):
     data = await clients.http(get("/health").replace(b"\r\n\r\n", b"\r\nX-Request-ID: " + given + b"\r\n\r\n"))
     assert (id_in(data) == given.decode("latin-1")) == is_kept

@@ -344,6 +344,25 @@ async def test_a_handshake_that_is_refused(autojump_clock, clients, path, header
     assert (answered, body["error"]["code"]) == (status, code)
 
 
+BODIES = [
+    HANDSHAKE[:-2] + b"Content-Length: 5\r\n\r\nhello",
+    HANDSHAKE[:-2] + b"Content-Length: 5\r\nExpect: 100-continue\r\n\r\n",
+    HANDSHAKE[:-2] + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    HANDSHAKE.replace(b"HTTP/1.1", b"HTTP/1.0"),
+]
+
+
+@pytest.mark.parametrize("handshake", BODIES, ids=range(len(BODIES)))
+async def test_a_handshake_with_a_body_or_of_another_time(autojump_clock, clients, handshake):
+    """What follows its head would be frames to us, and something else to who stands in between."""
+    status, body = status_and_body(await clients.http(handshake))
+    assert (status, body["error"]["code"]) == (400, "bad_request")
+
+
+async def test_a_handshake_with_an_empty_body(autojump_clock, clients):
+    assert b"session.created" in await clients.http(HANDSHAKE[:-2] + b"Content-Length: 0\r\n\r\n")
+
+
 @pytest.mark.parametrize("origin", [b"http://localhost:3000", b"http://127.0.0.1", b"http://[::1]:8000"])
 async def test_pages_of_this_machine_may_connect(autojump_clock, clients, origin):
     async with clients.realtime(extra_headers=[(b"Origin", origin)]) as client:

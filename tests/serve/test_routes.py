@@ -108,8 +108,18 @@ async def test_long_texts_are_tokenized_in_a_thread(autojump_clock, clients):
     assert order == ["health", "tokenize"]
 
 
+async def test_as_many_tokens_as_the_context_has(autojump_clock, clients):
+    tokens = (await clients.request("POST", "/tokenize", {"prompt": "x" * 512})).json["tokens"]
+    assert (await clients.request("POST", "/detokenize", {"tokens": tokens})).json == {"prompt": "x" * 512}
+    answer = await clients.request("POST", "/tokenize", {"prompt": "x" * 513})
+    assert answer.error["message"] == "prompt: 513 tokens, the context is 512"
+
+
 LONG = "x" * 100_000
 REFUSED = [
+    ("/tokenize", {"prompt": "x" * 513}, 400, "context_length_exceeded", "prompt"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "x" * 513}]}, 400, "context_length_exceeded", "messages"),
+    ("/detokenize", {"tokens": [97] * 513}, 400, "context_length_exceeded", "tokens"),
     ("/tokenize", {"prompt": LONG}, 400, "context_length_exceeded", "prompt"),
     ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}, 400, "context_length_exceeded", "messages"),
     ("/tokenize", {"messages": [{"role": "user", "content": ""}] * 3000}, 400, "context_length_exceeded", "messages"),

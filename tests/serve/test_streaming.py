@@ -14,6 +14,7 @@ from trioengine.serve.front_door import FrontDoor
 from trioengine.serve.http import json_response
 from trioengine.serve.problem import ClientError
 from trioengine.serve.routes import get
+from trioengine.serve.sockets import CHUNK
 from trioengine.serve.streaming import KEEP_ALIVE, StreamingResponse
 
 
@@ -78,6 +79,22 @@ async def test_an_error_before_the_first_piece(autojump_clock, connect):
     await client.stream.aclose()
 
 
+async def test_no_comment_comes_within_a_whole_response(autojump_clock, connect, caplog):
+    """Its client reads it only when a stream would long have said that it goes on."""
+
+    async def write(body):
+        await trio.sleep(KEEP_ALIVE - 1)
+        raise ClientError("no_such_thing", "there is none", param="x")
+
+    client = connect(write, *lockstep_stream_pair(), keep_alive=b".")
+    await client.send("GET", "/stream")
+    await trio.sleep(KEEP_ALIVE + 5)
+    answer = await client.answer()
+    assert (answer.status, answer.error["code"]) == (400, "no_such_thing")
+    assert not caplog.records
+    await trio.aclose_forcefully(client.stream)
+
+
 async def raise_after_a_piece(body):
     await body.send(b"a")
     raise ZeroDivisionError
@@ -140,6 +157,23 @@ async def test_what_follows_waits_for_the_comment_before_it(autojump_clock, conn
     assert await client.piece() == b"a"
     await trio.sleep(KEEP_ALIVE + 5)
     assert await client.rest() == b"." + last
+    await trio.aclose_forcefully(client.stream)
+
+
+async def test_a_long_piece_that_is_read_slowly(autojump_clock, connect):
+    """Its client has the time that it has to read nothing again and again."""
+
+    async def write(body):
+        await body.send(b"x" * (1 << 20))
+        await body.send(b"y" * (1 << 20))
+
+    client = connect(write, *lockstep_stream_pair())
+    await client.send("GET", "/stream")
+    data = b""
+    while not data.endswith(b"\r\n0\r\n\r\n"):
+        await trio.sleep(15)
+        data += await client.stream.receive_some(CHUNK)
+    assert data.count(b"x" * (1 << 20)) == data.count(b"y" * (1 << 20)) == 1
     await trio.aclose_forcefully(client.stream)
 
 

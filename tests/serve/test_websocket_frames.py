@@ -8,6 +8,7 @@ import pytest
 import trio
 from clients import open_clients, read_all
 from test_disconnects import HANDSHAKE, MASK, event, frame, read_until
+from trio.testing import lockstep_stream_pair
 from wsproto.events import AcceptConnection
 
 from trioengine.serve.websocket_protocol import WebSocketProtocol
@@ -164,3 +165,41 @@ async def test_a_flood_of_fragments_delays_nobody(autojump_clock, clients):
     await stream.send_all(frame(CANCEL, 0) + event("response.cancel"))
     await read_until(stream, b"response_cancel_not_active")
     await stream.aclose()
+
+
+def frames_of(data):
+    """First byte and length of each frame of a server."""
+    at = 0
+    while at < len(data):
+        first, length = data[at], data[at + 1]
+        at += 2
+        if length >= 126:
+            size = 2 if length == 126 else 8
+            length = int.from_bytes(data[at : at + size])
+            at += size
+        yield first, length
+        at += length
+
+
+async def test_a_long_message_that_is_read_slowly(autojump_clock):
+    """It comes in parts, each of which has its time, and with pings between them."""
+    async with open_clients(send_timeout=9, client_ping_interval=15) as clients:
+        stream = clients.stream(*lockstep_stream_pair())
+        await stream.send_all(HANDSHAKE)
+        await read_until(stream, b"session.created")
+        text = {"type": "input_text", "text": "x" * 300_000}
+        await stream.send_all(
+            event("conversation.item.create", item={"type": "message", "role": "user", "content": [text]})
+        )
+        data = b""
+        with trio.fail_after(1000):
+            while data.count(b"x") < 600_000 or not data.endswith(b"}}"):
+                await trio.sleep(4)
+                received = await stream.receive_some(1 << 17)
+                data += received
+                if received[0] == 0x80 | PING:
+                    await stream.send_all(frame(received[2:], PONG))
+        frames = list(frames_of(data))
+        assert [first for first, _ in frames if first != 0x80 | PING] == [TEXT, 0, 0, 0, 0x80] * 2
+        assert 0x80 | PING in {first for first, _ in frames}
+        await trio.aclose_forcefully(stream)

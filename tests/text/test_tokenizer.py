@@ -1,6 +1,8 @@
 """Tokens are those of the reference; texts come back whole, however they are cut."""
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -184,3 +186,38 @@ def test_a_tokenizer_json_that_is_none():
 def test_unknown_ids_are_no_text():
     assert BYTES.token_bytes(10_000) == b""
     assert BYTES.max_token_bytes >= len("<|endoftext|>")
+
+
+LONG_IDS = [*b"hello world "] * 50_000
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "result"),
+    [
+        (BYTES.encode, bytes(LONG_IDS).decode(), LONG_IDS),
+        (BYTES.decode, LONG_IDS, bytes(LONG_IDS).decode()),
+    ],
+    ids=["encode", "decode"],
+)
+def test_other_threads_run_while_what_is_long_is_translated(function, argument, result):
+    """Its long calls would otherwise hold the interpreter's lock, and stop the event loop."""
+    results, turns = [], 0
+    thread = threading.Thread(target=lambda: results.append(function(argument)))
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0)  # gives the lock away
+        turns += 1
+    thread.join()
+    assert results == [result]
+    assert turns > 100
+
+
+@given(st.text(min_size=5, max_size=20), st.integers(1, 900))
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_long_is_translated_like_what_is_short(model, text, count):
+    """By the same underlying calls that are made for a short one."""
+    text *= count
+    raw = model.tokenizer._tokenizer
+    ids = model.tokenizer.encode_ordinary(text)
+    assert ids == raw.encode(text, add_special_tokens=False).ids
+    assert model.tokenizer.decode(ids) == raw.decode(ids)

@@ -59,6 +59,7 @@ class Readable(abc.ABC, Generic[S]):
         self._changes = Changes()  # of what is unread, and of the outcome
         self._is_being_read = False
         self._entered = False
+        self._may_have_more = False  # from when it is entered, unless that fails
 
     # ---- what the two have of their own ---------------------------------------------------------------------------
 
@@ -109,8 +110,13 @@ class Readable(abc.ABC, Generic[S]):
     async def __aenter__(self) -> Self:
         if self._entered:
             raise RuntimeError("a generation is entered once")
-        self._entered = True
-        await self._session.start(self)
+        self._entered = self._may_have_more = True
+        try:
+            await self._session.start(self)
+        except BaseException:
+            self._may_have_more = False
+            self._changes.notify()
+            raise
         return self
 
     async def __aexit__(
@@ -126,13 +132,13 @@ class Readable(abc.ABC, Generic[S]):
     async def __anext__(self) -> Chunk:
         if self._is_being_read:
             raise trio.BusyResourceError("another task reads this generation")
-        if not self._entered and self.outcome is None:
-            raise RuntimeError(_NOT_ENTERED)
         self._is_being_read = True
         try:
             if self._has_unread or self.outcome is not None:
                 await trio.lowlevel.checkpoint()
             while not self._has_unread and self.outcome is None:
+                if not self._may_have_more:
+                    raise RuntimeError(_NOT_ENTERED)
                 await self._changes.wait()
         finally:
             self._is_being_read = False

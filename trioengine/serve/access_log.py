@@ -17,7 +17,8 @@ logger = logging.getLogger("trioengine.access")
 FIELDS = ("method", "path", "status", "milliseconds")  # of a record, beside those of the context
 HEADER = b"x-request-id"
 PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds: their lines are for debugging, if all is well
-_USABLE = re.compile(rb"[ -~]{1,128}")
+_USABLE = re.compile(rb"(?:(?![][(){}<>=\"'`])[!-~]){1,128}")  # in a line of the log, none looks like more than itself
+_UNREADABLE = Request("-", "-", "", ())
 _MAX_PATH = 200  # characters
 
 
@@ -48,3 +49,13 @@ def logged(connection: HttpConnection, request: Request) -> Iterator[None]:
         fields = dict(zip(FIELDS, values, strict=True))
         level = logging.DEBUG if request.path in PROBES and status == 200 else logging.INFO
         logger.log(level, "%(method)s %(path)s %(status)s %(milliseconds)s ms", fields, extra=fields)
+
+
+@contextmanager
+def logged_if_unreadable(connection: HttpConnection) -> Iterator[None]:
+    """Within, a request's head is read. If it is refused, it is logged as one that says nothing."""
+    try:
+        yield
+    except BadRequest:
+        with logged(connection, _UNREADABLE):
+            raise

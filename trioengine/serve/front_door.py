@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from typing import TypeVar, cast
 
 import trio
-from trio_websocket import ConnectionClosed, WebSocketConnection
+from trio_websocket import ConnectionClosed
 from wsproto import ConnectionType, WSConnection
 from wsproto.utilities import ProtocolError
 
 from trioengine.core.serve_config import ConnectionLimits
 from trioengine.serve.access import Access
-from trioengine.serve.access_log import logged
+from trioengine.serve.access_log import logged, logged_if_unreadable
 from trioengine.serve.departures import Departures
 from trioengine.serve.http import (
     BadRequest,
@@ -37,10 +37,11 @@ from trioengine.serve.websocket import AcceptedWebSocket
 logger = logging.getLogger("trioengine")
 E = TypeVar("E", bound=BaseException)
 MAX_REFUSALS = 16  # connections that are told that they are too many, at a time; others are closed without a word
+MAX_UNREAD = 64 << 10  # bytes of a body that no handler looks at: it may come from whoever has no key
 SUBPROTOCOL = "realtime"
 
 CheckUpgrade = Callable[[Request], None]  # raises ClientError
-WebSocketHandler = Callable[[WebSocketConnection], Awaitable[None]]
+WebSocketHandler = Callable[[AcceptedWebSocket], Awaitable[None]]
 
 
 class _Places:
@@ -163,7 +164,7 @@ class FrontDoor:
             self._idle.discard(idle)
         if idle.cancelled_caught:
             return None
-        with trio.fail_after(self._limits.handshake_timeout):
+        with trio.fail_after(self._limits.handshake_timeout), logged_if_unreadable(connection):
             return await connection.next_head()
 
     def _bad_upgrade(self, request: Request, seen: bytes) -> Response | None:
@@ -181,13 +182,18 @@ class FrontDoor:
         async def handler(request: Request) -> Response | StreamingResponse:
             return found if isinstance(found, Response) else await found(request)
 
+        max_size = self._limits.max_body_size
+        if isinstance(found, Response) or request.method != "POST":
+            max_size = min(max_size, MAX_UNREAD)
         with self._departures.counted():
-            return await connection.exchange(await self._with_body(connection, request), handler)
+            return await connection.exchange(await self._with_body(connection, request, max_size), handler)
 
-    async def _with_body(self, connection: HttpConnection, request: Request) -> Request:
+    async def _with_body(self, connection: HttpConnection, request: Request, max_size: int) -> Request:
         """Not kept by the caller: it is the handler's to let go."""
-        with trio.fail_after(self._limits.body_timeout):
-            return dataclasses.replace(request, body=await connection.read_body())
+        with trio.move_on_after(self._limits.body_timeout):
+            return dataclasses.replace(request, body=await connection.read_body(max_size))
+        message = f"the body did not come within {self._limits.body_timeout:g} s"
+        raise BadRequest(problem_response(408, Problem(INVALID_REQUEST, "request_timeout", message)))
 
     async def _become_websocket(self, connection: HttpConnection, stream: trio.abc.Stream) -> None:
         async with trio.open_nursery() as nursery:
@@ -196,15 +202,18 @@ class FrontDoor:
                 proposal = await accepted.open(nursery, connection.seen)
                 subprotocol = SUBPROTOCOL if SUBPROTOCOL in proposal.proposed_subprotocols else None
                 headers = list(connection.common_headers)
-                websocket = await proposal.accept(subprotocol=subprotocol, extra_headers=headers)
+                await proposal.accept(subprotocol=subprotocol, extra_headers=headers)
                 connection.status = 101
-            await self._realtime(websocket)
+            await self._realtime(accepted)
             nursery.cancel_scope.cancel()
         await linger(stream)
 
 
 def _bad_handshake(request: Request, seen: bytes) -> Response | None:
     """wsproto is asked first: what it refuses would make trio-websocket wait for ever, or crash."""
+    if request.has_body or request.http_version < b"1.1":  # others on the way would see no WebSocket in what follows
+        message = "a WebSocket's handshake is HTTP/1.1, and has no body"
+        return problem_response(400, Problem(INVALID_REQUEST, "bad_request", message))
     try:
         WSConnection(ConnectionType.SERVER).receive_data(seen)
         key = base64.b64decode(request.header(b"sec-websocket-key") or b"", validate=True)

@@ -35,6 +35,7 @@ class Request:
     query: str
     headers: tuple[tuple[bytes, bytes], ...]
     body: bytes = field(default=b"", repr=False)
+    http_version: bytes = b"1.1"
 
     def header(self, name: bytes) -> bytes | None:
         """The first value of a header."""
@@ -43,6 +44,16 @@ class Request:
     @property
     def wants_websocket(self) -> bool:
         return (self.header(b"upgrade") or b"").lower() == b"websocket"
+
+    @property
+    def has_body(self) -> bool:
+        return self.header(b"transfer-encoding") is not None or self.header(b"content-length") not in (None, b"0")
+
+    @property
+    def is_framed_twice(self) -> bool:
+        """Where its body ends, others on the way may see in another way than we do (RFC 9112, section 6.1)."""
+        is_chunked = self.header(b"transfer-encoding") is not None
+        return is_chunked and (self.header(b"content-length") is not None or self.http_version < b"1.1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,18 +155,21 @@ class HttpConnection:
         except ValueError:
             raise _bad(400, "bad_request", "the request's target is not a URL") from None
         headers = tuple((bytes(name), bytes(value)) for name, value in event.headers)
-        return Request(event.method.decode("ascii"), url.path, url.query, headers)
+        method, version = event.method.decode("ascii"), bytes(event.http_version)
+        request = Request(method, url.path, url.query, headers, http_version=version)
+        if request.is_framed_twice:
+            raise _bad(400, "bad_request", "the length of the body is given in two ways, or in one unknown to HTTP/1.0")
+        return request
 
-    async def read_body(self) -> bytes:
-        """The rest of the request. Raises BadRequest when it is too long."""
+    async def read_body(self, max_size: int) -> bytes:
+        """The rest of the request. Raises BadRequest when it is more than so many bytes."""
         if self._h11.they_are_waiting_for_100_continue:
             await self._send(self._h11.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
         body = bytearray()
         while isinstance(event := await self._next_event(0), h11.Data):
             body += event.data
-            if len(body) > self._limits.max_body_size:
-                message = f"the body is larger than {self._limits.max_body_size} bytes"
-                raise _bad(413, "body_too_large", message)
+            if len(body) > max_size:
+                raise _bad(413, "body_too_large", f"the body is larger than {max_size} bytes")
             if event.chunk_end:  # thousands of them may have come at once
                 await trio.lowlevel.checkpoint()
         return bytes(body)
@@ -200,6 +214,7 @@ class HttpConnection:
             if body.begun and response is None:
                 await body.end(self._h11.send(h11.EndOfMessage()) or b"")
             elif not body.begun and response is not None:
+                body.forgo()
                 await self.respond(response)
             is_sent = True  # what is seen of the client from here on comes too late: it has its answer
             nursery.cancel_scope.cancel()

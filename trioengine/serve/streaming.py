@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import trio
 
+from trioengine.serve.sockets import CHUNK
+
 if TYPE_CHECKING:
     from trioengine.serve.http import Response
 
@@ -59,20 +61,34 @@ class Body:
         self._scope.cancel()
 
     async def send(self, piece: bytes) -> None:
-        """Send a piece that is not empty, in one write. Whoever cancels it has torn the body."""
+        """Send a piece that is not empty, in one write if it is short. Whoever cancels it has torn the body."""
         while self._sending:  # something that keeps the stream alive
             self._sent = trio.Event()
             await self._sent.wait()
         frame = self._frame if self.begun else self._first_frame
         self._sending, self._since, self.begun = True, trio.current_time(), True
         try:
-            await self._send_all(frame(piece))
+            data = frame(piece)
+            if len(data) > CHUNK:
+                await self._send_slices(data)
+            else:
+                await self._send_all(data)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             self.depart(Disconnected("it closed the connection"))
             await trio.sleep_forever()
         finally:
             self._sending, self._since = False, trio.current_time()
             self._sent.set()
+
+    async def _send_slices(self, data: bytes) -> None:
+        """Each has its time: a client that reads slowly is no client that does not read."""
+        for start in range(0, len(data), CHUNK):
+            self._since = trio.current_time()
+            await self._send_all(data[start : start + CHUNK])
+
+    def forgo(self) -> None:
+        """There is a whole response instead: nothing is sent here."""
+        self._over = True
 
     async def end(self, last: bytes) -> None:
         """Send the last bytes as they are; nothing follows."""

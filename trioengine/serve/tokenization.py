@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,7 +46,9 @@ class Tokenization:
     def _tokenize(self, body: bytes) -> dict[str, Any]:
         fields = self._fields(body, _TOKENIZE)
         tokenizer = self._engine.tokenizer
-        ids = self._ids_of_text(fields) if "prompt" in fields else self._ids_of_messages(fields)
+        name = "prompt" if "prompt" in fields else "messages"
+        ids = self._ids_of_text(fields) if name == "prompt" else self._ids_of_messages(fields)
+        self._check_count(ids, name)
         with_strings = flag_of(fields.get("return_token_strs"), "return_token_strs")
         return {
             "count": len(ids),
@@ -84,10 +86,18 @@ class Tokenization:
         except RequestRejected as exc:
             raise ClientError(exc.code, exc.message.replace("prompt", name, 1), param=name) from None
 
+    def _check_count(self, tokens: Sequence[object], name: str) -> None:
+        """What no context holds is not sent either way: a token may be a hundred bytes."""
+        most = self._engine.limits.max_model_len
+        if len(tokens) > most:
+            message = f"{name}: {len(tokens)} tokens, the context is {most}"
+            raise ClientError("context_length_exceeded", message, param=name)
+
     def _detokenize(self, body: bytes) -> dict[str, Any]:
         tokens = self._fields(body, _DETOKENIZE).get("tokens")
         if not isinstance(tokens, list):
             raise ClientError("invalid_type", "tokens must be a list of token ids", param="tokens")
+        self._check_count(tokens, "tokens")
         tokenizer = self._engine.tokenizer
         for index, token_id in enumerate(tokens):
             try:

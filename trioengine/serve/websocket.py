@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import trio
-from trio_websocket import WebSocketConnection, WebSocketRequest
+from trio_websocket import ConnectionClosed, WebSocketConnection, WebSocketRequest
+from wsproto.events import TextMessage
 
 from trioengine.serve.websocket_protocol import WebSocketProtocol
 
@@ -28,6 +29,12 @@ class AcceptedWebSocket(WebSocketConnection):
         self._protocol.receive_data(seen)
         nursery.start_soon(self._reader_task)
         return await self._get_request()
+
+    async def send_part(self, text: str, *, is_last: bool) -> None:
+        """Send a part of a message, between which only pings and pongs may go. Raises ConnectionClosed."""
+        if self._close_reason:
+            raise ConnectionClosed(self._close_reason)
+        await self._send(TextMessage(data=text, message_finished=is_last))
 
     async def _close_stream(self) -> None:
         self._reader_running = False

@@ -6,7 +6,7 @@ import logging
 from functools import partial
 
 import trio
-from trio_websocket import ConnectionClosed, WebSocketConnection
+from trio_websocket import ConnectionClosed
 
 from trioengine.core.serve_config import ConnectionLimits
 from trioengine.serve.departures import Departures
@@ -33,6 +33,7 @@ from trioengine.serve.realtime.responder import Responder
 from trioengine.serve.realtime.response import Order, Response
 from trioengine.serve.realtime.settings import Settings
 from trioengine.serve.threads import LONG_JSON, in_thread_if
+from trioengine.serve.websocket import AcceptedWebSocket
 
 logger = logging.getLogger("trioengine")
 MAX_UNHANDLED = 64  # events
@@ -50,7 +51,7 @@ class RealtimeConnection:
     def __init__(
         self,
         answering: Answering,
-        websocket: WebSocketConnection,
+        websocket: AcceptedWebSocket,
         model: str,
         closing: trio.Event,
         *,
@@ -116,15 +117,11 @@ class RealtimeConnection:
             raise
 
     def _note_departure(self) -> None:
-        """The client is gone, or does not read or answer; it is counted once, if a response was in progress."""
+        """The client is gone, or has to go; it is counted once, if a response was in progress."""
         if not self._has_gone and self._active:
             self._departures.add()
         self._has_gone = True
-        self._abandon()
-
-    def _abandon(self) -> None:
-        """What nobody will read ends before it is cancelled, so that its cause is the disconnect."""
-        for response in self._active:
+        for response in self._active:  # what nobody will read ends before it is cancelled: the disconnect is its cause
             response.abandon()
 
     @property
@@ -132,8 +129,8 @@ class RealtimeConnection:
         return *self._responder.active, *self._beside.active
 
     def _refuse_more(self, reason: str) -> None:
-        self._abandon()
         logger.info("%s: %s", self.id, reason)
+        self._note_departure()
         self._close_code, self._close_reason = POLICY_VIOLATION, reason
 
     async def _ping(self) -> None:
@@ -151,10 +148,11 @@ class RealtimeConnection:
 
     async def _close_when_asked(self, work: trio.CancelScope) -> None:
         await self._closing.wait()
+        await self._outbox.flushed()
         while self._active:
             await self._responder.idle()
             await self._beside.idle()
-        await self._outbox.flushed()
+            await self._outbox.flushed()  # the client may ask for another meanwhile, which is refused
         self._close_code, self._close_reason = GOING_AWAY, "the server is shutting down"
         work.cancel()
 

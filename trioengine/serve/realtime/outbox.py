@@ -8,12 +8,14 @@ from collections import deque
 from typing import Any
 
 import trio
-from trio_websocket import ConnectionClosed, WebSocketConnection
+from trio_websocket import ConnectionClosed
 
 from trioengine.actors.changes import Changes
 from trioengine.serve.problem import Problem
+from trioengine.serve.websocket import AcceptedWebSocket
 
 ROOM = 1 << 16  # characters that may be unsent before whoever has more to say waits
+PART = 1 << 16  # characters; what is longer is sent in parts, each of which has its time
 
 
 def new_id(prefix: str) -> str:
@@ -77,15 +79,16 @@ class Outbox:
         while self._size:
             await self._changes.wait()
 
-    async def send_to(self, websocket: WebSocketConnection) -> None:
+    async def send_to(self, websocket: AcceptedWebSocket) -> None:
         """Send until cancelled, or until the WebSocket is closed. Raises TooSlowError when the client does not read."""
         while True:
             while not self._events:
                 await self._changes.wait()
             text = self._events.popleft()
             try:
-                with trio.fail_after(self._send_timeout):
-                    await websocket.send_message(text)
+                for start in range(0, len(text), PART):
+                    with trio.fail_after(self._send_timeout):
+                        await websocket.send_part(text[start : start + PART], is_last=start + PART >= len(text))
             except ConnectionClosed:
                 return
             self._size -= len(text)
