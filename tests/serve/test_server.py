@@ -158,8 +158,10 @@ async def test_the_first_signal_drains_and_the_second_aborts():
             await client.until("response.output_text.delta")
             assert not state.ended.is_set()
             signal.raise_signal(signal.SIGINT)
+            response = (await client.until("response.done"))["response"]
+            assert response["status_details"]["error"]["code"] == "shutdown"
             with pytest.raises(ConnectionClosed):
-                await client.until("response.done")
+                await client.next()
         await state.ended.wait()
         assert state.server.engine.statistics().aborted == 1
         nursery.cancel_scope.cancel()

@@ -16,7 +16,7 @@ from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.ports import Ports
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, InvalidConfig
-from trioengine.core.lifecycle import Cause
+from trioengine.core.lifecycle import Cause, PowerEvent
 from trioengine.core.serve_config import ServeConfig
 from trioengine.serve.access import Access
 from trioengine.serve.departures import Departures
@@ -35,6 +35,8 @@ from trioengine.serve.routes import Routes, post, routes
 from trioengine.serve.sockets import address
 from trioengine.serve.tokenization import Tokenization
 from trioengine.serve.websocket import AcceptedWebSocket
+
+ABORT_TIMEOUT = 1.0  # seconds that the connections have after an abort, to say how they end
 
 
 class Server:
@@ -87,16 +89,21 @@ class Server:
         """
         self._accepting.cancel()
         finished = await self.engine.drain(timeout)
-        self.front_door.close_idle()
-        self._closing.set()
-        self._connections.deadline = trio.current_time() + 2 * CLOSE_TIMEOUT
+        self._close_connections(2 * CLOSE_TIMEOUT)
         return finished
 
     def abort(self) -> None:
-        """Abort every request and end every connection, at once."""
+        """Abort every request, admit no more, and close every connection in a second, in which its client is told."""
+        self.engine.gate.change_power(PowerEvent.DRAIN)
         self.engine.abort_all(Cause.SHUTDOWN)
         self._accepting.cancel()
-        self._connections.cancel()
+        self._close_connections(ABORT_TIMEOUT)
+
+    def _close_connections(self, timeout: float) -> None:
+        """As soon as what is in flight has its end, and in so many seconds at most, or what is left of them."""
+        self.front_door.close_idle()
+        self._closing.set()
+        self._connections.deadline = min(self._connections.deadline, trio.current_time() + timeout)
 
     def _routes(self) -> Routes:
         engine, model = self.engine, self.model_name

@@ -141,10 +141,11 @@ class RealtimeConnection:
 
     async def _close_when_asked(self, work: trio.CancelScope) -> None:
         await self._closing.wait()
+        await self._outbox.flushed()
         while self._responder.active or self._beside.active:
             await self._responder.idle()
             await self._beside.idle()
-        await self._outbox.flushed()
+            await self._outbox.flushed()  # the client may ask for another meanwhile, which is refused
         self._close_code, self._close_reason = GOING_AWAY, "the server is shutting down"
         work.cancel()
 
