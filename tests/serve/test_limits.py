@@ -110,7 +110,10 @@ async def test_the_time_of_a_body(autojump_clock):
     async with open_clients(body_timeout=3) as clients:
         stream = clients.stream()
         await stream.send_all(post(10)[:-1])
-        assert await seconds_until_closed(stream) == pytest.approx(3)
+        before = trio.current_time()
+        status, body = status_and_body(await read_all(stream, silence=1000))
+        assert trio.current_time() - before == pytest.approx(3)
+        assert (status, body["error"]["code"]) == (408, "request_timeout")
 
 
 async def test_between_two_requests(autojump_clock):

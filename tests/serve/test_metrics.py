@@ -1,10 +1,13 @@
 """GET /metrics: after a known story, exact values; whatever happens, an answer at once."""
 
+import json
+
 import pytest
 import trio
 from clients import Clients
 from prometheus_client.parser import text_string_to_metric_families
-from trio.testing import memory_stream_pair
+from trio.testing import lockstep_stream_pair, memory_stream_pair
+from trio_websocket import ConnectionClosed
 
 from trioengine import EngineConfig, SamplingParams, WorkerLost
 from trioengine.actors.engine import Engine
@@ -264,6 +267,25 @@ async def test_a_client_that_leaves_a_response_behind_is_counted(autojump_clock,
     assert departures(clients) == 1
     await clients.everything_is_given_back()
     assert now(clients).by_label("requests_aborted_total") == {"disconnect": 1}
+
+
+@pytest.mark.parametrize("count", [0, 1])
+async def test_a_client_that_is_sent_away_is_counted_if_it_has_a_response(autojump_clock, clients, count):
+    """It asks for more than may be unhandled, and reads none of it."""
+    event = json.dumps({"type": "conversation.item.retrieve", "item_id": "x" * 80})
+    async with clients.realtime(clients.stream(*lockstep_stream_pair())) as client:
+        await client.say("hello")
+        for _ in range(count):
+            await client.send("response.create", response={"max_output_tokens": 400, "ignore_eos": True})
+            await client.until("response.created")
+        await client.say("x" * 100_000)
+        for _ in range(70):
+            await client.websocket.send_message(event)
+        with pytest.raises(ConnectionClosed):
+            while True:
+                await client.websocket.get_message()
+    await clients.all_closed()
+    assert departures(clients) == count
 
 
 async def test_a_client_that_has_its_response_is_not_counted(autojump_clock, clients):

@@ -190,8 +190,10 @@ class FrontDoor:
 
     async def _with_body(self, connection: HttpConnection, request: Request, max_size: int) -> Request:
         """Not kept by the caller: it is the handler's to let go."""
-        with trio.fail_after(self._limits.body_timeout):
+        with trio.move_on_after(self._limits.body_timeout):
             return dataclasses.replace(request, body=await connection.read_body(max_size))
+        message = f"the body did not come within {self._limits.body_timeout:g} s"
+        raise BadRequest(problem_response(408, Problem(INVALID_REQUEST, "request_timeout", message)))
 
     async def _become_websocket(self, connection: HttpConnection, stream: trio.abc.Stream) -> None:
         async with trio.open_nursery() as nursery:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from trioengine import __version__
@@ -50,14 +50,15 @@ def routes(engine: Engine, metrics: Metrics) -> Routes:
 
     async def health(request: Request) -> Response:
         if engine.statistics().power is Power.CLOSED:
-            return json_response(503, {"status": "closed"})
+            return _not_now({"status": "closed"})
         if not engine.is_responsive:
-            return json_response(503, {"status": "unresponsive"})
+            return _not_now({"status": "unresponsive"})
         return json_response(200, {"status": "ok"})
 
     async def ready(request: Request) -> Response:
         power = engine.statistics().power
-        return json_response(200 if power is Power.AWAKE else 503, {"state": power.value})
+        state = {"state": power.value}
+        return json_response(200, state) if power is Power.AWAKE else _not_now(state)
 
     async def version(request: Request) -> Response:
         return json_response(200, {"version": __version__})
@@ -72,6 +73,10 @@ def routes(engine: Engine, metrics: Metrics) -> Routes:
         "/version": get(version),
         "/metrics": get(scrape),
     }
+
+
+def _not_now(content: Mapping[str, str]) -> Response:
+    return replace(json_response(503, content), headers=((b"retry-after", b"1"),))
 
 
 def get(handler: Handler, role: Role = Role.USER) -> Route:

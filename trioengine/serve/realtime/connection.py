@@ -117,13 +117,14 @@ class RealtimeConnection:
             raise
 
     def _note_departure(self) -> None:
-        """The client is gone, or does not read or answer; it is counted once, if a response was in progress."""
+        """The client is gone, or has to go; it is counted once, if a response was in progress."""
         if not self._has_gone and (self._responder.active or self._beside.active):
             self._departures.add()
         self._has_gone = True
 
     def _refuse_more(self, reason: str) -> None:
         logger.info("%s: %s", self.id, reason)
+        self._note_departure()
         self._close_code, self._close_reason = POLICY_VIOLATION, reason
 
     async def _ping(self) -> None:
