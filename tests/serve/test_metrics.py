@@ -279,9 +279,11 @@ async def test_a_client_that_is_sent_away_is_counted_if_it_has_a_response(autoju
             await client.send("response.create", response={"max_output_tokens": 400, "ignore_eos": True})
             await client.until("response.created")
         await client.say("x" * 100_000)
+        for _ in range(70):
+            await client.websocket.send_message(event)
         with pytest.raises(ConnectionClosed):
             while True:
-                await client.websocket.send_message(event)
+                await client.websocket.get_message()
     await clients.all_closed()
     assert departures(clients) == count
 
