@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import trio
-from trio_websocket import ConnectionClosed, WebSocketConnection
+from trio_websocket import ConnectionClosed
 
 from trioengine.serve.front_door import FrontDoor
 from trioengine.serve.http import HttpConnection
 from trioengine.serve.realtime.outbox import Outbox
 from trioengine.serve.streaming import Body
+from trioengine.serve.websocket import AcceptedWebSocket
 from trioengine.testing.mutants.mutant import Mutant, replaced
 
 _sender: trio.lowlevel.RunVar[trio.Lock] = trio.lowlevel.RunVar("sender")
@@ -19,17 +20,17 @@ _sender: trio.lowlevel.RunVar[trio.Lock] = trio.lowlevel.RunVar("sender")
 class _InTurn:
     """A WebSocket on which a message is sent when those before it, on any, are sent."""
 
-    def __init__(self, websocket: WebSocketConnection, lock: trio.Lock) -> None:
+    def __init__(self, websocket: AcceptedWebSocket, lock: trio.Lock) -> None:
         self._websocket = websocket
         self._lock = lock
 
-    async def send_message(self, text: str) -> None:
+    async def send_part(self, text: str, *, is_last: bool) -> None:
         async with self._lock:
-            await self._websocket.send_message(text)
+            await self._websocket.send_part(text, is_last=is_last)
 
 
 def _one_sender_for_all(send_to: Any) -> Any:
-    async def mutant(self: Outbox, websocket: WebSocketConnection) -> None:
+    async def mutant(self: Outbox, websocket: AcceptedWebSocket) -> None:
         try:
             lock = _sender.get()
         except LookupError:
