@@ -90,9 +90,11 @@ class LlamaModel:
         hidden = F.embedding(batch.token_ids, self._embedding).float()  # [num_tokens, hidden_size]
         for index, layer in enumerate(self._layers):
             attended = self._attend(index, layer, layer.input_norm(hidden), cos, sin, attention)
+            if layer is self._layers[-1]:  # beyond the last keys and values, nobody asks for the other rows
+                hidden, attended = (rows.index_select(0, batch.sample_rows) for rows in (hidden, attended))
             hidden.add_(layer.output(attended))
             hidden.add_(_mlp(layer, layer.post_attention_norm(hidden)))
-        return self._head(self._norm(hidden.index_select(0, batch.sample_rows)))
+        return self._head(self._norm(hidden))
 
     def _attend(
         self, index: int, layer: LlamaLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Attention
