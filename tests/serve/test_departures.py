@@ -17,7 +17,7 @@ from trioengine.serve.routes import Route
 
 def slow_door(clients, departures):
     async def slow(request):
-        await trio.sleep(10)
+        await trio.sleep(10)  # longer than one client has patience for, shorter than the other
         return json_response(200, {})
 
     door = clients.server.front_door

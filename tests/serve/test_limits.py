@@ -5,14 +5,11 @@ import logging
 import pytest
 import trio
 from clients import CHAT, chat, open_clients, read_all, status_and_body
+from frames import HANDSHAKE
 from trio.testing import lockstep_stream_pair, wait_all_tasks_blocked
 from trio_websocket import ConnectionClosed
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-HANDSHAKE = (
-    b"GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-    b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
-)
 LONG = {"temperature": 0, "max_output_tokens": 400, "ignore_eos": True}
 
 
@@ -151,7 +148,7 @@ async def test_a_client_that_reads_slowly(autojump_clock, caplog):
         await client.send("POST", CHAT, chat(max_tokens=400, logprobs=True, top_logprobs=20))
         data = b""
         while not data.endswith(b"}}"):
-            await trio.sleep(4)
+            await trio.sleep(4)  # it reads before it would be taken for gone, each time
             data += await client.stream.receive_some(1 << 16)
         assert trio.current_time() - before > 20
         assert data.count(b'"logprob"') == 400 * 21

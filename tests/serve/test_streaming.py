@@ -171,7 +171,7 @@ async def test_a_long_piece_that_is_read_slowly(autojump_clock, connect):
     await client.send("GET", "/stream")
     data = b""
     while not data.endswith(b"\r\n0\r\n\r\n"):
-        await trio.sleep(15)
+        await trio.sleep(15)  # it reads before it would be taken for gone, each time
         data += await client.stream.receive_some(CHUNK)
     assert data.count(b"x" * (1 << 20)) == data.count(b"y" * (1 << 20)) == 1
     await trio.aclose_forcefully(client.stream)

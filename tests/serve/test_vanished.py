@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 from clients import CHAT, Clients, chat, first_token
+from frames import HANDSHAKE, SAY, event, read_until
 from test_chat_disconnects import LEAVING
-from test_disconnects import HANDSHAKE, SAY, event, read_until
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig

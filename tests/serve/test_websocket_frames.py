@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 import trio
 from clients import open_clients, read_all
-from test_disconnects import HANDSHAKE, MASK, event, frame, read_until
+from frames import HANDSHAKE, MASK, event, frame, read_until
 from trio.testing import lockstep_stream_pair
 from wsproto.events import AcceptConnection
 
@@ -194,7 +194,7 @@ async def test_a_long_message_that_is_read_slowly(autojump_clock):
         data = b""
         with trio.fail_after(1000):
             while data.count(b"x") < 600_000 or not data.endswith(b"}}"):
-                await trio.sleep(4)
+                await trio.sleep(4)  # it reads before it would be taken for gone, each time
                 received = await stream.receive_some(1 << 17)
                 data += received
                 if received[0] == 0x80 | PING:

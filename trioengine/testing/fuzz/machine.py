@@ -28,6 +28,7 @@ class Machine(RuleBasedStateMachine):
         self.rare = Rare()
         self.rare.begin()
         self.finding: Finding | None = None
+        self.on_end: Callable[[Machine], None] | None = None  # told of the machine, whatever its end was
         self._interrupted = False
 
     # ---- for machines ---------------------------------------------------------------------------------------------
@@ -65,6 +66,8 @@ class Machine(RuleBasedStateMachine):
                 self._try(self._close)
             finally:
                 self.rare.end()
+                if self.on_end is not None:
+                    self.on_end(self)
         if is_new:
             self._report()
 

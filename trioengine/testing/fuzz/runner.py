@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity, settings
@@ -68,12 +69,17 @@ class Fuzzer:
         self.report = Report(machine.__name__, seed)
         self._phases = (Phase.generate, Phase.shrink) if shrink else (Phase.generate,)
         self._shrinks = shrink
-        self._plain = machine
+        self._machine = machine
         self._profile = profile
         self._progress = progress
         self._began = time.monotonic()
         self._last: Program | None = None
         self._shortest: tuple[Exception, Program] | None = None  # of the programs that failed
+
+    def _make(self) -> Machine:
+        machine = self._machine()
+        machine.on_end = self._count
+        return machine
 
     def _count(self, machine: Machine) -> None:
         report = self.report
@@ -94,10 +100,10 @@ class Fuzzer:
     def run(self, *, examples: int | None = None, seconds: float | None = None) -> Report:
         """Until something is found, or so many programs or seconds are over; shrinking may take longer."""
         sow(self.report.seed)
-        with _fewer_collections(), _watched(self._plain, self._count) as machine:
+        with _fewer_collections():
             while self.report.failure is None and not self._is_over(examples, seconds):
                 count = BATCH if examples is None else min(BATCH, examples - self.report.programs)
-                self._run_batch(machine, count)
+                self._run_batch(count)
         self.report.seconds = time.monotonic() - self._began
         return self.report
 
@@ -105,9 +111,9 @@ class Fuzzer:
         is_over = examples is not None and self.report.programs >= examples
         return is_over or (seconds is not None and time.monotonic() - self._began >= seconds)
 
-    def _run_batch(self, machine: type[Machine], count: int) -> None:
+    def _run_batch(self, count: int) -> None:
         test = get_state_machine_test(
-            machine,
+            cast("type[Machine]", self._make),  # any function that makes one will do
             settings=settings(
                 max_examples=count,
                 stateful_step_count=self._profile.steps,
@@ -128,31 +134,12 @@ class Fuzzer:
             assert self._last is not None, "a machine that found something has been counted"
             self.report.failure, self.report.program = failed = finding.error, self._last
             if self._shrinks:
-                self.report.failure, self.report.program = trimmed(self._plain, failed)
+                self.report.failure, self.report.program = trimmed(self._machine, failed)
         except (Flaky, KeyboardInterrupt) as exc:  # before it was shrunk, or it failed only once: nothing is lost
             if self._shortest is not None:
                 self.report.failure, self.report.program = self._shortest
             if isinstance(exc, KeyboardInterrupt) or self._shortest is None:
                 raise
-
-
-@contextlib.contextmanager
-def _watched(machine: type[Machine], count: Callable[[Machine], None]) -> Iterator[type[Machine]]:
-    """The machine, each of which is counted in the end. hypothesis keeps the class for ever, but nothing else."""
-
-    class Watched(machine):  # type: ignore[misc, valid-type]
-        def teardown(self) -> None:
-            try:
-                super().teardown()
-            finally:
-                counts[0](self)
-
-    counts = [count]
-    Watched.__name__ = Watched.__qualname__ = machine.__name__
-    try:
-        yield Watched
-    finally:
-        counts.clear()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,94 @@
+"""trioengine.connect: what is refused, by whom and how, and that the session goes on."""
+
+import pytest
+from realtime_texts import assistant, reference, user
+
+from trioengine import (
+    RequestRejected,
+    SamplingParams,
+)
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+
+BAD_PROMPTS = [
+    ("", "empty_prompt", "prompt"),
+    ([], "empty_prompt", "prompt"),
+    (b"x", "invalid_value", "prompt"),
+    (5, "invalid_value", "prompt"),
+    ([1, 2], "invalid_value", "prompt[0]"),
+    ([{"role": "tool", "content": "x"}], "invalid_value", "prompt[0].role"),
+    ([{"role": "user", "content": 5}], "invalid_value", "prompt[0].content"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], "invalid_value", "prompt[0].content"),
+    ("x" * 9999, "context_length_exceeded", "prompt"),
+    ("x" * (1 << 20), "too_large", "prompt"),
+    ("half \ud800", "invalid_value", "prompt"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "code", "param"), BAD_PROMPTS, ids=[f"{str(bad[0])[:40]!r}" for bad in BAD_PROMPTS])
+async def test_a_bad_prompt_is_refused_and_the_session_goes_on(autojump_clock, remote, clients, prompt, code, param):
+    async with remote.open_session() as session:
+        with pytest.raises(RequestRejected) as refused:
+            async with session.generate(prompt, GREEDY) as generation:
+                await generation.result()
+        assert (refused.value.code, refused.value.param) == (code, param)
+        assert session.history == []
+        async with session.generate("hello", GREEDY) as generation:
+            assert (await generation.result()).text == reference(clients, [user("hello")])
+
+
+async def test_a_prompt_that_is_refused_in_the_middle_is_taken_back(autojump_clock, remote, clients):
+    """The server has its first message by then, and may have begun to answer."""
+    async with remote.open_session() as session:
+        with pytest.raises(RequestRejected):
+            async with session.generate([user("hello"), user("\ud800")], LONG) as generation:
+                await generation.result()
+        assert session.history == []
+        async with session.generate("hello", GREEDY) as generation:
+            assert (await generation.result()).text == reference(clients, [user("hello")])
+
+
+BAD_HISTORY = [user("hello"), assistant("half \ud800"), user("more")]
+
+
+async def test_a_history_that_the_server_refuses(autojump_clock, remote, clients):
+    with pytest.raises(RequestRejected) as refused:
+        async with remote.open_session(history=BAD_HISTORY):
+            pass
+    assert (refused.value.code, refused.value.param) == ("invalid_value", "history[1]")
+    with pytest.raises(RequestRejected, match=r"history\[1\]"):
+        async with clients.engine.open_session(history=BAD_HISTORY):
+            pass
+
+
+async def test_a_replaced_history_that_the_server_refuses_fails_the_requests_on_it(autojump_clock, remote, clients):
+    async with remote.open_session(history=[user("hello"), assistant("hi")]) as session:
+        session.replace_history(BAD_HISTORY)
+        for _ in range(2):
+            with pytest.raises(RequestRejected, match=r"history\[1\]"):
+                async with session.generate("more", GREEDY):
+                    pass
+        session.replace_history([user("other")])
+        async with session.generate("more", GREEDY) as generation:
+            assert (await generation.result()).text == reference(clients, [user("other"), user("more")])
+
+
+async def test_logprobs_are_refused(autojump_clock, remote):
+    with pytest.raises(RequestRejected) as refused:
+        await remote.generate("hello", SamplingParams(logprobs=1))
+    assert refused.value.param == "logprobs"
+
+
+async def test_a_parameter_that_the_server_refuses_has_our_name(autojump_clock, remote):
+    with pytest.raises(RequestRejected) as refused:
+        await remote.generate("hello", SamplingParams(logit_bias={999_999: 1}))
+    assert refused.value.param == "logit_bias"
+
+
+async def test_params_of_another_type(autojump_clock, remote):
+    async with remote.open_session() as session:
+        with pytest.raises(RequestRejected) as refused:
+            session.generate("hello", {"temperature": 0})
+        assert refused.value.param == "params"
