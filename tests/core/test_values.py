@@ -185,6 +185,7 @@ BAD_CONFIG = {
     "max_num_seqs": [0, 2**31, *NO_INTEGERS],
     "max_sessions": [0, MAX_SESSIONS + 1, *NO_INTEGERS],
     "max_num_batched_tokens": [0, 5, 2**31, *NO_INTEGERS],
+    "chunked_prefill_size": [0, 2**31, *NO_INTEGERS],
     "block_size": [0, 2**31, *NO_INTEGERS],
     "max_restarts": [0, 2**31, *NO_INTEGERS],
     "max_num_queued_reqs": [-1, 2**31, *NO_INTEGERS],

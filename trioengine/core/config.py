@@ -18,6 +18,7 @@ _INTEGERS = {
     "max_num_queued_reqs": (0, MAX_COUNT),
     "max_sessions": (1, MAX_SESSIONS),
     "max_num_batched_tokens": (1, MAX_COUNT),
+    "chunked_prefill_size": (1, MAX_COUNT),
     "block_size": (1, MAX_COUNT),
     "max_restarts": (1, MAX_COUNT),
 }
@@ -38,7 +39,8 @@ class WorkerConfig:
     dtype: str = "auto"  # auto, float32, bfloat16
     max_model_len: int | None = None  # tokens of prompt and answer together; None: the model's own limit
     max_num_seqs: int = 128  # sequences in one step
-    max_num_batched_tokens: int = 2048  # tokens in one step
+    max_num_batched_tokens: int = 2048  # tokens in one step, and between two tokens of a running sequence
+    chunked_prefill_size: int = 512  # tokens of prompts in one step
     block_size: int = 16  # tokens in a KV block
     kv_cache_memory: int | None = None  # bytes
     gpu_memory_utilization: float = 0.9  # on CUDA, when kv_cache_memory is None
@@ -62,6 +64,7 @@ class EngineConfig:
     max_num_queued_reqs: int = 256
     max_sessions: int = 4096
     max_num_batched_tokens: int = 2048
+    chunked_prefill_size: int = 512
     block_size: int = 16
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -122,6 +125,7 @@ class EngineConfig:
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            chunked_prefill_size=self.chunked_prefill_size,
             block_size=self.block_size,
             kv_cache_memory=self.kv_cache_memory,
             gpu_memory_utilization=self.gpu_memory_utilization,

@@ -93,6 +93,7 @@ def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callabl
         block_size=runner.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        chunked_prefill_size=config.chunked_prefill_size,
         enable_prefix_caching=config.enable_prefix_caching,
     )
     step_loop = StepLoop(runner, limits, clock)

@@ -71,6 +71,36 @@ def test_decodes_come_before_chunks_and_chunks_before_the_waiting() -> None:
     assert shape(scheduler, runner) == [(1, 1), (2, 1), (3, 6), (4, 2)]
 
 
+def test_decodes_are_left_out_of_some_steps_while_prompts_fill_them() -> None:
+    """Of 16 tokens in chunks of 4: three chunks alone, then one with the decodes."""
+    scheduler, runner = make(chunked_prefill_size=4)
+    scheduler.add(sequence_of(1, [1] * 3, params(9)))
+    assert shape(scheduler, runner) == [(1, 3)]
+    scheduler.add(sequence_of(2, [2] * 5, params(9)))
+    scheduler.add(sequence_of(3, [3] * 16, params(9)))
+    assert [shape(scheduler, runner) for _ in range(3)] == [[(2, 4)], [(2, 1), (3, 3)], [(3, 4)]]
+    assert shape(scheduler, runner) == [(1, 1), (2, 1), (3, 4)]
+    assert shape(scheduler, runner) == [(3, 4)]
+    assert shape(scheduler, runner) == [(1, 1), (2, 1), (3, 1)]
+
+
+def test_decodes_are_not_left_out_for_prompts_that_do_not_fill_a_step() -> None:
+    scheduler, runner = make(chunked_prefill_size=4)
+    scheduler.add(sequence_of(1, [1] * 3, params(9)))
+    assert shape(scheduler, runner) == [(1, 3)]
+    scheduler.add(sequence_of(2, [2] * 3, params(9)))
+    assert shape(scheduler, runner) == [(1, 1), (2, 3)]
+
+
+def test_decodes_are_not_left_out_for_prompts_that_find_no_blocks() -> None:
+    scheduler, runner = make(chunked_prefill_size=4, kv_blocks_total=6)
+    scheduler.add(sequence_of(1, [1] * 16, params(6)))
+    for _ in range(4):
+        shape(scheduler, runner)
+    scheduler.add(sequence_of(2, [2] * 16, params(6)))
+    assert shape(scheduler, runner) == [(1, 1)]
+
+
 def test_no_more_than_max_num_seqs_run() -> None:
     scheduler, runner = make(max_num_seqs=2)
     for request in (1, 2, 3):

@@ -57,6 +57,7 @@ class StepLoopMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         max_num_seqs=st.integers(1, 6),
         max_num_batched_tokens=st.integers(1, 16),
+        chunked_prefill_size=st.integers(1, 8),
         max_model_len=st.integers(2, 40),
         enable_prefix_caching=st.booleans(),
     )

@@ -42,6 +42,8 @@ def run_step(scheduler: Scheduler, runner: ToyRunner) -> list[SampledRow]:
     assert output is not None
     assert output.num_tokens <= scheduler.limits.max_num_batched_tokens
     assert len(output.scheduled) <= scheduler.limits.max_num_seqs
+    prompts = sum(entry.num_new_tokens for entry in output.scheduled if not entry.sequence.is_decoding)
+    assert prompts <= scheduler.limits.chunked_prefill_size
     scheduler.check_integrity()
     rows = scheduler.update(output, runner.execute(output))
     scheduler.check_integrity()

@@ -146,9 +146,9 @@ class World(Machine):
         if self.worker is None or self.worker.seconds_to_recover <= 0.0:
             self.waited = 0.0
         for _ in range(ROUNDS):
-            ran = self.loop.settle() > 0
+            self.loop.settle()
             self._check_blocked()
-            if not self._move() and not ran:
+            if not self._move():
                 return
         raise AssertionError(f"no rest after {ROUNDS} rounds:\n{self.loop.stacks()}")
 

@@ -14,6 +14,7 @@ from trioengine.worker.runner.batch import ForwardBatch
 from trioengine.worker.runner.kv_cache import KVCache
 
 _GATHER_BYTES = 3 << 20  # keys and values gathered at a time, so that they are still in the cache when they are read
+_SCORES_BYTES = 1 << 20  # of a prefill: up to here two products and a softmax are faster than torch's fused kernel
 
 
 class Attention(Protocol):
@@ -46,8 +47,9 @@ class _Prefill:
     start: int
     stop: int
     context_len: int
-    rows: Tensor  # [2 * num_kv_heads * num_blocks]; empty where there is nothing but the new tokens
+    rows: Tensor | None  # [2 * num_kv_heads * num_blocks]; None where there is nothing but the new tokens
     mask: Tensor | None  # [num_new, context_len]: 0, or -inf for later tokens; None: causal
+    is_small: bool  # its scores are; the mask is that of a group's heads, [group_size * num_new, context_len]
 
 
 class TorchAttention:
@@ -117,15 +119,18 @@ class TorchAttention:
         start = batch.num_decodes
         for seq in range(batch.num_decodes, len(batch.query_lens)):
             new, context = int(batch.query_lens[seq]), int(batch.context_lens[seq])
-            rows, mask = torch.empty(0, dtype=torch.int64, device=self._device), None
+            scores = self._kv_heads * self._group_size * new * context
+            is_small = scores * self._dtype.itemsize <= _SCORES_BYTES
+            rows, mask = None, None
             if context > new:
-                num_blocks = -(-context // self._block_size)
-                rows = self._block_rows(
-                    torch.from_numpy(batch.block_tables[seq : seq + 1, :num_blocks]).to(self._device)
-                )
+                tables = batch.block_tables[seq : seq + 1, : -(-context // self._block_size)]
+                rows = self._block_rows(torch.from_numpy(tables).to(self._device))
+            if context > new or is_small:
                 mask = torch.full((new, context), float("-inf"), dtype=self._dtype, device=self._device)
                 mask.triu_(context - new + 1)
-            prefills.append(_Prefill(start, start + new, context, rows, mask))
+            if mask is not None and is_small:
+                mask = mask.repeat(self._group_size, 1)
+            prefills.append(_Prefill(start, start + new, context, rows, mask, is_small))
             start += new
         return prefills
 
@@ -159,8 +164,7 @@ class TorchAttention:
         if sequences == 1:
             return self._decode_one(query, keys[:, : group.longest], values[:, : group.longest])
         heads = query.reshape(pairs, self._group_size, self._head_dim)
-        scores = torch.baddbmm(group.mask, heads, keys.transpose(1, 2), alpha=self._scale)  # [pairs, group, context]
-        return torch.bmm(torch.softmax(scores, dim=-1), values).view(sequences, -1)
+        return self._products(heads, keys, values, group.mask).view(sequences, -1)
 
     def _decode_one(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """One call instead of three products: what counts for a single stream."""
@@ -169,18 +173,31 @@ class TorchAttention:
 
     def _prefill(self, prefill: _Prefill, query: Tensor, key_value: Tensor, cache: Tensor) -> Tensor:
         heads = query.view(len(query), self._kv_heads, self._group_size, self._head_dim).permute(1, 2, 0, 3)
-        if prefill.mask is None:
+        if prefill.rows is None:
             keys, values = key_value.transpose(0, 1).chunk(2)
         else:
             keys, values = (
                 part[:, : prefill.context_len] for part in self._gather(cache, prefill.rows, self._kv_heads)
             )
+        if prefill.is_small and prefill.mask is not None:
+            grouped = heads.reshape(self._kv_heads, -1, self._head_dim)
+            result = self._products(grouped, keys, values, prefill.mask).view(heads.shape)
+        else:
+            result = self._fused(heads, keys, values, prefill.mask)
+        return result.permute(2, 0, 1, 3).reshape(len(query), -1)
+
+    def _products(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """query [pairs, rows, head_dim]; keys and values [pairs, context, head_dim]; mask as [pairs, rows, context]."""
+        scores = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=self._scale)
+        return torch.bmm(torch.softmax(scores, dim=-1), values)
+
+    def _fused(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """query [num_kv_heads, group_size, num_new, head_dim]; keys and values [num_kv_heads, context, head_dim]."""
         shape = (-1, self._group_size, -1, -1)  # heads of a group share their keys and values: a view
-        result = F.scaled_dot_product_attention(
-            heads,
+        return F.scaled_dot_product_attention(
+            query,
             keys.unsqueeze(1).expand(shape),
             values.unsqueeze(1).expand(shape),
-            attn_mask=prefill.mask,
-            is_causal=prefill.mask is None,
+            attn_mask=mask,
+            is_causal=mask is None,
         )
-        return result.permute(2, 0, 1, 3).reshape(len(query), -1)

@@ -14,11 +14,19 @@ class Limits:
     kv_blocks_total: int
     block_size: int
     max_num_seqs: int = 128  # sequences in one step
-    max_num_batched_tokens: int = 2048  # tokens in one step
+    max_num_batched_tokens: int = 2048  # tokens in one step, and between two tokens of a running sequence
+    chunked_prefill_size: int = 512  # tokens of prompts in one step
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "kv_blocks_total", "block_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in (
+            "vocab_size",
+            "kv_blocks_total",
+            "block_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "chunked_prefill_size",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_model_len < 2:

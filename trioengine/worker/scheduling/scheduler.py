@@ -4,6 +4,10 @@ There are no phases. A step gives each sequence the tokens that it has and that 
 (`num_tokens - num_computed_tokens`), as far as `max_num_batched_tokens` goes; prefill, chunked prefill, a prefix found
 in the cache, decode and recomputation after a preemption are this one rule.
 
+Of prompts a step takes no more than `chunked_prefill_size` tokens, so that first tokens leave early. While there are
+enough of them, decodes, which cost as much for a few sequences as for many, are left out of so many steps that between
+two tokens of a sequence no more than `max_num_batched_tokens` are computed: as if these steps were one.
+
 Order, and why nothing starves: running and waiting sequences together are sorted by arrival, always. Only the first of
 the waiting is admitted, and it gets blocks for all the tokens it has; only decodes need more blocks later, and when
 there are none the latest running sequence is preempted and becomes the first of the waiting. So the oldest sequence
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Items
+from itertools import chain
 from typing import NamedTuple
 
 from trioengine.core.errors import InvariantError, RequestRejected
@@ -44,6 +49,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._sequences: dict[int, Sequence] = {}  # by request
         self._in_step: SchedulerOutput | None = None
+        self._skips_left = 0  # steps in which decodes may be left out
         self._num_steps = 0
         self._num_tokens = 0
         self._num_preemptions = 0
@@ -86,9 +92,16 @@ class Scheduler:
             raise InvariantError("the step before has not been updated")
         if not self._sequences:
             return None
+        limits = self.limits
         scheduled: list[ScheduledSequence] = []
-        budget = self._schedule_running(scheduled, self.limits.max_num_batched_tokens)
-        self._admit(scheduled, budget)
+        if self._skips_left > 0 and self._has_full_chunk():
+            self._skips_left -= 1
+            self._schedule_prompts(scheduled, limits.chunked_prefill_size)
+        if not scheduled:
+            self._skips_left = limits.max_num_batched_tokens // limits.chunked_prefill_size - 1
+            self._schedule_decodes(scheduled)
+            left = limits.max_num_batched_tokens - len(scheduled)
+            self._schedule_prompts(scheduled, min(left, limits.chunked_prefill_size))
         if not scheduled:
             raise InvariantError(f"{len(self._sequences)} sequences, and none of them can be scheduled")
         self._in_step = output = SchedulerOutput(tuple(scheduled))
@@ -157,27 +170,42 @@ class Scheduler:
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
-    def _schedule_running(self, scheduled: list[ScheduledSequence], budget: int) -> int:
-        """Decodes first, in order of arrival, then what is left of prefills; returns the budget that is left."""
-        prefills: list[Sequence] = []
+    def _has_full_chunk(self) -> bool:
+        """Whether what is left of all prompts fills a step without decodes."""
+        left = self.limits.chunked_prefill_size
+        for sequence in chain(self._running, self._waiting):
+            if not sequence.is_decoding:
+                left -= sequence.num_tokens - sequence.num_computed_tokens
+                if left <= 0:
+                    return True
+        return False
+
+    def _schedule_decodes(self, scheduled: list[ScheduledSequence]) -> None:
+        """In order of arrival."""
         block_size = self.limits.block_size
         for sequence in list(self._running):
-            if sequence.status is not SequenceStatus.RUNNING or budget == 0:  # preempted for one before it
+            if sequence.status is not SequenceStatus.RUNNING:  # preempted for one before it
                 break
-            num_tokens = len(sequence.token_ids)
-            if num_tokens - sequence.num_computed_tokens > 1:
-                prefills.append(sequence)
+            if not sequence.is_decoding:
                 continue
-            if num_tokens > len(sequence.block_table) * block_size and not self._make_room(sequence):
+            if len(scheduled) == self.limits.max_num_batched_tokens:
+                break
+            is_full = len(sequence.token_ids) > len(sequence.block_table) * block_size
+            if is_full and not self._make_room(sequence):
                 break
             scheduled.append(ScheduledSequence(sequence, 1))
-            budget -= 1
-        for sequence in prefills:
-            if sequence.status is SequenceStatus.RUNNING and budget > 0:
-                num_new_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
-                scheduled.append(ScheduledSequence(sequence, num_new_tokens))
-                budget -= num_new_tokens
-        return budget
+
+    def _schedule_prompts(self, scheduled: list[ScheduledSequence], budget: int) -> None:
+        """What is left of those that run, then of those that wait, in order of arrival."""
+        for sequence in self._running:
+            if budget > 0 and not sequence.is_decoding:
+                budget -= self._schedule_prompt(scheduled, sequence, budget)
+        self._admit(scheduled, budget)
+
+    def _schedule_prompt(self, scheduled: list[ScheduledSequence], sequence: Sequence, budget: int) -> int:
+        num_new_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+        scheduled.append(ScheduledSequence(sequence, num_new_tokens))
+        return num_new_tokens
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Grow the sequence's block table, preempting the latest ones for it; False when that came to itself."""
@@ -205,9 +233,7 @@ class Scheduler:
             self._waiting.popleft()
             sequence.status = SequenceStatus.RUNNING
             self._running.append(sequence)
-            num_new_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
-            scheduled.append(ScheduledSequence(sequence, num_new_tokens))
-            budget -= num_new_tokens
+            budget -= self._schedule_prompt(scheduled, sequence, budget)
 
     def _append(self, sequence: Sequence, token: SampledToken | None) -> SampledRow:
         if token is None or token.request != sequence.request:

@@ -41,5 +41,11 @@ class Sequence:
         return len(self.token_ids)
 
     @property
+    def is_decoding(self) -> bool:
+        """Whether only its latest output token is left to compute."""
+        num_tokens = len(self.token_ids)
+        return num_tokens > self.num_prompt_tokens and num_tokens - self.num_computed_tokens == 1
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
