@@ -10,6 +10,7 @@ from torch_driver import generate, load, reference
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.worker.layers import attention
 from trioengine.worker.runner.model_runner import TorchModelRunner, choose_device, choose_dtype
 from trioengine.worker.scheduling.output import ScheduledSequence, SchedulerOutput
 from trioengine.worker.scheduling.sequence import Sequence
@@ -28,6 +29,13 @@ def runner(tiny_llama, tmp_path, variant):
     return load(tiny_llama.write(tmp_path, variant), kv_cache_memory=4 << 20)
 
 
+@pytest.fixture(params=[0, 1 << 20], ids=["fused", "products"])
+def kernels(request, monkeypatch):
+    """How prefills attend to their context; large ones in torch's fused kernel."""
+    monkeypatch.setattr(attention, "_SCORES_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("budget", [2048, 33, 7, 1])
 def test_greedy_is_that_of_transformers(tiny_llama, runner, variant, budget):
     params = SamplingParams(temperature=0.0, max_tokens=48, seed=0, ignore_eos=True, logprobs=0)
@@ -44,6 +52,7 @@ def test_logprob_is_that_of_transformers(tiny_llama, runner, variant):
     assert token.logprobs == pytest.approx({VARIANTS[variant]["output"][0]: VARIANTS[variant]["logprob"]}, abs=1e-4)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_batches_of_every_kind(tiny_llama, tmp_path):
     """Lengths of every kind together, with prefix cache and preemption: each answer is the one it has alone."""
     runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20, block_size=4)
@@ -51,9 +60,22 @@ def test_batches_of_every_kind(tiny_llama, tmp_path):
     prompts = [[rng.randrange(200) for _ in range(rng.choice([1, 2, 3, 4, 5, 30, 70]))] for _ in range(24)]
     prompts += [prompts[-1] + [5], prompts[-1] + [6, 7]]
     alone = [generate(runner, [prompt], 20, enable_prefix_caching=False)[0][0] for prompt in prompts]
-    together, statistics = generate(runner, prompts, 20, max_num_batched_tokens=50, max_num_seqs=20, kv_blocks_total=80)
+    limits = {"max_num_batched_tokens": 50, "chunked_prefill_size": 20, "max_num_seqs": 20, "kv_blocks_total": 80}
+    together, statistics = generate(runner, prompts, 20, **limits)
     assert together == alone
     assert statistics.num_preemptions > 0
+
+
+@pytest.mark.parametrize("num_shared", [1, 15, 16, 30, 47])
+def test_what_prompts_share_is_computed_once(tiny_llama, tmp_path, num_shared):
+    """Also within a block, which is copied: the answer is the one without a cache."""
+    runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20)
+    first = tiny_llama.PROMPT[:60]
+    second = [*first[:num_shared], first[num_shared] + 1, *tiny_llama.PROMPT[:9]]
+    alone = [generate(runner, [prompt], 20, enable_prefix_caching=False)[0][0] for prompt in (first, second)]
+    together, statistics = generate(runner, [first, second], 20, max_num_seqs=1)
+    assert together == alone
+    assert statistics.prefix_cache_hits == num_shared
 
 
 def test_bfloat16_runs(tiny_llama, tmp_path):

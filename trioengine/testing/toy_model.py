@@ -16,6 +16,7 @@ from pathlib import Path
 from trioengine.hub.model_files import ModelFormat, ModelInfo
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
+from trioengine.worker.scheduling.block_manager import BlockCopy
 from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
 
 END_OF_TEXT, IM_START, IM_END = 256, 257, 258
@@ -67,6 +68,7 @@ class ToyRunner:
         self.fail_requests: set[int] = set()  # these fail alone, at their next token
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken]:
+        self._copy(output.copies)
         sampled = []
         for entry in output.scheduled:
             sequence = entry.sequence
@@ -82,6 +84,12 @@ class ToyRunner:
             logprobs = None if top is None else toy_logprobs(token_id, top)
             sampled.append(SampledToken(sequence.request, token_id, logprobs, error))
         return sampled
+
+    def _copy(self, copies: tuple[BlockCopy, ...]) -> None:
+        size = self._block_size
+        held = [[self._slots.get(source * size + offset, 0) for offset in range(size)] for source, _ in copies]
+        for (_, target), values in zip(copies, held, strict=True):
+            self._slots.update(enumerate(values, target * size))
 
     def _slot(self, block_table: list[int], position: int) -> int:
         return block_table[position // self._block_size] * self._block_size + position % self._block_size

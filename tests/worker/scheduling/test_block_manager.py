@@ -6,7 +6,7 @@ import pytest
 from toy_driver import sequence_of
 
 from trioengine.core.errors import InvariantError
-from trioengine.worker.scheduling.block_manager import BlockManager
+from trioengine.worker.scheduling.block_manager import BlockCopy, BlockManager, Prefix
 from trioengine.worker.scheduling.prefix_cache import ROOT_DIGEST, PrefixCache, block_digest
 from trioengine.worker.scheduling.sequence import Sequence
 
@@ -51,7 +51,7 @@ def test_a_prefix_is_shared_while_held_and_found_after_release() -> None:
     blocks.release(first)
     blocks.release(second)
     third = sequence_of(3, list(range(10)))
-    assert len(blocks.find_prefix(third)) == 2
+    assert len(blocks.find_prefix(third).blocks) == 2
     assert blocks.allocate(third, blocks.find_prefix(third))
     assert third.num_computed_tokens == 8
 
@@ -59,15 +59,63 @@ def test_a_prefix_is_shared_while_held_and_found_after_release() -> None:
 def test_one_token_is_always_left_to_compute() -> None:
     blocks = BlockManager(8, BLOCK_SIZE)
     blocks.release(computed(blocks, 1, list(range(8))))
-    assert len(blocks.find_prefix(sequence_of(2, list(range(8))))) == 1
-    assert len(blocks.find_prefix(sequence_of(3, list(range(9))))) == 2
+    assert len(blocks.find_prefix(sequence_of(2, list(range(8)))).blocks) == 1
+    assert len(blocks.find_prefix(sequence_of(3, list(range(9)))).blocks) == 2
 
 
 def test_equal_blocks_after_different_prefixes_are_different() -> None:
     blocks = BlockManager(8, BLOCK_SIZE)
     blocks.release(computed(blocks, 1, [1, 1, 1, 1, 5, 5, 5, 5, 9]))
-    assert blocks.find_prefix(sequence_of(2, [2, 2, 2, 2, 5, 5, 5, 5, 9])) == []
+    assert blocks.find_prefix(sequence_of(2, [2, 2, 2, 2, 5, 5, 5, 5, 9])) == Prefix()
     assert block_digest(ROOT_DIGEST, [1, 2]) != block_digest(block_digest(ROOT_DIGEST, [1]), [2])
+
+
+def test_what_prefixes_share_within_a_block_is_copied() -> None:
+    """As after a chat template's first words: the block of the one is copied for the other, which computes the rest."""
+    blocks = BlockManager(8, BLOCK_SIZE)
+    first = computed(blocks, 1, [*range(6), 10, 11, 12])
+    second = sequence_of(2, [*range(6), 20, 21])
+    prefix = blocks.find_prefix(second)
+    assert prefix == Prefix((first.block_table[0],), first.block_table[1], 2)
+    assert blocks.allocate(second, prefix)
+    assert second.num_computed_tokens == 6
+    assert second.block_table[0] == first.block_table[0]
+    assert blocks.take_copies() == (BlockCopy(first.block_table[1], second.block_table[1]),)
+    assert blocks.take_copies() == ()
+    compute(blocks, second)
+    assert blocks.find_prefix(sequence_of(3, [*range(6), 20, 21, 5])).blocks == tuple(second.block_table)
+    blocks.check_integrity([first, second])
+
+
+def test_the_latest_of_blocks_that_begin_alike_is_copied_from() -> None:
+    blocks = BlockManager(8, BLOCK_SIZE)
+    first, second = computed(blocks, 1, [1, 2, 3, 4]), computed(blocks, 2, [1, 2, 5, 6])
+    assert blocks.find_prefix(sequence_of(3, [1, 2, 3, 7])) == Prefix((), second.block_table[0], 2)
+    blocks.discard(second)
+    assert blocks.find_prefix(sequence_of(3, [1, 2, 3, 7])) == Prefix()
+    assert blocks.find_prefix(sequence_of(4, [1, 2, 3, 4, 7])) == Prefix((first.block_table[0],))
+    blocks.discard(first)
+    assert counts(blocks) == (8, 0, 0)
+
+
+def test_a_prompt_of_whole_blocks_is_copied_but_for_its_last_token() -> None:
+    blocks = BlockManager(8, BLOCK_SIZE)
+    first = computed(blocks, 1, list(range(8)))
+    assert blocks.find_prefix(sequence_of(2, list(range(8)))) == Prefix(
+        (first.block_table[0],), first.block_table[1], 3
+    )
+
+
+def test_a_block_is_copied_that_is_evicted_for_the_copy() -> None:
+    """It is read before anything is written."""
+    blocks = BlockManager(1, BLOCK_SIZE)
+    first = computed(blocks, 1, [1, 2, 3, 4])
+    blocks.release(first)
+    second = sequence_of(2, [1, 2, 5, 6])
+    assert blocks.allocate(second, blocks.find_prefix(second))
+    assert blocks.take_copies() == (BlockCopy(0, 0),)
+    compute(blocks, second)
+    blocks.check_integrity([second])
 
 
 def test_later_blocks_of_a_prefix_are_evicted_first_and_older_prefixes_before_newer() -> None:
@@ -75,16 +123,16 @@ def test_later_blocks_of_a_prefix_are_evicted_first_and_older_prefixes_before_ne
     blocks.release(computed(blocks, 1, [1] * 12))
     blocks.release(computed(blocks, 2, [2] * 12))
     assert counts(blocks) == (0, 6, 0)
-    assert blocks.allocate(sequence_of(3, [3] * 8), [])
-    assert len(blocks.find_prefix(sequence_of(4, [1] * 13))) == 1
-    assert len(blocks.find_prefix(sequence_of(5, [2] * 13))) == 3
+    assert blocks.allocate(sequence_of(3, [3] * 8), Prefix())
+    assert len(blocks.find_prefix(sequence_of(4, [1] * 13)).blocks) == 1
+    assert len(blocks.find_prefix(sequence_of(5, [2] * 13)).blocks) == 3
 
 
 def test_a_block_computed_twice_is_registered_once() -> None:
     blocks = BlockManager(8, BLOCK_SIZE)
     first, second = sequence_of(1, [7] * 5), sequence_of(2, [7] * 5)
     for sequence in (first, second):
-        assert blocks.allocate(sequence, [])
+        assert blocks.allocate(sequence, Prefix())
     for sequence in (first, second):
         compute(blocks, sequence)
     assert set(first.block_table).isdisjoint(second.block_table)
@@ -99,14 +147,14 @@ def test_nothing_changes_where_blocks_do_not_suffice() -> None:
     blocks = BlockManager(4, BLOCK_SIZE)
     first = computed(blocks, 1, [1] * 12)
     late = sequence_of(2, [2] * 8)
-    assert not blocks.allocate(late, [])
+    assert not blocks.allocate(late, Prefix())
     assert late.block_table == []
     first.token_ids += [1] * 12
     assert not blocks.grow(first)
     assert len(first.block_table) == 3
     assert counts(blocks) == (1, 0, 3)
-    assert not blocks.allocate(sequence_of(3, [3]), [], reserve=1)
-    assert blocks.allocate(sequence_of(4, [4]), [])
+    assert not blocks.allocate(sequence_of(3, [3]), Prefix(), reserve=1)
+    assert blocks.allocate(sequence_of(4, [4]), Prefix())
 
 
 def test_blocks_that_are_revived_do_not_count_as_available() -> None:
@@ -114,7 +162,7 @@ def test_blocks_that_are_revived_do_not_count_as_available() -> None:
     blocks.release(computed(blocks, 1, [1] * 8))
     longer = sequence_of(2, [1] * 16)
     prefix = blocks.find_prefix(longer)
-    assert len(prefix) == 2
+    assert len(prefix.blocks) == 2
     assert not blocks.allocate(longer, prefix)
     assert counts(blocks) == (1, 2, 0)
 
@@ -123,7 +171,7 @@ def test_what_is_discarded_is_found_by_nobody() -> None:
     blocks = BlockManager(8, BLOCK_SIZE)
     first, second = computed(blocks, 1, [1] * 9), computed(blocks, 2, [1] * 9)
     blocks.discard(second)
-    assert blocks.find_prefix(sequence_of(3, [1] * 9)) == []
+    assert blocks.find_prefix(sequence_of(3, [1] * 9)) == Prefix()
     blocks.release(first)
     assert counts(blocks) == (8, 0, 0)
     blocks.check_integrity([])
@@ -133,7 +181,7 @@ def test_caching_can_be_off() -> None:
     blocks = BlockManager(8, BLOCK_SIZE, enable_prefix_caching=False)
     blocks.release(computed(blocks, 1, [1] * 9))
     assert counts(blocks) == (8, 0, 0)
-    assert blocks.find_prefix(sequence_of(2, [1] * 9)) == []
+    assert blocks.find_prefix(sequence_of(2, [1] * 9)) == Prefix()
 
 
 def test_evicting_from_an_empty_cache_is_an_error() -> None:
@@ -165,9 +213,21 @@ def _keep_what_holds_nothing(blocks: BlockManager, sequence: Sequence) -> None:
     blocks._cache.mark_unused(blocks._free.pop())
 
 
+def _branch_to_a_block_that_holds_nothing(blocks: BlockManager, sequence: Sequence) -> None:
+    blocks._cache._branches[ROOT_DIGEST, 7] = blocks._free[0]
+
+
 @pytest.mark.parametrize(
     "harm",
-    [_leak, _free_twice, _free_while_held, _share_without_counting, _lose_a_digest, _keep_what_holds_nothing],
+    [
+        _branch_to_a_block_that_holds_nothing,
+        _leak,
+        _free_twice,
+        _free_while_held,
+        _share_without_counting,
+        _lose_a_digest,
+        _keep_what_holds_nothing,
+    ],
 )
 def test_integrity_notices(harm) -> None:  # type: ignore[no-untyped-def]
     blocks = BlockManager(8, BLOCK_SIZE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.worker.models.llama_config import LlamaConfig
+from trioengine.worker.scheduling.block_manager import BlockCopy
 
 _CPU_SHARE = 4  # a quarter of the free memory,
 _CPU_LIMIT = 4 << 30  # and at most 4 GiB
@@ -41,6 +43,13 @@ class KVCache:
             size = math.prod(shape) * dtype.itemsize * model.num_layers
             raise ModelError(f"{size} bytes for the KV cache cannot be had on {device}: lower kv_cache_memory") from exc
         return KVCache(num_blocks, block_size, model.num_kv_heads, layers)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Of every layer, and at once: what is a source and a target is read first."""
+        if copies:
+            sources, targets = torch.tensor(copies, device=self.layers[0].device).unbind(1)
+            for layer in self.layers:
+                layer.index_copy_(0, targets, layer.index_select(0, sources))
 
 
 def count_blocks(config: WorkerConfig, model: LlamaConfig, dtype: torch.dtype, device: torch.device) -> int:

@@ -50,6 +50,7 @@ class TorchModelRunner:
     def execute(self, output: SchedulerOutput) -> list[SampledToken]:
         """Compute a step: one entry for each scheduled sequence with `samples`, in their order."""
         with torch.inference_mode():
+            self.cache.copy_blocks(output.copies)
             batch = make_batch(output, self.block_size, self.model.device)
             attention = TorchAttention(batch, self.cache, self.model.config.num_heads)
             logits = self.model.forward(batch, attention)

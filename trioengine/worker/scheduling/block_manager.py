@@ -8,10 +8,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from trioengine.core.errors import InvariantError
 from trioengine.worker.scheduling.prefix_cache import ROOT_DIGEST, PrefixCache, block_digest
 from trioengine.worker.scheduling.sequence import Sequence
+
+
+class Prefix(NamedTuple):
+    """What the cache holds of a sequence: whole blocks, and the first tokens of the block after them."""
+
+    blocks: tuple[int, ...] = ()
+    partial: int = -1  # a block that begins with `num_partial` of the sequence's next tokens
+    num_partial: int = 0
+
+
+class BlockCopy(NamedTuple):
+    """Keys and values of a block that go to another, as they are before the step."""
+
+    source: int
+    target: int
 
 
 class BlockManager:
@@ -24,6 +40,7 @@ class BlockManager:
         self._ref_counts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block used last is used again first
         self._cache = PrefixCache()
+        self._copies: list[BlockCopy] = []
 
     @property
     def num_free(self) -> int:
@@ -42,40 +59,49 @@ class BlockManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def find_prefix(self, sequence: Sequence) -> list[int]:
-        """The blocks that hold the longest cached prefix of the sequence, short of its last token; changes nothing.
+    def find_prefix(self, sequence: Sequence) -> Prefix:
+        """The longest prefix of the sequence that is found in the cache, short of its last token; changes nothing.
 
         At least one token is left to compute, because the next token is sampled from its logits.
         """
+        if not self.enable_prefix_caching:
+            return Prefix()
         found: list[int] = []
-        if self.enable_prefix_caching:
-            num_full_blocks = (sequence.num_tokens - 1) // self.block_size
-            for index in range(num_full_blocks):
-                block = self._cache.find(self._digest(sequence, index))
-                if block is None:
-                    break
-                found.append(block)
-        return found
+        for index in range((sequence.num_tokens - 1) // self.block_size):
+            block = self._cache.find(self._digest(sequence, index))
+            if block is None:
+                break
+            found.append(block)
+        start = len(found) * self.block_size
+        rest = sequence.token_ids[start : min(start + self.block_size, sequence.num_tokens - 1)]
+        return Prefix(tuple(found), *self._cache.find_partial(self._parent(sequence, len(found)), rest))
 
-    def allocate(self, sequence: Sequence, prefix: list[int], *, reserve: int = 0) -> bool:
+    def allocate(self, sequence: Sequence, prefix: Prefix, *, reserve: int = 0) -> bool:
         """Give an empty sequence `prefix` (see `find_prefix`) and blocks for the rest of its tokens.
 
         False, and nothing changes, where that would leave fewer than `reserve` blocks for others. The tokens of
-        `prefix` count as computed.
+        `prefix` count as computed; those of its partial block are, when the step has made `take_copies`.
         """
-        num_new = self.num_blocks_for(sequence.num_tokens) - len(prefix)
-        num_revived = sum(1 for block in prefix if self._cache.is_unused(block))
+        num_new = self.num_blocks_for(sequence.num_tokens) - len(prefix.blocks)
+        num_revived = sum(1 for block in prefix.blocks if self._cache.is_unused(block))
         if self.num_free + self.num_cached - num_revived - num_new < reserve:
             return False
-        for block in prefix:
+        for block in prefix.blocks:
             if self._cache.is_unused(block):
                 self._cache.mark_used(block)
             self._ref_counts[block] += 1
-        sequence.block_table.extend(prefix)
+        sequence.block_table.extend(prefix.blocks)
         for _ in range(num_new):
             sequence.block_table.append(self._take())
-        sequence.num_computed_tokens = len(prefix) * self.block_size
+        if prefix.num_partial:
+            self._copies.append(BlockCopy(prefix.partial, sequence.block_table[len(prefix.blocks)]))
+        sequence.num_computed_tokens = len(prefix.blocks) * self.block_size + prefix.num_partial
         return True
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """What the next step has to copy before it computes anything: all sources are read before a target changes."""
+        copies, self._copies = tuple(self._copies), []
+        return copies
 
     def grow(self, sequence: Sequence) -> bool:
         """Make the block table hold all tokens; False, and nothing changes, when there are too few blocks."""
@@ -90,7 +116,9 @@ class BlockManager:
         """Make the blocks findable that were filled by computing the tokens from `num_computed_before` on."""
         if self.enable_prefix_caching:
             for index in range(num_computed_before // self.block_size, sequence.num_computed_tokens // self.block_size):
-                self._cache.register(sequence.block_table[index], self._digest(sequence, index))
+                digest, parent = self._digest(sequence, index), self._parent(sequence, index)
+                token_ids = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
+                self._cache.register(sequence.block_table[index], parent, token_ids, digest)
 
     def release(self, sequence: Sequence) -> None:
         """Take all blocks back; of those that stay cached, the later ones of the prefix are evicted first."""
@@ -141,7 +169,10 @@ class BlockManager:
     def _digest(self, sequence: Sequence, index: int) -> bytes:
         digests = sequence.block_digests
         for later in range(len(digests), index + 1):
-            parent = digests[-1] if digests else ROOT_DIGEST
             start = later * self.block_size
+            parent = self._parent(sequence, later)
             digests.append(block_digest(parent, sequence.token_ids[start : start + self.block_size]))
         return digests[index]
+
+    def _parent(self, sequence: Sequence, index: int) -> bytes:
+        return sequence.block_digests[index - 1] if index else ROOT_DIGEST

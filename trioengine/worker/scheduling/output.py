@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from trioengine.core.messages import Logprobs
+from trioengine.worker.scheduling.block_manager import BlockCopy
 from trioengine.worker.scheduling.sequence import Sequence
 
 
@@ -24,9 +25,13 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step: never empty; every block that the tokens need is in the sequences' block tables."""
+    """One step: never empty; every block that the tokens need is in the sequences' block tables.
+
+    First the `copies` are made, all from what lies in the blocks before the step.
+    """
 
     scheduled: tuple[ScheduledSequence, ...]
+    copies: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -3,6 +3,9 @@
 A full block is known by a digest of its tokens and of the digest of the block before it, so that equal digests mean
 equal prefixes (the scheme of vLLM's automatic prefix caching). The first block's parent is ROOT_DIGEST; a cache salt
 or the content of an image is another root or more bytes, and nothing else here changes.
+
+Where prefixes part within a block, as after a chat template's first words, what they share is found by the parent and
+the first token: of several blocks with these, the latest.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from array import array
 from collections.abc import KeysView
 from collections.abc import Sequence as Items
 from hashlib import blake2b
+from typing import NamedTuple
 
 ROOT_DIGEST = b""
 
@@ -20,12 +24,25 @@ def block_digest(parent: bytes, token_ids: Items[int]) -> bytes:
     return blake2b(parent + array("i", token_ids).tobytes(), digest_size=32).digest()
 
 
+class _Entry(NamedTuple):
+    """What a registered block holds."""
+
+    parent: bytes
+    token_ids: array[int]
+    digest: bytes
+
+    @property
+    def branch(self) -> tuple[bytes, int]:
+        return self.parent, self.token_ids[0]
+
+
 class PrefixCache:
     """Registered blocks by digest, and the unused ones among them in the order of eviction, oldest first."""
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, int] = {}
-        self._digests: dict[int, bytes] = {}
+        self._entries: dict[int, _Entry] = {}
+        self._branches: dict[tuple[bytes, int], int] = {}  # by the parent's digest and the first token
         self._unused: dict[int, None] = {}  # an ordered set
 
     @property
@@ -40,14 +57,25 @@ class PrefixCache:
         """The block that holds this prefix's last tokens."""
         return self._blocks.get(digest)
 
-    def register(self, block: int, digest: bytes) -> None:
+    def find_partial(self, parent: bytes, token_ids: Items[int]) -> tuple[int, int]:
+        """A block after the prefix `parent` that begins with some of these tokens, and with how many; (-1, 0): none."""
+        block = self._branches.get((parent, token_ids[0]), -1) if token_ids else -1
+        if block < 0:
+            return -1, 0
+        held = self._entries[block].token_ids
+        differing = (index for index, pair in enumerate(zip(held, token_ids, strict=False)) if pair[0] != pair[1])
+        return block, next(differing, min(len(held), len(token_ids)))
+
+    def register(self, block: int, parent: bytes, token_ids: Items[int], digest: bytes) -> None:
         """Make a computed block findable; where another block holds the same prefix already, that one stays."""
-        if digest not in self._blocks and block not in self._digests:
+        if digest not in self._blocks and block not in self._entries:
+            entry = _Entry(parent, array("i", token_ids), digest)
             self._blocks[digest] = block
-            self._digests[block] = digest
+            self._entries[block] = entry
+            self._branches[entry.branch] = block
 
     def is_registered(self, block: int) -> bool:
-        return block in self._digests
+        return block in self._entries
 
     def is_unused(self, block: int) -> bool:
         return block in self._unused
@@ -70,15 +98,20 @@ class PrefixCache:
 
     def forget(self, block: int) -> None:
         """Make a block unfindable; nothing happens when it is not registered."""
-        digest = self._digests.pop(block, None)
-        if digest is not None:
-            del self._blocks[digest]
+        entry = self._entries.pop(block, None)
+        if entry is not None:
+            del self._blocks[entry.digest]
+            if self._branches.get(entry.branch) == block:
+                del self._branches[entry.branch]
 
     def find_disagreement(self) -> str | None:
         """What does not agree among the maps, or None."""
-        found = list(map(self._blocks.get, self._digests.values()))
-        if found != list(self._digests) or len(self._blocks) != len(self._digests):
+        found = [self._blocks.get(entry.digest) for entry in self._entries.values()]
+        if found != list(self._entries) or len(self._blocks) != len(self._entries):
             return "the prefix cache's two maps are not each other's inverse"
-        if not self._unused.keys() <= self._digests.keys():
+        branches = self._branches.items()
+        if any(block not in self._entries or self._entries[block].branch != branch for branch, block in branches):
+            return "the prefix cache finds a block by tokens that it does not hold"
+        if not self._unused.keys() <= self._entries.keys():
             return "the prefix cache keeps blocks that hold no prefix"
         return None

@@ -104,7 +104,7 @@ class Scheduler:
             self._schedule_prompts(scheduled, min(left, limits.chunked_prefill_size))
         if not scheduled:
             raise InvariantError(f"{len(self._sequences)} sequences, and none of them can be scheduled")
-        self._in_step = output = SchedulerOutput(tuple(scheduled))
+        self._in_step = output = SchedulerOutput(tuple(scheduled), self.blocks.take_copies())
         self._num_steps += 1
         self._num_tokens += output.num_tokens
         return output
