@@ -52,8 +52,6 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
     )
     def begin(self, ready: bool, clients: int, turns: int) -> None:
         """Mostly from a server that is ready, with clients that have talked."""
-        if ready:
-            self._settle()
         for _ in range(clients):
             self._connect()
         if ready:
