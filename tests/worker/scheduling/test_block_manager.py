@@ -7,7 +7,7 @@ from toy_driver import sequence_of
 
 from trioengine.core.errors import InvariantError
 from trioengine.worker.scheduling.block_manager import BlockCopy, BlockManager, Prefix
-from trioengine.worker.scheduling.prefix_cache import ROOT_DIGEST, PrefixCache, block_digest
+from trioengine.worker.scheduling.prefix_cache import ROOT_DIGEST, PartialBlock, PrefixCache, block_digest
 from trioengine.worker.scheduling.sequence import Sequence
 
 BLOCK_SIZE = 4
@@ -76,7 +76,7 @@ def test_what_prefixes_share_within_a_block_is_copied() -> None:
     first = computed(blocks, 1, [*range(6), 10, 11, 12])
     second = sequence_of(2, [*range(6), 20, 21])
     prefix = blocks.find_prefix(second)
-    assert prefix == Prefix((first.block_table[0],), first.block_table[1], 2)
+    assert prefix == Prefix((first.block_table[0],), PartialBlock(first.block_table[1], 2))
     assert blocks.allocate(second, prefix)
     assert second.num_computed_tokens == 6
     assert second.block_table[0] == first.block_table[0]
@@ -90,7 +90,7 @@ def test_what_prefixes_share_within_a_block_is_copied() -> None:
 def test_the_latest_of_blocks_that_begin_alike_is_copied_from() -> None:
     blocks = BlockManager(8, BLOCK_SIZE)
     first, second = computed(blocks, 1, [1, 2, 3, 4]), computed(blocks, 2, [1, 2, 5, 6])
-    assert blocks.find_prefix(sequence_of(3, [1, 2, 3, 7])) == Prefix((), second.block_table[0], 2)
+    assert blocks.find_prefix(sequence_of(3, [1, 2, 3, 7])) == Prefix((), PartialBlock(second.block_table[0], 2))
     blocks.discard(second)
     assert blocks.find_prefix(sequence_of(3, [1, 2, 3, 7])) == Prefix()
     assert blocks.find_prefix(sequence_of(4, [1, 2, 3, 4, 7])) == Prefix((first.block_table[0],))
@@ -101,9 +101,8 @@ def test_the_latest_of_blocks_that_begin_alike_is_copied_from() -> None:
 def test_a_prompt_of_whole_blocks_is_copied_but_for_its_last_token() -> None:
     blocks = BlockManager(8, BLOCK_SIZE)
     first = computed(blocks, 1, list(range(8)))
-    assert blocks.find_prefix(sequence_of(2, list(range(8)))) == Prefix(
-        (first.block_table[0],), first.block_table[1], 3
-    )
+    whole, copied = first.block_table
+    assert blocks.find_prefix(sequence_of(2, list(range(8)))) == Prefix((whole,), PartialBlock(copied, 3))
 
 
 def test_a_block_is_copied_that_is_evicted_for_the_copy() -> None:

@@ -11,16 +11,15 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from trioengine.core.errors import InvariantError
-from trioengine.worker.scheduling.prefix_cache import ROOT_DIGEST, PrefixCache, block_digest
+from trioengine.worker.scheduling.prefix_cache import ROOT_DIGEST, PartialBlock, PrefixCache, block_digest
 from trioengine.worker.scheduling.sequence import Sequence
 
 
 class Prefix(NamedTuple):
-    """What the cache holds of a sequence: whole blocks, and the first tokens of the block after them."""
+    """What the cache holds of a sequence: whole blocks, and perhaps the first tokens of the block after them."""
 
     blocks: tuple[int, ...] = ()
-    partial: int = -1  # a block that begins with `num_partial` of the sequence's next tokens
-    num_partial: int = 0
+    partial: PartialBlock | None = None
 
 
 class BlockCopy(NamedTuple):
@@ -74,7 +73,7 @@ class BlockManager:
             found.append(block)
         start = len(found) * self.block_size
         rest = sequence.token_ids[start : min(start + self.block_size, sequence.num_tokens - 1)]
-        return Prefix(tuple(found), *self._cache.find_partial(self._parent(sequence, len(found)), rest))
+        return Prefix(tuple(found), self._cache.find_partial(self._parent(sequence, len(found)), rest))
 
     def allocate(self, sequence: Sequence, prefix: Prefix, *, reserve: int = 0) -> bool:
         """Give an empty sequence `prefix` (see `find_prefix`) and blocks for the rest of its tokens.
@@ -93,9 +92,10 @@ class BlockManager:
         sequence.block_table.extend(prefix.blocks)
         for _ in range(num_new):
             sequence.block_table.append(self._take())
-        if prefix.num_partial:
-            self._copies.append(BlockCopy(prefix.partial, sequence.block_table[len(prefix.blocks)]))
-        sequence.num_computed_tokens = len(prefix.blocks) * self.block_size + prefix.num_partial
+        sequence.num_computed_tokens = len(prefix.blocks) * self.block_size
+        if prefix.partial is not None:
+            self._copies.append(BlockCopy(prefix.partial.block, sequence.block_table[len(prefix.blocks)]))
+            sequence.num_computed_tokens += prefix.partial.num_tokens
         return True
 
     def take_copies(self) -> tuple[BlockCopy, ...]:

@@ -24,6 +24,13 @@ def block_digest(parent: bytes, token_ids: Items[int]) -> bytes:
     return blake2b(parent + array("i", token_ids).tobytes(), digest_size=32).digest()
 
 
+class PartialBlock(NamedTuple):
+    """A block of which only the first tokens are wanted."""
+
+    block: int
+    num_tokens: int
+
+
 class _Entry(NamedTuple):
     """What a registered block holds."""
 
@@ -57,14 +64,14 @@ class PrefixCache:
         """The block that holds this prefix's last tokens."""
         return self._blocks.get(digest)
 
-    def find_partial(self, parent: bytes, token_ids: Items[int]) -> tuple[int, int]:
-        """A block after the prefix `parent` that begins with some of these tokens, and with how many; (-1, 0): none."""
-        block = self._branches.get((parent, token_ids[0]), -1) if token_ids else -1
-        if block < 0:
-            return -1, 0
+    def find_partial(self, parent: bytes, token_ids: Items[int]) -> PartialBlock | None:
+        """A block after the prefix `parent` that begins with some of these tokens."""
+        block = self._branches.get((parent, token_ids[0])) if token_ids else None
+        if block is None:
+            return None
         held = self._entries[block].token_ids
         differing = (index for index, pair in enumerate(zip(held, token_ids, strict=False)) if pair[0] != pair[1])
-        return block, next(differing, min(len(held), len(token_ids)))
+        return PartialBlock(block, next(differing, min(len(held), len(token_ids))))
 
     def register(self, block: int, parent: bytes, token_ids: Items[int], digest: bytes) -> None:
         """Make a computed block findable; where another block holds the same prefix already, that one stays."""
