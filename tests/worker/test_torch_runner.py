@@ -11,8 +11,9 @@ from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.worker.layers import attention
+from trioengine.worker.runner.kv_cache import KVCache
 from trioengine.worker.runner.model_runner import TorchModelRunner, choose_device, choose_dtype
-from trioengine.worker.scheduling.output import ScheduledSequence, SchedulerOutput
+from trioengine.worker.scheduling.output import BlockCopy, ScheduledSequence, SchedulerOutput
 from trioengine.worker.scheduling.sequence import Sequence
 
 VARIANTS = reference("tiny_reference.json")
@@ -107,6 +108,19 @@ def test_a_bad_row_fails_alone(tiny_llama, tmp_path):
     assert (good_token.request, good_token.error) == (10, None)
     assert good_token.token_id == VARIANTS["plain"]["output"][0]
     assert (bad_token.request, bad_token.error) == (11, "logits are not finite")
+
+
+def test_a_block_is_copied_as_far_as_it_is_shared():
+    """What lies behind may be not finite, and is read under a mask. All is read before any of it is written."""
+    shape = (4, 2, 3, 5)  # blocks, heads, tokens, head_dim
+    cache = KVCache(4, 3, 1, (torch.full(shape, math.nan), torch.full(shape, math.nan)))
+    for layer in cache.layers:
+        layer[0, :, :2] = 1.0
+        layer[1, :, :1] = 2.0
+    cache.copy_blocks([BlockCopy(0, 1, 2), BlockCopy(1, 2, 1), BlockCopy(0, 0, 1)])
+    for layer in cache.layers:
+        assert layer[:3, 0, :, 0].tolist() == [[1, 0, 0], [1, 1, 0], [2, 0, 0]]
+        assert layer[3].isnan().all()
 
 
 def test_a_step_without_samples(tiny_llama, tmp_path):

@@ -39,8 +39,8 @@ class WorkerConfig:
     dtype: str = "auto"  # auto, float32, bfloat16
     max_model_len: int | None = None  # tokens of prompt and answer together; None: the model's own limit
     max_num_seqs: int = 128  # sequences in one step
-    max_num_batched_tokens: int = 2048  # tokens in one step, and between two tokens of a running sequence
-    chunked_prefill_size: int = 512  # tokens of prompts in one step
+    max_num_batched_tokens: int = 2048  # tokens in one step; of prompts, between two tokens of a sequence
+    chunked_prefill_size: int = 512  # tokens of prompts in one step, at most
     block_size: int = 16  # tokens in a KV block
     kv_cache_memory: int | None = None  # bytes
     gpu_memory_utilization: float = 0.9  # on CUDA, when kv_cache_memory is None

@@ -16,8 +16,7 @@ from pathlib import Path
 from trioengine.hub.model_files import ModelFormat, ModelInfo
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
-from trioengine.worker.scheduling.block_manager import BlockCopy
-from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
+from trioengine.worker.scheduling.output import BlockCopy, SampledToken, SchedulerOutput
 
 END_OF_TEXT, IM_START, IM_END = 256, 257, 258
 VOCAB_SIZE = 259
@@ -87,8 +86,8 @@ class ToyRunner:
 
     def _copy(self, copies: tuple[BlockCopy, ...]) -> None:
         size = self._block_size
-        held = [[self._slots.get(source * size + offset, 0) for offset in range(size)] for source, _ in copies]
-        for (_, target), values in zip(copies, held, strict=True):
+        held = [[self._slots[source * size + offset] for offset in range(count)] for source, _, count in copies]
+        for (_, target, _), values in zip(copies, held, strict=True):
             self._slots.update(enumerate(values, target * size))
 
     def _slot(self, block_table: list[int], position: int) -> int:

@@ -6,7 +6,8 @@ import pytest
 from toy_driver import sequence_of
 
 from trioengine.core.errors import InvariantError
-from trioengine.worker.scheduling.block_manager import BlockCopy, BlockManager, Prefix
+from trioengine.worker.scheduling.block_manager import BlockManager, Prefix
+from trioengine.worker.scheduling.output import BlockCopy
 from trioengine.worker.scheduling.prefix_cache import ROOT_DIGEST, PartialBlock, PrefixCache, block_digest
 from trioengine.worker.scheduling.sequence import Sequence
 
@@ -80,7 +81,7 @@ def test_what_prefixes_share_within_a_block_is_copied() -> None:
     assert blocks.allocate(second, prefix)
     assert second.num_computed_tokens == 6
     assert second.block_table[0] == first.block_table[0]
-    assert blocks.take_copies() == (BlockCopy(first.block_table[1], second.block_table[1]),)
+    assert blocks.take_copies() == (BlockCopy(first.block_table[1], second.block_table[1], 2),)
     assert blocks.take_copies() == ()
     compute(blocks, second)
     assert blocks.find_prefix(sequence_of(3, [*range(6), 20, 21, 5])).blocks == tuple(second.block_table)
@@ -112,7 +113,7 @@ def test_a_block_is_copied_that_is_evicted_for_the_copy() -> None:
     blocks.release(first)
     second = sequence_of(2, [1, 2, 5, 6])
     assert blocks.allocate(second, blocks.find_prefix(second))
-    assert blocks.take_copies() == (BlockCopy(0, 0),)
+    assert blocks.take_copies() == (BlockCopy(0, 0, 2),)
     compute(blocks, second)
     blocks.check_integrity([second])
 

@@ -92,13 +92,26 @@ def test_decodes_are_not_left_out_for_prompts_that_do_not_fill_a_step() -> None:
     assert shape(scheduler, runner) == [(1, 1), (2, 3)]
 
 
-def test_decodes_are_not_left_out_for_prompts_that_find_no_blocks() -> None:
-    scheduler, runner = make(chunked_prefill_size=4, kv_blocks_total=6)
-    scheduler.add(sequence_of(1, [1] * 16, params(6)))
-    for _ in range(4):
-        shape(scheduler, runner)
-    scheduler.add(sequence_of(2, [2] * 16, params(6)))
-    assert shape(scheduler, runner) == [(1, 1)]
+@pytest.mark.parametrize("limits", [{"kv_blocks_total": 12}, {"max_num_seqs": 2}], ids=["blocks", "sequences"])
+def test_decodes_are_not_left_out_for_prompts_that_cannot_run(limits: dict[str, int]) -> None:
+    """What is left of the running one does not fill the step, and there is no place for the next one."""
+    scheduler, runner = make(chunked_prefill_size=4, **limits)
+    scheduler.add(sequence_of(1, [1] * 3, params(9)))
+    assert shape(scheduler, runner) == [(1, 3)]
+    scheduler.add(sequence_of(2, [2] * 6, params(9)))
+    scheduler.add(sequence_of(3, [3] * 36, params(9)))
+    assert shape(scheduler, runner) == [(2, 4)]
+    assert shape(scheduler, runner) == [(1, 1), (2, 2)]
+
+
+def test_decodes_are_not_left_out_for_prompts_that_are_in_the_cache() -> None:
+    scheduler, runner = make(chunked_prefill_size=4)
+    scheduler.add(sequence_of(1, [5] * 20, params(1)))
+    run_all(scheduler, runner)
+    scheduler.add(sequence_of(2, [1] * 3, params(9)))
+    assert shape(scheduler, runner) == [(2, 3)]
+    scheduler.add(sequence_of(3, [5] * 20, params(9)))
+    assert shape(scheduler, runner) == [(2, 1), (3, 1)]
 
 
 def test_no_more_than_max_num_seqs_run() -> None:

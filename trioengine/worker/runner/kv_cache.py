@@ -13,7 +13,7 @@ from torch import Tensor
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.worker.models.llama_config import LlamaConfig
-from trioengine.worker.scheduling.block_manager import BlockCopy
+from trioengine.worker.scheduling.output import BlockCopy
 
 _CPU_SHARE = 4  # a quarter of the free memory,
 _CPU_LIMIT = 4 << 30  # and at most 4 GiB
@@ -47,9 +47,12 @@ class KVCache:
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Of every layer, and at once: what is a source and a target is read first."""
         if copies:
-            sources, targets = torch.tensor(copies, device=self.layers[0].device).unbind(1)
+            device = self.layers[0].device
+            sources, targets, counts = torch.tensor(copies, device=device).unbind(1)
+            behind = torch.arange(self.block_size, device=device) >= counts[:, None]  # [num_copies, block_size]
             for layer in self.layers:
-                layer.index_copy_(0, targets, layer.index_select(0, sources))
+                held = layer.index_select(0, sources).masked_fill_(behind[:, None, :, None], 0.0)
+                layer.index_copy_(0, targets, held)
 
 
 def count_blocks(config: WorkerConfig, model: LlamaConfig, dtype: torch.dtype, device: torch.device) -> int:

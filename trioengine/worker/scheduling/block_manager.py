@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from trioengine.core.errors import InvariantError
+from trioengine.worker.scheduling.output import BlockCopy
 from trioengine.worker.scheduling.prefix_cache import ROOT_DIGEST, PartialBlock, PrefixCache, block_digest
 from trioengine.worker.scheduling.sequence import Sequence
 
@@ -20,13 +21,6 @@ class Prefix(NamedTuple):
 
     blocks: tuple[int, ...] = ()
     partial: PartialBlock | None = None
-
-
-class BlockCopy(NamedTuple):
-    """Keys and values of a block that go to another, as they are before the step."""
-
-    source: int
-    target: int
 
 
 class BlockManager:
@@ -75,6 +69,9 @@ class BlockManager:
         rest = sequence.token_ids[start : min(start + self.block_size, sequence.num_tokens - 1)]
         return Prefix(tuple(found), self._cache.find_partial(self._parent(sequence, len(found)), rest))
 
+    def num_tokens_of(self, prefix: Prefix) -> int:
+        return len(prefix.blocks) * self.block_size + (prefix.partial.num_tokens if prefix.partial else 0)
+
     def allocate(self, sequence: Sequence, prefix: Prefix, *, reserve: int = 0) -> bool:
         """Give an empty sequence `prefix` (see `find_prefix`) and blocks for the rest of its tokens.
 
@@ -92,10 +89,10 @@ class BlockManager:
         sequence.block_table.extend(prefix.blocks)
         for _ in range(num_new):
             sequence.block_table.append(self._take())
-        sequence.num_computed_tokens = len(prefix.blocks) * self.block_size
         if prefix.partial is not None:
-            self._copies.append(BlockCopy(prefix.partial.block, sequence.block_table[len(prefix.blocks)]))
-            sequence.num_computed_tokens += prefix.partial.num_tokens
+            source, num_tokens = prefix.partial
+            self._copies.append(BlockCopy(source, sequence.block_table[len(prefix.blocks)], num_tokens))
+        sequence.num_computed_tokens = self.num_tokens_of(prefix)
         return True
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
@@ -141,7 +138,7 @@ class BlockManager:
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raise InvariantError unless the books agree with the block tables of `sequences`: all there are.
 
-        Takes up to 0.2 s for a million blocks.
+        Takes up to 1.5 s for a million blocks.
         """
         held = Counter(block for sequence in sequences for block in sequence.block_table)
         for block, count in held.items():

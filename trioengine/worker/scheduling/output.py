@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from trioengine.core.messages import Logprobs
-from trioengine.worker.scheduling.block_manager import BlockCopy
 from trioengine.worker.scheduling.sequence import Sequence
 
 
@@ -21,6 +20,17 @@ class ScheduledSequence:
     def samples(self) -> bool:
         """Whether the last of these tokens is the sequence's last, so that a new one is to be sampled."""
         return self.sequence.num_computed_tokens + self.num_new_tokens == self.sequence.num_tokens
+
+
+class BlockCopy(NamedTuple):
+    """Keys and values of a block's first tokens, as they are before the step, go to another, which is 0 behind them.
+
+    What lies behind them in the source is another's, and may be not finite.
+    """
+
+    source: int
+    target: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ class PrefixCache:
         """What does not agree among the maps, or None."""
         found = [self._blocks.get(entry.digest) for entry in self._entries.values()]
         if found != list(self._entries) or len(self._blocks) != len(self._entries):
-            return "the prefix cache's two maps are not each other's inverse"
+            return "the prefix cache's maps of blocks and digests are not each other's inverse"
         branches = self._branches.items()
         if any(block not in self._entries or self._entries[block].branch != branch for branch, block in branches):
             return "the prefix cache finds a block by tokens that it does not hold"

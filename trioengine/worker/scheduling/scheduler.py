@@ -4,9 +4,9 @@ There are no phases. A step gives each sequence the tokens that it has and that 
 (`num_tokens - num_computed_tokens`), as far as `max_num_batched_tokens` goes; prefill, chunked prefill, a prefix found
 in the cache, decode and recomputation after a preemption are this one rule.
 
-Of prompts a step takes no more than `chunked_prefill_size` tokens, so that first tokens leave early. While there are
-enough of them, decodes, which cost as much for a few sequences as for many, are left out of so many steps that between
-two tokens of a sequence no more than `max_num_batched_tokens` are computed: as if these steps were one.
+Of prompts a step takes no more than `chunked_prefill_size` tokens, so that first tokens leave early. While these fill
+steps, decodes, which cost as much for a few sequences as for many, are left out of some: so many that between two
+tokens of a sequence no more than `max_num_batched_tokens` tokens of prompts are computed, as if these steps were one.
 
 Order, and why nothing starves: running and waiting sequences together are sorted by arrival, always. Only the first of
 the waiting is admitted, and it gets blocks for all the tokens it has; only decodes need more blocks later, and when
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Items
-from itertools import chain
 from typing import NamedTuple
 
 from trioengine.core.errors import InvariantError, RequestRejected
@@ -171,14 +170,19 @@ class Scheduler:
     # ---- a step -----------------------------------------------------------------------------------------------------
 
     def _has_full_chunk(self) -> bool:
-        """Whether what is left of all prompts fills a step without decodes."""
-        left = self.limits.chunked_prefill_size
-        for sequence in chain(self._running, self._waiting):
+        """Whether what is left of the prompts that run, or can be admitted now, fills a step without decodes."""
+        limits, blocks = self.limits, self.blocks
+        left = limits.chunked_prefill_size
+        for sequence in self._running:
             if not sequence.is_decoding:
                 left -= sequence.num_tokens - sequence.num_computed_tokens
-                if left <= 0:
-                    return True
-        return False
+        num_blocks = blocks.num_free + blocks.num_cached
+        for num_running, sequence in enumerate(self._waiting, len(self._running)):
+            num_blocks -= blocks.num_blocks_for(sequence.num_tokens)
+            if left <= 0 or num_running == limits.max_num_seqs or num_blocks < num_running:
+                break
+            left -= sequence.num_tokens - blocks.num_tokens_of(blocks.find_prefix(sequence))
+        return left <= 0
 
     def _schedule_decodes(self, scheduled: list[ScheduledSequence]) -> None:
         """In order of arrival."""
