@@ -46,7 +46,7 @@ async def test_sessions_that_are_idle_meanwhile(autojump_clock, monkeypatch):
     counts = []
 
     async def load(*arguments):
-        await trio.sleep(5 * ServeConfig().client_ping_interval)  # pings must be answered meanwhile
+        await trio.sleep(5 * ServeConfig().client_ping_interval)  # simulated; pings are to be answered meanwhile
         counts.append(len(served))
         return await run_load(*arguments)
 

@@ -258,6 +258,12 @@ async def finished(engine, count):
         await engine.gate.changed()
 
 
+async def receive_late(stream, size, send_timeout):
+    """Receive when nearly half of the time has passed after which its client is taken for gone; a simulated time."""
+    await trio.sleep(0.45 * send_timeout)
+    return await stream.receive_some(size)
+
+
 async def read_all(stream, silence=1):
     data = b""
     with trio.move_on_after(silence) as scope:

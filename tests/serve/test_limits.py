@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import trio
-from clients import CHAT, chat, open_clients, read_all, status_and_body
+from clients import CHAT, chat, open_clients, read_all, receive_late, status_and_body
 from frames import HANDSHAKE
 from trio.testing import lockstep_stream_pair, wait_all_tasks_blocked
 from trio_websocket import ConnectionClosed
@@ -148,9 +148,8 @@ async def test_a_client_that_reads_slowly(autojump_clock, caplog):
         await client.send("POST", CHAT, chat(max_tokens=400, logprobs=True, top_logprobs=20))
         data = b""
         while not data.endswith(b"}}"):
-            await trio.sleep(4)  # it reads before it would be taken for gone, each time
-            data += await client.stream.receive_some(1 << 16)
-        assert trio.current_time() - before > 20
+            data += await receive_late(client.stream, 1 << 16, clients.server.config.send_timeout)
+        assert trio.current_time() - before > 2 * clients.server.config.send_timeout
         assert data.count(b'"logprob"') == 400 * 21
     assert "does not read" not in caplog.text
 

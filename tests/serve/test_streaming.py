@@ -4,16 +4,12 @@ import logging
 
 import pytest
 import trio
-from clients import HttpClient
+from clients import HttpClient, receive_late
+from doors import front_door
 from trio.testing import lockstep_stream_pair, memory_stream_pair, wait_all_tasks_blocked
 
-from trioengine.serve import ServeConfig, Server
-from trioengine.serve.access import Access
-from trioengine.serve.departures import Departures
-from trioengine.serve.front_door import FrontDoor
 from trioengine.serve.http import json_response
 from trioengine.serve.problem import ClientError
-from trioengine.serve.routes import get
 from trioengine.serve.sockets import CHUNK
 from trioengine.serve.streaming import KEEP_ALIVE, StreamingResponse
 
@@ -27,14 +23,8 @@ def connect(clients):
         async def handler(request):
             return StreamingResponse(write, **options)
 
-        door = Server(clients.engine).front_door
-        routes = {**door._routes, "/stream": get(handler)}
-        config = ServeConfig()
-        access, limits = Access(config), config.limits
-        upgrade, realtime, departures = door._check_upgrade, door._realtime, Departures()
-        door = FrontDoor(routes, access, upgrade, realtime, departures=departures, limits=limits, max_connections=8)
         ours, theirs = pair or memory_stream_pair()
-        nursery.start_soon(door.handle, theirs)
+        nursery.start_soon(front_door(clients, "/stream", handler).handle, theirs)
         return HttpClient(ours)
 
     return connect
@@ -160,7 +150,7 @@ async def test_what_follows_waits_for_the_comment_before_it(autojump_clock, conn
     await trio.aclose_forcefully(client.stream)
 
 
-async def test_a_long_piece_that_is_read_slowly(autojump_clock, connect):
+async def test_a_long_piece_that_is_read_slowly(autojump_clock, clients, connect):
     """Its client has the time that it has to read nothing again and again."""
 
     async def write(body):
@@ -171,8 +161,7 @@ async def test_a_long_piece_that_is_read_slowly(autojump_clock, connect):
     await client.send("GET", "/stream")
     data = b""
     while not data.endswith(b"\r\n0\r\n\r\n"):
-        await trio.sleep(15)  # it reads before it would be taken for gone, each time
-        data += await client.stream.receive_some(CHUNK)
+        data += await receive_late(client.stream, CHUNK, clients.server.config.send_timeout)
     assert data.count(b"x" * (1 << 20)) == data.count(b"y" * (1 << 20)) == 1
     await trio.aclose_forcefully(client.stream)
 

@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 import trio
-from clients import open_clients, read_all
+from clients import open_clients, read_all, receive_late
 from frames import HANDSHAKE, MASK, event, frame, read_until
 from trio.testing import lockstep_stream_pair
 from wsproto.events import AcceptConnection
@@ -194,8 +194,7 @@ async def test_a_long_message_that_is_read_slowly(autojump_clock):
         data = b""
         with trio.fail_after(1000):
             while data.count(b"x") < 600_000 or not data.endswith(b"}}"):
-                await trio.sleep(4)  # it reads before it would be taken for gone, each time
-                received = await stream.receive_some(1 << 17)
+                received = await receive_late(stream, 1 << 17, clients.server.config.send_timeout)
                 data += received
                 if received[0] == 0x80 | PING:
                     await stream.send_all(frame(received[2:], PONG))

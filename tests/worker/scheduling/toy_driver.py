@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+from trioengine.core.messages import FinishReason
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.toy_model import IM_END as EOS
-from trioengine.testing.toy_model import ToyRunner, toy_answer
+from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner, toy_answer
+from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.scheduler import SampledRow, Scheduler
-from trioengine.worker.scheduling.sequence import Sequence
+from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
+
+
+def make(**changes: int) -> tuple[Scheduler, ToyRunner]:
+    values: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "max_model_len": 64,
+        "kv_blocks_total": 64,
+        "block_size": 4,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+    }
+    limits = Limits(**(values | changes))
+    return Scheduler(limits), ToyRunner(limits.block_size)
+
+
+def params(max_tokens: int, **changes: object) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, seed=1, **({"ignore_eos": True} | changes))  # type: ignore[arg-type]
 
 
 def next_token(history: Iterable[int]) -> int:
@@ -56,3 +76,25 @@ def run_all(scheduler: Scheduler, runner: ToyRunner) -> list[SampledRow]:
     while scheduler.has_work:
         ends += [row for row in run_step(scheduler, runner) if row.finish_reason is not None]
     return ends
+
+
+def shape(scheduler: Scheduler, runner: ToyRunner) -> list[tuple[int, int]]:
+    """(request, tokens) of the next step, which is run."""
+    output = scheduler.schedule()
+    assert output is not None
+    shape = [(entry.sequence.request, entry.num_new_tokens) for entry in output.scheduled]
+    scheduler.update(output, runner.execute(output))
+    scheduler.check_integrity()
+    return shape
+
+
+def finish(prompt: list[int], sampling: SamplingParams, **limits: int) -> tuple[FinishReason | None, list[int]]:
+    """Run one request; how and with which tokens it finished, which are checked against the reference."""
+    scheduler, runner = make(**limits)
+    sequence = sequence_of(1, prompt, sampling)
+    scheduler.add(sequence)
+    (end,) = run_all(scheduler, runner)
+    assert sequence.status is SequenceStatus.FINISHED
+    assert scheduler.blocks.num_held == 0
+    assert sequence.token_ids[len(prompt) :] == answer(prompt, sampling, scheduler.limits.max_sequence_len)
+    return end.finish_reason, sequence.token_ids[len(prompt) :]

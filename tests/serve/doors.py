@@ -1,0 +1,38 @@
+"""Front doors with routes of a test's own, before those of the server of `clients`."""
+
+from contextlib import asynccontextmanager
+
+import trio
+from frames import request
+from trio.testing import memory_stream_pair, wait_all_tasks_blocked
+
+from trioengine.serve.access import Access
+from trioengine.serve.departures import Departures
+from trioengine.serve.front_door import FrontDoor
+from trioengine.serve.routes import Route
+
+
+def front_door(clients, path, handler, departures=None):
+    """A GET of `path` is answered by the handler, everything else as the server does it."""
+    config, door = clients.server.config, clients.server.front_door
+    return FrontDoor(
+        {**door._routes, path: Route({"GET": handler})},
+        Access(config),
+        door._check_upgrade,
+        door._realtime,
+        departures=Departures() if departures is None else departures,
+        limits=config.limits,
+        max_connections=8,
+    )
+
+
+@asynccontextmanager
+async def asked(door, path, *pair):
+    """The stream of a client whose GET of `path` is being handled; it is closed at the end."""
+    ours, theirs = pair or memory_stream_pair()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(door.handle, theirs)
+        await ours.send_all(request(path))
+        await wait_all_tasks_blocked()
+        yield ours
+        await ours.aclose()
