@@ -47,7 +47,7 @@ BAD_PARAMS = {
     ],
     "logprobs": [-1, 21, *NO_INTEGERS],
 }
-OPTIONAL = {"max_tokens", "seed", "logprobs", "max_model_len", "kv_cache_memory", "num_threads"}
+OPTIONAL = {"max_tokens", "seed", "logprobs", "max_model_len", "kv_cache_memory", "chunked_prefill_size", "num_threads"}
 
 
 def bad_values(table):
@@ -221,6 +221,7 @@ def test_the_greatest_configuration_travels():
         max_num_seqs=2**31 - 1,
         max_num_batched_tokens=2**31 - 1,
         block_size=2**31 - 1,
+        chunked_prefill_size=2**31 - 1,
         kv_cache_memory=2**63 - 1,
         gpu_memory_utilization=1,
         num_threads=1024,

@@ -1,4 +1,4 @@
-"""Models of both formats, the real one first; each file and field that can be wrong is named."""
+"""GGUF models, the real one first; each field that can be wrong is named."""
 
 import re
 import struct
@@ -9,8 +9,6 @@ from trioengine.core.errors import ModelError
 from trioengine.hub.known_models import SMOLLM2
 from trioengine.hub.model_files import ModelFormat, read_model
 from trioengine.hub.model_info import ModelInfo
-
-# ---- GGUF ----------------------------------------------------------------------------------------------------------
 
 
 def test_smollm2(smollm2):
@@ -165,6 +163,3 @@ def test_files_that_are_no_gguf(tmp_path):
     path.write_bytes(b"PK\3\4")
     with pytest.raises(ModelError, match=r"some\.gguf: not a GGUF file"):
         read_model(path)
-
-
-# ---- a directory ---------------------------------------------------------------------------------------------------

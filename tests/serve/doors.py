@@ -9,6 +9,7 @@ from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 from trioengine.serve.access import Access
 from trioengine.serve.departures import Departures
 from trioengine.serve.front_door import FrontDoor
+from trioengine.serve.http import json_response
 from trioengine.serve.routes import Route
 
 
@@ -27,12 +28,33 @@ def front_door(clients, path, handler, departures=None):
 
 
 @asynccontextmanager
-async def asked(door, path, *pair):
-    """The stream of a client whose GET of `path` is being handled; it is closed at the end."""
+async def asked(door, path, *pair, more=b""):
+    """The stream of a client whose GET of `path` is being handled, with `more` behind it; it is closed at the end."""
     ours, theirs = pair or memory_stream_pair()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(door.handle, theirs)
-        await ours.send_all(request(path))
+        await ours.send_all(request(path) + more)
         await wait_all_tasks_blocked()
         yield ours
         await ours.aclose()
+
+
+class SlowDoor:
+    """A front door whose `/slow` is answered when it may be."""
+
+    def __init__(self, clients):
+        self.departures = Departures()
+        self.may_answer = trio.Event()
+        self.was_cancelled = False
+        self._door = front_door(clients, "/slow", self._answer, self.departures)
+
+    async def _answer(self, request):
+        try:
+            await self.may_answer.wait()
+        except trio.Cancelled:
+            self.was_cancelled = True
+            raise
+        return json_response(200, {})
+
+    def asked(self, *pair):
+        return asked(self._door, "/slow", *pair)

@@ -2,6 +2,7 @@
 
 import pytest
 import trio
+from params import GREEDY, LONG
 from realtime_texts import assistant, reference, user
 from trio.testing import wait_all_tasks_blocked
 
@@ -19,9 +20,6 @@ from trioengine import (
 from trioengine.client.address import Address
 from trioengine.client.posts import WINDOW
 from trioengine.core.lifecycle import Cause
-
-GREEDY = SamplingParams(temperature=0, max_tokens=40)
-LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 
 async def test_an_answer_streams(autojump_clock, remote, clients):

@@ -1,16 +1,13 @@
 """trioengine.connect: what is refused, by whom and how, and that the session goes on."""
 
 import pytest
+from params import GREEDY, LONG
 from realtime_texts import assistant, reference, user
 
 from trioengine import (
     RequestRejected,
     SamplingParams,
 )
-
-GREEDY = SamplingParams(temperature=0, max_tokens=40)
-LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-
 
 BAD_PROMPTS = [
     ("", "empty_prompt", "prompt"),

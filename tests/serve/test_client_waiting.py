@@ -3,6 +3,7 @@
 import pytest
 import trio
 from clients import Clients
+from params import GREEDY, LONG
 from realtime_texts import assistant, reference, user
 from trio.testing import wait_all_tasks_blocked
 
@@ -15,9 +16,6 @@ from trioengine import (
 )
 from trioengine.core.lifecycle import Cause
 from trioengine.testing import simulated_engine
-
-GREEDY = SamplingParams(temperature=0, max_tokens=40)
-LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 import trio
 from clients import Clients, status_and_body
-from frames import HANDSHAKE, event, read_until
+from frames import HANDSHAKE, HEALTH, event, read_until
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine.serve.descriptors import RESERVE, affordable
@@ -16,19 +16,18 @@ async def test_more_connections_than_the_server_takes(autojump_clock):
     """The one too many is told so, whatever it asks for; when another has gone, there is room."""
     async with simulated_engine() as (engine, simulation), trio.open_nursery() as nursery:
         clients = Clients(engine, simulation, nursery, max_connections=2)
-        health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
         async with clients.realtime() as client:
             idle = clients.stream()
-            await idle.send_all(health)
+            await idle.send_all(HEALTH)
             assert (await idle.receive_some()).startswith(b"HTTP/1.1 200 ")
-            for asked in (health, HANDSHAKE, b""):
+            for asked in (HEALTH, HANDSHAKE, b""):
                 answer = await clients.http(asked)
                 status, body = status_and_body(answer)
                 assert (status, body["error"]["code"]) == (503, "too_many_connections")
                 assert b"retry-after: 1\r\n" in answer
             await idle.aclose()
             assert (await client.ask("hello", temperature=0))["status"] == "completed"
-            assert status_and_body(await clients.http(health))[0] == 200
+            assert status_and_body(await clients.http(HEALTH))[0] == 200
         clients.server.front_door.close_idle()
 
 
@@ -43,7 +42,7 @@ async def test_more_connections_than_the_server_refuses(autojump_clock):
         assert await clients.stream().receive_some() == b""
         for stream in refused:
             assert (await stream.receive_some()).startswith(b"HTTP/1.1 503 ")
-        await trio.sleep(LINGER_TIMEOUT + 1)
+        await trio.sleep(LINGER_TIMEOUT + 1)  # simulated: what was refused is let go then
         assert status_and_body(await clients.http(b""))[0] == 503
         await served.aclose()
 
@@ -57,7 +56,7 @@ async def test_a_bad_request_has_its_place_until_it_is_closed(autojump_clock):
         assert status_and_body(await clients.http(b""))[0] == 503
         await bad.aclose()
         await wait_all_tasks_blocked()
-        assert status_and_body(await clients.http(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"))[0] == 200
+        assert status_and_body(await clients.http(HEALTH))[0] == 200
         clients.server.front_door.close_idle()
 
 
@@ -132,7 +131,7 @@ async def test_half_a_handshake(autojump_clock, clients):
 async def test_a_handshake_right_behind_a_request(autojump_clock, clients):
     """They came in the same bytes: h11 has read the handshake's head, too, and trio-websocket still gets all of it."""
     stream = clients.stream()
-    await stream.send_all(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + HANDSHAKE)
+    await stream.send_all(HEALTH + HANDSHAKE)
     data = await read_until(stream, b"session.created")
     assert data.startswith(b"HTTP/1.1 200 ")
     assert b"HTTP/1.1 101 " in data

@@ -2,57 +2,33 @@
 
 import logging
 
-import pytest
 import trio
 from clients import read_all
-from doors import asked, front_door
+from doors import SlowDoor
 from trio.testing import memory_stream_pair
 
-from trioengine.serve.departures import Departures
-from trioengine.serve.http import json_response
 
-
-@pytest.fixture
-def departures():
-    return Departures()
-
-
-@pytest.fixture
-def may_answer():
-    return trio.Event()
-
-
-@pytest.fixture
-def slow(clients, departures, may_answer):
-    """A front door with a route that answers when it may."""
-
-    async def handler(request):
-        await may_answer.wait()
-        return json_response(200, {})
-
-    return front_door(clients, "/slow", handler, departures)
-
-
-async def test_an_http_client_that_goes_before_its_answer_is_counted(autojump_clock, slow, departures):
-    async with asked(slow, "/slow"):
+async def test_an_http_client_that_goes_before_its_answer_is_counted(autojump_clock, clients):
+    slow = SlowDoor(clients)
+    async with slow.asked():
         pass
-    assert departures.count == 1
+    assert slow.departures.count == 1
 
 
-async def test_an_http_client_that_has_its_answer_is_not_counted(autojump_clock, slow, departures, may_answer):
-    async with asked(slow, "/slow") as stream:
-        may_answer.set()
+async def test_an_http_client_that_has_its_answer_is_not_counted(autojump_clock, clients):
+    slow = SlowDoor(clients)
+    async with slow.asked() as stream:
+        slow.may_answer.set()
         assert (await read_all(stream)).startswith(b"HTTP/1.1 200 ")
-    assert departures.count == 0
+    assert slow.departures.count == 0
 
 
-async def test_an_http_client_that_does_not_take_its_answer_is_counted(
-    autojump_clock, slow, departures, may_answer, caplog
-):
+async def test_an_http_client_that_does_not_take_its_answer_is_counted(autojump_clock, clients, caplog):
     caplog.set_level(logging.INFO, "trioengine")
+    slow = SlowDoor(clients)
     ours, theirs = memory_stream_pair()
     theirs.send_stream.send_all_hook = trio.sleep_forever
-    async with asked(slow, "/slow", ours, theirs) as stream:
-        may_answer.set()
+    async with slow.asked(ours, theirs) as stream:
+        slow.may_answer.set()
         await read_all(stream, silence=100)
-    assert departures.count == 1
+    assert slow.departures.count == 1

@@ -5,11 +5,10 @@ import logging
 import pytest
 import trio
 from clients import CHAT, chat, open_clients, read_all, receive_late, status_and_body
-from frames import HANDSHAKE
+from frames import HANDSHAKE, HEALTH
 from trio.testing import lockstep_stream_pair, wait_all_tasks_blocked
 from trio_websocket import ConnectionClosed
 
-HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LONG = {"temperature": 0, "max_output_tokens": 400, "ignore_eos": True}
 
 

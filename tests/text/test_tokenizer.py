@@ -205,7 +205,7 @@ def test_other_threads_run_while_what_is_long_is_translated(function, argument, 
     thread = threading.Thread(target=lambda: results.append(function(argument)))
     thread.start()
     while thread.is_alive():
-        time.sleep(0)  # gives the lock away; who holds it for the whole call gives none back
+        time.sleep(0)  # yields the GIL; a call that never releases it leaves no turn
         turns += 1
     thread.join()
     assert results == [result]

@@ -113,6 +113,23 @@ def test_a_whole_life(worker: Worker) -> None:
     assert worker.join() == 0
 
 
+@pytest.mark.parametrize(
+    ("device", "chunked_prefill_size", "steps"),
+    [("cpu", None, [512, 512, 276]), ("cuda:0", None, [1300]), ("cpu", 700, [700, 600])],
+)
+def test_prompts_are_cut_into_what_suits_the_device(
+    worker: Worker, device: str, chunked_prefill_size: int | None, steps: list[int]
+) -> None:
+    runner = worker.runner
+    runner.device, runner.max_model_len = device, 2048
+    seen: list[int] = []
+    runner.before_step = lambda output: seen.append(output.num_tokens)
+    worker.engine.configure(chunked_prefill_size=chunked_prefill_size)
+    worker.engine.send(AddSession(1), request(1, 1, [1] * 1300, max_tokens=1))
+    assert isinstance(worker.engine.receive(), Tokens)
+    assert seen == steps
+
+
 def test_shutdown_before_configure(worker: Worker) -> None:
     worker.engine.send(Shutdown())
     assert worker.join() == 0

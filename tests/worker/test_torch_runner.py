@@ -68,7 +68,7 @@ def test_batches_of_every_kind(tiny_llama, tmp_path):
 
 
 @pytest.mark.parametrize("num_shared", [1, 15, 16, 30, 47])
-def test_what_prompts_share_is_computed_once(tiny_llama, tmp_path, num_shared):
+def test_what_a_prompt_shares_with_one_before_is_copied(tiny_llama, tmp_path, num_shared):
     """Also within a block, which is copied: the answer is the one without a cache."""
     runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20)
     first = tiny_llama.PROMPT[:60]

@@ -72,9 +72,9 @@ class EngineEnd:
             self.connection.receive_data(data)
         return message  # type: ignore[return-value]
 
-    def configure(self, model_path: str = "toy") -> Ready:
+    def configure(self, model_path: str = "toy", *, chunked_prefill_size: int | None = None) -> Ready:
         """CONFIGURE, and wait for READY."""
-        self.send(Configure(WorkerConfig(model_path)))
+        self.send(Configure(WorkerConfig(model_path, chunked_prefill_size=chunked_prefill_size)))
         while isinstance(message := self.receive(), Loading):
             pass
         assert isinstance(message, Ready), message

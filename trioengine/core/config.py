@@ -18,13 +18,13 @@ _INTEGERS = {
     "max_num_queued_reqs": (0, MAX_COUNT),
     "max_sessions": (1, MAX_SESSIONS),
     "max_num_batched_tokens": (1, MAX_COUNT),
-    "chunked_prefill_size": (1, MAX_COUNT),
     "block_size": (1, MAX_COUNT),
     "max_restarts": (1, MAX_COUNT),
 }
 _OPTIONAL_INTEGERS = {
     "max_model_len": (2, MAX_COUNT),  # a prompt and a token
     "kv_cache_memory": (1, MAX_INT64),
+    "chunked_prefill_size": (1, MAX_COUNT),
     "num_threads": (1, 1024),
 }
 _SECONDS = ("startup_timeout", "step_timeout", "unresponsive_timeout", "ping_interval", "worker_shutdown_timeout")
@@ -39,8 +39,8 @@ class WorkerConfig:
     dtype: str = "auto"  # auto, float32, bfloat16
     max_model_len: int | None = None  # tokens of prompt and answer together; None: the model's own limit
     max_num_seqs: int = 128  # sequences in one step
-    max_num_batched_tokens: int = 2048  # tokens in one step; of prompts, between two tokens of a sequence
-    chunked_prefill_size: int = 512  # tokens of prompts in one step, at most
+    max_num_batched_tokens: int = 2048  # tokens in one step
+    chunked_prefill_size: int | None = None  # tokens of prompts in one step; None: what suits the device
     block_size: int = 16  # tokens in a KV block
     kv_cache_memory: int | None = None  # bytes
     gpu_memory_utilization: float = 0.9  # on CUDA, when kv_cache_memory is None
@@ -64,7 +64,7 @@ class EngineConfig:
     max_num_queued_reqs: int = 256
     max_sessions: int = 4096
     max_num_batched_tokens: int = 2048
-    chunked_prefill_size: int = 512
+    chunked_prefill_size: int | None = None
     block_size: int = 16
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float = 0.9

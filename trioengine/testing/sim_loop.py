@@ -109,13 +109,13 @@ class SimLoop:
             self.passes += 1
         self._picks.first = 0
 
-    def settle(self, limit: int = 2000) -> int:
-        """Passes until every task is blocked; how many of them did something. Livelock after `limit`."""
-        for count in range(limit):
+    def settle(self, limit: int = 2000) -> None:
+        """Passes until every task is blocked. Livelock after `limit`."""
+        for _ in range(limit):
             before = self.steps
             self.tick()
             if self.steps == before:
-                return count
+                return
         raise Livelock(f"tasks were still running after {limit} passes:\n{self.stacks()}")
 
     def seconds_to_next_deadline(self) -> float:

@@ -88,7 +88,8 @@ class ToyRunner:
         size = self._block_size
         held = [[self._slots[source * size + offset] for offset in range(count)] for source, _, count in copies]
         for (_, target, _), values in zip(copies, held, strict=True):
-            self._slots.update(enumerate(values, target * size))
+            behind = [0] * (size - len(values))
+            self._slots.update(enumerate(values + behind, target * size))
 
     def _slot(self, block_table: list[int], position: int) -> int:
         return block_table[position // self._block_size] * self._block_size + position % self._block_size

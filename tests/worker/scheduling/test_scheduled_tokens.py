@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from toy_driver import make, params, run_all, sequence_of, shape
 
+from trioengine.worker.scheduling.scheduler import MAX_SKIPS
+
 
 def test_nothing_to_do_is_none() -> None:
     scheduler, _ = make()
@@ -42,6 +44,15 @@ def test_decodes_are_left_out_of_some_steps_while_prompts_fill_them() -> None:
     assert shape(scheduler, runner) == [(1, 1), (2, 1), (3, 4)]
     assert shape(scheduler, runner) == [(3, 4)]
     assert shape(scheduler, runner) == [(1, 1), (2, 1), (3, 1)]
+
+
+def test_decodes_are_left_out_of_no_more_than_three_steps_in_a_row() -> None:
+    scheduler, runner = make(chunked_prefill_size=1)
+    scheduler.add(sequence_of(1, [1], params(9)))
+    assert shape(scheduler, runner) == [(1, 1)]
+    scheduler.add(sequence_of(2, [2] * 9, params(1)))
+    chunks = [[(2, 1)]] * MAX_SKIPS
+    assert [shape(scheduler, runner) for _ in range(8)] == [*chunks, [(1, 1), (2, 1)], *chunks, [(1, 1), (2, 1)]]
 
 
 def test_decodes_are_not_left_out_for_prompts_that_do_not_fill_a_step() -> None:

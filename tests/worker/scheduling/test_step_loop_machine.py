@@ -1,8 +1,8 @@
 """Random sessions on a tiny KV cache: every token is the reference's, every block comes back.
 
 The machine keeps the engine's mirror of each session, checks each row against the toy model's answer for that mirror,
-and compares all books after every event. Few blocks and few distinct prompts make preemption, eviction and shared
-prefixes common.
+and compares all books after every event; its runner checks what each step computes. Few blocks and few distinct prompts
+make preemption, eviction and shared prefixes common.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.toy_model import IM_END as EOS
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner
 from trioengine.worker.scheduling.limits import Limits
+from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
+from trioengine.worker.scheduling.scheduler import MAX_SKIPS
+from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
 from trioengine.worker.scheduling.step_loop import StepLoop
 
 MAX_SESSIONS = 8
@@ -51,6 +54,35 @@ class Mirror:
     request: Request | None = None
 
 
+class CheckingRunner(ToyRunner):
+    """Checks how many tokens of prompts a step computes, and how many lie between two tokens of a sequence."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits.block_size)
+        self._limits = limits
+        self._prompt_tokens: dict[Sequence, int] = {}  # since the latest token of each that decodes
+        self._steps: dict[Sequence, int] = {}
+
+    def execute(self, output: SchedulerOutput) -> list[SampledToken]:
+        limits = self._limits
+        decoding = {entry.sequence for entry in output.scheduled if entry.sequence.is_decoding}
+        prompt_tokens = sum(entry.num_new_tokens for entry in output.scheduled if entry.sequence not in decoding)
+        assert prompt_tokens <= limits.chunked_prefill_size
+        assert output.num_tokens <= limits.max_num_batched_tokens
+        for sequence in list(self._steps):
+            self._steps[sequence] += 1
+            self._prompt_tokens[sequence] += prompt_tokens
+            if sequence.status is not SequenceStatus.RUNNING:
+                del self._steps[sequence], self._prompt_tokens[sequence]
+            elif limits.max_num_seqs < limits.max_num_batched_tokens:  # there is room for all that decode
+                assert self._steps[sequence] <= 1 + MAX_SKIPS
+                assert self._prompt_tokens[sequence] <= limits.max_num_batched_tokens
+        for entry in output.scheduled:
+            if entry.samples:
+                self._steps[entry.sequence] = self._prompt_tokens[entry.sequence] = 0
+        return super().execute(output)
+
+
 class StepLoopMachine(RuleBasedStateMachine):
     @initialize(
         kv_blocks_total=st.integers(2, 16),
@@ -63,7 +95,7 @@ class StepLoopMachine(RuleBasedStateMachine):
     )
     def start(self, **limits: int) -> None:
         self.limits = Limits(vocab_size=VOCAB_SIZE, **limits)  # type: ignore[arg-type]
-        self.runner = ToyRunner(self.limits.block_size)
+        self.runner = CheckingRunner(self.limits)
         self.step_loop = StepLoop(self.runner, self.limits, lambda: 0.0)
         self.mirrors: dict[int, Mirror] = {}
         self.last_session = 0

@@ -57,17 +57,28 @@ def sequence_of(request: int, prompt: list[int], params: SamplingParams | None =
 
 
 def run_step(scheduler: Scheduler, runner: ToyRunner) -> list[SampledRow]:
-    """One step and a check of the books before and after its update."""
+    """One step; its rows."""
+    return _step(scheduler, runner)[1]
+
+
+def shape(scheduler: Scheduler, runner: ToyRunner) -> list[tuple[int, int]]:
+    """One step; (request, tokens) of what it computed."""
+    return _step(scheduler, runner)[0]
+
+
+def _step(scheduler: Scheduler, runner: ToyRunner) -> tuple[list[tuple[int, int]], list[SampledRow]]:
+    """With a check of its limits, and of the books before and after its update."""
     output = scheduler.schedule()
     assert output is not None
     assert output.num_tokens <= scheduler.limits.max_num_batched_tokens
     assert len(output.scheduled) <= scheduler.limits.max_num_seqs
     prompts = sum(entry.num_new_tokens for entry in output.scheduled if not entry.sequence.is_decoding)
     assert prompts <= scheduler.limits.chunked_prefill_size
+    computed = [(entry.sequence.request, entry.num_new_tokens) for entry in output.scheduled]
     scheduler.check_integrity()
     rows = scheduler.update(output, runner.execute(output))
     scheduler.check_integrity()
-    return rows
+    return computed, rows
 
 
 def run_all(scheduler: Scheduler, runner: ToyRunner) -> list[SampledRow]:
@@ -76,16 +87,6 @@ def run_all(scheduler: Scheduler, runner: ToyRunner) -> list[SampledRow]:
     while scheduler.has_work:
         ends += [row for row in run_step(scheduler, runner) if row.finish_reason is not None]
     return ends
-
-
-def shape(scheduler: Scheduler, runner: ToyRunner) -> list[tuple[int, int]]:
-    """(request, tokens) of the next step, which is run."""
-    output = scheduler.schedule()
-    assert output is not None
-    shape = [(entry.sequence.request, entry.num_new_tokens) for entry in output.scheduled]
-    scheduler.update(output, runner.execute(output))
-    scheduler.check_integrity()
-    return shape
 
 
 def finish(prompt: list[int], sampling: SamplingParams, **limits: int) -> tuple[FinishReason | None, list[int]]:

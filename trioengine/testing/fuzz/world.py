@@ -49,7 +49,8 @@ LIMITS = Limits(
     kv_blocks_total=12,  # no more than one sequence may take: two at a time preempt each other
     block_size=8,
     max_num_seqs=CONFIG.max_num_seqs,
-    max_num_batched_tokens=8,  # so that every prompt is prefilled in chunks
+    max_num_batched_tokens=16,
+    chunked_prefill_size=8,  # so that every prompt is prefilled in chunks, with decodes in every second step
 )
 STOPPING = (Phase.STOPPING, Phase.ENDING)
 ROUNDS = 400  # of settling between two moments of the clock; more is a livelock

@@ -14,7 +14,9 @@ from trioengine.worker.runner.batch import ForwardBatch
 from trioengine.worker.runner.kv_cache import KVCache
 
 _GATHER_BYTES = 3 << 20  # keys and values gathered at a time, so that they are still in the cache when they are read
-_SCORES_BYTES = 1 << 20  # of a prefill: up to here two products and a softmax are faster than torch's fused kernel
+_SCORES_BYTES = (
+    1 << 20
+)  # of a prefill: on the CPU, two products and a softmax are faster up to here than torch's kernel
 
 
 class Attention(Protocol):
@@ -47,9 +49,9 @@ class _Prefill:
     start: int
     stop: int
     context_len: int
-    rows: Tensor | None  # [2 * num_kv_heads * num_blocks]; None where there is nothing but the new tokens
-    mask: Tensor | None  # [num_new, context_len]: 0, or -inf for later tokens; None: causal
-    is_small: bool  # its scores are; the mask is that of a group's heads, [group_size * num_new, context_len]
+    rows: Tensor  # [2 * num_kv_heads * num_blocks]
+    products_mask: Tensor | None  # [group_size * num_new, num_blocks * block_size]: 0, or -inf for later tokens
+    fused_mask: Tensor | None  # [num_new, context_len]: the same; None: causal
 
 
 class TorchAttention:
@@ -119,20 +121,27 @@ class TorchAttention:
         start = batch.num_decodes
         for seq in range(batch.num_decodes, len(batch.query_lens)):
             new, context = int(batch.query_lens[seq]), int(batch.context_lens[seq])
-            scores = self._kv_heads * self._group_size * new * context
-            is_small = scores * self._dtype.itemsize <= _SCORES_BYTES
-            rows, mask = None, None
-            if context > new:
-                tables = batch.block_tables[seq : seq + 1, : -(-context // self._block_size)]
-                rows = self._block_rows(torch.from_numpy(tables).to(self._device))
-            if context > new or is_small:
-                mask = torch.full((new, context), float("-inf"), dtype=self._dtype, device=self._device)
-                mask.triu_(context - new + 1)
-            if mask is not None and is_small:
-                mask = mask.repeat(self._group_size, 1)
-            prefills.append(_Prefill(start, start + new, context, rows, mask, is_small))
+            num_blocks = -(-context // self._block_size)
+            tables = torch.from_numpy(batch.block_tables[seq : seq + 1, :num_blocks]).to(self._device)
+            rows = self._block_rows(tables)
+            products_mask, fused_mask = None, None
+            if self._takes_products(new, context):
+                mask = self._causal_mask(new, context, num_blocks * self._block_size)
+                products_mask = mask.repeat(self._group_size, 1)
+            elif context > new:
+                fused_mask = self._causal_mask(new, context, context)
+            prefills.append(_Prefill(start, start + new, context, rows, products_mask, fused_mask))
             start += new
         return prefills
+
+    def _takes_products(self, new: int, context: int) -> bool:
+        scores = self._kv_heads * self._group_size * new * context
+        return self._device.type == "cpu" and scores * self._dtype.itemsize <= _SCORES_BYTES
+
+    def _causal_mask(self, new: int, context: int, width: int) -> Tensor:
+        """[new, width]: -inf for whatever lies behind each of the last `new` tokens of the context."""
+        mask = torch.full((new, width), float("-inf"), dtype=self._dtype, device=self._device)
+        return mask.triu_(context - new + 1)
 
     # ---- every layer ----
 
@@ -148,7 +157,8 @@ class TorchAttention:
             result[group.start : group.stop] = self._decode(group, query[group.start : group.stop], cache)
         for prefill in self._prefills:
             rows = slice(prefill.start, prefill.stop)
-            result[rows] = self._prefill(prefill, query[rows], key_value[rows], cache)
+            heads = self._prefill(prefill, query[rows], key_value[rows], cache)
+            result[rows].view(heads.shape).copy_(heads)
         return result
 
     def _gather(self, cache: Tensor, rows: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
@@ -172,19 +182,20 @@ class TorchAttention:
         return F.scaled_dot_product_attention(heads, keys[None], values[None]).view(1, -1)
 
     def _prefill(self, prefill: _Prefill, query: Tensor, key_value: Tensor, cache: Tensor) -> Tensor:
+        """[num_new, num_kv_heads, group_size, head_dim], a view."""
         heads = query.view(len(query), self._kv_heads, self._group_size, self._head_dim).permute(1, 2, 0, 3)
-        if prefill.rows is None:
-            keys, values = key_value.transpose(0, 1).chunk(2)
-        else:
-            keys, values = (
-                part[:, : prefill.context_len] for part in self._gather(cache, prefill.rows, self._kv_heads)
-            )
-        if prefill.is_small and prefill.mask is not None:
+        if prefill.products_mask is not None:  # of whole blocks: softmax is twice as fast for rows of 16 * n scores
+            keys, values = self._gather(cache, prefill.rows, self._kv_heads)
             grouped = heads.reshape(self._kv_heads, -1, self._head_dim)
-            result = self._products(grouped, keys, values, prefill.mask).view(heads.shape)
+            result = self._products(grouped, keys, values, prefill.products_mask).view(heads.shape)
+        elif prefill.fused_mask is not None:
+            keys, values = self._gather(cache, prefill.rows, self._kv_heads)
+            end = prefill.context_len
+            result = self._fused(heads, keys[:, :end], values[:, :end], prefill.fused_mask)
         else:
-            result = self._fused(heads, keys, values, prefill.mask)
-        return result.permute(2, 0, 1, 3).reshape(len(query), -1)
+            keys, values = key_value.transpose(0, 1).chunk(2)
+            result = self._fused(heads, keys, values, None)
+        return result.permute(2, 0, 1, 3)
 
     def _products(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """query [pairs, rows, head_dim]; keys and values [pairs, context, head_dim]; mask as [pairs, rows, context]."""

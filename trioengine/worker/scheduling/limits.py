@@ -14,8 +14,8 @@ class Limits:
     kv_blocks_total: int
     block_size: int
     max_num_seqs: int = 128  # sequences in one step
-    max_num_batched_tokens: int = 2048  # tokens in one step; of prompts, between two tokens of a sequence
-    chunked_prefill_size: int = 512  # tokens of prompts in one step, at most
+    max_num_batched_tokens: int = 2048  # tokens in one step
+    chunked_prefill_size: int = 2048  # tokens of prompts in one step
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:

@@ -62,5 +62,5 @@ class ModelRunner(Protocol):
     """Runs the forward pass and the sampler; the simulated worker has a toy one."""
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken]:
-        """Compute the step: one entry for each scheduled sequence with `samples`, in their order."""
+        """Make the copies, then compute: one entry for each scheduled sequence with `samples`, in their order."""
         ...

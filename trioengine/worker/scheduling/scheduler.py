@@ -5,8 +5,10 @@ There are no phases. A step gives each sequence the tokens that it has and that 
 in the cache, decode and recomputation after a preemption are this one rule.
 
 Of prompts a step takes no more than `chunked_prefill_size` tokens, so that first tokens leave early. While these fill
-steps, decodes, which cost as much for a few sequences as for many, are left out of some: so many that between two
-tokens of a sequence no more than `max_num_batched_tokens` tokens of prompts are computed, as if these steps were one.
+steps, decodes, which cost as much for a few sequences as for many, are left out of some: of no more than MAX_SKIPS in a
+row, and so that between two tokens of a sequence that is not preempted no more than `max_num_batched_tokens` tokens of
+prompts are computed. A prompt is begun when the one before it is scheduled to its end, so that of the running sequences
+only the latest can be in the middle of its prefill.
 
 Order, and why nothing starves: running and waiting sequences together are sorted by arrival, always. Only the first of
 the waiting is admitted, and it gets blocks for all the tokens it has; only decodes need more blocks later, and when
@@ -26,6 +28,8 @@ from trioengine.worker.scheduling.block_manager import BlockManager
 from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.output import SampledToken, ScheduledSequence, SchedulerOutput
 from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
+
+MAX_SKIPS = 3  # steps in a row without decodes
 
 
 class SampledRow(NamedTuple):
@@ -97,7 +101,7 @@ class Scheduler:
             self._skips_left -= 1
             self._schedule_prompts(scheduled, limits.chunked_prefill_size)
         if not scheduled:
-            self._skips_left = limits.max_num_batched_tokens // limits.chunked_prefill_size - 1
+            self._skips_left = min(MAX_SKIPS, limits.max_num_batched_tokens // limits.chunked_prefill_size - 1)
             self._schedule_decodes(scheduled)
             left = limits.max_num_batched_tokens - len(scheduled)
             self._schedule_prompts(scheduled, min(left, limits.chunked_prefill_size))
@@ -158,6 +162,8 @@ class Scheduler:
         for sequence in self._running:
             if sequence.status is not SequenceStatus.RUNNING:
                 raise InvariantError(f"request {sequence.request} runs and is {sequence.status.value}")
+        if self._in_step is None and not all(sequence.is_decoding for sequence in self._running[:-1]):
+            raise InvariantError("a sequence is in the middle of its prefill, and a later one runs")
         for sequence in self._waiting:
             waits = sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED)
             if not waits or sequence.block_table or sequence.num_computed_tokens:
@@ -169,13 +175,18 @@ class Scheduler:
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
+    @property
+    def _prefilling(self) -> Sequence | None:
+        """The running sequence that is in the middle of its prefill: only the latest can be."""
+        return self._running[-1] if self._running and not self._running[-1].is_decoding else None
+
     def _has_full_chunk(self) -> bool:
         """Whether what is left of the prompts that run, or can be admitted now, fills a step without decodes."""
         limits, blocks = self.limits, self.blocks
         left = limits.chunked_prefill_size
-        for sequence in self._running:
-            if not sequence.is_decoding:
-                left -= sequence.num_tokens - sequence.num_computed_tokens
+        prefilling = self._prefilling
+        if prefilling is not None:
+            left -= prefilling.num_tokens - prefilling.num_computed_tokens
         num_blocks = blocks.num_free + blocks.num_cached
         for num_running, sequence in enumerate(self._waiting, len(self._running)):
             num_blocks -= blocks.num_blocks_for(sequence.num_tokens)
@@ -190,9 +201,7 @@ class Scheduler:
         for sequence in list(self._running):
             if sequence.status is not SequenceStatus.RUNNING:  # preempted for one before it
                 break
-            if not sequence.is_decoding:
-                continue
-            if len(scheduled) == self.limits.max_num_batched_tokens:
+            if len(scheduled) == self.limits.max_num_batched_tokens or not sequence.is_decoding:
                 break
             is_full = len(sequence.token_ids) > len(sequence.block_table) * block_size
             if is_full and not self._make_room(sequence):
@@ -200,10 +209,10 @@ class Scheduler:
             scheduled.append(ScheduledSequence(sequence, 1))
 
     def _schedule_prompts(self, scheduled: list[ScheduledSequence], budget: int) -> None:
-        """What is left of those that run, then of those that wait, in order of arrival."""
-        for sequence in self._running:
-            if budget > 0 and not sequence.is_decoding:
-                budget -= self._schedule_prompt(scheduled, sequence, budget)
+        """What is left of the one that runs, then of those that wait, in order of arrival."""
+        prefilling = self._prefilling
+        if prefilling is not None and budget > 0:
+            budget -= self._schedule_prompt(scheduled, prefilling, budget)
         self._admit(scheduled, budget)
 
     def _schedule_prompt(self, scheduled: list[ScheduledSequence], sequence: Sequence, budget: int) -> int:
