@@ -34,7 +34,6 @@ from trioengine.testing.toy_model import IM_END as EOS
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner
 from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
-from trioengine.worker.scheduling.scheduler import MAX_SKIPS
 from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
 from trioengine.worker.scheduling.step_loop import StepLoop
 
@@ -61,7 +60,6 @@ class CheckingRunner(ToyRunner):
         super().__init__(limits.block_size)
         self._limits = limits
         self._prompt_tokens: dict[Sequence, int] = {}  # since the latest token of each that decodes
-        self._steps: dict[Sequence, int] = {}
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken]:
         limits = self._limits
@@ -69,17 +67,13 @@ class CheckingRunner(ToyRunner):
         prompt_tokens = sum(entry.num_new_tokens for entry in output.scheduled if entry.sequence not in decoding)
         assert prompt_tokens <= limits.chunked_prefill_size
         assert output.num_tokens <= limits.max_num_batched_tokens
-        for sequence in list(self._steps):
-            self._steps[sequence] += 1
+        for sequence in list(self._prompt_tokens):
             self._prompt_tokens[sequence] += prompt_tokens
             if sequence.status is not SequenceStatus.RUNNING:
-                del self._steps[sequence], self._prompt_tokens[sequence]
+                del self._prompt_tokens[sequence]
             elif limits.max_num_seqs < limits.max_num_batched_tokens:  # there is room for all that decode
-                assert self._steps[sequence] <= 1 + MAX_SKIPS
                 assert self._prompt_tokens[sequence] <= limits.max_num_batched_tokens
-        for entry in output.scheduled:
-            if entry.samples:
-                self._steps[entry.sequence] = self._prompt_tokens[entry.sequence] = 0
+        self._prompt_tokens |= {entry.sequence: 0 for entry in output.scheduled if entry.samples}
         return super().execute(output)
 
 
