@@ -110,6 +110,21 @@ FALSE_ALARMS = {
             ("tick", {"passes": 1, "order": 2}),
         ],
     ),
+    "an engine that gives up aborts what is on its way in, some passes before it is over": (
+        "EngineMachine",
+        [
+            BEGIN,
+            ("kill_worker", {"last_bytes": 0}),
+            ("tick", {"passes": 4, "order": 0}),
+            ("call", {"wait": True, "what": "ask", "which": 0}),
+            ("tick", {"passes": 5, "order": 0}),
+            ("outage", {"way": "fatal"}),
+            ("flow", {"rounds": 1}),
+            ("advance", {"seconds": 0.2}),
+            ("tick", {"passes": 3, "order": 0}),
+            ("tick", {"passes": 2, "order": 3}),
+        ],
+    ),
     "no bytes arrive, and wake who waits for some": (
         "RealtimeMachine",
         [

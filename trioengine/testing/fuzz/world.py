@@ -71,7 +71,6 @@ class World(Machine):
         self.troubles = Troubles()
         self.harmed: list[SimulatedWorker] = []  # those that cannot be asked to end well
         self.served: set[SimulatedWorker] = set()  # those that were READY while the engine was open
-        self.num_ends = 0  # how often the engine was told to end, and to abort what is in flight
         self._watching = ExitStack()
         self.admissions = Admissions(self.loop.crashes)
         self._watch(WaitingLine, "wait", self.admissions.in_order)
@@ -81,6 +80,7 @@ class World(Machine):
         self._watch(Generation, "__init__", self.accounts.of_requests)
         self._watch(Session, "__aenter__", self.accounts.of_openings)
         self._watch(Session, "start", self.accounts.of_starts)
+        self._watch(Engine, "_supervise", self._excuse_failure)
         self.waited = 0.0  # seconds, since bytes were last moved fairly
         self.loop.start_soon(self.engine_call.run, name="engine")
 
@@ -201,9 +201,21 @@ class World(Machine):
         self._watching.enter_context(replaced(owner, name, mutate)())
 
     def _excuse_shutdown(self) -> None:
-        self.num_ends += 1
         self.troubles.closing = True
         self.troubles.causes.add(Cause.SHUTDOWN)
+
+    def _excuse_failure(self, supervise: Any) -> Any:
+        """For `Engine._supervise`: without a worker the engine ends, which aborts what is in flight."""
+
+        async def watched(engine: Engine, model_path: str) -> None:
+            try:
+                await supervise(engine, model_path)
+            except EngineError:
+                if self.troubles.workers:
+                    self._excuse_shutdown()
+                raise
+
+        return watched
 
     def _harm(self) -> None:
         self.troubles.workers = True
