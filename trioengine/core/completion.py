@@ -22,7 +22,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer. `token_ids` include the end token, `text` does not; `cause` is set for an abort."""
+    """A whole answer. `token_ids` include the end token, `text` does not; `cause` is set for an abort.
+
+    `resumed` says how often it went on with another worker after one was lost, `weight_versions` which weights it was
+    computed with, in their order. Of a server that is reached over the network they are 0 and ().
+    """
 
     request_id: int
     text: str
@@ -31,3 +35,5 @@ class Completion:
     finish_reason: FinishReason
     cause: Cause | None
     usage: Usage
+    resumed: int = 0
+    weight_versions: tuple[int, ...] = ()

@@ -8,6 +8,7 @@ from functools import partial
 
 from trioengine.core.bounds import MAX_COUNT, MAX_INT64, brief, integer, number
 from trioengine.core.errors import InvalidConfig
+from trioengine.core.tag import Tag
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MAX_SESSIONS = 50_000  # so that AUDITED, with 18 bytes a session and its request, always fits a frame
@@ -46,6 +47,8 @@ class WorkerConfig:
     gpu_memory_utilization: float = 0.9  # on CUDA, when kv_cache_memory is None
     enable_prefix_caching: bool = True
     num_threads: int | None = None  # None: torch's own choice
+    weight_version: int = 1  # of what lies at model_path, as the engine counts
+    asleep: tuple[Tag, ...] = ()  # what is not to be loaded before a WAKE says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ class EngineConfig:
     worker_shutdown_timeout: float = 5.0  # bounds the whole shutdown, the worker's end included
     restart_delays: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0)  # the last one repeats
     max_restarts: int = 10  # deaths without one finished request until the engine gives up
+    on_worker_loss: str = "resume"  # what becomes of requests in flight: they go on with the next worker; or "fail"
 
     def __post_init__(self) -> None:
         if isinstance(self.restart_delays, list):
@@ -87,6 +91,8 @@ class EngineConfig:
             raise InvalidConfig.of("device", f"must be auto, cpu, cuda or cuda:N, got {brief(self.device)}")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise InvalidConfig.of("dtype", f"must be auto, float32 or bfloat16, got {brief(self.dtype)}")
+        if self.on_worker_loss not in ("resume", "fail"):
+            raise InvalidConfig.of("on_worker_loss", f"must be resume or fail, got {brief(self.on_worker_loss)}")
         if not isinstance(self.enable_prefix_caching, bool):
             raise InvalidConfig.of(
                 "enable_prefix_caching", f"must be True or False, got {brief(self.enable_prefix_caching)}"

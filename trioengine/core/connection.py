@@ -8,6 +8,9 @@ The order, per attachment: `ADD_SESSION (ADD_MESSAGE STOP_SESSION?)* END_SESSION
 in flight, its last one or REQUEST_FAILED ending it, and SESSION_ENDED after END_SESSION, once, last. Both ends apply
 the same rules to what they send and what they receive. Messages cross: a STOP may meet a request that has finished,
 and rows may meet an END; both are legal.
+
+SLEEP, WAKE and UPDATE_WEIGHTS are said while there is no attachment, one at a time; until the answer, and while any tag
+sleeps, no session is added.
 """
 
 from __future__ import annotations
@@ -38,12 +41,21 @@ from trioengine.core.messages import (
     RequestFailed,
     SessionEnded,
     Shutdown,
+    Sleep,
+    Slept,
     StopSession,
     Tokens,
+    Updated,
+    UpdateWeights,
+    Wake,
+    Woken,
 )
+from trioengine.core.tag import ALL_TAGS, Tag
 
 MIN_FRAME_LIMIT = 1 << 20
-DOWNWARDS = frozenset({Configure, AddSession, AddMessage, StopSession, EndSession, Audit, Ping, Shutdown})
+DOWNWARDS = frozenset(
+    {Configure, AddSession, AddMessage, StopSession, EndSession, Audit, Ping, Sleep, Wake, UpdateWeights, Shutdown}
+)
 
 
 class Role(enum.Enum):
@@ -82,6 +94,8 @@ class Connection:
         self._attachments: dict[int, _Attachment] = {}
         self._audits: deque[int] = deque()
         self._ping: int | None = None
+        self._asleep: frozenset[Tag] = frozenset()
+        self._change: Sleep | Wake | UpdateWeights | None = None  # that is not answered
         self._buffer = bytearray()
         self._broken: RemoteProtocolError | None = None
 
@@ -161,7 +175,11 @@ class Connection:
         return _no_change if check is None else check(self, message, blame)
 
     def _check_configure(self, message: Configure, blame: type[ProtocolError]) -> Callable[[], None]:
-        return lambda: setattr(self, "stage", Stage.CONFIGURED)
+        def apply() -> None:
+            self.stage = Stage.CONFIGURED
+            self._asleep = frozenset(message.config.asleep)
+
+        return apply
 
     def _check_ready(self, message: Ready, blame: type[ProtocolError]) -> Callable[[], None]:
         def apply() -> None:
@@ -175,6 +193,8 @@ class Connection:
         return lambda: setattr(self, "stage", Stage.FAILED)
 
     def _check_add_session(self, message: AddSession, blame: type[ProtocolError]) -> Callable[[], None]:
+        if self._asleep or self._change is not None:
+            raise blame(f"ADD_SESSION: the worker {'sleeps' if self._asleep else 'is changing'}")
         if message.session in self._attachments:
             raise blame(f"ADD_SESSION: session {message.session} is there already")
         return lambda: self._attachments.__setitem__(message.session, _Attachment())
@@ -247,6 +267,30 @@ class Connection:
 
         return apply
 
+    def _check_change(self, message: Sleep | Wake | UpdateWeights, blame: type[ProtocolError]) -> Callable[[], None]:
+        name = WIRE_NAMES[type(message)]
+        if self._change is not None:
+            raise blame(f"{name} while {WIRE_NAMES[type(self._change)]} is not answered")
+        if self._attachments:
+            raise blame(f"{name} while {len(self._attachments)} sessions are there")
+        if isinstance(message, Wake) and not (message.tags and self._asleep.issuperset(message.tags)):
+            raise blame("WAKE of what does not sleep")
+        return lambda: setattr(self, "_change", message)
+
+    def _check_changed(self, message: Slept | Woken | Updated, blame: type[ProtocolError]) -> Callable[[], None]:
+        change, answers = self._change, _ANSWERS[type(message)]
+        if change is None or type(change) is not answers:
+            raise blame(f"{WIRE_NAMES[type(message)]} answers no {WIRE_NAMES[answers]}")
+
+        def apply() -> None:
+            self._change = None
+            if isinstance(change, Sleep):
+                self._asleep = ALL_TAGS
+            elif isinstance(change, Wake) and isinstance(message, Woken) and message.error is None:
+                self._asleep -= frozenset(change.tags)
+
+        return apply
+
     def _check_ping(self, message: Ping, blame: type[ProtocolError]) -> Callable[[], None]:
         if self._ping is not None:
             raise blame("PING while another is not answered")
@@ -284,6 +328,9 @@ _STAGES: dict[type, frozenset[Stage]] = {
     EndSession: frozenset({Stage.READY}) | _CROSSING,
     Audit: frozenset({Stage.READY}) | _CROSSING,
     Ping: _ALIVE | _CROSSING,
+    Sleep: frozenset({Stage.READY}) | _CROSSING,
+    Wake: frozenset({Stage.READY}) | _CROSSING,
+    UpdateWeights: frozenset({Stage.READY}) | _CROSSING,
     Shutdown: _ALIVE | _CROSSING,
     Loading: frozenset({Stage.CONFIGURED}),
     Ready: frozenset({Stage.CONFIGURED}),
@@ -292,8 +339,12 @@ _STAGES: dict[type, frozenset[Stage]] = {
     SessionEnded: frozenset({Stage.READY}),
     Audited: frozenset({Stage.READY}),
     Pong: _ALIVE,
+    Slept: frozenset({Stage.READY}),
+    Woken: frozenset({Stage.READY}),
+    Updated: frozenset({Stage.READY}),
     Fatal: _ALIVE,
 }
+_ANSWERS: dict[type, type] = {Slept: Sleep, Woken: Wake, Updated: UpdateWeights}
 _CHECKS: dict[type, Callable[[Connection, Any, type[ProtocolError]], Callable[[], None]]] = {
     Configure: Connection._check_configure,
     Ready: Connection._check_ready,
@@ -309,4 +360,10 @@ _CHECKS: dict[type, Callable[[Connection, Any, type[ProtocolError]], Callable[[]
     Audited: Connection._check_audited,
     Ping: Connection._check_ping,
     Pong: Connection._check_pong,
+    Sleep: Connection._check_change,
+    Wake: Connection._check_change,
+    UpdateWeights: Connection._check_change,
+    Slept: Connection._check_changed,
+    Woken: Connection._check_changed,
+    Updated: Connection._check_changed,
 }

@@ -40,7 +40,7 @@ class ModelError(EngineError):
 
 
 class EngineAsleep(EngineError):
-    """The engine sleeps, or is on its way there, and admits nothing."""
+    """The engine sleeps, is on its way there or back, or gets other weights: it admits nothing."""
 
 
 class EngineClosed(EngineError):

@@ -1,7 +1,7 @@
 """The books: what was accepted, where it is now, how it ended. They balance after every step.
 
     received = finished + aborted + failed + in_flight
-    in_flight = preparing + waiting + running
+    in_flight = preparing + waiting + running + suspended
 
 What has ended is counted by its finish reason (finished: stop or length), what was aborted also by its cause.
 Refusals at the door are counted apart as `rejected`. A session holds a session slot from its opening until the worker
@@ -23,6 +23,7 @@ class Stand(enum.Enum):
     PREPARING = "preparing"
     WAITING = "waiting"  # at the worker, without a token yet
     RUNNING = "running"
+    SUSPENDED = "suspended"  # at no worker, to go on when there is one that may run it
 
 
 class Ledger:
@@ -59,6 +60,10 @@ class Ledger:
     @property
     def running(self) -> int:
         return self._stands[Stand.RUNNING]
+
+    @property
+    def suspended(self) -> int:
+        return self._stands[Stand.SUSPENDED]
 
     @property
     def in_flight(self) -> int:

@@ -1,19 +1,25 @@
 """The life of a session and the state of the engine: THE state machines, as tables.
 
 A session has a *phase* and an *attachment*. The phase says where its one request stands; the attachment says whether
-this worker incarnation was sent ADD_SESSION and has not reported SESSION_ENDED. Nothing else decides what may happen:
+this worker incarnation was sent ADD_SESSION, and END_SESSION, and has not reported SESSION_ENDED. Nothing else decides
+what may happen:
 the actors look up `SESSION_TRANSITIONS[phase, attachment, event]`, take over the new state, and do the actions, all in
 one synchronous step. A pair of state and event that is not in the table raises LocalProtocolError and changes nothing.
 
 Why the table makes leaks impossible:
 
-* Every way into ATTACHED posts ADD_SESSION, and the only ways out are SESSION_ENDED and the death of the worker.
-  Ending an attached session posts END_SESSION in the same step, so an attachment that nobody ends cannot be expressed.
+* Every way into ATTACHED posts ADD_SESSION, and the only ways out are DETACHING, which posts END_SESSION, and the death
+  of the worker. Ending an attached session detaches it in the same step, so an attachment that nobody ends cannot be
+  expressed.
 * END is legal in every state, and a second END does nothing.
 * ABORT is legal in every state. It posts STOP_SESSION only for a request in flight; a finish that crosses it on the
   way is the event FINISH in STOPPING, and settles the request as finished: an abort never downgrades an answer.
 * Exactly one SETTLE… action lies on every path from RESERVE back to a state without a request, so every request that
   was accepted has one entry in the books, and gives its slot back once.
+
+A request in flight survives its attachment: where the worker dies, or is to sleep, it is SUSPENDED, and RESUME adds its
+session and its tokens to a worker again. What does not go on is given up in the same step. Rows that are on their way
+while the attachment ends still count, and a finish among them is the outcome.
 
 A request's outcome for its reader can be decided earlier (a stop string, a reader that left); the phase is about the
 worker, and the slot stays taken until the worker is done with the request: STOPPING and ENDING are still in flight.
@@ -36,8 +42,9 @@ class Phase(enum.Enum):
     IDLE = "idle"  # no request
     PREPARING = "preparing"  # reserved; being templated and tokenized
     RUNNING = "running"  # ADD_MESSAGE posted
-    STOPPING = "stopping"  # STOP_SESSION posted; its last row is on its way
-    ENDING = "ending"  # END_SESSION posted with a request in flight
+    STOPPING = "stopping"  # aborted; its last row is on its way
+    SUSPENDED = "suspended"  # in flight, to go on with another attachment
+    ENDING = "ending"  # the session's scope was left with a request in flight
     ENDED = "ended"  # no request, and none will come
 
 
@@ -46,6 +53,7 @@ class Attachment(enum.Enum):
 
     DETACHED = "detached"
     ATTACHED = "attached"
+    DETACHING = "detaching"  # END_SESSION posted; SESSION_ENDED is on its way
 
 
 class Event(enum.Enum):
@@ -59,6 +67,9 @@ class Event(enum.Enum):
     END = "end"  # the session's scope was left
     SESSION_ENDED = "session_ended"  # the worker has let go of it
     WORKER_LOST = "worker_lost"  # the incarnation is dead
+    DETACH = "detach"  # the worker is to forget everything: it will sleep, or get other weights
+    RESUME = "resume"  # there is a worker for a suspended request
+    GIVE_UP = "give_up"  # a suspended request is not to go on
 
 
 class Action(enum.Enum):
@@ -68,6 +79,7 @@ class Action(enum.Enum):
     POST_ADD_MESSAGE = "post ADD_MESSAGE"
     POST_STOP_SESSION = "post STOP_SESSION"
     POST_END_SESSION = "post END_SESSION"
+    SUSPEND = "suspend"
     SETTLE_AS_REPORTED = "settle as reported"  # by the last row or REQUEST_FAILED
     SETTLE_ABORTED = "settle as aborted"
     SETTLE_REFUSED = "settle as refused"
@@ -91,9 +103,9 @@ def _table(rows: Mapping[State, Mapping[Event, Transition]]) -> dict[tuple[Phase
     return {(*state, event): transition for state, row in rows.items() for event, transition in row.items()}
 
 
-_D, _A = Attachment.DETACHED, Attachment.ATTACHED
+_D, _A, _X = Attachment.DETACHED, Attachment.ATTACHED, Attachment.DETACHING
 _ADD = (Action.POST_ADD_SESSION, Action.POST_ADD_MESSAGE)
-_ABORTED, _FREE = Action.SETTLE_ABORTED, Action.FREE_SESSION
+_ABORTED, _FREE, _END = Action.SETTLE_ABORTED, Action.FREE_SESSION, Action.POST_END_SESSION
 _REPORTED = Action.SETTLE_AS_REPORTED
 
 SESSION_TRANSITIONS: Mapping[tuple[Phase, Attachment, Event], Transition] = _table(
@@ -103,12 +115,21 @@ SESSION_TRANSITIONS: Mapping[tuple[Phase, Attachment, Event], Transition] = _tab
             Event.ABORT: Transition(Phase.IDLE, _D),
             Event.END: Transition(Phase.ENDED, _D, (_FREE,)),
             Event.WORKER_LOST: Transition(Phase.IDLE, _D),
+            Event.DETACH: Transition(Phase.IDLE, _D),
         },
         (Phase.IDLE, _A): {
             Event.RESERVE: Transition(Phase.PREPARING, _A),
             Event.ABORT: Transition(Phase.IDLE, _A),
-            Event.END: Transition(Phase.ENDED, _A, (Action.POST_END_SESSION,)),
+            Event.END: Transition(Phase.ENDED, _X, (_END,)),
             Event.WORKER_LOST: Transition(Phase.IDLE, _D),
+            Event.DETACH: Transition(Phase.IDLE, _X, (_END,)),
+        },
+        (Phase.IDLE, _X): {
+            Event.ABORT: Transition(Phase.IDLE, _X),
+            Event.END: Transition(Phase.ENDED, _X),
+            Event.SESSION_ENDED: Transition(Phase.IDLE, _D),
+            Event.WORKER_LOST: Transition(Phase.IDLE, _D),
+            Event.DETACH: Transition(Phase.IDLE, _X),
         },
         (Phase.PREPARING, _D): {
             Event.REFUSE: Transition(Phase.IDLE, _D, (Action.SETTLE_REFUSED,)),
@@ -121,38 +142,67 @@ SESSION_TRANSITIONS: Mapping[tuple[Phase, Attachment, Event], Transition] = _tab
             Event.REFUSE: Transition(Phase.IDLE, _A, (Action.SETTLE_REFUSED,)),
             Event.COMMIT: Transition(Phase.RUNNING, _A, (Action.POST_ADD_MESSAGE,)),
             Event.ABORT: Transition(Phase.IDLE, _A, (_ABORTED,)),
-            Event.END: Transition(Phase.ENDED, _A, (_ABORTED, Action.POST_END_SESSION)),
+            Event.END: Transition(Phase.ENDED, _X, (_ABORTED, _END)),
             Event.WORKER_LOST: Transition(Phase.PREPARING, _D),
         },
         (Phase.RUNNING, _A): {
             Event.ABORT: Transition(Phase.STOPPING, _A, (Action.POST_STOP_SESSION,)),
             Event.FINISH: Transition(Phase.IDLE, _A, (_REPORTED,)),
-            Event.END: Transition(Phase.ENDING, _A, (Action.POST_END_SESSION,)),
-            Event.WORKER_LOST: Transition(Phase.IDLE, _D, (Action.SETTLE_LOST,)),
+            Event.END: Transition(Phase.ENDING, _X, (_END,)),
+            Event.WORKER_LOST: Transition(Phase.SUSPENDED, _D, (Action.SUSPEND,)),
+            Event.DETACH: Transition(Phase.SUSPENDED, _X, (_END, Action.SUSPEND)),
         },
         (Phase.STOPPING, _A): {
             Event.ABORT: Transition(Phase.STOPPING, _A),
             Event.FINISH: Transition(Phase.IDLE, _A, (_REPORTED,)),
-            Event.END: Transition(Phase.ENDING, _A, (Action.POST_END_SESSION,)),
+            Event.END: Transition(Phase.ENDING, _X, (_END,)),
             Event.WORKER_LOST: Transition(Phase.IDLE, _D, (_ABORTED,)),
+            Event.DETACH: Transition(Phase.STOPPING, _X, (_END,)),
         },
-        (Phase.ENDING, _A): {
-            Event.ABORT: Transition(Phase.ENDING, _A),
-            Event.FINISH: Transition(Phase.ENDED, _A, (_REPORTED,)),
-            Event.END: Transition(Phase.ENDING, _A),
+        (Phase.STOPPING, _X): {
+            Event.ABORT: Transition(Phase.STOPPING, _X),
+            Event.FINISH: Transition(Phase.IDLE, _X, (_REPORTED,)),
+            Event.END: Transition(Phase.ENDING, _X),
+            Event.SESSION_ENDED: Transition(Phase.IDLE, _D, (_ABORTED,)),
+            Event.WORKER_LOST: Transition(Phase.IDLE, _D, (_ABORTED,)),
+            Event.DETACH: Transition(Phase.STOPPING, _X),
+        },
+        (Phase.SUSPENDED, _X): {
+            Event.ABORT: Transition(Phase.STOPPING, _X),
+            Event.FINISH: Transition(Phase.IDLE, _X, (_REPORTED,)),
+            Event.END: Transition(Phase.ENDING, _X),
+            Event.SESSION_ENDED: Transition(Phase.SUSPENDED, _D),
+            Event.WORKER_LOST: Transition(Phase.SUSPENDED, _D),
+            Event.DETACH: Transition(Phase.SUSPENDED, _X),
+        },
+        (Phase.SUSPENDED, _D): {
+            Event.RESUME: Transition(Phase.RUNNING, _A, _ADD),
+            Event.GIVE_UP: Transition(Phase.IDLE, _D, (Action.SETTLE_LOST,)),
+            Event.ABORT: Transition(Phase.IDLE, _D, (_ABORTED,)),
+            Event.END: Transition(Phase.ENDED, _D, (_ABORTED, _FREE)),
+            Event.WORKER_LOST: Transition(Phase.SUSPENDED, _D),
+            Event.DETACH: Transition(Phase.SUSPENDED, _D),
+        },
+        (Phase.ENDING, _X): {
+            Event.ABORT: Transition(Phase.ENDING, _X),
+            Event.FINISH: Transition(Phase.ENDED, _X, (_REPORTED,)),
+            Event.END: Transition(Phase.ENDING, _X),
             Event.SESSION_ENDED: Transition(Phase.ENDED, _D, (_ABORTED, _FREE)),
             Event.WORKER_LOST: Transition(Phase.ENDED, _D, (_ABORTED, _FREE)),
+            Event.DETACH: Transition(Phase.ENDING, _X),
         },
-        (Phase.ENDED, _A): {
-            Event.ABORT: Transition(Phase.ENDED, _A),
-            Event.END: Transition(Phase.ENDED, _A),
+        (Phase.ENDED, _X): {
+            Event.ABORT: Transition(Phase.ENDED, _X),
+            Event.END: Transition(Phase.ENDED, _X),
             Event.SESSION_ENDED: Transition(Phase.ENDED, _D, (_FREE,)),
             Event.WORKER_LOST: Transition(Phase.ENDED, _D, (_FREE,)),
+            Event.DETACH: Transition(Phase.ENDED, _X),
         },
         (Phase.ENDED, _D): {
             Event.ABORT: Transition(Phase.ENDED, _D),
             Event.END: Transition(Phase.ENDED, _D),
             Event.WORKER_LOST: Transition(Phase.ENDED, _D),
+            Event.DETACH: Transition(Phase.ENDED, _D),
         },
     }
 )
@@ -181,11 +231,15 @@ class SessionLifecycle:
 
 
 class Power(enum.Enum):
-    """The state of the engine; only AWAKE admits requests."""
+    """The state of the engine; only AWAKE admits requests, while no sleep or update is pending."""
 
     LOADING = "loading"
     AWAKE = "awake"
     RESTARTING = "restarting"
+    FALLING_ASLEEP = "falling_asleep"  # requests end or are suspended, every session is detached, SLEEP is posted
+    ASLEEP = "asleep"  # some tags of it at least
+    WAKING = "waking"
+    UPDATING = "updating"  # the weights, from AWAKE and back; like FALLING_ASLEEP, with UPDATE_WEIGHTS
     DRAINING = "draining"
     CLOSED = "closed"
 
@@ -193,8 +247,16 @@ class Power(enum.Enum):
 class PowerEvent(enum.Enum):
     """What can happen to the engine."""
 
-    READY = "ready"  # an incarnation is READY
+    READY = "ready"  # an incarnation is READY, and takes new requests
     WORKER_LOST = "worker_lost"
+    SLEEP = "sleep"
+    SLEPT = "slept"  # the memory is given back, by the worker or by its death
+    WAKE = "wake"
+    WOKEN = "woken"  # every tag is awake
+    PARTLY_WOKEN = "partly_woken"
+    UPDATE = "update"
+    UPDATED = "updated"
+    FAILED = "failed"  # a wake or an update; all is as it was before
     DRAIN = "drain"
     CLOSE = "close"  # shut down, or given up
 
@@ -203,23 +265,59 @@ def _always(power: Power) -> dict[PowerEvent, Power]:
     return dict.fromkeys(PowerEvent, power)
 
 
+_ENDS = {PowerEvent.DRAIN: Power.DRAINING, PowerEvent.CLOSE: Power.CLOSED}
+
 POWER_TRANSITIONS: Mapping[Power, Mapping[PowerEvent, Power]] = {
     Power.LOADING: {
         PowerEvent.READY: Power.AWAKE,
         PowerEvent.WORKER_LOST: Power.LOADING,
-        PowerEvent.DRAIN: Power.DRAINING,
-        PowerEvent.CLOSE: Power.CLOSED,
+        **_ENDS,
     },
     Power.AWAKE: {
         PowerEvent.WORKER_LOST: Power.RESTARTING,
-        PowerEvent.DRAIN: Power.DRAINING,
-        PowerEvent.CLOSE: Power.CLOSED,
+        PowerEvent.SLEEP: Power.FALLING_ASLEEP,
+        PowerEvent.WAKE: Power.AWAKE,
+        PowerEvent.UPDATE: Power.UPDATING,
+        **_ENDS,
     },
     Power.RESTARTING: {
         PowerEvent.READY: Power.AWAKE,
         PowerEvent.WORKER_LOST: Power.RESTARTING,
-        PowerEvent.DRAIN: Power.DRAINING,
-        PowerEvent.CLOSE: Power.CLOSED,
+        PowerEvent.SLEEP: Power.FALLING_ASLEEP,
+        PowerEvent.WAKE: Power.RESTARTING,
+        PowerEvent.UPDATE: Power.UPDATING,
+        **_ENDS,
+    },
+    Power.FALLING_ASLEEP: {
+        PowerEvent.READY: Power.FALLING_ASLEEP,
+        PowerEvent.WORKER_LOST: Power.FALLING_ASLEEP,
+        PowerEvent.SLEPT: Power.ASLEEP,
+        **_ENDS,
+    },
+    Power.ASLEEP: {
+        PowerEvent.READY: Power.ASLEEP,
+        PowerEvent.WORKER_LOST: Power.ASLEEP,
+        PowerEvent.SLEEP: Power.FALLING_ASLEEP,
+        PowerEvent.WAKE: Power.WAKING,
+        PowerEvent.UPDATE: Power.ASLEEP,
+        PowerEvent.UPDATED: Power.ASLEEP,
+        PowerEvent.FAILED: Power.ASLEEP,
+        **_ENDS,
+    },
+    Power.WAKING: {
+        PowerEvent.READY: Power.WAKING,
+        PowerEvent.WORKER_LOST: Power.WAKING,
+        PowerEvent.WOKEN: Power.AWAKE,
+        PowerEvent.PARTLY_WOKEN: Power.ASLEEP,
+        PowerEvent.FAILED: Power.ASLEEP,
+        **_ENDS,
+    },
+    Power.UPDATING: {
+        PowerEvent.READY: Power.UPDATING,
+        PowerEvent.WORKER_LOST: Power.UPDATING,
+        PowerEvent.UPDATED: Power.AWAKE,
+        PowerEvent.FAILED: Power.AWAKE,
+        **_ENDS,
     },
     Power.DRAINING: _always(Power.DRAINING) | {PowerEvent.CLOSE: Power.CLOSED},
     Power.CLOSED: _always(Power.CLOSED),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.tag import Tag
 
 if TYPE_CHECKING:
     TokenIds: TypeAlias = array[int]  # typecode "i": 4 bytes a token
@@ -54,7 +55,10 @@ class AddSession:
 
 @dataclass(frozen=True, slots=True)
 class AddMessage:
-    """Run a request: truncate the session's tokens to `base`, append `token_ids`, and generate."""
+    """Run a request: truncate the session's tokens to `base`, append `token_ids`, and generate.
+
+    The last `num_output` of these are output already: the request goes on where another attachment left it.
+    """
 
     session: int
     request: int
@@ -62,6 +66,7 @@ class AddMessage:
     token_ids: TokenIds
     params: SamplingParams  # max_tokens and seed are set
     eos_token_ids: tuple[int, ...]
+    num_output: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,34 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True)
+class Sleep:
+    """Forget everything that was computed, and give memory back to the system: the KV cache, and the weights.
+
+    At level 1 these are kept in host memory, at level 2 they are discarded. No session may be there.
+    """
+
+    level: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Take memory for these tags again; weights that were discarded are loaded."""
+
+    tags: tuple[Tag, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateWeights:
+    """Load other weights of the same architecture, or check them where the weights sleep, to load them at WAKE.
+
+    Whatever was computed with the old ones is forgotten. No session may be there.
+    """
+
+    path: str
+    weight_version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Exit."""
 
@@ -120,6 +153,7 @@ class Ready:
     max_model_len: int  # tokens of prompt and answer together; never more than the KV cache holds
     kv_blocks_total: int
     block_size: int
+    weight_version: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +238,30 @@ class Audited:
     kv_blocks_held: int
 
 
+@dataclass(frozen=True, slots=True)
+class Slept:
+    """The memory is given back. A worker that cannot do that says FATAL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Woken:
+    """These tags are awake; or, with an error, all is as it was before the WAKE."""
+
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """The new weights are the model's; or, with an error, still the old ones."""
+
+    error: str | None
+
+
 class Activity(enum.Enum):
     """What the worker's main thread is doing."""
 
     STARTING = "starting"
-    LOADING = "loading"
+    LOADING = "loading"  # of the model at the start; to sleep, to wake and to update weights, too
     IDLE = "idle"
     STEPPING = "stepping"
 
@@ -240,8 +293,22 @@ class Fatal:
     traceback: str
 
 
-ToWorker: TypeAlias = Configure | AddSession | AddMessage | StopSession | EndSession | Audit | Ping | Shutdown
-FromWorker: TypeAlias = Loading | Ready | Tokens | RequestFailed | SessionEnded | Audited | Pong | Fatal
+ToWorker: TypeAlias = (
+    Configure
+    | AddSession
+    | AddMessage
+    | StopSession
+    | EndSession
+    | Audit
+    | Ping
+    | Sleep
+    | Wake
+    | UpdateWeights
+    | Shutdown
+)
+FromWorker: TypeAlias = (
+    Loading | Ready | Tokens | RequestFailed | SessionEnded | Audited | Pong | Slept | Woken | Updated | Fatal
+)
 Message: TypeAlias = ToWorker | FromWorker
 
 WIRE_NAMES: dict[type, str] = {
@@ -252,6 +319,9 @@ WIRE_NAMES: dict[type, str] = {
     EndSession: "END_SESSION",
     Audit: "AUDIT",
     Ping: "PING",
+    Sleep: "SLEEP",
+    Wake: "WAKE",
+    UpdateWeights: "UPDATE_WEIGHTS",
     Shutdown: "SHUTDOWN",
     Loading: "LOADING",
     Ready: "READY",
@@ -260,5 +330,8 @@ WIRE_NAMES: dict[type, str] = {
     SessionEnded: "SESSION_ENDED",
     Audited: "AUDITED",
     Pong: "PONG",
+    Slept: "SLEPT",
+    Woken: "WOKEN",
+    Updated: "UPDATED",
     Fatal: "FATAL",
 }

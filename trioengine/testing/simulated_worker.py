@@ -98,6 +98,7 @@ class SimulatedWorker:
         self._arrived = trio.Event()
         self._dead = trio.Event()
         self._stopped: set[int] = set()  # requests
+        self._weight_version = 0
         self.exit_code = 0
         self._stream_ended = False
         self._stalled_until = math.inf
@@ -263,6 +264,11 @@ class SimulatedWorker:
             if self._behaviour.fatal is not None:
                 self.give_up(self._behaviour.fatal)
             else:
+                self.runner.load(message.config.model_path, frozenset(message.config.asleep))
+                self.step_loop = StepLoop(
+                    self.runner, self._limits, trio.current_time, frozenset(message.config.asleep)
+                )
+                self._weight_version = message.config.weight_version
                 self._send_all([self._ready()])
                 self._turn_to(Activity.IDLE)
         elif isinstance(message, Shutdown):
@@ -287,6 +293,7 @@ class SimulatedWorker:
             max_model_len=limits.max_sequence_len,
             kv_blocks_total=limits.kv_blocks_total,
             block_size=limits.block_size,
+            weight_version=self._weight_version,
         )
 
     def _send_all(self, messages: list[FromWorker]) -> None:

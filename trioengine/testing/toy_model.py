@@ -13,11 +13,14 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+from trioengine.core.errors import ModelError
+from trioengine.core.tag import ALL_TAGS, Tag
 from trioengine.hub.model_files import ModelFormat, ModelInfo
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
 from trioengine.worker.scheduling.output import BlockCopy, SampledToken, SchedulerOutput
 
+TOY_PATH = "toy"  # of the weights that a reference has where none are named
 END_OF_TEXT, IM_START, IM_END = 256, 257, 258
 VOCAB_SIZE = 259
 CHAT_TEMPLATE = (
@@ -26,6 +29,11 @@ CHAT_TEMPLATE = (
 )
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz     "
 _END_EVERY = 24  # one token in so many ends the answer
+
+
+def toy_weights(path: str) -> int:
+    """What lies at a path: any other path than TOY_PATH gives other answers."""
+    return 0 if path == TOY_PATH else zlib.crc32(path.encode()) | 1
 
 
 def toy_value(token_id: int, before: int) -> int:
@@ -41,12 +49,12 @@ def toy_next(values: array[int]) -> int:
     return _LETTERS[(digest >> 8) % len(_LETTERS)]
 
 
-def toy_answer(prompt: Iterable[int], max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
-    """The reference: what the toy model answers, the end token included."""
+def toy_answer(prompt: Iterable[int], max_tokens: int, *, ignore_eos: bool = False, weights: int = 0) -> list[int]:
+    """The reference: what the toy model answers with these weights, the end token included."""
     values = array("L")
     answer: list[int] = []
     for token_id in prompt:
-        values.append(toy_value(token_id, values[-1] if values else 0))
+        values.append(toy_value(token_id, values[-1] if values else weights))
     while len(answer) < max_tokens and (ignore_eos or not answer or answer[-1] != IM_END):
         answer.append(toy_next(values))
         values.append(toy_value(answer[-1], values[-1]))
@@ -64,16 +72,44 @@ class ToyRunner:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._slots: dict[int, int] = {}  # what lies in a slot of the KV cache
+        self._weights = 0
+        self._path = TOY_PATH
+        self.asleep: frozenset[Tag] = frozenset()
+        self.level = 0  # at which it fell asleep last
         self.fail_requests: set[int] = set()  # these fail alone, at their next token
+        self.fail_wakes = 0  # so many of the next ones
+
+    def load(self, path: str, asleep: frozenset[Tag]) -> None:
+        """Begin with these weights; `asleep` is not there yet."""
+        self._path, self._weights, self.asleep = path, toy_weights(path), asleep
+
+    def sleep(self, level: int) -> None:
+        self._slots.clear()
+        self.asleep, self.level = ALL_TAGS, level
+
+    def wake(self, tags: frozenset[Tag]) -> None:
+        if self.fail_wakes:
+            self.fail_wakes -= 1
+            raise ModelError("told not to wake")
+        if Tag.WEIGHTS in tags:
+            self._weights = toy_weights(self._path)
+        self.asleep -= tags
+
+    def update_weights(self, path: str) -> None:
+        """A path that begins with `other` has another architecture."""
+        if path.startswith("other"):
+            raise ModelError(f"{path}: another architecture")
+        self._path, self._weights = path, toy_weights(path)
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken]:
+        assert not self.asleep, f"a forward pass while {self.asleep} sleep"
         self._copy(output.copies)
         sampled = []
         for entry in output.scheduled:
             sequence = entry.sequence
             slots = [self._slot(sequence.block_table, position) for position in range(sequence.num_tokens)]
             for position in range(sequence.num_computed_tokens, sequence.num_computed_tokens + entry.num_new_tokens):
-                before = self._slots[slots[position - 1]] if position else 0
+                before = self._slots[slots[position - 1]] if position else self._weights
                 self._slots[slots[position]] = toy_value(sequence.token_ids[position], before)
             if not entry.samples:
                 continue

@@ -21,7 +21,10 @@ from trioengine.core.messages import (
     Loading,
     Ready,
     Shutdown,
+    Sleep,
     ToWorker,
+    UpdateWeights,
+    Wake,
 )
 from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.output import ModelRunner
@@ -82,9 +85,12 @@ def _receive_configuration(transport: Transport) -> WorkerConfig | None:
 def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callable[[], float]) -> StepLoop:
     transport.progress.enter(Activity.LOADING)
 
+    step_loop: StepLoop | None = None
+
     def on_progress(done: int, total: int) -> None:
         transport.progress.advance()
-        transport.send(Loading(done, total))
+        if step_loop is None:  # of a wake, or an update of the weights, only the PONG tells
+            transport.send(Loading(done, total))
 
     runner = load(config, on_progress)
     chunked_prefill_size = config.chunked_prefill_size
@@ -100,7 +106,7 @@ def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callabl
         chunked_prefill_size=chunked_prefill_size,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-    step_loop = StepLoop(runner, limits, clock)
+    step_loop = StepLoop(runner, limits, clock, frozenset(config.asleep))
     _calm_garbage_collector()
     transport.send(
         Ready(
@@ -111,6 +117,7 @@ def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callabl
             max_model_len=limits.max_sequence_len,
             kv_blocks_total=runner.kv_blocks_total,
             block_size=runner.block_size,
+            weight_version=config.weight_version,
         )
     )
     return step_loop
@@ -129,6 +136,8 @@ def _step_until_shutdown(transport: Transport, step_loop: StepLoop) -> None:
         for message in _take(transport, step_loop):
             if isinstance(message, Shutdown):
                 return
+            if isinstance(message, Sleep | Wake | UpdateWeights):
+                progress.enter(Activity.LOADING)
             for reply in step_loop.handle(message):
                 transport.send(reply)
             progress.advance()

@@ -135,6 +135,13 @@ class BlockManager:
             self._cache.forget(block)
         self.release(sequence)
 
+    def forget_all(self) -> None:
+        """Let nobody find what any block holds; InvariantError while a sequence holds one."""
+        if self.num_held:
+            raise InvariantError(f"{self.num_held} blocks are held, and are to be forgotten")
+        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._cache = PrefixCache()
+
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raise InvariantError unless the books agree with the block tables of `sequences`: all there are.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from trioengine.core.messages import Logprobs
+from trioengine.core.tag import Tag
 from trioengine.worker.scheduling.sequence import Sequence
 
 
@@ -63,4 +64,19 @@ class ModelRunner(Protocol):
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken]:
         """Make the copies, then compute: one entry for each scheduled sequence with `samples`, in their order."""
+        ...
+
+    def sleep(self, level: int) -> None:
+        """Give memory back to the system: the KV cache, and the weights; at level 1 these are kept in host memory."""
+        ...
+
+    def wake(self, tags: frozenset[Tag]) -> None:
+        """Take memory for these tags again, which sleep. ModelError: it could not be had, and they still sleep."""
+        ...
+
+    def update_weights(self, path: str) -> None:
+        """Load these weights; where the weights sleep, check them, drop the old ones, and load them at `wake`.
+
+        ModelError: they do not fit the model or cannot be read, and the old ones are still there.
+        """
         ...

@@ -136,6 +136,12 @@ class Scheduler:
             raise InvariantError("the runner sampled more tokens than were asked for")
         return rows
 
+    def forget_all(self) -> None:
+        """Drop whatever was computed; InvariantError while there is a sequence."""
+        if self._sequences:
+            raise InvariantError(f"{len(self._sequences)} sequences are there, and all is to be forgotten")
+        self.blocks.forget_all()
+
     def statistics(self, num_sessions: int) -> WorkerStatistics:
         """The counts now."""
         return WorkerStatistics(

@@ -4,6 +4,9 @@ Shared by the real worker (worker/loop.py) and the simulated one (trioengine.tes
 runner, the clock and how messages travel. Synchronous: a step is one call, and messages are handled between steps, in
 the order of arrival.
 
+Before the memory sleeps or the weights change nothing is left of any session, and then the prefix cache is dropped, so
+that nothing computed before can be used after it.
+
 A session's tokens are always: what it held, truncated to the last ADD_MESSAGE's `base`, then that message's tokens,
 then every token of every row sent for it. The engine computes the same from what it sends and receives.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trioengine.core.errors import RemoteProtocolError, RequestRejected
+from trioengine.core.errors import InvariantError, ModelError, RemoteProtocolError, RequestRejected
 from trioengine.core.messages import (
     WIRE_NAMES,
     AddMessage,
@@ -25,15 +28,22 @@ from trioengine.core.messages import (
     FromWorker,
     RequestFailed,
     SessionEnded,
+    Sleep,
+    Slept,
     StopSession,
     TokenIds,
     Tokens,
     TokensRow,
     ToWorker,
+    Updated,
+    UpdateWeights,
     Usage,
+    Wake,
     WorkerStatistics,
+    Woken,
     token_ids,
 )
+from trioengine.core.tag import ALL_TAGS, Tag
 from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.output import ModelRunner
 from trioengine.worker.scheduling.scheduler import SampledRow, Scheduler
@@ -51,15 +61,22 @@ class _Session:
 class StepLoop:
     """Sessions and their requests over one scheduler and one runner.
 
-    `clock` gives seconds from any origin; it only feeds the times in Usage.
+    `clock` gives seconds from any origin; it only feeds the times in Usage. `asleep` is what the runner has not loaded.
     """
 
-    def __init__(self, runner: ModelRunner, limits: Limits, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        limits: Limits,
+        clock: Callable[[], float],
+        asleep: frozenset[Tag] = frozenset(),
+    ) -> None:
         self.limits = limits
         self._runner = runner
         self._clock = clock
         self._scheduler = Scheduler(limits)
         self._sessions: dict[int, _Session] = {}
+        self._asleep = asleep
 
     @property
     def has_work(self) -> bool:
@@ -81,10 +98,11 @@ class StepLoop:
         return state.held[:] if state.sequence is None else token_ids(state.sequence.token_ids)
 
     def handle(self, message: ToWorker) -> list[FromWorker]:
-        """Apply a message about sessions, and answer it.
+        """Apply a message about sessions or memory, and answer it.
 
         Raises RemoteProtocolError, and nothing changes, for what the engine must not send: unknown sessions, a second
-        request of a session, a `base` beyond what it holds, or a message that is not about sessions.
+        request of a session, a `base` beyond what it holds, a SLEEP or UPDATE_WEIGHTS that finds a session, or a
+        message that is about neither. What `sleep` of the runner raises passes through.
         """
         match message:
             case AddSession():
@@ -97,7 +115,13 @@ class StepLoop:
                 return self._end_session(message)
             case Audit():
                 return [self._audit(message)]
-        raise RemoteProtocolError(f"{WIRE_NAMES[type(message)]} is not about sessions")
+            case Sleep():
+                return [self._sleep(message)]
+            case Wake():
+                return [self._wake(message)]
+            case UpdateWeights():
+                return [self._update_weights(message)]
+        raise RemoteProtocolError(f"{WIRE_NAMES[type(message)]} is about neither sessions nor memory")
 
     def step(self) -> list[FromWorker]:
         """Schedule, run and take in one step; what the runner raises passes through and leaves this loop unusable.
@@ -105,6 +129,8 @@ class StepLoop:
         One TOKENS with a row for each sequence that sampled, and a REQUEST_FAILED for each that the runner could not
         sample for; nothing when there is nothing to do.
         """
+        if self._asleep and self.has_work:
+            raise InvariantError(f"a step while {', '.join(sorted(tag.value for tag in self._asleep))} sleep")
         started = self._clock()
         output = self._scheduler.schedule()
         if output is None:
@@ -141,6 +167,10 @@ class StepLoop:
         session = self._session(message.session, "ADD_MESSAGE")
         if session.sequence is not None:
             raise RemoteProtocolError(f"ADD_MESSAGE: session {message.session} runs {session.sequence.request}")
+        if not 0 <= message.num_output <= len(message.token_ids):
+            raise RemoteProtocolError(
+                f"ADD_MESSAGE: {message.num_output} of {len(message.token_ids)} tokens are output"
+            )
         if not 0 <= message.base <= len(session.held):
             raise RemoteProtocolError(
                 f"ADD_MESSAGE: base {message.base}, and session {message.session} holds {len(session.held)} tokens"
@@ -151,7 +181,7 @@ class StepLoop:
             session=message.session,
             request=message.request,
             token_ids=session.held.tolist(),
-            num_prompt_tokens=len(session.held),
+            num_prompt_tokens=len(session.held) - message.num_output,
             params=message.params,
             eos_token_ids=frozenset(message.eos_token_ids),
             arrived_at=self._clock(),
@@ -198,6 +228,36 @@ class StepLoop:
             kv_blocks_cached=blocks.num_cached,
             kv_blocks_held=blocks.num_held,
         )
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def _sleep(self, message: Sleep) -> Slept:
+        self._forget_all("SLEEP")
+        self._asleep = ALL_TAGS
+        self._runner.sleep(message.level)
+        return Slept()
+
+    def _wake(self, message: Wake) -> Woken:
+        tags = frozenset(message.tags)
+        try:
+            self._runner.wake(tags)
+        except ModelError as exc:
+            return Woken(str(exc))
+        self._asleep -= tags
+        return Woken(None)
+
+    def _update_weights(self, message: UpdateWeights) -> Updated:
+        self._forget_all("UPDATE_WEIGHTS")
+        try:
+            self._runner.update_weights(message.path)
+        except ModelError as exc:
+            return Updated(str(exc))
+        return Updated(None)
+
+    def _forget_all(self, name: str) -> None:
+        if self._sessions:
+            raise RemoteProtocolError(f"{name} while {len(self._sessions)} sessions are there")
+        self._scheduler.forget_all()
 
     def _session(self, session: int, name: str) -> _Session:
         state = self._sessions.get(session)
