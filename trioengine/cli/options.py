@@ -50,6 +50,7 @@ _HELP = {
     "ping_interval": "Seconds between two pings of the worker.",
     "worker_shutdown_timeout": "Seconds that the engine may take to end.",
     "max_restarts": "Deaths of the worker without one finished request until the engine gives up.",
+    "on_worker_loss": "What becomes of requests in flight: resume, they go on with the next worker, or fail.",
     "host": "The address to listen on.",
     "port": "0: a free one.",
     "served_model_name": "What clients call the model.",
