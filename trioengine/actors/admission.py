@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import trio
 
 from trioengine.actors.generation import Generation
+from trioengine.actors.waiting_line import NOT_NOW
 from trioengine.actors.worker_session import Posting
-from trioengine.core.errors import EngineOverloaded, FrameTooLarge, RequestRejected
+from trioengine.core.errors import FrameTooLarge, RequestRejected
 from trioengine.core.lifecycle import Cause, Phase
 from trioengine.core.messages import AddMessage
 from trioengine.core.sampling_params import SamplingParams
@@ -103,7 +104,7 @@ class Admission:
     async def _commit(self) -> None:
         try:
             self._commit_now()
-        except EngineOverloaded:
+        except NOT_NOW:
             if not self._generation.wait:
                 raise
             await self._gate.commits.wait(self._commit_now)

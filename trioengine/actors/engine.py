@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,16 @@ from trioengine.actors.link import Link
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.observer import Observer
 from trioengine.actors.ports import Ports
+from trioengine.actors.power import PowerActor, Weights
+from trioengine.actors.replays import Replays
 from trioengine.actors.session import Session
 from trioengine.actors.sessions import Sessions
 from trioengine.actors.statistics import Statistics, statistics_of
 from trioengine.actors.supervisor import Supervisor
 from trioengine.actors.worker_counts import WorkerCounts
-from trioengine.core.config import EngineConfig
-from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, WorkerLost
-from trioengine.core.lifecycle import Cause, Power, PowerEvent
+from trioengine.core.config import EngineConfig, WorkerConfig
+from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, RemoteProtocolError, WorkerLost
+from trioengine.core.lifecycle import Cause, Phase, Power, PowerEvent
 from trioengine.core.messages import (
     Audited,
     Loading,
@@ -35,7 +38,10 @@ from trioengine.core.messages import (
     Ready,
     RequestFailed,
     SessionEnded,
+    Slept,
     Tokens,
+    Updated,
+    Woken,
 )
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.hub.model_files import ModelInfo
@@ -72,6 +78,9 @@ class Engine:
         self._tokenizer: ChatTokenizer | None = None
         self._limits: Ready | None = None
         self._sessions = Sessions()
+        self.replays = Replays(self.config, self.gate, self._sessions)
+        self.num_losses = 0  # of workers
+        self._power = PowerActor(self)
         self._nursery: trio.Nursery | None = None
         self._closing = trio.Event()
         self._finding = trio.CancelScope()  # the model, which may take a download
@@ -96,9 +105,11 @@ class Engine:
             if self._closing.is_set():
                 return
             async with open_unwrapped_nursery() as services:
-                services.start_soon(self._supervise, str(path))
+                self._power.weights = Weights(str(path), 1)
+                services.start_soon(self._supervise)
                 try:
                     async with trio.open_nursery() as self._nursery:
+                        self._nursery.start_soon(self._power.run)
                         try:
                             await self._closing.wait()
                         finally:  # before the nursery is: nothing is admitted that could not be adopted
@@ -119,11 +130,12 @@ class Engine:
         self._tokenizer = ChatTokenizer(model.tokenizer, model.chat_template)
         return path
 
-    async def _supervise(self, model_path: str) -> None:
+    async def _supervise(self) -> None:
         try:
-            await self._supervisor.run(self.config.for_worker(model_path))
+            await self._supervisor.run()
         except EngineError as exc:
             self.gate.failure = exc
+            self.replays.give_up_all(_as_lost(exc))
             raise
 
     def close(self) -> None:
@@ -134,7 +146,7 @@ class Engine:
 
     async def ready(self) -> None:
         """Wait until requests are admitted. Raises why, if that will never be."""
-        while self.gate.power is not Power.AWAKE:
+        while not self.gate.is_awake:
             if self.gate.power in (Power.DRAINING, Power.CLOSED):
                 raise copy(self.gate.failure or EngineClosed(f"the engine is {self.gate.power.value}"))
             await self.gate.changed()
@@ -178,7 +190,10 @@ class Engine:
         """
         if timeout is not None and timeout < 0:
             raise ValueError(f"timeout must not be negative, got {timeout}")
+        is_changing = not self._power.runs_requests or self.gate.num_pending
         self.gate.change_power(PowerEvent.DRAIN)
+        if is_changing:
+            self.abort_phase(Phase.SUSPENDED, Cause.SHUTDOWN)
         causes = self.gate.ledger.abort_causes
         before = causes[Cause.SHUTDOWN]
         with trio.move_on_after(float("inf") if timeout is None else timeout):
@@ -192,6 +207,42 @@ class Engine:
     async def _quiet(self) -> None:
         while self.gate.ledger.in_flight:
             await self.gate.changed()
+
+    async def sleep(self, level: int = 1, *, mode: str = "abort", timeout: float | None = None) -> None:
+        """Give the worker's memory back: the KV cache, and at level 1 the weights to host memory, at level 2 for good.
+
+        Nothing is admitted from the first step of the call until everything is awake again: new sessions and requests
+        raise EngineAsleep, or wait. `mode` is for the requests in flight: `abort` ends them with cause `sleep`; `wait`
+        lets them finish, for `timeout` seconds at most; with `keep` they pause, and go on after `wake`. What is being
+        prepared is aborted in every mode. Sessions keep their conversation.
+
+        Raises ValueError for an unknown level or mode, and TransitionFailed where it cannot be done: while the engine
+        loads or drains, or to level 1 from level 2. It does nothing where the engine sleeps at this level. Cancelled,
+        the caller does not wait any more, and the engine falls asleep all the same.
+        """
+        await self._power.sleep(level, mode, timeout).wait()
+
+    async def wake(self, tags: Collection[str] | None = None, *, reload: bool = True) -> None:
+        """Take memory back: all of it, or `weights` or `kv_cache` alone. Requests are admitted when all is back.
+
+        Weights that were discarded are loaded again; without `reload` they are left asleep until `update_weights`. A
+        worker that has died meanwhile is started. It does nothing for what is awake.
+
+        Raises ValueError for an unknown tag, and TransitionFailed when it fails: then all sleeps as it did before.
+        Cancelled, the caller does not wait any more, and the engine wakes all the same.
+        """
+        await self._power.wake(tags, reload=reload).wait()
+
+    async def update_weights(self, path: str, *, mode: str = "abort", timeout: float | None = None) -> None:
+        """Go over to the weights at `path`: a file or directory like the model's, of the same architecture and shapes.
+
+        The tokenizer and the template stay. Conversations are kept, and computed anew; requests in flight as in
+        `sleep`: kept ones go on with the new weights. Asleep, the weights are checked, and loaded when they wake.
+
+        Raises ValueError for an unknown mode, and TransitionFailed when it fails: then the old weights stay. Cancelled,
+        the caller does not wait any more, and the weights are updated all the same.
+        """
+        await self._power.update_weights(path, mode, timeout).wait()
 
     def statistics(self) -> Statistics:
         """The counts at this moment; those of the worker as it said last."""
@@ -240,7 +291,47 @@ class Engine:
             raise EngineOverloaded("the model is not loaded yet", code="loading")
         return self._limits
 
-    # ---- what sessions, supervisor and link call; synchronous -----------------------------------------------------
+    @property
+    def weights(self) -> Weights:
+        """The weights that the model has, or will have when it wakes."""
+        return self._power.weights
+
+    # ---- what the power actor, sessions, supervisor and link call; synchronous ------------------------------------
+
+    @property
+    def wants_worker(self) -> bool:
+        """Whether a worker that was lost is to be replaced now."""
+        return self._power.wants_worker
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether anything of the worker's memory sleeps."""
+        return bool(self._power.asleep)
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether there is a worker that is not READY."""
+        return self.gate.link is None and self._supervisor.current is not None
+
+    @property
+    def holds_sessions(self) -> bool:
+        """Whether the worker holds any session."""
+        return any(session.attached for session in self._sessions)
+
+    def worker_config(self) -> WorkerConfig:
+        """What a worker that starts now is to be."""
+        path, version = self.weights
+        asleep = tuple(sorted(self._power.asleep, key=lambda tag: tag.value))
+        return replace(self.config.for_worker(path), weight_version=version, asleep=asleep)
+
+    def abort_phase(self, phase: Phase, cause: Cause) -> None:
+        """Abort the requests that are in this phase."""
+        self._sessions.abort_phase(phase, cause)
+
+    def detach_all(self) -> None:
+        """The worker is to forget every session; requests in flight are suspended."""
+        self._sessions.detach_all()
+        self.replays.forget_suspects()
 
     def adopt(self, session: Session) -> None:
         """A session was opened: its task begins."""
@@ -262,9 +353,15 @@ class Engine:
             self._on_load(message.done, message.total)
 
     def on_ready(self, limits: Ready, link: Link) -> None:
+        if limits.weight_version != self.weights.version:
+            raise RemoteProtocolError(f"READY with weights {limits.weight_version}, not {self.weights.version}")
         self._limits = limits
         self.gate.link = link
-        self.gate.change_power(PowerEvent.READY)
+        if self._power.runs_requests:
+            self.replays.resume(link)
+        if not self.replays.has_suspects:
+            self.gate.change_power(PowerEvent.READY)
+        self.gate.notify()
         logger.info("ready: %s on %s", self.config.model, limits.device)
         asked, has = self.config.max_model_len, limits.max_model_len
         if asked is not None and asked > has:
@@ -281,6 +378,9 @@ class Engine:
             case SessionEnded():
                 self._worker_counts.on_statistics(message.statistics)
                 self._sessions.on_ended(message)
+                self.gate.notify()
+            case Slept() | Woken() | Updated():
+                self._power.on_answer(message)
             case Audited():
                 self._worker_counts.on_audited(message)
                 self._auditor.on_audited(message)
@@ -292,16 +392,28 @@ class Engine:
             for observer in self.observers:
                 observer.step(num_tokens)
 
-    def on_worker_lost(self, error: EngineError) -> None:
-        """The incarnation is dead and reaped: everything in flight on it is settled, in one step."""
+    def on_worker_lost(self, error: EngineError) -> bool:
+        """The incarnation is dead and reaped: everything in flight on it is settled or suspended, in one step.
+
+        Whether the death counts against the worker, and not against a request.
+        """
         self.last_loss = error
+        self.num_losses += 1
         self.gate.link = None
+        running = self._sessions.running
         self._worker_counts.on_worker_lost()
         if self.gate.power is not Power.CLOSED:
             self.gate.change_power(PowerEvent.WORKER_LOST)
-        lost = error if isinstance(error, WorkerLost) else WorkerLost(str(error))
-        self._sessions.on_worker_lost(lost)
+        lost = _as_lost(error)
+        self._sessions.on_worker_lost()
+        suspended = [session for session in running if session.phase is Phase.SUSPENDED]
+        self._power.on_worker_lost()
         self._auditor.on_worker_lost(lost)
+        return self.replays.on_worker_lost(suspended, lost)
+
+
+def _as_lost(error: EngineError) -> WorkerLost:
+    return error if isinstance(error, WorkerLost) else WorkerLost(str(error))
 
 
 @asynccontextmanager

@@ -1,9 +1,11 @@
 """The gate: what is admitted, and when. It owns the engine's state, the books and the ids.
 
+It is open while the engine is AWAKE and no sleep or update is pending: from the step in which that is asked for.
+
 Admission is synchronous: check, count, mint, in one step. Who asked with `wait=True` waits here, without holding
 anything, in a line for each kind of slot. A slot that is given back is handed to the first of its line in the same
 step; so no slot is free while somebody waits, and a newcomer, who finds none, cannot overtake: it lines up behind the
-others, or is refused with EngineOverloaded.
+others, or is refused with EngineOverloaded or EngineAsleep.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ import trio
 
 from trioengine.actors.changes import Changes
 from trioengine.actors.link import Link
-from trioengine.actors.waiting_line import WaitingLine
+from trioengine.actors.waiting_line import NOT_NOW, WaitingLine
 from trioengine.core.config import EngineConfig
-from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvariantError
+from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, InvariantError
 from trioengine.core.ledger import Ledger, Stand
 from trioengine.core.lifecycle import Cause, Power, PowerEvent, next_power
 from trioengine.core.messages import FinishReason
@@ -34,6 +36,7 @@ class Gate:
         self.sessions = WaitingLine()  # for a session slot
         self.requests = WaitingLine()  # for a request slot
         self.commits = WaitingLine()  # with a request slot, for a worker
+        self.num_pending = 0  # sleeps and updates that are asked for, and not done
         self._config = config
         self._changes = Changes()
         self._last_id = 0
@@ -47,24 +50,40 @@ class Gate:
 
     def change_power(self, event: PowerEvent) -> None:
         self.power = next_power(self.power, event)
+        self._serve()
+
+    def begin_pending(self) -> None:
+        """A sleep or an update is asked for."""
+        self.num_pending += 1
+
+    def end_pending(self) -> None:
+        """It is done, or has failed."""
+        self.num_pending -= 1
+        self._serve()
+
+    def _serve(self) -> None:
         for line in (self.commits, self.sessions, self.requests):
             line.serve()
+        self.notify()
+
+    def notify(self) -> None:
+        """Wake who waits in `changed`."""
         self._changes.notify()
 
     def free_session(self) -> None:
         """Give a session slot back."""
         self.ledger.free_session()
         self.sessions.serve()
-        self._changes.notify()
+        self.notify()
 
     def settle(self, stand: Stand, finish_reason: FinishReason, cause: Cause | None = None) -> None:
         """Enter a request's outcome in the books, and give its slot back."""
         self.ledger.settle(stand, finish_reason, cause)
         self.requests.serve()
-        self._changes.notify()
+        self.notify()
 
     async def changed(self) -> None:
-        """Wait until a slot is given back, or the power changes."""
+        """Wait until a slot is given back, a session is detached, or the power changes."""
         await self._changes.wait()
 
     # ---- admission ------------------------------------------------------------------------------------------------
@@ -72,7 +91,7 @@ class Gate:
     async def admit(
         self, line: WaitingLine, admission: Callable[[], object], *, wait: bool, deadline: float = float("inf")
     ) -> None:
-        """Call `admission`; where it raises EngineOverloaded and `wait` is true, when its turn in `line` has come.
+        """Call `admission`; where it raises NOT_NOW and `wait` is true, when its turn in `line` has come.
 
         After the deadline it raises why it still cannot be admitted. Cancelled, nothing is taken.
         """
@@ -80,7 +99,7 @@ class Gate:
             try:
                 admission()
                 return
-            except EngineOverloaded:
+            except NOT_NOW:
                 if not wait:
                     raise
             with trio.move_on_at(deadline):
@@ -92,13 +111,13 @@ class Gate:
             raise
 
     def admit_session(self) -> int:
-        """Take a session slot and return the session's id. Raises EngineClosed or EngineOverloaded."""
+        """Take a session slot and return the session's id. Raises EngineClosed, EngineAsleep or EngineOverloaded."""
         self._check_session_slot()
         self.ledger.open_session()
         return self.mint()
 
     def admit_request(self) -> int:
-        """Take a request slot and return the request's id. Raises EngineClosed or EngineOverloaded."""
+        """Take a request slot and return the request's id. Raises EngineClosed, EngineAsleep or EngineOverloaded."""
         self._check_request_slot()
         self.ledger.receive()
         return self.mint()
@@ -107,9 +126,14 @@ class Gate:
         """The link for a request that was admitted: a draining engine still runs it. Raises as `admit_request`."""
         if self.power is Power.CLOSED:
             self._check_open()
-        if self.link is None:
+        if self.link is None or not (self.is_awake or self.power is Power.DRAINING):
             raise self._not_awake()
         return self.link
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether requests are admitted, where there is a slot."""
+        return self.power is Power.AWAKE and not self.num_pending
 
     def check(self) -> None:
         """Raise InvariantError unless the books balance, and nobody waits for a slot that is free."""
@@ -117,7 +141,7 @@ class Gate:
         for line, check_slot in ((self.sessions, self._check_session_slot), (self.requests, self._check_request_slot)):
             try:
                 check_slot()
-            except EngineOverloaded:
+            except NOT_NOW:
                 continue
             except EngineClosed:
                 pass
@@ -126,23 +150,25 @@ class Gate:
 
     def _check_session_slot(self) -> None:
         self._check_open()
-        if self.power is Power.LOADING:
+        if not (self.is_awake or self.power is Power.RESTARTING):
             raise self._not_awake()
         if self.ledger.sessions >= self._config.max_sessions:
             raise EngineOverloaded(f"all {self._config.max_sessions} sessions are taken", code="sessions")
 
     def _check_request_slot(self) -> None:
         self._check_open()
-        if self.power is not Power.AWAKE:
+        if not self.is_awake:
             raise self._not_awake()
         slots = self._config.max_num_seqs + self._config.max_num_queued_reqs
         if self.ledger.in_flight >= slots:
             raise EngineOverloaded(f"all {slots} request slots are taken", code="queue")
 
-    def _not_awake(self) -> EngineOverloaded:
-        return EngineOverloaded(
-            f"the engine is {self.power.value}", code=self.power.value, retry_after=self.retry_after
-        )
+    def _not_awake(self) -> EngineError:
+        if self.power in (Power.LOADING, Power.RESTARTING, Power.DRAINING):
+            message = f"the engine is {self.power.value}"
+            return EngineOverloaded(message, code=self.power.value, retry_after=self.retry_after)
+        state = "about to sleep or to be updated" if self.power is Power.AWAKE else self.power.value.replace("_", " ")
+        return EngineAsleep(f"the engine is {state}")
 
     def _check_open(self) -> None:
         if self.power in (Power.DRAINING, Power.CLOSED):

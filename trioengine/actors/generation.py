@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trioengine.actors.readable import Readable
@@ -17,6 +18,17 @@ from trioengine.text.conversation import Prepared, Prompt
 
 if TYPE_CHECKING:
     from trioengine.actors.session import Session
+
+
+@dataclass(slots=True)
+class Losses:
+    """Deaths of the worker with the request in flight."""
+
+    resumed: int = 0  # how often it went on after one
+    deaths: int = 0  # that count against it
+    deaths_alone: int = 0  # while it was tried alone
+    num_tokens: int = -1  # that it had at the last one
+    is_new: bool = False  # it has not gone on since the last one
 
 
 class _Mailbox:
@@ -71,7 +83,10 @@ class Generation(Readable["Session"]):
         self.prepared: Prepared | None = None
         self.answer: Answer | None = None
         self.abort_cause = Cause.CLIENT
-        self.usage: Usage | None = None
+        self.resolved: SamplingParams | None = None  # as the worker was told
+        self.usage: Usage | None = None  # of its first attachment that got a token
+        self.weight_versions: list[int] = []
+        self.losses = Losses()
         self.times = RequestTimes(session.observers)
         self._logprobs: list[Logprobs] = []
         self._mailbox = _Mailbox()
@@ -94,6 +109,8 @@ class Generation(Readable["Session"]):
             finish_reason=outcome.finish_reason,
             cause=outcome.cause,
             usage=Usage(prompt_tokens, len(ids), cached_tokens, *times),
+            resumed=self.losses.resumed,
+            weight_versions=tuple(self.weight_versions),
         )
 
     @property
@@ -126,6 +143,16 @@ class Generation(Readable["Session"]):
         if row.finish_reason is FinishReason.ABORT:
             return Outcome(FinishReason.ABORT, self.abort_cause)
         return Outcome(row.finish_reason) if row.finish_reason is not None else None
+
+    @property
+    def num_tokens(self) -> int:
+        """That were delivered."""
+        return len(self.answer.token_ids) if self.answer is not None else 0
+
+    def note_weights(self, version: int) -> None:
+        """Tokens came that were computed with these."""
+        if self.weight_versions[-1:] != [version]:
+            self.weight_versions.append(version)
 
     def flush(self) -> None:
         """No more rows will come: what a stop string or a character held back belongs to the tokens that came."""

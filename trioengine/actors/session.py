@@ -105,9 +105,9 @@ class Session(SessionState):
         """A request, to be entered. `prompt` is a user message, chat messages, or token ids.
 
         `timeout` in seconds runs from this call to the outcome, and aborts. With `wait` the request waits (within
-        `timeout`, and in the order of arrival) where the engine restarts or is full, instead of raising
-        EngineOverloaded; without it, it never gets ahead of those who wait. Entering raises SessionBusy while another
-        request runs, SessionEnded, EngineClosed, and RequestRejected for a bad prompt.
+        `timeout`, and in the order of arrival) where the engine restarts, sleeps or is full, instead of raising
+        EngineOverloaded or EngineAsleep; without it, it never gets ahead of those who wait. Entering raises SessionBusy
+        while another request runs, SessionEnded, EngineClosed, and RequestRejected for a bad prompt.
         """
         deadline = deadline_after(timeout)
         return Generation(self, prompt, params, keep_partial=keep_partial, deadline=deadline, wait=wait)
@@ -181,6 +181,7 @@ class Session(SessionState):
 
     def commit(self, generation: Generation, posting: Posting) -> None:
         """Hand the prepared request to the worker."""
+        generation.resolved = posting.message.params
         self.worker_session.attach(posting.link)
         self._apply(Event.COMMIT, posting=posting)
         self._move(generation, Stand.WAITING)
@@ -210,7 +211,7 @@ class Session(SessionState):
         if generation.outcome is not None:
             return
         if self.generation is generation:
-            if self.phase in (Phase.PREPARING, Phase.RUNNING):
+            if self.phase in (Phase.PREPARING, Phase.RUNNING, Phase.SUSPENDED):
                 generation.abort_cause = cause
             self._apply(Event.ABORT)
         else:  # it waits to be admitted: the books know nothing of it

@@ -9,11 +9,12 @@ import abc
 from typing import TYPE_CHECKING
 
 from trioengine.actors.generation import Generation
+from trioengine.actors.link import Link
 from trioengine.actors.worker_session import Posting, WorkerSession
-from trioengine.core.errors import RequestRejected, WorkerLost
+from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.ledger import Stand
 from trioengine.core.lifecycle import Action, Attachment, Cause, Event, Outcome, Phase, SessionLifecycle
-from trioengine.core.messages import FinishReason, RequestFailed, TokensRow
+from trioengine.core.messages import AddMessage, FinishReason, RequestFailed, TokensRow
 from trioengine.text.conversation import Conversation
 
 if TYPE_CHECKING:
@@ -42,8 +43,18 @@ class SessionState(abc.ABC):
         return self._lifecycle.phase
 
     @property
+    def request_id(self) -> int:
+        """Of its request, which it has."""
+        return self._in_flight().request_id
+
+    @property
     def attached(self) -> bool:
-        """Whether the worker holds the session."""
+        """Whether the worker holds the session; it may have been told to end it."""
+        return self._lifecycle.attachment is not Attachment.DETACHED
+
+    @property
+    def is_open_on_worker(self) -> bool:
+        """Whether the worker holds the session, and was not told to end it."""
         return self._lifecycle.attachment is Attachment.ATTACHED
 
     @property
@@ -61,14 +72,17 @@ class SessionState(abc.ABC):
         generation = self._in_flight()
         if generation.stand is Stand.WAITING:
             self._move(generation, Stand.RUNNING)
-        if row.usage is not None:
+        if generation.usage is None:
             generation.usage = row.usage
+        if row.token_ids:
+            generation.note_weights(self._engine.weights.version)
         if generation.outcome is None and (outcome := generation.receive(row)) is not None:
             self._conclude(generation, outcome)
-            if row.finish_reason is None and self.phase is Phase.RUNNING:
+            if row.finish_reason is None and self.phase in (Phase.RUNNING, Phase.SUSPENDED):
                 self._apply(Event.ABORT)
         if row.finish_reason is not None:
             self._finish()
+        self._engine.replays.on_progress(generation)
 
     def on_failed(self, message: RequestFailed) -> None:
         """REQUEST_FAILED."""
@@ -78,22 +92,51 @@ class SessionState(abc.ABC):
 
     def _finish(self) -> None:
         """The worker is done with the request; one that was told to end has still to say so of the session."""
-        if self.phase is not Phase.ENDING:
+        if self.is_open_on_worker:
             self.worker_session.let_go()
         self._apply(Event.FINISH)
 
     def on_ended(self) -> None:
-        """SESSION_ENDED."""
-        self.worker_session.let_go()
+        """SESSION_ENDED: what the worker held is gone."""
+        self.worker_session.detach()
         self._apply(Event.SESSION_ENDED)
 
-    def on_worker_lost(self, error: WorkerLost) -> None:
-        """The incarnation is dead. A request in flight fails, unless it was being aborted; the history stays."""
-        generation = self.generation
-        if generation is not None and self.phase is Phase.RUNNING:
-            generation.decide(Outcome(FinishReason.ERROR, error=error))
+    def on_worker_lost(self) -> None:
+        """The incarnation is dead. A request in flight is suspended, unless it was being aborted; the history stays."""
         self._apply(Event.WORKER_LOST)
         self.worker_session.detach()
+
+    # ---- requests that outlive an attachment ----------------------------------------------------------------------
+
+    def detach(self) -> None:
+        """The worker is to forget the session; a request in flight is suspended."""
+        self._apply(Event.DETACH)
+
+    def resume(self, link: Link) -> None:
+        """Let a suspended request go on: the worker computes again what it was given before."""
+        generation = self._in_flight()
+        prepared, answer, params = generation.prepared, generation.answer, generation.resolved
+        assert prepared is not None and answer is not None and params is not None, "it was committed"
+        ids = prepared.token_ids[:]
+        ids.extend(answer.token_ids)
+        message = AddMessage(
+            session=self._id,
+            request=generation.request_id,
+            base=0,
+            token_ids=ids,
+            params=params,
+            eos_token_ids=tuple(self._engine.model.eos_token_ids),
+            num_output=len(answer.token_ids),
+        )
+        posting = Posting(link, message, link.encode(message))
+        self.worker_session.attach(link)
+        self._apply(Event.RESUME, posting=posting)
+        self._move(generation, Stand.WAITING)
+
+    def give_up(self, error: EngineError) -> None:
+        """A suspended request does not go on."""
+        self._in_flight().decide(Outcome(FinishReason.ERROR, error=error))
+        self._apply(Event.GIVE_UP)
 
     # ---- the actions ----------------------------------------------------------------------------------------------
 
@@ -111,6 +154,8 @@ class SessionState(abc.ABC):
                     self.worker_session.end(self._id)
                 case Action.FREE_SESSION:
                     self._free()
+                case Action.SUSPEND:
+                    self._move(self._in_flight(), Stand.SUSPENDED)
                 case _:
                     self._settle()
 
@@ -125,6 +170,7 @@ class SessionState(abc.ABC):
             self._engine.request_finished()
         self.generation = None
         generation.settle()
+        self._engine.replays.on_progress(generation)
         self._gate.settle(generation.stand, outcome.finish_reason, outcome.cause)
 
     def _move(self, generation: Generation, stand: Stand) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeVarTuple
 
+from trioengine.actors.link import Link
 from trioengine.actors.session import Session
-from trioengine.core.errors import WorkerLost
-from trioengine.core.lifecycle import Cause
+from trioengine.core.errors import EngineError
+from trioengine.core.lifecycle import Cause, Phase
 from trioengine.core.messages import RequestFailed, SessionEnded, Tokens
 
 Args = TypeVarTuple("Args")
@@ -37,7 +38,19 @@ class Sessions:
     @property
     def attached(self) -> frozenset[int]:
         """Those that were added to the worker and not told to end."""
-        return frozenset(id for id, session in self._by_id.items() if session.attached and session.end_cause is None)
+        return frozenset(id for id, session in self._by_id.items() if session.is_open_on_worker)
+
+    @property
+    def suspended(self) -> list[Session]:
+        """Those whose request is to go on, and is at no worker, in the order of its admission."""
+        found = (each for each in self if each.phase is Phase.SUSPENDED and not each.attached)
+        return sorted(found, key=lambda session: session.request_id)
+
+    @property
+    def running(self) -> list[Session]:
+        """Those whose request is at the worker and goes on, in the order of its admission."""
+        found = (each for each in self if each.phase is Phase.RUNNING)
+        return sorted(found, key=lambda session: session.request_id)
 
     def end_all(self, cause: Cause) -> None:
         """No session outlives the engine, also one whose task never ran."""
@@ -59,6 +72,29 @@ class Sessions:
         for session, generation in in_flight:
             session.abort_request(generation, cause)
 
+    def abort_phase(self, phase: Phase, cause: Cause) -> None:
+        """Abort the requests that are in this phase."""
+        for session in self:
+            if session.phase is phase and session.generation is not None:
+                session.abort_request(session.generation, cause)
+
+    # ---- requests that outlive an attachment ----------------------------------------------------------------------
+
+    def detach_all(self) -> None:
+        """The worker is to forget every session."""
+        for session_id in list(self._by_id):
+            self._tell(session_id, Session.detach)
+
+    def resume(self, session: Session, link: Link) -> None:
+        """Let its suspended request go on."""
+        assert session.id is not None, "only an entered session has a request"
+        self._tell(session.id, Session.resume, link)
+
+    def give_up(self, session: Session, error: EngineError) -> None:
+        """Its suspended request does not go on."""
+        assert session.id is not None, "only an entered session has a request"
+        self._tell(session.id, Session.give_up, error)
+
     # ---- what the worker says -------------------------------------------------------------------------------------
 
     def on_tokens(self, message: Tokens) -> None:
@@ -71,9 +107,9 @@ class Sessions:
     def on_ended(self, message: SessionEnded) -> None:
         self._tell(message.session, Session.on_ended)
 
-    def on_worker_lost(self, error: WorkerLost) -> None:
+    def on_worker_lost(self) -> None:
         for session_id in list(self._by_id):
-            self._tell(session_id, Session.on_worker_lost, error)
+            self._tell(session_id, Session.on_worker_lost)
 
     def _tell(self, session_id: int, tell: Callable[[Session, *Args], None], *args: *Args) -> None:
         session = self._by_id[session_id]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """The engine's counts. received = finished + aborted + failed + preparing + waiting + running, at all times.
+    """The engine's counts. received = finished + aborted + failed + preparing + waiting + running + suspended, always.
 
     Counters never go down, also when the worker is restarted.
     """
@@ -26,6 +26,7 @@ class Statistics:
     preparing: int
     waiting: int
     running: int
+    suspended: int
     received: int
     finished: int
     aborted: int
@@ -60,6 +61,7 @@ def statistics_of(gate: Gate, supervisor: Supervisor, worker: WorkerCounts, kv_b
         preparing=ledger.preparing,
         waiting=ledger.waiting,
         running=ledger.running,
+        suspended=ledger.suspended,
         received=ledger.received,
         finished=ledger.finished,
         aborted=ledger.aborted,

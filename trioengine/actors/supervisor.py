@@ -51,6 +51,8 @@ class Incarnation:
         self._engine = engine
         self._config = engine.config
         self._last_progress = trio.current_time()
+        self._progress = 0  # as its last PONG said
+        self._is_loading = True
         self._pong: trio.Event | None = None  # set: the PING was answered
         self._pinged = math.inf  # when the PING was posted that is not answered
         self._end_of_stream = trio.Event()
@@ -123,7 +125,7 @@ class Incarnation:
                 self._last_progress = trio.current_time()
                 self._engine.on_loading(message)
             case Ready():
-                self.ready = True
+                self.ready, self._is_loading = True, False
                 self._engine.on_ready(message, self.link)
             case Fatal():
                 self.fatal = message
@@ -131,7 +133,7 @@ class Incarnation:
                 self._engine.on_message(message)
 
     async def _watch(self) -> None:
-        """One PING at a time; no answer, no progress while starting, or an endless step is death."""
+        """One PING at a time; no answer, no progress while loading, or an endless step is death."""
         count = 0
         while True:
             count += 1
@@ -143,13 +145,18 @@ class Incarnation:
                 self.kill(f"no answer for {self._config.unresponsive_timeout:g} s")
                 return
             await trio.sleep(self._config.ping_interval)
-            if not self.ready and trio.current_time() - self._last_progress > self._config.startup_timeout:
-                self.kill(f"no progress for {self._config.startup_timeout:g} s while it started")
+            if self._is_loading and trio.current_time() - self._last_progress > self._config.startup_timeout:
+                doing = "loaded weights" if self.ready else "started"
+                self.kill(f"no progress for {self._config.startup_timeout:g} s while it {doing}")
                 return
 
     def _on_pong(self, message: Pong) -> None:
         if message.activity is Activity.STEPPING and message.seconds > self._config.step_timeout:
             self.kill(f"one step takes longer than {self._config.step_timeout:g} s")
+        if self.ready:  # before, LOADING tells
+            self._is_loading = message.activity is Activity.LOADING
+            if message.progress != self._progress:
+                self._progress, self._last_progress = message.progress, trio.current_time()
         self._pinged = math.inf
         if self._pong is not None:
             self._pong.set()
@@ -171,41 +178,49 @@ class Supervisor:
         """Begin the shutdown; harmless when begun. From now on `worker_shutdown_timeout` bounds `run`."""
         if not self._shutdown.is_set():
             self._shutdown.set()
+            self._engine.gate.notify()
             self._scope.deadline = trio.current_time() + self._config.worker_shutdown_timeout
 
     def request_finished(self) -> None:
         """A request ran to its end: the worker is worth restarting."""
         self._deaths = 0
 
-    async def run(self, config: WorkerConfig) -> None:
+    async def run(self) -> None:
         """Service: raises ModelError or WorkerLost when no worker can be had."""
         with self._scope:
             while not self._shutdown.is_set():
                 self.incarnations += 1
                 try:
-                    await self._run_incarnation(config)
+                    await self._run_incarnation()
                 except WorkerLost as exc:
                     if self.incarnations == 1:
                         raise
-                    self._engine.on_worker_lost(exc)
+                    self._on_worker_lost(exc)
                 if not self._shutdown.is_set():
                     await self._back_off()
+                while not (self._engine.wants_worker or self._shutdown.is_set()):
+                    await self._engine.gate.changed()
 
-    async def _run_incarnation(self, config: WorkerConfig) -> None:
+    def _on_worker_lost(self, error: EngineError) -> None:
+        if self._engine.on_worker_lost(error):
+            self._deaths += 1
+
+    async def _run_incarnation(self) -> None:
         process = await self._engine.ports.spawn_worker()
         incarnation = self.current = Incarnation(self._engine, process)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._shut_down_when_told, incarnation)
-                await incarnation.run(config)
+                await incarnation.run(self._engine.worker_config())
                 nursery.cancel_scope.cancel()
         finally:
             self.current = None
             error = _loss(incarnation, process.reap())
-            self._engine.on_worker_lost(error)
+            self._on_worker_lost(error)
         if self._shutdown.is_set():
             return
-        if isinstance(error, ModelError) or (self.incarnations == 1 and not incarnation.ready):
+        is_first = self.incarnations == 1 and not incarnation.ready
+        if is_first or (isinstance(error, ModelError) and not self._engine.is_asleep):
             raise error
         logger.warning("%s", error)
 
@@ -214,12 +229,11 @@ class Supervisor:
         await incarnation.shut_down()
 
     async def _back_off(self) -> None:
-        self._deaths += 1
         if self._deaths >= self._config.max_restarts:
             last = self._engine.last_loss
             raise WorkerLost(f"the worker died {self._deaths} times without finishing a request; {last}") from last
         delays = self._config.restart_delays
-        delay = delays[min(self._deaths - 1, len(delays) - 1)]
+        delay = delays[min(max(self._deaths - 1, 0), len(delays) - 1)]
         self._engine.gate.retry_after = delay + 1.0
         with trio.move_on_after(delay):
             await self._shutdown.wait()

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 import trio
 
-from trioengine.core.errors import EngineOverloaded
+from trioengine.core.errors import EngineAsleep, EngineOverloaded
+
+NOT_NOW = (EngineOverloaded, EngineAsleep)  # what a caller may wait for the end of
 
 
 @dataclass(slots=True)
@@ -23,7 +25,7 @@ class _Waiter:
 
 
 class WaitingLine:
-    """Callers with an admission each: a function that takes what they wait for, or raises why there is none."""
+    """Callers with an admission each: a function that takes what they wait for, or raises one of NOT_NOW."""
 
     def __init__(self) -> None:
         self._waiters: OrderedDict[trio.lowlevel.Task, _Waiter] = OrderedDict()
@@ -32,7 +34,7 @@ class WaitingLine:
         return len(self._waiters)
 
     async def wait(self, admission: Callable[[], object]) -> None:
-        """Wait until `admission`, called by `serve`, succeeds; raises what it raises, but for EngineOverloaded.
+        """Wait until `admission`, called by `serve`, succeeds; raises what it raises, but for NOT_NOW.
 
         Cancelled, it was not admitted; once it was, this is not cancelled any more.
         """
@@ -48,12 +50,12 @@ class WaitingLine:
             raise waiter.refusal
 
     def serve(self) -> None:
-        """Admit from the front, until one is told EngineOverloaded and so goes on waiting."""
+        """Admit from the front, until one is told NOT_NOW and so goes on waiting."""
         while self._waiters:
             task, waiter = self._waiters.popitem(last=False)
             try:
                 waiter.admission()
-            except EngineOverloaded:
+            except NOT_NOW:
                 self._waiters[task] = waiter
                 self._waiters.move_to_end(task, last=False)
                 return
