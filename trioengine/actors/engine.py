@@ -25,6 +25,7 @@ from trioengine.actors.power import PowerActor, Weights
 from trioengine.actors.replays import Replays
 from trioengine.actors.session import Session
 from trioengine.actors.sessions import Sessions
+from trioengine.actors.states import PowerState, States
 from trioengine.actors.statistics import Statistics, statistics_of
 from trioengine.actors.supervisor import Supervisor
 from trioengine.actors.worker_counts import WorkerCounts
@@ -243,6 +244,15 @@ class Engine:
         the caller does not wait any more, and the weights are updated all the same.
         """
         await self._power.update_weights(path, mode, timeout).wait()
+
+    @property
+    def power(self) -> PowerState:
+        """The engine's state, what sleeps of it, and which weights it has."""
+        return self._power.state
+
+    def states(self) -> States:
+        """`with engine.states() as states: async for state in states`: the state now, then each that follows."""
+        return self._power.states()
 
     def statistics(self) -> Statistics:
         """The counts at this moment; those of the worker as it said last."""

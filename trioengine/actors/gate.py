@@ -36,6 +36,7 @@ class Gate:
         self.sessions = WaitingLine()  # for a session slot
         self.requests = WaitingLine()  # for a request slot
         self.commits = WaitingLine()  # with a request slot, for a worker
+        self.on_power: Callable[[], object] = lambda: None  # the power has changed
         self.num_pending = 0  # sleeps and updates that are asked for, and not done
         self._config = config
         self._changes = Changes()
@@ -50,6 +51,7 @@ class Gate:
 
     def change_power(self, event: PowerEvent) -> None:
         self.power = next_power(self.power, event)
+        self.on_power()
         self._serve()
 
     def begin_pending(self) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import trio
 
 from trioengine.actors.link import Link
+from trioengine.actors.states import PowerState, States
 from trioengine.core.bounds import brief
 from trioengine.core.errors import TransitionFailed
 from trioengine.core.lifecycle import Cause, Phase, Power, PowerEvent
@@ -84,6 +85,26 @@ class PowerActor:
         self._discarded = False  # the weights, at level 2
         self._awaits_update = False  # the weights are left asleep until they are updated
         self._wants_worker = False  # for a change that is made asleep
+        self._listeners: set[States] = set()
+        self._told = self.state
+        self._gate.on_power = self._publish
+
+    @property
+    def state(self) -> PowerState:
+        """As it is now."""
+        level = self.level if self.asleep else None
+        return PowerState(self._gate.power, level, self.asleep, self.weights.version)
+
+    def states(self) -> States:
+        """For a listener that hears of each change."""
+        return States(self._listeners, self.state)
+
+    def _publish(self) -> None:
+        state = self.state
+        if state != self._told:
+            self._told = state
+            for listener in self._listeners:
+                listener.put(state)
 
     # ---- what the engine asks -------------------------------------------------------------------------------------
 

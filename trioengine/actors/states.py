@@ -1,0 +1,63 @@
+"""The states that an engine goes through, for those who want to hear of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from trioengine.actors.changes import Changes
+from trioengine.core.lifecycle import Power
+from trioengine.core.tag import Tag
+
+MAX_UNREAD = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PowerState:
+    """The state of an engine: what sleeps of it, at which level, and which weights it has."""
+
+    power: Power
+    level: int | None  # None: nothing sleeps
+    asleep: frozenset[Tag]
+    weight_version: int
+
+
+class States:
+    """`with engine.states() as states: async for state in states`: the state now, then each that follows.
+
+    It ends when the engine is closed. Of more than 64 that were not read the oldest are dropped. Cancelling a read
+    loses nothing.
+    """
+
+    def __init__(self, listeners: set[States], now: PowerState) -> None:
+        self._unread = deque([now], maxlen=MAX_UNREAD)
+        self._changes = Changes()
+        self._listeners = listeners
+        self._is_over = now.power is Power.CLOSED
+
+    def __enter__(self) -> Self:
+        self._listeners.add(self)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._listeners.discard(self)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> PowerState:
+        while not self._unread:
+            if self._is_over:
+                raise StopAsyncIteration
+            await self._changes.wait()
+        return self._unread.popleft()
+
+    def put(self, state: PowerState) -> None:
+        """The engine has changed."""
+        self._unread.append(state)
+        self._is_over = state.power is Power.CLOSED
+        self._changes.notify()
