@@ -2,12 +2,13 @@
 
 import itertools
 
-from trioengine import SamplingParams
+from trioengine import EngineConfig, SamplingParams
 from trioengine.core.messages import AddMessage, AddSession, EndSession, StopSession
 from trioengine.testing import toy_answer
 
 GREEDY = SamplingParams(max_tokens=40)
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
+FAILING = EngineConfig(model="toy", max_num_seqs=8, on_worker_loss="fail")
 
 
 async def everything_is_given_back(engine, simulation):
@@ -26,15 +27,16 @@ def orders_are_kept(simulation):
     for worker in simulation.workers:
         lives = {}
         for message in worker.received:
+            if isinstance(message, AddSession):
+                lives.setdefault(message.session, []).append([])
             if isinstance(message, (AddSession, AddMessage, StopSession, EndSession)):
-                lives.setdefault(message.session, []).append(type(message))
-        for life in lives.values():
-            assert life[0] is AddSession
-            assert life.count(AddSession) == 1
-            assert life.count(EndSession) <= 1
-            assert EndSession not in life[:-1]
-            for previous, following in itertools.pairwise(life):
-                assert following is not StopSession or previous is AddMessage
+                lives[message.session][-1].append(type(message))
+        for attachments in lives.values():
+            assert all(life[-1] is EndSession for life in attachments[:-1])
+            for life in attachments:
+                assert EndSession not in life[:-1]
+                for previous, following in itertools.pairwise(life):
+                    assert following is not StopSession or previous is AddMessage
 
 
 def reference(engine, prompt, params=GREEDY):

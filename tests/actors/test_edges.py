@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 import trio
-from expectations import GREEDY, LONG
+from expectations import FAILING, GREEDY, LONG
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import (
@@ -138,7 +138,7 @@ async def test_a_request_that_is_preparing_survives_a_restart_while_draining(aut
 
 
 async def test_the_end_of_the_stream_is_death(autojump_clock):
-    async with simulated_engine() as (engine, simulation), engine.open_session() as session:
+    async with simulated_engine(FAILING) as (engine, simulation), engine.open_session() as session:
         async with session.generate("one", LONG) as generation:
             await anext(generation)
             simulation.worker.close_pipe()
@@ -163,7 +163,7 @@ async def test_stop_strings_count_as_finished(autojump_clock):
 
 @pytest.mark.parametrize("exit_code", [-40, 3])
 async def test_odd_ends_of_a_worker(autojump_clock, exit_code):
-    async with simulated_engine() as (engine, simulation), engine.open_session() as session:
+    async with simulated_engine(FAILING) as (engine, simulation), engine.open_session() as session:
         async with session.generate("one", LONG) as generation:
             simulation.worker.exit(exit_code)
             with pytest.raises(WorkerLost, match=r"signal 40|exit status 3"):

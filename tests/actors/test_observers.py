@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import trio
-from expectations import everything_is_given_back
+from expectations import FAILING, everything_is_given_back
 
 from trioengine import SamplingParams, WorkerLost
 from trioengine.actors.observer import FinishedRequest, Observer
@@ -224,7 +224,7 @@ async def lost(engine):
 
 
 async def test_requests_that_die_with_the_worker_are_errors(autojump_clock):
-    async with simulated_engine() as (engine, simulation):
+    async with simulated_engine(FAILING) as (engine, simulation):
         async with engine.open_session() as session, session.generate(PROMPT, LONG) as generation:
             await anext(generation)
             simulation.worker.kill()

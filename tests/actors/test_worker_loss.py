@@ -1,10 +1,10 @@
-"""The worker dies, hangs or speaks nonsense: everyone is told, and the next one takes over."""
+"""The worker dies, hangs or speaks nonsense: with on_worker_loss="fail" everyone is told; the next one takes over."""
 
 import traceback
 
 import pytest
 import trio
-from expectations import GREEDY, LONG, chat, everything_is_given_back
+from expectations import FAILING, GREEDY, LONG, chat, everything_is_given_back
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig, EngineOverloaded, WorkerLost
@@ -14,7 +14,7 @@ from trioengine.testing.simulated_worker import Behaviour
 
 
 async def test_the_worker_dies_and_everyone_is_told(autojump_clock):
-    async with simulated_engine() as (engine, simulation):
+    async with simulated_engine(FAILING) as (engine, simulation):
         async with engine.open_session() as session:
             async with session.generate("one", GREEDY) as generation:
                 first = await generation.result()
@@ -41,7 +41,7 @@ async def test_the_worker_dies_and_everyone_is_told(autojump_clock):
 
 async def test_an_error_can_be_read_again_and_again(autojump_clock):
     """Each read raises an error of its own: equal, and with the traceback of that read alone."""
-    async with simulated_engine() as (engine, simulation), engine.open_session() as session:
+    async with simulated_engine(FAILING) as (engine, simulation), engine.open_session() as session:
         async with session.generate("one", LONG) as generation:
             simulation.worker.kill()
             errors = []
@@ -61,7 +61,7 @@ async def test_an_error_can_be_read_again_and_again(autojump_clock):
 
 @pytest.mark.parametrize("fault", ["hang", "stall"])
 async def test_a_worker_that_hangs_is_replaced(autojump_clock, fault):
-    config = EngineConfig(model="toy", step_timeout=20)
+    config = EngineConfig(model="toy", step_timeout=20, on_worker_loss="fail")
     async with simulated_engine(config) as (engine, simulation):
         async with engine.open_session() as session, session.generate("one", LONG) as generation:
             await anext(generation)
@@ -76,7 +76,7 @@ async def test_a_worker_that_hangs_is_replaced(autojump_clock, fault):
 
 
 async def test_a_worker_that_speaks_nonsense_is_replaced(autojump_clock):
-    async with simulated_engine() as (engine, simulation):
+    async with simulated_engine(FAILING) as (engine, simulation):
         async with engine.open_session() as session, session.generate("one", LONG) as generation:
             simulation.worker.say(b"\xff" * 100)
             with pytest.raises(WorkerLost, match="protocol"):

@@ -30,14 +30,21 @@ from trioengine.core.messages import (
     RequestFailed,
     SessionEnded,
     Shutdown,
+    Sleep,
+    Slept,
     StopSession,
     Tokens,
     TokensRow,
+    Updated,
+    UpdateWeights,
     Usage,
+    Wake,
     WorkerStatistics,
+    Woken,
     token_ids,
 )
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.tag import Tag
 
 STATISTICS = WorkerStatistics(*range(11))
 PARAMS = SamplingParams(max_tokens=4, seed=7, logit_bias={3: -1.5}, stop_token_ids=(5,))
@@ -60,13 +67,16 @@ def row(session=1, request=1, last=False):
 
 
 EVERY_MESSAGE = [
-    Configure(WorkerConfig("model.gguf", max_model_len=100)),
+    Configure(WorkerConfig("model.gguf", max_model_len=100, asleep=(Tag.KV_CACHE,))),
     AddSession(1),
     add_message(),
     StopSession(1, 1),
     EndSession(1),
     Audit(1),
     Ping(1),
+    Sleep(2),
+    Wake((Tag.WEIGHTS, Tag.KV_CACHE)),
+    UpdateWeights("other.gguf", 2),
     Shutdown(),
     Loading(1, 2),
     Ready("llama", "cpu", "float32", 100, 64, 8, 16),
@@ -75,6 +85,9 @@ EVERY_MESSAGE = [
     SessionEnded(1, STATISTICS),
     Audited(1, (1, 2), (3,), 8, 4, 2, 2),
     Pong(1, 2, Activity.IDLE, 0.5),
+    Slept(),
+    Woken(None),
+    Updated("another architecture"),
     Fatal(FatalCode.MODEL, "no", "Traceback"),
 ]
 

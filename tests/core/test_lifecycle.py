@@ -20,7 +20,7 @@ from trioengine.core.lifecycle import (
 
 STATES = list(itertools.product(Phase, Attachment))
 SETTLES = {Action.SETTLE_AS_REPORTED, Action.SETTLE_ABORTED, Action.SETTLE_REFUSED, Action.SETTLE_LOST}
-WITH_REQUEST = {Phase.PREPARING, Phase.RUNNING, Phase.STOPPING, Phase.ENDING}
+WITH_REQUEST = {Phase.PREPARING, Phase.RUNNING, Phase.STOPPING, Phase.SUSPENDED, Phase.ENDING}
 
 
 def reachable() -> set[tuple[Phase, Attachment]]:
@@ -73,19 +73,36 @@ def test_attaching_posts_add_session_and_only_the_worker_detaches(key):
     _, before, event = key
     after = SESSION_TRANSITIONS[key]
     attaches = (before, after.attachment) == (Attachment.DETACHED, Attachment.ATTACHED)
-    detaches = (before, after.attachment) == (Attachment.ATTACHED, Attachment.DETACHED)
     assert attaches == (Action.POST_ADD_SESSION in after.actions)
-    assert not detaches or event in (Event.SESSION_ENDED, Event.WORKER_LOST)
+    match before, after.attachment:
+        case (Attachment.ATTACHED, Attachment.DETACHED):
+            assert event is Event.WORKER_LOST
+        case (Attachment.DETACHING, Attachment.DETACHED):
+            assert event in (Event.SESSION_ENDED, Event.WORKER_LOST)
+        case _:
+            assert (before, after.attachment) != (Attachment.DETACHING, Attachment.ATTACHED)
+            assert (before, after.attachment) != (Attachment.DETACHED, Attachment.DETACHING)
 
 
 @pytest.mark.parametrize("key", SESSION_TRANSITIONS, ids=str)
-def test_ending_an_attached_session_posts_end_session_once(key):
+def test_detaching_posts_end_session_once(key):
     before, attachment, event = key
     after = SESSION_TRANSITIONS[key]
     over = {Phase.ENDING, Phase.ENDED}
-    ends_now = event is Event.END and before not in over and attachment is Attachment.ATTACHED
-    assert (Action.POST_END_SESSION in after.actions) == ends_now
+    detaches = (attachment, after.attachment) == (Attachment.ATTACHED, Attachment.DETACHING)
+    assert (Action.POST_END_SESSION in after.actions) == detaches
+    assert (event in (Event.END, Event.DETACH) and attachment is Attachment.ATTACHED) == detaches
     assert (before in over) <= (after.phase in over)
+
+
+@pytest.mark.parametrize("key", SESSION_TRANSITIONS, ids=str)
+def test_only_a_suspended_request_outlives_its_attachment(key):
+    before, attachment, event = key
+    after = SESSION_TRANSITIONS[key]
+    is_lost = event in (Event.WORKER_LOST, Event.SESSION_ENDED) and attachment is not Attachment.DETACHED
+    if is_lost and before in (Phase.RUNNING, Phase.SUSPENDED):
+        assert after.phase is Phase.SUSPENDED
+    assert (event in (Event.RESUME, Event.GIVE_UP)) <= (before is Phase.SUSPENDED)
 
 
 @pytest.mark.parametrize("key", SESSION_TRANSITIONS, ids=str)
@@ -116,3 +133,8 @@ def test_power(power, event):
     else:
         assert next_power(power, event) is following
     assert next_power(power, PowerEvent.CLOSE) is Power.CLOSED
+
+
+@pytest.mark.parametrize("power", Power)
+def test_whatever_a_change_of_power_does_a_drain_and_a_dying_worker_are_possible(power):
+    assert {PowerEvent.DRAIN, PowerEvent.CLOSE, PowerEvent.WORKER_LOST} <= POWER_TRANSITIONS[power].keys()

@@ -180,6 +180,7 @@ def test_sampling_parameters_take_one_string_or_lists():
 
 BAD_CONFIG = {
     "model": ["", *NO_NUMBERS[1:]],
+    "on_worker_loss": ["", "retry", *NO_NUMBERS],
     "device": ["tpu", "cuda:", "cuda:x", "cuda:-1", "cuda:128", "cuda:01", "cuda:٣", "cuda:" + "9" * 20, *NO_NUMBERS],
     "dtype": ["int4", *NO_NUMBERS],
     "max_num_seqs": [0, 2**31, *NO_INTEGERS],
