@@ -20,7 +20,7 @@ def said(simulation, kind):
     return [message for worker in simulation.workers for message in worker.received if isinstance(message, kind)]
 
 
-async def test_the_story_of_lmdeploy_4541_twice(simulated):
+async def test_the_story_of_lmdeploy_4541_twice(autojump_clock, simulated):
     """A baseline; sleep in the middle of a stream; asleep nothing is taken; partly awake neither; all works again."""
     engine, simulation = simulated
     expected = reference(engine, "one")
@@ -50,10 +50,14 @@ async def test_the_story_of_lmdeploy_4541_twice(simulated):
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_what_becomes_of_a_stream(simulated, mode):
+async def test_what_becomes_of_a_stream(autojump_clock, simulated, mode):
     engine, simulation = simulated
     expected = reference(engine, "one", LONG)
-    async with engine.open_session() as session, session.generate("one", LONG) as stream, trio.open_nursery() as nursery:
+    async with (
+        engine.open_session() as session,
+        session.generate("one", LONG) as stream,
+        trio.open_nursery() as nursery,
+    ):
         for _ in range(3):
             await anext(stream)
         nursery.start_soon(functools.partial(engine.sleep, mode=mode))
@@ -72,7 +76,7 @@ async def test_what_becomes_of_a_stream(simulated, mode):
     assert (completion.resumed, completion.weight_versions) == (0, (1,))
 
 
-async def test_waiting_is_bounded_by_the_timeout_and_never_by_a_reader(simulated):
+async def test_waiting_is_bounded_by_the_timeout_and_never_by_a_reader(autojump_clock, simulated):
     engine, _ = simulated
     async with engine.open_session() as session:
         async with session.generate("one", GREEDY) as unread:
@@ -88,7 +92,7 @@ async def test_waiting_is_bounded_by_the_timeout_and_never_by_a_reader(simulated
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_a_finished_answer_that_was_not_read_stays_finished(simulated, mode):
+async def test_a_finished_answer_that_was_not_read_stays_finished(autojump_clock, simulated, mode):
     engine, _ = simulated
     async with engine.open_session() as session, session.generate("one", GREEDY) as generation:
         while generation.outcome is None:
@@ -99,13 +103,11 @@ async def test_a_finished_answer_that_was_not_read_stays_finished(simulated, mod
         assert completion.finish_reason is not FinishReason.ABORT
 
 
-async def test_the_gate_is_closed_from_the_first_step(simulated):
+async def test_the_gate_is_closed_from_the_first_step(autojump_clock, simulated):
     """Also for what is being prepared then, and where the call waits behind another change."""
     engine, _ = simulated
     async with engine.open_session() as session, trio.open_nursery() as nursery:
-        with trio.CancelScope() as scope:
-            scope.cancel()
-            await engine.sleep()
+        engine._power.sleep(1, "abort", None)  # all that engine.sleep() does before its first checkpoint
         assert engine.power.power is Power.AWAKE
         with pytest.raises(EngineAsleep, match="about to sleep"):
             async with session.generate("one", GREEDY):
@@ -113,9 +115,15 @@ async def test_the_gate_is_closed_from_the_first_step(simulated):
         with pytest.raises(EngineAsleep):
             async with engine.open_session():
                 pass
-        nursery.start_soon(engine.wake)
+        await engine.wake()
+        await engine.sleep()
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await engine.wake()
         nursery.start_soon(engine.sleep)
-        await wait_all_tasks_blocked()
+        while not engine.gate.num_pending:
+            await trio.lowlevel.checkpoint()
+        assert engine.power.power in (Power.ASLEEP, Power.WAKING)
     assert engine.power.power is Power.ASLEEP
     await engine.wake()
 
@@ -137,7 +145,7 @@ async def test_what_is_prepared_is_refused_with_cause_sleep(autojump_clock):
         await everything_is_given_back(engine, simulation)
 
 
-async def test_who_waits_is_served_after_the_wake(simulated):
+async def test_who_waits_is_served_after_the_wake(autojump_clock, simulated):
     engine, _ = simulated
     await engine.sleep()
     answers = []
@@ -178,11 +186,15 @@ async def test_a_suspended_request_can_be_ended(autojump_clock, what):
         assert (engine.statistics().suspended, engine.statistics().aborted) == (0, 1)
 
 
-async def test_a_finish_on_its_way_wins(simulated):
+async def test_a_finish_on_its_way_wins(autojump_clock, simulated):
     """Rows that arrive until SESSION_ENDED count as delivered, and a finish among them is the outcome."""
     engine, simulation = simulated
     expected = reference(engine, "one")
-    async with engine.open_session() as session, session.generate("one", GREEDY) as stream, trio.open_nursery() as nursery:
+    async with (
+        engine.open_session() as session,
+        session.generate("one", GREEDY) as stream,
+        trio.open_nursery() as nursery,
+    ):
         while engine.statistics().generation_tokens < len(expected) - 1:
             await trio.sleep(0.001)
         nursery.start_soon(functools.partial(engine.sleep, mode="keep"))
@@ -193,7 +205,7 @@ async def test_a_finish_on_its_way_wins(simulated):
     await engine.wake()
 
 
-async def test_repeating_is_harmless(simulated):
+async def test_repeating_is_harmless(autojump_clock, simulated):
     engine, simulation = simulated
     await engine.wake()
     for _ in range(2):
@@ -212,7 +224,7 @@ async def test_repeating_is_harmless(simulated):
 
 @pytest.mark.parametrize("order", [("weights", "kv_cache"), ("kv_cache", "weights")])
 @pytest.mark.parametrize("level", [1, 2])
-async def test_tags_wake_in_either_order(simulated, order, level):
+async def test_tags_wake_in_either_order(autojump_clock, simulated, order, level):
     engine, _ = simulated
     await engine.sleep(level)
     for tag in order:
@@ -236,7 +248,7 @@ async def test_tags_wake_in_either_order(simulated, order, level):
         (lambda engine: engine.update_weights("x", mode="nap"), "mode must be"),
     ],
 )
-async def test_what_is_unknown_is_an_error_and_changes_nothing(simulated, call, why):
+async def test_what_is_unknown_is_an_error_and_changes_nothing(autojump_clock, simulated, call, why):
     engine, simulation = simulated
     with pytest.raises(ValueError, match=why):
         await call(engine)
@@ -245,7 +257,7 @@ async def test_what_is_unknown_is_an_error_and_changes_nothing(simulated, call, 
 
 
 @pytest.mark.parametrize("tags", [None, ["weights"]])
-async def test_a_wake_that_fails_leaves_it_asleep(simulated, tags):
+async def test_a_wake_that_fails_leaves_it_asleep(autojump_clock, simulated, tags):
     engine, simulation = simulated
     await engine.sleep(2)
     simulation.worker.runner.fail_wakes = 1
@@ -258,7 +270,7 @@ async def test_a_wake_that_fails_leaves_it_asleep(simulated, tags):
     assert list((await engine.generate("one", GREEDY)).token_ids) == reference(engine, "one")
 
 
-async def test_a_worker_that_dies_asleep_is_started_by_the_wake(simulated):
+async def test_a_worker_that_dies_asleep_is_started_by_the_wake(autojump_clock, simulated):
     engine, simulation = simulated
     async with engine.open_session() as session, session.generate("one", LONG) as stream:
         await anext(stream)
@@ -273,7 +285,7 @@ async def test_a_worker_that_dies_asleep_is_started_by_the_wake(simulated):
     assert len(simulation.workers) == 2
 
 
-async def test_a_worker_that_dies_waking_is_no_wake(simulated):
+async def test_a_worker_that_dies_waking_is_no_wake(autojump_clock, simulated):
     engine, simulation = simulated
     await engine.sleep()
     simulation.worker.kill()
@@ -287,7 +299,7 @@ async def test_a_worker_that_dies_waking_is_no_wake(simulated):
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_sleep_while_the_worker_restarts(simulated, mode):
+async def test_sleep_while_the_worker_restarts(autojump_clock, simulated, mode):
     """A replay that waits for the worker ends, finishes or is kept, and nothing hangs."""
     engine, simulation = simulated
     async with engine.open_session() as session, session.generate("one", LONG) as stream:
@@ -303,7 +315,7 @@ async def test_sleep_while_the_worker_restarts(simulated, mode):
         assert (completion.cause is Cause.SLEEP) == (mode == "abort")
 
 
-async def test_a_worker_that_dies_on_the_way_has_slept(simulated):
+async def test_a_worker_that_dies_on_the_way_has_slept(autojump_clock, simulated):
     """Its memory is given back, which is what was asked for."""
     engine, simulation = simulated
     async with trio.open_nursery() as nursery, engine.open_session() as session:
@@ -331,10 +343,14 @@ async def test_a_drain_or_a_close_ends_a_change(autojump_clock):
 
             simulation.worker.stall(20)
             async with engine.open_session() as session, session.generate("one", LONG):
-                nursery.start_soon(try_, functools.partial(engine.sleep, mode="keep"))
-                nursery.start_soon(try_, engine.wake)
-                nursery.start_soon(try_, functools.partial(engine.update_weights, "x"))
-                await wait_all_tasks_blocked()
+                calls = (
+                    functools.partial(engine.sleep, mode="keep"),
+                    engine.wake,
+                    functools.partial(engine.update_weights, "x"),
+                )
+                for call in calls:  # in this order
+                    nursery.start_soon(try_, call)
+                    await wait_all_tasks_blocked()
                 if end == "close":
                     engine.close()
                 else:
@@ -342,7 +358,7 @@ async def test_a_drain_or_a_close_ends_a_change(autojump_clock):
         assert len(failures) == 3, failures
 
 
-async def test_nothing_is_changed_before_it_is_loaded_or_when_it_drains(simulated):
+async def test_nothing_is_changed_before_it_is_loaded_or_when_it_drains(autojump_clock, simulated):
     engine, _ = simulated
     assert await engine.drain()
     for call in (engine.sleep, engine.wake, functools.partial(engine.update_weights, "x")):
@@ -350,7 +366,7 @@ async def test_nothing_is_changed_before_it_is_loaded_or_when_it_drains(simulate
             await call()
 
 
-async def test_the_states_are_told(simulated):
+async def test_the_states_are_told(autojump_clock, simulated):
     engine, _ = simulated
     with engine.states() as states:
         assert (await anext(states)).power is Power.AWAKE

@@ -191,12 +191,12 @@ class Engine:
         """
         if timeout is not None and timeout < 0:
             raise ValueError(f"timeout must not be negative, got {timeout}")
+        causes = self.gate.ledger.abort_causes
+        before = causes[Cause.SHUTDOWN]
         is_changing = not self._power.runs_requests or self.gate.num_pending
         self.gate.change_power(PowerEvent.DRAIN)
         if is_changing:
             self.abort_phase(Phase.SUSPENDED, Cause.SHUTDOWN)
-        causes = self.gate.ledger.abort_causes
-        before = causes[Cause.SHUTDOWN]
         with trio.move_on_after(float("inf") if timeout is None else timeout):
             await self._quiet()
             return causes[Cause.SHUTDOWN] == before
@@ -276,6 +276,8 @@ class Engine:
         link = self.gate.link
         if self.gate.power is Power.CLOSED:
             raise EngineClosed("the engine is closed")
+        if link is None and self.gate.power is Power.ASLEEP and not self.is_starting:
+            return  # it died asleep: it holds nothing
         if link is None:
             raise EngineOverloaded("there is no worker to ask", code=self.gate.power.value)
         await self._auditor.audit(link, self.gate.mint(), self._sessions.attached, timeout)
