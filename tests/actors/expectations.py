@@ -3,6 +3,8 @@
 import itertools
 
 from trioengine import EngineConfig, SamplingParams
+from trioengine.actors.changes import Changes
+from trioengine.actors.observer import Observer
 from trioengine.core.messages import AddMessage, AddSession, EndSession, StopSession
 from trioengine.testing import toy_answer
 
@@ -46,3 +48,27 @@ def reference(engine, prompt, params=GREEDY):
 
 def chat(prompt):
     return [{"role": "user", "content": prompt}]
+
+
+class Steps(Observer):
+    """Tells of every step of the worker."""
+
+    def __init__(self):
+        self.changes = Changes()
+
+    def step(self, num_tokens):
+        self.changes.notify()
+
+
+async def until(engine, is_so):
+    """The worker steps until this is true."""
+    steps = Steps()
+    engine.observers.append(steps)
+    while not is_so():
+        await steps.changes.wait()
+    engine.observers.remove(steps)
+
+
+async def generated(engine, count):
+    """So many tokens, of all requests together."""
+    await until(engine, lambda: engine.statistics().generation_tokens >= count)

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import trio
-from expectations import GREEDY, LONG, everything_is_given_back, reference
+from expectations import GREEDY, LONG, everything_is_given_back, generated, reference
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineAsleep, EngineConfig, TransitionFailed
@@ -165,7 +165,7 @@ async def test_who_waits_is_served_after_the_wake(autojump_clock, simulated):
 @pytest.mark.parametrize("what", ["stop", "end", "timeout", "sleep", "drain"])
 async def test_a_suspended_request_can_be_ended(autojump_clock, what):
     """By its reader, by its own time, by a sleep that aborts, and by a drain."""
-    async with simulated_engine() as (engine, simulation):
+    async with simulated_engine() as (engine, _):
         timeout = 5.0 if what == "timeout" else None
         async with engine.open_session() as session, session.generate("one", LONG, timeout=timeout) as stream:
             await anext(stream)
@@ -195,8 +195,7 @@ async def test_a_finish_on_its_way_wins(autojump_clock, simulated):
         session.generate("one", GREEDY) as stream,
         trio.open_nursery() as nursery,
     ):
-        while engine.statistics().generation_tokens < len(expected) - 1:
-            await trio.sleep(0.001)
+        await generated(engine, len(expected) - 1)
         nursery.start_soon(functools.partial(engine.sleep, mode="keep"))
         simulation.worker.turn()  # its last token, before it reads END_SESSION
         completion = await stream.result()

@@ -33,12 +33,12 @@ from trioengine.core.messages import (
     Tokens,
     ToWorker,
 )
-from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner
+from trioengine.testing.toy_model import VOCAB_SIZE, Crash, ToyRunner
 from trioengine.testing.wire import Wire, WireEnd
 from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.step_loop import StepLoop
 
-SIGTERM, SIGKILL = 15, 9
+SIGTERM, SIGKILL, SIGSEGV = 15, 9, 11
 PORTION = 4096  # bytes that a write moves between two checkpoints
 PIPE_SIZE = 1 << 20  # bytes that a wire holds before a write blocks
 SMALL_PORTION, SMALL_PIPE = 32, 256  # the same where bytes are moved by hand, so that frames are torn and writes block
@@ -248,6 +248,9 @@ class SimulatedWorker:
             messages = self.step_loop.step()
         except AssertionError:  # the kit's own
             raise
+        except Crash:
+            self.exit(-SIGSEGV)
+            return
         except Exception as exc:
             self._fail(exc)
             return

@@ -52,6 +52,7 @@ class Simulation:
         self.thread_passes = thread_passes
         self.failing_starts = 0
         self.stalled_starts = 0
+        self.poisoned: set[int] = set()  # requests that kill every worker that computes them
         self._thread_threshold = thread_threshold
         self._nursery = nursery
         self._behaviours = list(behaviours)
@@ -81,6 +82,7 @@ class Simulation:
         incarnation = len(self.workers)
         behaviour = self._behaviours[min(incarnation, len(self._behaviours) - 1)]
         worker = SimulatedWorker(1001 + incarnation, self.limits, behaviour, by_hand=self._nursery is None)
+        worker.runner.poisoned = self.poisoned
         self.workers.append(worker)
         if self.stalled_starts:
             self.stalled_starts -= 1

@@ -66,6 +66,10 @@ def toy_logprobs(token_id: int, top: int) -> dict[int, float]:
     return {(token_id + rank) % VOCAB_SIZE: -0.5 * (rank + 1) for rank in range(max(top, 1))}
 
 
+class Crash(Exception):
+    """A step that a real worker would not survive."""
+
+
 class ToyRunner:
     """A ModelRunner whose keys and values are `toy_value`s, in the slots that the block tables name."""
 
@@ -77,6 +81,7 @@ class ToyRunner:
         self.asleep: frozenset[Tag] = frozenset()
         self.level = 0  # at which it fell asleep last
         self.fail_requests: set[int] = set()  # these fail alone, at their next token
+        self.poisoned: set[int] = set()  # requests in whose steps it crashes
         self.fail_wakes = 0  # so many of the next ones
 
     def load(self, path: str, asleep: frozenset[Tag]) -> None:
@@ -103,6 +108,8 @@ class ToyRunner:
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken]:
         assert not self.asleep, f"a forward pass while {self.asleep} sleep"
+        if any(entry.sequence.request in self.poisoned for entry in output.scheduled):
+            raise Crash
         self._copy(output.copies)
         sampled = []
         for entry in output.scheduled:
