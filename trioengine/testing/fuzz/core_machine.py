@@ -19,7 +19,15 @@ from trioengine.core.ledger import Ledger, Stand
 from trioengine.core.lifecycle import Action, Attachment, Event
 from trioengine.core.messages import FinishReason, Message, TokensRow, token_ids
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.testing.fuzz.core_model import REFUSED, SETTLEMENTS, ModelSession, ModelWorker, Settlement, row_of
+from trioengine.testing.fuzz.core_model import (
+    LOST,
+    REFUSED,
+    SETTLEMENTS,
+    ModelSession,
+    ModelWorker,
+    Settlement,
+    row_of,
+)
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.program import pick, recorded
 
@@ -86,6 +94,23 @@ class CoreMachine(Machine):
     def abort(self, which: int) -> None:
         self._apply(pick(self._any, which), Event.ABORT)
 
+    @precondition(lambda self: self._detachable)
+    @recorded(which=WHICH)
+    def detach(self, which: int) -> None:
+        """The worker is to forget the session, which lives on."""
+        self._apply(pick(self._detachable, which), Event.DETACH)
+
+    @precondition(lambda self: self._suspended)
+    @recorded(which=WHICH, goes_on=st.booleans())
+    def resume(self, which: int, goes_on: bool) -> None:
+        """Or it is given up."""
+        session = pick(self._suspended, which)
+        if goes_on:
+            self._apply(session, Event.RESUME)
+            self._stand(session, Stand.WAITING)
+        else:
+            self._apply(session, Event.GIVE_UP, LOST)
+
     @precondition(lambda self: self.sessions)
     @recorded(which=WHICH)
     def end(self, which: int) -> None:
@@ -113,7 +138,7 @@ class CoreMachine(Machine):
     @recorded()
     def audit(self) -> None:
         """The worker is asked what it holds: what is posted now, whatever is still on its way."""
-        self.audits[self._mint()] = {session.id for session in self.sessions if session.held and not session.ended}
+        self.audits[self._mint()] = {session.id for session in self.sessions if session.held and not session.let_go}
         self._send("down", messages.Audit(self.last_id))
 
     @precondition(lambda self: any(session.held for session in self.sessions))
@@ -140,11 +165,21 @@ class CoreMachine(Machine):
 
     @property
     def _idle(self) -> list[ModelSession]:
-        return [session for session in self.sessions if not session.in_flight and not session.ended]
+        idle = (session for session in self.sessions if not session.in_flight and not session.ended)
+        return [session for session in idle if not session.let_go]
 
     @property
     def _preparing(self) -> list[ModelSession]:
         return [session for session in self.sessions if session.preparing]
+
+    @property
+    def _detachable(self) -> list[ModelSession]:
+        """Nothing is being prepared when a worker is to forget everything."""
+        return [session for session in self._any if not session.preparing]
+
+    @property
+    def _suspended(self) -> list[ModelSession]:
+        return [session for session in self.sessions if session.suspended]
 
     @property
     def _any(self) -> list[ModelSession]:
@@ -227,7 +262,8 @@ class CoreMachine(Machine):
 
     def _hear_row(self, session: ModelSession, row: TokensRow) -> None:
         assert session.in_flight and session.request == row.request, f"{row}, and its slot is not taken: {session}"
-        self._stand(session, Stand.RUNNING)
+        if session.stand is Stand.WAITING:
+            self._stand(session, Stand.RUNNING)
         if row.finish_reason is FinishReason.STOP and session.given_up:
             self.rare.saw("an end crosses the finish" if session.ended else "a stop crosses the finish")
         if row.finish_reason is not None:
@@ -254,6 +290,8 @@ class CoreMachine(Machine):
                 self._send("down", messages.StopSession(session.id, session.request))
             case Action.POST_END_SESSION:
                 self._send("down", messages.EndSession(session.id))
+            case Action.SUSPEND:
+                self._stand(session, Stand.SUSPENDED)
             case Action.FREE_SESSION:
                 assert session.id not in self.worker.requests, f"freed, and on the worker: {session}"
                 session.freed += 1
@@ -281,7 +319,8 @@ class CoreMachine(Machine):
         reasons = Counter(reason for session in sessions for _, reason in session.due)
         due = [stands[stand] for stand in Stand]
         due += [reasons[FinishReason.STOP], reasons[FinishReason.ABORT], reasons[FinishReason.ERROR]]
-        books = [ledger.preparing, ledger.waiting, ledger.running, ledger.finished, ledger.aborted, ledger.failed]
+        books = [ledger.preparing, ledger.waiting, ledger.running, ledger.suspended]
+        books += [ledger.finished, ledger.aborted, ledger.failed]
         assert books == due, f"the books say {books} of requests, due is {due}"
         slots = sum(not session.freed for session in sessions)
         assert ledger.sessions == slots, f"{ledger.sessions} session slots are taken, by {slots} sessions"
@@ -292,7 +331,7 @@ class CoreMachine(Machine):
             assert not (session.ended and session.held), f"ended, and the worker is not told: {session}"
             assert not (session.in_flight and session.given_up), f"given up, and the worker is not told: {session}"
         held = {session.id: session.running for session in self.sessions if session.held}
-        attached = {session.id for session in self.sessions if session.lifecycle.attachment is Attachment.ATTACHED}
+        attached = {session.id for session in self.sessions if session.lifecycle.attachment is not Attachment.DETACHED}
         assert self.worker.requests == held, f"the worker holds {self.worker.requests}, it must hold {held}"
         assert attached == self.engine_end.sessions == self.worker_end.sessions == set(held), f"attached: {attached}"
         assert not self.audits, f"not answered: {self.audits}"

@@ -29,7 +29,8 @@ class ModelSession:
     id: int
     lifecycle: SessionLifecycle = field(default_factory=SessionLifecycle)
     ended: bool = False
-    held: bool = False  # committed since the last death, and SESSION_ENDED has not arrived
+    held: bool = False  # added since the last death, and SESSION_ENDED has not arrived
+    let_go: bool = False  # the worker was told to end what it holds
     freed: int = 0
     request: int = 0  # the latest
     in_flight: bool = False  # its slot is taken
@@ -43,6 +44,11 @@ class ModelSession:
         return self.in_flight and self.stand is Stand.PREPARING
 
     @property
+    def suspended(self) -> bool:
+        """Whether its request is to go on, and no worker has it."""
+        return self.in_flight and not self.preparing and not self.held and not self.given_up
+
+    @property
     def running(self) -> int | None:
         """The request that the worker has, or will have."""
         return self.request if self.in_flight and not self.preparing else None
@@ -51,12 +57,14 @@ class ModelSession:
         self.request, self.in_flight, self.stand, self.given_up = request, True, Stand.PREPARING, False
 
     def learn(self, event: Event, said: Settlement | None) -> None:
-        """A request is over by what is said of it, or when nobody is left who could say something."""
+        """A request is over by what is said of it, or when it is given up and nobody can say anything."""
         self.ended |= event is Event.END
-        self.held = event is Event.COMMIT or (self.held and event not in (Event.SESSION_ENDED, Event.WORKER_LOST))
+        is_added = event in (Event.COMMIT, Event.RESUME)
+        self.held = is_added or (self.held and event not in (Event.SESSION_ENDED, Event.WORKER_LOST))
+        self.let_go = self.held and (self.let_go or event in (Event.END, Event.DETACH))
         self.given_up |= event in (Event.ABORT, Event.END)
-        if said is None and (self.given_up if self.preparing else not self.held):
-            said = ABORTED if self.given_up else LOST
+        if said is None and self.given_up and (self.preparing or not self.held):
+            said = ABORTED
         if self.in_flight and said is not None:
             self.in_flight = False
             self.due.append(said)

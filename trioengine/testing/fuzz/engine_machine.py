@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TypeVar
 
 import trio
@@ -35,7 +36,7 @@ from trioengine.testing.fuzz.oracles import (
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.refusals import FOR_A_REQUEST, check_refused
 from trioengine.testing.fuzz.watching import failing
-from trioengine.testing.fuzz.world import LIMITS
+from trioengine.testing.fuzz.world import CONFIG, LIMITS
 from trioengine.testing.simulated_worker import Health
 from trioengine.text.conversation import Conversation
 
@@ -48,7 +49,12 @@ WHICH = st.integers(0, 3)
 
 
 class EngineMachine(Environment):
-    """Rules are what the outside world can do; the arguments choose among what there is."""
+    """Rules are what the outside world can do; the arguments choose among what there is.
+
+    Requests in flight fail with their worker; in the machines built on it, and for servers, they go on.
+    """
+
+    config = replace(CONFIG, on_worker_loss="fail")
 
     def __init__(self) -> None:
         super().__init__()

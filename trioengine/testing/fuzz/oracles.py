@@ -30,6 +30,8 @@ from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.testing.toy_model import IM_END, toy_answer, toy_model
 from trioengine.text.chat_tokenizer import ChatTokenizer
 
+GOING = (Phase.PREPARING, Phase.RUNNING, Phase.SUSPENDED)  # a request that nobody has ended
+
 
 @dataclass
 class Troubles:
@@ -76,7 +78,7 @@ def check_decided(engine: Engine) -> None:
     """No task can run: the worker was told to stop what has its outcome, or is past its deadline."""
     for session in engine._sessions:
         generation = session.generation
-        if generation is not None and session.phase in (Phase.PREPARING, Phase.RUNNING):
+        if generation is not None and session.phase in GOING:
             assert generation.outcome is None, f"it has its outcome, and goes on: {session}"
             assert trio.current_time() < generation.deadline, f"its time is over, and it goes on: {session}"
 
@@ -84,7 +86,7 @@ def check_decided(engine: Engine) -> None:
 def check_stopped(engine: Engine, generations: AbstractSet[Generation | None]) -> None:
     """Right after all of these were aborted: none goes on."""
     for session in engine._sessions:
-        goes_on = session.phase in (Phase.PREPARING, Phase.RUNNING) and session.generation in generations
+        goes_on = session.phase in GOING and session.generation in generations
         assert not goes_on, f"all were aborted, and it goes on: {session}"
 
 
@@ -168,7 +170,7 @@ def check_aborted(reader: Reader) -> None:
     """Right after an abort: the worker is told, or there was nothing to tell it."""
     session, generation = reader.holder.session, reader.generation
     assert session is not None and generation is not None, "only what was entered is aborted"
-    goes_on = session.generation is generation and session.phase in (Phase.PREPARING, Phase.RUNNING)
+    goes_on = session.generation is generation and session.phase in GOING
     assert not goes_on, f"it was aborted, and goes on: {session}"
 
 

@@ -8,18 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from trioengine.core.lifecycle import Phase
 from trioengine.serve.in_flight import InFlight
 from trioengine.serve.realtime.client_events import ClientEvent, ResponseCancel
 from trioengine.serve.realtime.connection import RealtimeConnection
 from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox
 from trioengine.serve.realtime.response import Response, ResponseStatus
 from trioengine.testing.fuzz.callers import UNPREPARED, Oops
+from trioengine.testing.fuzz.oracles import GOING
 from trioengine.text.conversation import Conversation, Prepared, Prompt
 
 Crashes: TypeAlias = list[Exception]
 
-GOING = (Phase.PREPARING, Phase.RUNNING)
 BETWEEN = 1024  # characters that what a client asked for may take, between a look for room and a text
 
 

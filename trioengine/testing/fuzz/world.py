@@ -59,13 +59,14 @@ ROUNDS = 400  # of settling between two moments of the clock; more is a livelock
 class World(Machine):
     """No rules yet: how to run it, to rest and to the end, and what is looked at on the way."""
 
+    config = CONFIG
     horizon = 60.0  # seconds, past the longest timeout: what waits then, waits for ever
 
     def __init__(self) -> None:
         super().__init__()
         self.loop = SimLoop()
         self.simulation = Simulation(limits=LIMITS, thread_threshold=0)
-        self.engine = Engine(CONFIG, ports=self.simulation.ports)
+        self.engine = Engine(self.config, ports=self.simulation.ports)
         self.engine_call = Call("engine", self.engine.run, (WorkerLost, ModelError))
         self.calls: list[Call] = []
         self.troubles = Troubles()
@@ -207,9 +208,9 @@ class World(Machine):
     def _excuse_failure(self, supervise: Any) -> Any:
         """For `Engine._supervise`: without a worker the engine ends, which aborts what is in flight."""
 
-        async def watched(engine: Engine, model_path: str) -> None:
+        async def watched(engine: Engine) -> None:
             try:
-                await supervise(engine, model_path)
+                await supervise(engine)
             except EngineError:
                 if self.troubles.workers:
                     self._excuse_shutdown()

@@ -12,7 +12,7 @@ from trioengine.actors.session import Session
 from trioengine.core.lifecycle import Action, Attachment, Cause, Event, Phase, Transition
 from trioengine.testing.mutants.mutant import Mutant, replaced, rewritten
 
-_A, _D = Attachment.ATTACHED, Attachment.DETACHED
+_A, _D, _X = Attachment.ATTACHED, Attachment.DETACHED, Attachment.DETACHING
 
 
 def _forget_cancelled_preparation(abort_request: Any) -> Any:
@@ -60,7 +60,7 @@ SESSION_MUTANTS = (
     Mutant(
         "F2",
         "a session that ends between register and submit is never ended on the worker",
-        rewritten(Phase.PREPARING, _A, Event.END, Transition(Phase.ENDED, _A, (Action.SETTLE_ABORTED,))),
+        rewritten(Phase.PREPARING, _A, Event.END, Transition(Phase.ENDED, _X, (Action.SETTLE_ABORTED,))),
         shows="ended, and still on the worker|the link knows sessions|were never ended|wait for ever",
     ),
     Mutant(
@@ -77,7 +77,7 @@ SESSION_MUTANTS = (
     Mutant(
         "F8",
         "a second end raises",
-        rewritten(Phase.ENDED, _A, Event.END, None),
+        rewritten(Phase.ENDED, _X, Event.END, None),
         shows="does not end|end while ended|and <Session . ended",
     ),
     Mutant(
@@ -101,7 +101,7 @@ SESSION_MUTANTS = (
     Mutant(
         "F41",
         "the end of a session strands the reader of its request",
-        rewritten(Phase.ENDING, _A, Event.SESSION_ENDED, Transition(Phase.ENDED, _D, (Action.FREE_SESSION,))),
+        rewritten(Phase.ENDING, _X, Event.SESSION_ENDED, Transition(Phase.ENDED, _D, (Action.FREE_SESSION,))),
         shows="(readers|callers) wait for ever|in flight|said False of",
     ),
 )
