@@ -238,7 +238,8 @@ class Engine:
         """Go over to the weights at `path`: a file or directory like the model's, of the same architecture and shapes.
 
         The tokenizer and the template stay. Conversations are kept, and computed anew; requests in flight as in
-        `sleep`: kept ones go on with the new weights. Asleep, the weights are checked, and loaded when they wake.
+        `sleep`: kept ones go on with the new weights. Asleep, the weights are checked, and loaded when they wake; those
+        that a wake without `reload` has left are woken now, and TransitionFailed says so if only that fails.
 
         Raises ValueError for an unknown mode, and TransitionFailed when it fails: then the old weights stay. Cancelled,
         the caller does not wait any more, and the weights are updated all the same.

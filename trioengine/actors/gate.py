@@ -152,7 +152,7 @@ class Gate:
 
     def _check_session_slot(self) -> None:
         self._check_open()
-        if not (self.is_awake or self.power is Power.RESTARTING):
+        if self.power not in (Power.AWAKE, Power.RESTARTING) or self.num_pending:
             raise self._not_awake()
         if self.ledger.sessions >= self._config.max_sessions:
             raise EngineOverloaded(f"all {self._config.max_sessions} sessions are taken", code="sessions")
@@ -166,10 +166,11 @@ class Gate:
             raise EngineOverloaded(f"all {slots} request slots are taken", code="queue")
 
     def _not_awake(self) -> EngineError:
-        if self.power in (Power.LOADING, Power.RESTARTING, Power.DRAINING):
+        if self.power in (Power.LOADING, Power.RESTARTING, Power.DRAINING) and not self.num_pending:
             message = f"the engine is {self.power.value}"
             return EngineOverloaded(message, code=self.power.value, retry_after=self.retry_after)
-        state = "about to sleep or to be updated" if self.power is Power.AWAKE else self.power.value.replace("_", " ")
+        is_about_to = self.power in (Power.AWAKE, Power.RESTARTING)
+        state = "about to sleep or to be updated" if is_about_to else self.power.value.replace("_", " ")
         return EngineAsleep(f"the engine is {state}")
 
     def _check_open(self) -> None:

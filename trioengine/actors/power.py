@@ -28,6 +28,7 @@ from trioengine.core.tag import ALL_TAGS, Tag
 if TYPE_CHECKING:
     from trioengine.actors.engine import Engine
 
+DO_NOT_WAKE = "the weights are updated, but do not wake"
 _OVER = (Power.DRAINING, Power.CLOSED)
 
 
@@ -85,6 +86,7 @@ class PowerActor:
         self._discarded = False  # the weights, at level 2
         self._awaits_update = False  # the weights are left asleep until they are updated
         self._wants_worker = False  # for a change that is made asleep
+        self._is_over = False
         self._listeners: set[States] = set()
         self._told = self.state
         self._gate.on_power = self._publish
@@ -151,6 +153,8 @@ class PowerActor:
         return self._ask(lambda: self._update(path, chosen, timeout), closes_gate=True)
 
     def _ask(self, make: Callable[[], Awaitable[None]], *, closes_gate: bool) -> _Change:
+        if self._is_over:
+            raise TransitionFailed("the engine is closed")
         if self._gate.power is Power.LOADING or self._gate.power in _OVER:
             raise TransitionFailed(f"the engine is {self._gate.power.value}")
         change = _Change(make, closes_gate)
@@ -171,6 +175,7 @@ class PowerActor:
                     await self._gate.changed()
                 await self._make(self._queue[0])
         finally:
+            self._is_over = True
             while self._queue:
                 self._end(self._queue[0], TransitionFailed(f"the engine is {self._gate.power.value}"))
 
@@ -214,12 +219,13 @@ class PowerActor:
 
     async def _wake(self, wanted: frozenset[Tag], *, reload: bool) -> None:
         wanted &= self.asleep
-        if self._discarded and not reload and Tag.WEIGHTS in wanted:
-            self._awaits_update = True
+        waits = self._discarded and not reload and Tag.WEIGHTS in wanted
+        if waits:
             wanted -= {Tag.WEIGHTS}
         if wanted:
             self._gate.change_power(PowerEvent.WAKE)
             await self._take_back(wanted)
+        self._awaits_update |= waits
 
     async def _take_back(self, tags: frozenset[Tag]) -> None:
         try:
@@ -263,7 +269,10 @@ class PowerActor:
         if self._awaits_update:
             self._awaits_update = False
             self._gate.change_power(PowerEvent.WAKE)
-            await self._take_back(frozenset({Tag.WEIGHTS}))
+            try:
+                await self._take_back(frozenset({Tag.WEIGHTS}))
+            except TransitionFailed as exc:
+                raise TransitionFailed(f"{DO_NOT_WAKE}: {exc}") from exc
 
     async def _load(self, path: str, expected: Power) -> None:
         version = self.weights.version + 1

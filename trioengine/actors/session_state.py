@@ -74,7 +74,7 @@ class SessionState(abc.ABC):
             self._move(generation, Stand.RUNNING)
         if generation.usage is None:
             generation.usage = row.usage
-        if row.token_ids:
+        if row.token_ids and generation.outcome is None:
             generation.note_weights(self._engine.weights.version)
         if generation.outcome is None and (outcome := generation.receive(row)) is not None:
             self._conclude(generation, outcome)

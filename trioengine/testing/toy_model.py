@@ -76,47 +76,52 @@ class ToyRunner:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._slots: dict[int, int] = {}  # what lies in a slot of the KV cache
-        self._weights = 0
-        self._path = TOY_PATH
+        self._weights: int | None = 0  # None: discarded
+        self.path = TOY_PATH
         self.asleep: frozenset[Tag] = frozenset()
-        self.level = 0  # at which it fell asleep last
         self.fail_requests: set[int] = set()  # these fail alone, at their next token
         self.poisoned: set[int] = set()  # requests in whose steps it crashes
         self.fail_wakes = 0  # so many of the next ones
 
     def load(self, path: str, asleep: frozenset[Tag]) -> None:
         """Begin with these weights; `asleep` is not there yet."""
-        self._path, self._weights, self.asleep = path, toy_weights(path), asleep
+        self.path, self.asleep = path, asleep
+        self._weights = None if Tag.WEIGHTS in asleep else toy_weights(path)
 
     def sleep(self, level: int) -> None:
         self._slots.clear()
-        self.asleep, self.level = ALL_TAGS, level
+        self.asleep = ALL_TAGS
+        if level == 2:
+            self._weights = None
 
     def wake(self, tags: frozenset[Tag]) -> None:
         if self.fail_wakes:
             self.fail_wakes -= 1
             raise ModelError("told not to wake")
         if Tag.WEIGHTS in tags:
-            self._weights = toy_weights(self._path)
+            self._weights = toy_weights(self.path)
         self.asleep -= tags
 
     def update_weights(self, path: str) -> None:
         """A path that begins with `other` has another architecture."""
         if path.startswith("other"):
             raise ModelError(f"{path}: another architecture")
-        self._path, self._weights = path, toy_weights(path)
+        self.path = path
+        self._weights = None if Tag.WEIGHTS in self.asleep else toy_weights(path)
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken]:
         assert not self.asleep, f"a forward pass while {self.asleep} sleep"
         if any(entry.sequence.request in self.poisoned for entry in output.scheduled):
             raise Crash
+        weights = self._weights
+        assert weights is not None, "a forward pass without weights"
         self._copy(output.copies)
         sampled = []
         for entry in output.scheduled:
             sequence = entry.sequence
             slots = [self._slot(sequence.block_table, position) for position in range(sequence.num_tokens)]
             for position in range(sequence.num_computed_tokens, sequence.num_computed_tokens + entry.num_new_tokens):
-                before = self._slots[slots[position - 1]] if position else self._weights
+                before = self._slots[slots[position - 1]] if position else weights
                 self._slots[slots[position]] = toy_value(sequence.token_ids[position], before)
             if not entry.samples:
                 continue

@@ -14,7 +14,7 @@ import trio
 from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
-from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded
+from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded
 from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import FinishReason
 
@@ -48,7 +48,7 @@ class Accounts:
         async def watched(session: Session) -> Any:
             try:
                 return await aenter(session)
-            except (EngineOverloaded, EngineClosed):
+            except (EngineOverloaded, EngineAsleep, EngineClosed):
                 self._rejected += 1
                 raise
 

@@ -12,6 +12,7 @@ from hypothesis.stateful import initialize, precondition
 
 from trioengine.actors.generation import Generation
 from trioengine.core.errors import (
+    EngineAsleep,
     EngineClosed,
     EngineError,
     EngineOverloaded,
@@ -34,7 +35,7 @@ from trioengine.testing.fuzz.oracles import (
     prompt_ids,
 )
 from trioengine.testing.fuzz.program import pick, recorded
-from trioengine.testing.fuzz.refusals import FOR_A_REQUEST, check_refused
+from trioengine.testing.fuzz.refusals import FOR_A_REQUEST, FOR_AN_AUDIT, check_refused
 from trioengine.testing.fuzz.watching import failing
 from trioengine.testing.fuzz.world import CONFIG, LIMITS
 from trioengine.testing.simulated_worker import Health
@@ -116,7 +117,7 @@ class EngineMachine(Environment):
     @recorded(what=st.sampled_from(("ask", "audit", "ready", "cancel")), wait=st.booleans(), which=WHICH)
     def call(self, what: str, wait: bool, which: int) -> None:
         """`engine.generate` with a session of its own, `check_invariants`, `ready`; or one of these is cancelled."""
-        refusals = (EngineOverloaded, EngineClosed, WorkerLost)
+        refusals = (EngineOverloaded, EngineAsleep, EngineClosed, WorkerLost)
         if what == "ask":
             timeout = (None, None, 0.5, 8.0)[which]
             self._call("ask", lambda: self._ask_once(wait, timeout), refusals, timeout)
@@ -135,15 +136,18 @@ class EngineMachine(Environment):
         except EngineError as exc:
             check_refused(exc, self.engine, ("sessions", *FOR_A_REQUEST), wait=wait, deadline=deadline)
             raise
+        self._learn()
         is_late = trio.current_time() >= deadline
         causes = self.troubles.causes | ({Cause.TIMEOUT} if is_late else set())
-        check_answer(completion, prompt_ids((("user", "hi"),)), params, LIMITS.max_model_len, causes)
+        check_answer(
+            completion, prompt_ids((("user", "hi"),)), params, LIMITS.max_model_len, causes, self.troubles.paths
+        )
 
     async def _audit(self) -> None:
         try:
             await self.engine.check_invariants(timeout=AUDIT_TIMEOUT)
         except EngineOverloaded as exc:
-            check_refused(exc, self.engine, FOR_A_REQUEST[1:], wait=False)
+            check_refused(exc, self.engine, FOR_AN_AUDIT, wait=False)
             raise
         except InvariantError as exc:
             if not self.troubles.workers or "did not answer" not in str(exc):  # its bytes may not move in time
@@ -292,6 +296,15 @@ class EngineMachine(Environment):
         if worker is not None and worker.health is Health.WELL and self.engine.gate.link is not None:
             sessions = [holder.session for holder in self.holders if holder.session is not None]
             check_worker(self.engine, worker, sessions)
+            self._check_stuck()
+
+    # ---- for a machine that asks for more than answers ------------------------------------------------------------
+
+    def _learn(self) -> None:
+        """Take in what has been done to the engine."""
+
+    def _check_stuck(self) -> None:
+        """Nothing moves, and the worker is well: all that was asked for is done."""
 
 
 def _latest_first(tasks: list[Task]) -> list[Task]:

@@ -19,6 +19,7 @@ from trioengine.core.messages import Fatal, FatalCode
 from trioengine.testing.fuzz.oracles import check_books, check_call, check_farewell, check_stopped
 from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.fuzz.world import World
+from trioengine.testing.simulated_worker import SIGSEGV
 
 UNHARMFUL = 1.5  # seconds that no worker is killed for
 SLOW = 5.0  # seconds of a slow step, which harms nobody: longer than between two PINGs, shorter than the timeouts
@@ -173,7 +174,7 @@ class Environment(World):
         for worker in self.simulation.workers:
             assert worker.reaped, f"worker {worker.pid} was not reaped"
         for worker in self.simulation.workers:
-            if worker in self.served and worker not in self.harmed:
+            if worker in self.served and worker not in self.harmed and worker.exit_code != -SIGSEGV:
                 check_farewell(worker)
 
     def _close(self) -> None:

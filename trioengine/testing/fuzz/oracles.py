@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -13,8 +14,10 @@ import trio
 from trioengine.actors import invariants
 from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Completion, Generation
+from trioengine.actors.replays import MAX_RESUMES
 from trioengine.actors.session import Session
 from trioengine.core.errors import (
+    EngineAsleep,
     EngineClosed,
     EngineOverloaded,
     RequestRejected,
@@ -27,7 +30,7 @@ from trioengine.core.messages import FinishReason
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.callers import UNPREPARED, Call, Holder, Reader, Turn
 from trioengine.testing.simulated_worker import SimulatedWorker
-from trioengine.testing.toy_model import IM_END, toy_answer, toy_model
+from trioengine.testing.toy_model import IM_END, TOY_PATH, toy_answer, toy_model, toy_next, toy_value, toy_weights
 from trioengine.text.chat_tokenizer import ChatTokenizer
 
 GOING = (Phase.PREPARING, Phase.RUNNING, Phase.SUSPENDED)  # a request that nobody has ended
@@ -42,6 +45,11 @@ class Troubles:
     causes: set[Cause] = field(default_factory=set)  # by which others than its reader may have aborted a request
     requests: set[int] = field(default_factory=set)  # that the worker was told to fail
     operators: bool = False  # one has ended a request
+    wakes: bool = False  # a worker was told to fail one
+    sleeps_abort: bool = False  # a sleep or an update may abort what has begun
+    poisoned: AbstractSet[int] = frozenset()  # requests
+    deaths: int = 0  # of workers
+    paths: list[str] = field(default_factory=lambda: ["", TOY_PATH])  # of the weights, by their version
 
     def excuse(self, code: str) -> bool:
         """Whether a client of a server may be told this."""
@@ -111,13 +119,25 @@ def check_reader(reader: Reader, max_model_len: int, troubles: Troubles) -> None
         match outcome.error:
             case WorkerLost():
                 assert troubles.workers, f"nobody harmed a worker, and {outcome.error!r}"
+                _check_lost(reader, generation, troubles)
             case RequestRejected():
                 assert too_long or generation.request_id in troubles.requests, f"nothing was wrong, and {expected}"
             case error:
                 assert isinstance(error, EngineClosed), f"a request ends with {expected}"
                 assert troubles.closing, f"nobody closed the engine, and {expected}"
         return
-    check_answer(generation.completion, prompt, reader.params, max_model_len, troubles.causes | reader.causes)
+    causes = troubles.causes | reader.causes
+    check_answer(generation.completion, prompt, reader.params, max_model_len, causes, troubles.paths)
+    if outcome.cause is Cause.SLEEP and generation.num_tokens:
+        assert troubles.sleeps_abort, f"nobody aborts for a sleep, and it has begun: {generation}"
+
+
+def _check_lost(reader: Reader, generation: Generation, troubles: Troubles) -> None:
+    """Where requests go on with the next worker, one is lost after many deaths, or with the engine, or by itself."""
+    engine = reader.holder.engine
+    if engine.config.on_worker_loss == "resume" and engine.gate.failure is None:
+        is_poisoned = generation.request_id in troubles.poisoned
+        assert is_poisoned or troubles.deaths > MAX_RESUMES, f"{troubles.deaths} deaths, and {generation} is lost"
 
 
 def _check_refusal(reader: Reader, max_model_len: int, troubles: Troubles) -> None:
@@ -144,7 +164,7 @@ def _check_refusal(reader: Reader, max_model_len: int, troubles: Troubles) -> No
         case None:
             pass
         case _:  # judged where it was told
-            assert isinstance(error, EngineOverloaded), f"refused by {error!r}"
+            assert isinstance(error, EngineOverloaded | EngineAsleep), f"refused by {error!r}"
 
 
 def check_call(call: Call, troubles: Troubles) -> None:
@@ -213,7 +233,8 @@ def check_worker(engine: Engine, worker: SimulatedWorker, sessions: Sequence[Ses
     free, total = statistics.kv_blocks_free + statistics.kv_blocks_cached, worker.step_loop.limits.kv_blocks_total
     assert free == total, f"{total - free} KV blocks are held by nobody"
     in_flight = engine.gate.ledger.in_flight
-    assert in_flight == engine.gate.ledger.preparing == 0, f"{in_flight} requests are in flight, the worker has none"
+    suspended = engine.gate.ledger.suspended if engine.is_asleep else 0
+    assert in_flight == suspended, f"{in_flight} requests are in flight, {suspended} of them wait for a wake"
 
 
 def check_answer(
@@ -222,11 +243,17 @@ def check_answer(
     params: SamplingParams,
     max_model_len: int,
     causes: AbstractSet[Cause],
+    paths: Sequence[str],
 ) -> None:
     """It is the model's; or an abort, by one of the causes that there were, with a part of the model's."""
     room = max_model_len - len(prompt)
-    expected = reference(prompt, min(room, params.max_tokens or room), params.stop)
-    ids, text = completion.token_ids, completion.text
+    versions, ids, text = completion.weight_versions, completion.token_ids, completion.text
+    assert bool(versions) == bool(ids) and list(versions) == sorted(set(versions)), f"{ids} of the weights {versions}"
+    weights = [toy_weights(paths[version]) for version in versions]
+    if len(set(weights)) > 1:
+        check_mixed(ids, prompt, weights)
+        return
+    expected = reference(prompt, min(room, params.max_tokens or room), params.stop, *weights[:1])
     if completion.finish_reason is FinishReason.ABORT:
         assert completion.cause in causes, f"aborted by {completion.cause}, there were {causes or 'no causes'}"
         assert not ids or ids != expected.token_ids, f"the whole answer {text!r} came, and is an abort"
@@ -284,9 +311,27 @@ class Answer:
         self.token_ids, self.text, self.finish_reason = token_ids, text, finish_reason
 
 
+def check_mixed(ids: tuple[int, ...], prompt: tuple[int, ...], weights: Sequence[int]) -> None:
+    """Each token is that of the weights that there were then; they changed on the way, in this order."""
+    possible = {0}  # which of the weights the latest token may be of
+    for at, token in enumerate(ids):
+        history = (*prompt, *ids[:at])
+        fits = [index for index, each in enumerate(weights) if _next(history, each) == token]
+        possible = {index for index in fits if index >= min(possible)}
+        assert possible, f"{ids[at:]} after {at} tokens is of none of the weights that there were"
+
+
+@lru_cache(maxsize=1 << 12)
+def _next(history: tuple[int, ...], weights: int) -> int:
+    values = array("L")
+    for token_id in history:
+        values.append(toy_value(token_id, values[-1] if values else weights))
+    return toy_next(values)
+
+
 @lru_cache(maxsize=1 << 14)
-def reference(prompt: tuple[int, ...], max_tokens: int, stop: tuple[str, ...]) -> Answer:
-    ids = tuple(toy_answer(prompt, max(max_tokens, 0)))  # a prompt may be longer than the context
+def reference(prompt: tuple[int, ...], max_tokens: int, stop: tuple[str, ...], weights: int = 0) -> Answer:
+    ids = tuple(toy_answer(prompt, max(max_tokens, 0), weights=weights))  # a prompt may be longer than the context
     ended = ids[-1:] == (IM_END,)
     text = bytes(ids[:-1] if ended else ids).decode("ascii")  # a token is a character
     found = [(text.index(string) + len(string), text.index(string)) for string in stop if string in text]

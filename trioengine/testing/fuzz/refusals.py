@@ -8,11 +8,12 @@ import trio
 
 from trioengine.actors.engine import Engine
 from trioengine.actors.gate import Gate
-from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded
+from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded
 from trioengine.core.lifecycle import Power
 
 FOR_A_SESSION = ("sessions", "loading")  # codes
 FOR_A_REQUEST = ("queue", "loading", "restarting", "draining")
+FOR_AN_AUDIT = tuple(power.value for power in Power)  # where there is no worker
 
 
 def check_overloaded(error: EngineOverloaded, gate: Gate, codes: tuple[str, ...]) -> None:
@@ -35,13 +36,16 @@ def check_refused(
     error: EngineError, engine: Engine, codes: tuple[str, ...], *, wait: bool, deadline: float = math.inf
 ) -> None:
     """Somebody is told an error: who is to wait hears before the deadline of no lack of room."""
-    if isinstance(error, EngineOverloaded):
+    if isinstance(error, EngineOverloaded | EngineAsleep):
         in_time = wait and trio.current_time() < deadline
         assert not in_time, f"it was to wait, and got {error!r}"
-        check_overloaded(error, engine.gate, codes)
+        if isinstance(error, EngineOverloaded):
+            check_overloaded(error, engine.gate, codes)
+        else:
+            assert not engine.gate.is_awake, f"the engine is awake, and {error!r}"
 
 
-def check_not_admitted(error: EngineOverloaded | EngineClosed, engine: Engine, *, wait: bool) -> None:
+def check_not_admitted(error: EngineOverloaded | EngineAsleep | EngineClosed, engine: Engine, *, wait: bool) -> None:
     """Somebody is told that no session is opened."""
     check_refused(error, engine, FOR_A_SESSION, wait=wait)
     if isinstance(error, EngineClosed):

@@ -25,7 +25,7 @@ from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.oracles import Troubles, check_decided, check_limits
 from trioengine.testing.mutants.mutant import replaced
 from trioengine.testing.sim_loop import SimLoop
-from trioengine.testing.simulated_worker import SimulatedWorker
+from trioengine.testing.simulated_worker import Health, SimulatedWorker
 from trioengine.testing.simulation import Simulation
 from trioengine.testing.toy_model import VOCAB_SIZE
 from trioengine.worker.scheduling.limits import Limits
@@ -69,7 +69,7 @@ class World(Machine):
         self.engine = Engine(self.config, ports=self.simulation.ports)
         self.engine_call = Call("engine", self.engine.run, (WorkerLost, ModelError))
         self.calls: list[Call] = []
-        self.troubles = Troubles()
+        self.troubles = Troubles(poisoned=self.simulation.poisoned)
         self.harmed: list[SimulatedWorker] = []  # those that cannot be asked to end well
         self.served: set[SimulatedWorker] = set()  # those that were READY while the engine was open
         self._watching = ExitStack()
@@ -170,6 +170,7 @@ class World(Machine):
 
     def _raise_crash(self) -> None:
         """What a task, or the engine's peer, complained of."""
+        self.troubles.deaths = sum(worker.health is Health.DEAD for worker in self.simulation.workers)
         if self.loop.crashes:
             raise self.loop.crashes[0]
         for worker in self.simulation.workers:

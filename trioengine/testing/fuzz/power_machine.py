@@ -1,0 +1,145 @@
+"""An engine under hypothesis that sleeps, wakes and gets other weights, and whose streams outlive its workers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition
+
+from trioengine.actors.gate import Gate
+from trioengine.actors.power import PowerActor
+from trioengine.core.errors import EngineAsleep, TransitionFailed
+from trioengine.core.lifecycle import Cause, Phase, Power
+from trioengine.testing.fuzz.changes import OTHER, Change, Changes
+from trioengine.testing.fuzz.engine_machine import WHICH, EngineMachine
+from trioengine.testing.fuzz.program import pick, recorded
+from trioengine.testing.fuzz.world import CONFIG
+from trioengine.testing.simulated_worker import Health
+from trioengine.testing.toy_model import TOY_PATH
+
+MODES = st.sampled_from(("abort", "wait", "keep", "keep", "wait soon"))
+ATTEMPTS = 6  # to wake in the end: a worker may be lost on the way
+
+
+class PowerMachine(EngineMachine):
+    """The rules of EngineMachine, and those of who runs the engine."""
+
+    config = CONFIG
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes = Changes()
+        self._watch(PowerActor, "sleep", self.changes.of_sleeps)
+        self._watch(PowerActor, "wake", self.changes.of_wakes)
+        self._watch(PowerActor, "update_weights", self.changes.of_updates)
+        self._watch(Gate, "admit_request", self._open_only)
+        self._watch(Gate, "admit_session", self._open_only)
+        self.troubles.paths = self.changes.paths
+
+    # ---- who runs the engine --------------------------------------------------------------------------------------
+
+    @recorded(level=st.sampled_from((1, 2)), mode=MODES)
+    def sleep(self, level: int, mode: str) -> None:
+        timeout = self._excuse_aborts(mode)
+        call = functools.partial(self.engine.sleep, level, mode=mode.split()[0], timeout=timeout)
+        self._call("sleep", call, (TransitionFailed,))
+
+    @recorded(tags=st.sampled_from((None, None, "weights", "kv_cache")), reload=st.sampled_from((True, True, False)))
+    def wake(self, tags: str | None, reload: bool) -> None:
+        call = functools.partial(self.engine.wake, tags if tags is None else [tags], reload=reload)
+        self._call("wake", call, (TransitionFailed,))
+
+    @recorded(path=st.sampled_from(("new", TOY_PATH, OTHER)), mode=MODES)
+    def update(self, path: str, mode: str) -> None:
+        timeout = self._excuse_aborts(mode)
+        call = functools.partial(self.engine.update_weights, path, mode=mode.split()[0], timeout=timeout)
+        self._call("update", call, (TransitionFailed,))
+
+    @precondition(lambda self: self.worker is not None)
+    @recorded(what=st.sampled_from(("wake fails", "poison")), which=WHICH)
+    def sabotage(self, what: str, which: int) -> None:
+        """The next wake fails; or a request kills each worker that computes it."""
+        requests = [session.generation for session in self.engine._sessions if session.phase is Phase.RUNNING]
+        if what == "wake fails":
+            self._worker().runner.fail_wakes += 1
+            self.troubles.wakes = True
+        elif requests:
+            generation = pick(requests, which)
+            assert generation is not None, "it runs"
+            self.troubles.workers = True
+            self.simulation.poisoned.add(generation.request_id)
+
+    # ---- what the environment asks --------------------------------------------------------------------------------
+
+    def _excuse_aborts(self, mode: str) -> float | None:
+        """What is being prepared is aborted in every mode. Returns the timeout."""
+        self.troubles.causes.add(Cause.SLEEP)
+        if mode != "keep":
+            self.troubles.sleeps_abort = True
+        return 0.5 if mode == "wait soon" else None
+
+    def _open_only(self, admit: Any) -> Any:
+        """For `Gate.admit_request` and `admit_session`: nobody is admitted while something sleeps, or is to."""
+
+        def watched(gate: Gate) -> int:
+            try:
+                id: int = admit(gate)
+            except EngineAsleep as exc:
+                self._learn()
+                if not (self.changes.may_be_closed or self.troubles.closing):
+                    self.loop.crashes.append(AssertionError(f"nothing sleeps, and {exc!r}"))
+                raise
+            self._learn()
+            if self.changes.is_closed:
+                self.loop.crashes.append(AssertionError(f"{self.engine.power} admits {id}"))
+            return id
+
+        return watched
+
+    def _begin_drain(self, drain: Callable[[float | None], Awaitable[Any]], timeout: float | None) -> None:
+        """It ends what is suspended, but for what waits for another worker alone."""
+        if self.changes.asleep or self.changes.running:
+            self.troubles.causes.add(Cause.SHUTDOWN)
+        super()._begin_drain(drain, timeout)
+
+    def _learn(self) -> None:
+        self.changes.learn(self._excuse)
+
+    def _excuse(self, change: Change) -> bool:
+        """Whether a change may have failed."""
+        if self.troubles.closing or self.troubles.workers or self.engine.gate.power is Power.LOADING:
+            return True
+        return change.name in ("wake", "update") and self.troubles.wakes
+
+    def _check(self) -> None:
+        self._learn()
+        super()._check()
+        if self.troubles.closing or self.changes.running:
+            return
+        state, changes = self.engine.power, self.changes
+        assert state.asleep == changes.asleep, f"{state} sleeps, {changes.asleep} must"
+        assert state.weight_version == len(changes.paths) - 1, f"{state}, and there were {changes.paths}"
+        assert (state.level or changes.level) == changes.level, f"{state}, asleep at {changes.level}"
+        worker = self.worker
+        if worker is not None and worker.health is Health.WELL and self.engine.gate.link is not None:
+            found = worker.runner.asleep, worker.runner.path
+            assert found == (changes.asleep, changes.paths[-1]), f"the worker has {found}, the engine is {state}"
+
+    def _check_stuck(self) -> None:
+        """At rest with a healthy worker, every change is done."""
+        running = self.changes.running
+        assert not running, f"nothing moves, and {running[0].name} is not done: {self.engine.power}"
+
+    def _let_go(self) -> None:
+        for worker in self.simulation.workers:
+            worker.runner.fail_wakes = 0
+        for _ in range(ATTEMPTS):
+            self._run_out(lambda: not self.changes.running, "a change is never done")
+            self._learn()
+            if not self.changes.asleep or self.engine_call.over or self.troubles.closing:
+                break
+            self._call("wake", self.engine.wake, (TransitionFailed,))
+        super()._let_go()
