@@ -103,8 +103,8 @@ class ToyRunner:
         self.asleep -= tags
 
     def update_weights(self, path: str) -> None:
-        """A path that begins with `other` has another architecture."""
-        if path.startswith("other"):
+        """What has a name that begins with `other` has another architecture."""
+        if Path(path).name.startswith("other"):
             raise ModelError(f"{path}: another architecture")
         self.path = path
         self._weights = None if Tag.WEIGHTS in self.asleep else toy_weights(path)

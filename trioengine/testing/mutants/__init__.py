@@ -9,6 +9,7 @@ from __future__ import annotations
 from trioengine.testing.mutants.gate import GATE_MUTANTS
 from trioengine.testing.mutants.link import LINK_MUTANTS
 from trioengine.testing.mutants.mutant import Mutant as Mutant
+from trioengine.testing.mutants.power import POWER_MUTANTS
 from trioengine.testing.mutants.server import SERVER_MUTANTS
 from trioengine.testing.mutants.session import SESSION_MUTANTS
 from trioengine.testing.mutants.worker import WORKER_MUTANTS
@@ -19,5 +20,5 @@ def _row(mutant: Mutant) -> tuple[int, str]:
     return int(number), mutant.id
 
 
-_ALL = (*SESSION_MUTANTS, *GATE_MUTANTS, *LINK_MUTANTS, *WORKER_MUTANTS, *SERVER_MUTANTS)
+_ALL = (*SESSION_MUTANTS, *GATE_MUTANTS, *LINK_MUTANTS, *WORKER_MUTANTS, *POWER_MUTANTS, *SERVER_MUTANTS)
 MUTANTS: dict[str, Mutant] = {mutant.id: mutant for mutant in sorted(_ALL, key=_row)}

@@ -1,0 +1,186 @@
+"""Mutants of sleep, wake, and of other weights."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from trioengine.actors.engine import Engine
+from trioengine.actors.gate import Gate
+from trioengine.actors.generation import Generation
+from trioengine.actors.power import Mode, PowerActor
+from trioengine.actors.session import Session
+from trioengine.actors.session_state import SessionState
+from trioengine.core.lifecycle import Cause, Outcome, Power
+from trioengine.core.messages import FinishReason
+from trioengine.core.tag import Tag
+from trioengine.testing.mutants.mutant import Mutant, replaced, together
+from trioengine.testing.toy_model import ToyRunner
+from trioengine.worker.scheduling.scheduler import Scheduler
+
+
+async def _do_not_wait(self: PowerActor, mode: Mode, timeout: float | None) -> None:
+    if mode is not Mode.KEEP:
+        self._engine.abort_all(Cause.SLEEP)
+    self._engine.detach_all()
+
+
+def _admit_what_waits_for_its_turn(_: Any) -> Any:
+    return property(lambda self: self.power is Power.AWAKE)
+
+
+def _open_after_any_tag(take_back: Any) -> Any:
+    async def mutant(self: PowerActor, tags: frozenset[Tag]) -> None:
+        asleep = self.asleep
+        self.asleep = tags
+        try:
+            await take_back(self, tags)
+        except BaseException:
+            self.asleep = asleep
+            raise
+        self.asleep = asleep - tags
+
+    return mutant
+
+
+def _believe_any_wake(check: Any) -> Any:
+    def mutant(self: PowerActor, answer: Any) -> None:
+        """Whatever it says, the memory is there."""
+
+    return mutant
+
+
+def _wake_what_is_awake(wake: Any) -> Any:
+    async def mutant(self: PowerActor, wanted: frozenset[Tag], *, reload: bool) -> None:
+        asleep = self.asleep
+        self.asleep |= wanted if asleep else frozenset()
+        await wake(self, wanted, reload=reload)
+
+    return mutant
+
+
+def _keep_what_was_computed(forget_all: Any) -> Any:
+    def mutant(self: Scheduler) -> None:
+        """The prefix cache is as it was."""
+
+    return mutant
+
+
+def _keep_the_slots(sleep: Any) -> Any:
+    def mutant(self: ToyRunner, level: int) -> None:
+        slots = dict(self._slots)
+        sleep(self, level)
+        self._slots.update(slots)
+
+    return mutant
+
+
+async def _sleep_in_the_callers_task(
+    self: Engine, level: int = 1, *, mode: str = "abort", timeout: float | None = None
+) -> None:
+    self.gate.begin_pending()
+    change = self._power.sleep(level, mode, timeout)
+    await change.wait()
+    self.gate.end_pending()
+
+
+_LATEST: WeakKeyDictionary[Session, Generation] = WeakKeyDictionary()
+
+
+def _note_the_latest(start: Any) -> Any:
+    async def mutant(self: Session, generation: Generation) -> None:
+        _LATEST[self] = generation
+        await start(self, generation)
+
+    return mutant
+
+
+def _overwrite_the_unread(detach: Any) -> Any:
+    def mutant(self: Session) -> None:
+        latest = _LATEST.get(self)
+        if latest is not None and latest._has_unread:
+            latest.outcome = Outcome(FinishReason.ABORT, Cause.SLEEP)
+        detach(self)
+
+    return mutant
+
+
+def _wake_without_weights(wake: Any) -> Any:
+    def mutant(self: ToyRunner, tags: frozenset[Tag]) -> None:
+        discarded = self._weights is None
+        wake(self, tags)
+        if discarded and Tag.WEIGHTS in tags:
+            self._weights = 7  # whatever lies there
+
+    return mutant
+
+
+_CRASHED = r"TransitionFailed\('the engine is (updating|falling_asleep|waking|awake)'\)"  # the actor is gone
+
+POWER_MUTANTS = (
+    Mutant(
+        "F12",
+        "the worker is told to sleep with work in flight",
+        replaced(PowerActor, "_quiesce", lambda _: _do_not_wait),
+        shows=f"sessions are there|{_CRASHED}",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F13",
+        "requests are admitted while a sleep is pending",
+        replaced(Gate, "is_awake", _admit_what_waits_for_its_turn),
+        shows="admits|sleeps|is changing|nothing moves, and|was ended by Cause.ERROR|is awake, and EngineAsleep",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F13b",
+        "a partial wake opens the gate",
+        replaced(PowerActor, "_take_back", _open_after_any_tag),
+        shows=f"the worker (sleeps|has)|admits|sleeps, frozenset|awake while|{_CRASHED}",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F14",
+        "a wake that failed counts as one",
+        replaced(PowerActor, "_check_answer", _believe_any_wake),
+        shows="the worker (sleeps|has)|WAKE of what|was done, but|wait for ever|the weights that|sleep",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F15",
+        "what is awake already is woken again",
+        replaced(PowerActor, "_wake", _wake_what_is_awake),
+        shows=f"WAKE of what does not sleep|{_CRASHED}",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F16",
+        "blocks and prefix hashes from before a sleep or an update are used after it",
+        together(
+            replaced(Scheduler, "forget_all", _keep_what_was_computed), replaced(ToyRunner, "sleep", _keep_the_slots)
+        ),
+        shows="the model's|of none of the weights",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F17",
+        "the caller of sleep() is cancelled half-way, and the gate stays closed",
+        replaced(Engine, "sleep", lambda _: _sleep_in_the_callers_task),
+        shows="nothing sleeps, and|wait for ever",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F43",
+        "a sleep overwrites an answer that is finished and not read",
+        together(replaced(Session, "start", _note_the_latest), replaced(SessionState, "detach", _overwrite_the_unread)),
+        shows="the whole answer|became|is an abort|the books say|aborted by",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F44",
+        "a wake after level 2 serves weights that were never loaded",
+        replaced(ToyRunner, "wake", _wake_without_weights),
+        shows="the model's|of none of the weights",
+        machine="PowerMachine",
+    ),
+)
