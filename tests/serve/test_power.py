@@ -211,6 +211,20 @@ async def test_abort_all_counts_what_is_suspended(autojump_clock, clients):
     await post(clients, "/wake_up")
 
 
+WHO = [("POST", "/sleep", 200), ("POST", "/wake_up", 200), ("POST", "/wakeup", 200), ("GET", "/is_sleeping", 200)]
+
+
+@pytest.mark.parametrize(("method", "path", "allowed"), [*WHO, ("POST", "/update_weights", 400)])
+async def test_who_may(autojump_clock, method, path, allowed):
+    """Operators alone; where there is no key for them, nobody."""
+    for admin_key, statuses in (("operator",), (401, 403, allowed)), ((), (403, 403, 403)):
+        async with simulated_engine() as (engine, simulation), trio.open_nursery() as nursery:
+            clients = Clients(engine, simulation, nursery, api_key=("user",), admin_key=admin_key)
+            for key, status in zip(("nobody", "user", "operator"), statuses, strict=True):
+                answer = await clients.request(method, path, authorization=f"Bearer {key}")
+                assert (key, answer.status) == (key, status)
+
+
 REFUSED = [
     ("/sleep?level=3", "level", "level must be 1 or 2, got '3'"),
     ("/sleep?level=", "level", "level must be 1 or 2, got ''"),

@@ -79,17 +79,18 @@ async def test_the_package_openai_and_an_engine_that_sleeps():
         await connection.response.create(response=GREEDY)
         first, _ = await response_of(connection)
         trio.from_thread.run(server.engine.sleep, trio_token=token)
-        assert ((await connection.recv()).type, "sleeping") == ("engine.state", "sleeping")
+        told = await connection.recv()
         await connection.response.create(response=GREEDY)
         _, refused = await response_of(connection)
         trio.from_thread.run(server.engine.wake, trio_token=token)
         await connection.conversation.item.create(item=say("and then?"))
         await connection.response.create(response=GREEDY)
-        return first, refused, (await response_of(connection))[0]
+        return first, told, refused, (await response_of(connection))[0]
 
     async with on_loopback() as server:
         token = trio.lowlevel.current_trio_token()
-        first, refused, second = await with_openai(server, talk)
+        first, told, refused, second = await with_openai(server, talk)
+        assert (told.type, told.state) == ("engine.state", "sleeping")
         assert (refused.status, refused.status_details.error.code) == ("failed", "asleep")
         assert second == expected(server, [user("hello"), assistant(first), user("and then?")])
 

@@ -194,11 +194,6 @@ WHO = [
     ("POST", "/tokenize", {"prompt": "x"}, (401, 200, 200)),
     ("GET", "/debug/invariants", None, (401, 403, 200)),
     ("POST", "/abort_request", {"abort_all": True}, (401, 403, 200)),
-    ("POST", "/sleep", None, (401, 403, 200)),
-    ("POST", "/wake_up", None, (401, 403, 200)),
-    ("POST", "/wakeup", None, (401, 403, 200)),
-    ("GET", "/is_sleeping", None, (401, 403, 200)),
-    ("POST", "/update_weights", {}, (401, 403, 400)),
 ]
 
 
