@@ -18,17 +18,17 @@ export class TrioengineError extends Error {
   }
 }
 
-/** Open a session: one WebSocket. The URL is the server's, with or without /v1. Options: apiKey, model, and WebSocket
- *  where there is no global one. Throws a TrioengineError with the code connection_lost when the handshake fails: why, a
- *  browser tells nobody. */
-export async function connect(url, { apiKey, model, WebSocket = globalThis.WebSocket } = {}) {
+/** Open a session: one WebSocket. The URL is the server's, with or without /v1. Options: apiKey, model, WebSocket
+ *  where there is no global one, and onState(state), which is told when the engine sleeps, is awake, … Throws a
+ *  TrioengineError with the code connection_lost when the handshake fails: why, a browser tells nobody. */
+export async function connect(url, { apiKey, model, onState, WebSocket = globalThis.WebSocket } = {}) {
   if (WebSocket === undefined) throw new TypeError("there is no WebSocket: give that of the package ws as an option");
   const address = new URL(url.replace(/^http/, "ws"));
   if (["", "/v1"].includes(address.pathname.replace(/\/$/, ""))) address.pathname = PATH;
   if (model !== undefined) address.searchParams.set("model", model);
   const protocols = ["realtime"]; // a browser's WebSocket sends no headers of ours: the key goes here, too
   if (apiKey !== undefined) protocols.push(`openai-insecure-api-key.${apiKey}`);
-  const session = new Session(new WebSocket(address.href, protocols));
+  const session = new Session(new WebSocket(address.href, protocols), onState);
   await session.opened;
   return session;
 }
@@ -38,6 +38,7 @@ export class Session {
   opened; // a promise of the server's first event
   closed; // a promise, kept when the WebSocket is closed, by whichever side
   #socket;
+  #onState;
   #current = null; // the generation that the server works on
   #latest = null; // the one asked for last
   #promised = new Map(); // event id -> what to call with its answer
@@ -46,8 +47,9 @@ export class Session {
   #count = 0;
   #loss = null;
 
-  constructor(socket) {
+  constructor(socket, onState = () => {}) {
     this.#socket = socket;
+    this.#onState = onState;
     this.opened = this.#promise("open");
     this.closed = new Promise((resolve) => {
       socket.addEventListener("close", (event) => resolve(this.#lose(event)));
@@ -143,6 +145,8 @@ export class Session {
         return this.#current?.add(event.delta);
       case "response.done":
         return this.#done(event.response);
+      case "engine.state":
+        return this.#onState(event.state);
       case "error":
         return this.#failed(event.error);
     }

@@ -2,50 +2,33 @@
 
 import subprocess
 import sys
-import threading
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
-import trio
+from served import served
 
-from trioengine import EngineConfig
 from trioengine.cli.app import run
-from trioengine.serve import ServeConfig, serve
-from trioengine.testing import Simulation
-from trioengine.testing.simulated_worker import Behaviour
 
 
-@contextmanager
-def served(**options):
-    """A server in a thread; its URL, and a dictionary whose `statistics` are the engine's when it has ended."""
-    started, told = threading.Event(), {}
-
-    async def main():
-        async with trio.open_nursery() as workers, trio.open_nursery() as nursery:
-            simulation = Simulation(workers, behaviours=[Behaviour(load_time=0, step_time=0)])
-            config = EngineConfig(model="toy", max_num_seqs=8)
-            server = await nursery.start(_serve, config, ServeConfig(port=0, **options), simulation.ports)
-            await server.engine.ready()
-            told.update(server=server, token=trio.lowlevel.current_trio_token(), scope=workers.cancel_scope)
-            started.set()
-
-    thread = threading.Thread(target=trio.run, args=(main,))
-    thread.start()
-    assert started.wait(60)
-    try:
-        yield f"ws://127.0.0.1:{told['server'].port}", told["server"].engine
-    finally:
-        told["token"].run_sync_soon(told["scope"].cancel)
-        thread.join()
-
-
-async def _serve(config, serve_config, ports, *, task_status):
-    await serve(config, serve_config, ports=ports, task_status=task_status)
+def command(url, *options):
+    return [sys.executable, "-m", "trioengine.cli", "chat", "--connect", url, "--temperature", "0", *options]
 
 
 def chat(url, *options, lines="hello\nand then?\n\n"):
-    command = [sys.executable, "-m", "trioengine.cli", "chat", "--connect", url, "--temperature", "0", *options]
-    return subprocess.run(command, input=lines, capture_output=True, text=True, timeout=120, check=False)
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=120, check=False)
+    return run(command(url, *options), input=lines)
+
+
+@contextmanager
+def chatting(url, *options):
+    """A chat that runs; what it says is read while it does."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command(url, *options), text=True, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_chat_with_a_server():
@@ -60,6 +43,29 @@ def test_a_chat_with_a_server():
         assert refused.returncode == 2
         assert refused.stderr.startswith("trioengine: error: this needs a key")
         assert refused.stderr.endswith(" (--api-key)\n")
+
+
+def test_a_chat_waits_for_an_engine_that_sleeps(capsys):
+    with served() as (url, _):
+        assert run(["sleep", "--connect", url]) == 0
+        with chatting(url, "--max-tokens", "3", "--ignore-eos") as process:
+            process.stdin.write("hello\n\n")
+            process.stdin.flush()
+            assert process.stderr.readline() == "trioengine: the engine is sleeping\n"
+            assert run(["wake", "--connect", url]) == 0
+            said, complaints = process.communicate(timeout=120)
+            assert (len(said), complaints, process.returncode) == (4, "trioengine: the engine is awake\n", 0)
+
+
+def test_a_chat_says_that_an_answer_was_cut_off(capsys):
+    with served(step_time=0.02) as (url, _), chatting(url, "--max-tokens", "400", "--ignore-eos") as process:
+        process.stdin.write("hello\n\n")
+        process.stdin.flush()
+        process.stdout.read(1)
+        assert run(["sleep", "--connect", url]) == 0
+        said, complaints = process.communicate(timeout=120)
+        assert len(said) < 400 and process.returncode == 0
+        assert "trioengine: the answer was cut off (sleep)\n" in complaints
 
 
 def test_what_is_no_key(capsys, monkeypatch):

@@ -5,16 +5,20 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import h11
+import pytest
 import trio
 from trio.testing import memory_stream_pair
 from trio_websocket import wrap_client_stream
 
+from trioengine import EngineConfig
 from trioengine.actors.observer import Observer
 from trioengine.serve import ServeConfig, Server
 from trioengine.testing import simulated_engine
 
 HOST = "localhost"
 CHAT = "/v1/chat/completions"
+FAILING = EngineConfig(model="toy", max_num_seqs=8, on_worker_loss="fail")
+where_a_loss_fails = pytest.mark.parametrize("engine_config", [FAILING], ids=["fail"])  # requests, they go on otherwise
 
 
 def chat(content="hello", **fields):
@@ -220,14 +224,14 @@ class Clients:
             await self.engine.gate.changed()
         await self.engine.check_invariants()
         statistics = self.engine.statistics()
-        assert (statistics.preparing, statistics.waiting, statistics.running) == (0, 0, 0)
+        assert (statistics.preparing, statistics.waiting, statistics.running, statistics.suspended) == (0, 0, 0, 0)
         assert statistics.worker_sessions == 0
 
 
 @asynccontextmanager
-async def open_clients(**options):
+async def open_clients(config=None, **options):
     """A server with these fields of its ServeConfig, whose engine is ready; at the end nothing may be left."""
-    async with simulated_engine() as (engine, simulation), trio.open_nursery() as nursery:
+    async with simulated_engine(config) as (engine, simulation), trio.open_nursery() as nursery:
         clients = Clients(engine, simulation, nursery, **options)
         yield clients
         clients.server.front_door.close_idle()

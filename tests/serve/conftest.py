@@ -7,9 +7,15 @@ from trioengine import connect
 
 
 @pytest.fixture
-async def clients(autojump_clock):
+def engine_config():
+    """None: the simulation's own."""
+    return
+
+
+@pytest.fixture
+async def clients(autojump_clock, engine_config):
     """A server whose engine is ready; at the end no session, request or task may be left."""
-    async with open_clients() as clients:
+    async with open_clients(engine_config) as clients:
         yield clients
 
 

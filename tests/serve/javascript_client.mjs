@@ -14,6 +14,15 @@ async function thrown(promise) {
   }
 }
 
+async function askedAside(url) {
+  const session = await connect(url, options);
+  try {
+    await session.generate("x", GREEDY).result();
+  } finally {
+    await session.close();
+  }
+}
+
 export async function run(url, wrongUrl) {
   const results = {};
   const session = await connect(url, options);
@@ -47,6 +56,18 @@ export async function run(url, wrongUrl) {
   const unfinished = many.generate(undefined, LONG);
   await many.close();
   results.lost = await thrown(unfinished.result());
+
+  const states = [];
+  const told = await connect(url, { ...options, apiKey: "admin", onState: (state) => states.push(state) });
+  const operate = (path) => fetch(url + path, { method: "POST", headers: { Authorization: "Bearer admin" } });
+  const kept = told.generate("hello", GREEDY);
+  await kept[Symbol.asyncIterator]().next();
+  const slept = await operate("/sleep?mode=keep");
+  results.asleep = slept.ok ? await thrown(askedAside(url)) : slept.status;
+  await operate("/wake_up");
+  results.kept = (await kept.result()).text;
+  results.states = states;
+  await told.close();
 
   results.wrongKey = (await thrown(connect(url, { apiKey: "wrong" })))?.slice(0, 2);
   results.nobody = (await thrown(connect(wrongUrl)))?.slice(0, 2);

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import trio
-from clients import CHAT, Clients, HttpClient, chat, events_of, finished, first_token
+from clients import CHAT, FAILING, Clients, HttpClient, chat, events_of, finished, first_token
 from trio.testing import lockstep_stream_pair, wait_all_tasks_blocked
 
 from trioengine import EngineConfig
@@ -187,9 +187,9 @@ async def test_a_slow_reader_gets_merged_chunks(autojump_clock, clients):
 
 
 @asynccontextmanager
-async def slow_clients(step_time):
+async def slow_clients(step_time, config=None):
     """Clients of an engine that takes its time for each token."""
-    async with simulated_engine(behaviours=[Behaviour(step_time=step_time)]) as (engine, simulation):
+    async with simulated_engine(config, behaviours=[Behaviour(step_time=step_time)]) as (engine, simulation):
         async with trio.open_nursery() as nursery:
             yield Clients(engine, simulation, nursery)
 
@@ -236,7 +236,7 @@ async def test_a_client_that_does_not_read_the_comment(autojump_clock):
 
 
 async def test_an_error_after_a_comment_is_told_in_the_stream(autojump_clock):
-    async with slow_clients(200) as clients, clients.connect() as client:
+    async with slow_clients(200, FAILING) as clients, clients.connect() as client:
         await client.send("POST", CHAT, chat(stream=True))
         await client.head()
         assert await client.piece() == b": keep-alive\n\n"

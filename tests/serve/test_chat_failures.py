@@ -2,7 +2,7 @@
 
 import pytest
 import trio
-from clients import CHAT, Clients, chat, events_of
+from clients import CHAT, Clients, chat, events_of, where_a_loss_fails
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig
@@ -65,6 +65,7 @@ async def test_a_worker_that_restarts_says_503(autojump_clock):
         assert (await clients.chat()).status == 200
 
 
+@where_a_loss_fails
 async def test_a_worker_that_dies_before_the_first_token(autojump_clock, clients):
     for stream in (False, True):
         async with clients.connect() as client:
@@ -77,6 +78,7 @@ async def test_a_worker_that_dies_before_the_first_token(autojump_clock, clients
         await clients.engine.ready()
 
 
+@where_a_loss_fails
 async def test_a_worker_that_dies_in_the_middle(autojump_clock, clients):
     async with clients.connect() as client:
         await first_piece(client)

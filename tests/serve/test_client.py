@@ -2,6 +2,7 @@
 
 import pytest
 import trio
+from clients import where_a_loss_fails
 from params import GREEDY, LONG
 from realtime_texts import assistant, reference, user
 from trio.testing import wait_all_tasks_blocked
@@ -245,6 +246,7 @@ async def test_a_second_request_is_refused_and_disturbs_nothing(autojump_clock, 
         assert (await generation.result()).text == reference(clients, [user("hello")])
 
 
+@where_a_loss_fails
 async def test_the_death_of_the_worker(autojump_clock, remote, clients):
     async with remote.open_session() as session:
         with pytest.raises(WorkerLost):

@@ -31,7 +31,7 @@ async def check(run, **options):
     """Run the program, by a function of a server's URL and of one where nobody listens, and look at its results."""
     with socket.create_server(("127.0.0.1", 0)) as unused:
         nobody = f"ws://127.0.0.1:{unused.getsockname()[1]}"
-    async with on_loopback(api_key=("secret",), **options) as server:
+    async with on_loopback(api_key=("secret",), admin_key=("admin",), **options) as server:
         results = await trio.to_thread.run_sync(run, f"http://127.0.0.1:{server.port}", nobody)
         assert isinstance(results, dict), results
         expected = partial(reference, SimpleNamespace(engine=server.engine))
@@ -80,6 +80,9 @@ def check_results(results, first, second):
         "afterClose": [*lost, None],
         "sayAfterClose": [*lost, None],
         "many": 200,
+        "asleep": ["TrioengineError", "asleep", None],
+        "kept": first,
+        "states": ["sleeping", "awake"],
         "lost": [*lost, None],
         "wrongKey": lost,
         "nobody": lost,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import trio
-from clients import Clients
+from clients import Clients, where_a_loss_fails
 from prometheus_client.parser import text_string_to_metric_families
 from trio.testing import lockstep_stream_pair, memory_stream_pair
 from trio_websocket import ConnectionClosed
@@ -28,9 +28,12 @@ SCRAPE = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.fixture
-async def clients(autojump_clock):
+async def clients(autojump_clock, engine_config):
     behaviours = [Behaviour(step_time=STEP)]
-    async with simulated_engine(behaviours=behaviours) as (engine, simulation), trio.open_nursery() as nursery:
+    async with (
+        simulated_engine(engine_config, behaviours=behaviours) as (engine, simulation),
+        trio.open_nursery() as nursery,
+    ):
         clients = Clients(engine, simulation, nursery)
         yield clients
         clients.server.front_door.close_idle()
@@ -81,10 +84,13 @@ async def ask(engine, prompt=PROMPT, params=TEN, **options):
 
 
 NAMES = {
-    "gauge": ["num_requests_running", "num_requests_waiting", "num_sessions", "kv_cache_usage_perc"],
+    "gauge": [
+        *("num_requests_running", "num_requests_waiting", "num_requests_suspended", "num_sessions"),
+        *("kv_cache_usage_perc", "engine_sleep_state", "weight_version"),
+    ],
     "counter": [
         *("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
-        *("request_success", "requests_aborted", "client_disconnected", "worker_restarts"),
+        *("request_success", "requests_aborted", "client_disconnected", "worker_restarts", "requests_resumed"),
     ],
     "histogram": [
         *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
@@ -100,7 +106,10 @@ async def test_every_name_is_there_from_the_beginning(autojump_clock, clients):
     assert {family.name: family.type for family in said.families} == {
         name: kind for kind, names in types.items() for name in names
     }
-    assert not any(sample.value for sample in said.samples)
+    assert said.by_label("engine_sleep_state") == {"awake": 1}
+    assert said.value("weight_version") == 1
+    states = ("trioengine_engine_sleep_state", "trioengine_weight_version")
+    assert not any(sample.value for sample in said.samples if sample.name not in states)
     labels = {sample.labels["finished_reason"] for sample in said.samples if "finished_reason" in sample.labels}
     assert labels == {reason.value for reason in FinishReason}
     labels = {sample.labels["cause"] for sample in said.samples if "cause" in sample.labels}
@@ -172,6 +181,7 @@ async def test_aborts_by_every_cause(autojump_clock, clients):
     assert said.histogram("stop_to_ended_seconds")[0] == 7 + 7  # a STOP and an END each
 
 
+@where_a_loss_fails
 async def test_the_worker_dies(autojump_clock, clients):
     """What it counted stays, and goes on."""
     engine = clients.engine
@@ -213,6 +223,45 @@ async def test_two_servers_of_an_engine_say_the_same(autojump_clock, clients):
     assert other.metrics.render() == clients.server.metrics.render()
 
 
+# ---- power ----------------------------------------------------------------------------------------------------------
+
+
+async def test_asleep_and_awake(autojump_clock, clients):
+    engine = clients.engine
+    async with engine.open_session() as session, session.generate(PROMPT, LONG) as generation:
+        await anext(generation)
+        for level, name in ((1, "weights_offloaded"), (2, "discard_all")):
+            await engine.sleep(level, mode="keep")
+            said = await scrape(clients)
+            assert said.by_label("engine_sleep_state") == {name: 1}
+            assert said.values("num_requests_running", "num_requests_suspended") == [0, 1]
+        await engine.wake(["weights"])
+        assert now(clients).by_label("engine_sleep_state") == {"discard_all": 1}
+        await engine.wake()
+        assert now(clients).by_label("engine_sleep_state") == {"awake": 1}
+        await generation.result()
+        said = now(clients)
+        assert said.values("num_requests_suspended", "requests_resumed_total", "weight_version") == [0, 0, 1]
+    await engine.update_weights("elsewhere")
+    assert now(clients).value("weight_version") == 2
+
+
+async def test_requests_that_outlive_their_worker(autojump_clock, clients):
+    engine = clients.engine
+    async with engine.open_session() as session, session.generate(PROMPT, LONG) as generation:
+        for deaths in (1, 2):
+            await anext(generation)
+            clients.simulation.worker.kill()
+            await engine.gate.changed()
+            assert now(clients).values("num_requests_suspended", "requests_resumed_total") == [1, deaths - 1]
+            await engine.ready()
+            assert now(clients).values("num_requests_suspended", "requests_resumed_total") == [0, deaths]
+        await generation.result()
+    said = now(clients)
+    assert said.by_label("request_success_total") == {"length": 1}
+    assert said.value("worker_restarts_total") == 2
+
+
 # ---- it never waits -------------------------------------------------------------------------------------------------
 
 
@@ -228,6 +277,7 @@ async def immediate(clients):
     await stream.aclose()
 
 
+@where_a_loss_fails
 async def test_a_worker_that_hangs_is_not_waited_for(autojump_clock, clients):
     engine = clients.engine
     async with engine.open_session() as session, session.generate(PROMPT, LONG) as generation:

@@ -1,6 +1,7 @@
 """Conversations over the Realtime protocol, with a real WebSocket client, on the simulated engine."""
 
 import trio
+from clients import where_a_loss_fails
 from realtime_texts import GREEDY, LONG, assistant, reference, text_of, user
 
 
@@ -219,6 +220,7 @@ async def test_logit_bias_by_token_ids(autojump_clock, clients):
         assert response["status"] != "failed"
 
 
+@where_a_loss_fails
 async def test_the_death_of_the_worker_fails_the_response_and_the_conversation_goes_on(autojump_clock, clients):
     async with clients.realtime() as client:
         first = await client.ask("hello", **GREEDY)

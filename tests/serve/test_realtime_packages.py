@@ -71,6 +71,30 @@ async def test_a_conversation_with_the_package_openai():
         assert following.usage.total_tokens == following.usage.input_tokens + following.usage.output_tokens
 
 
+async def test_the_package_openai_and_an_engine_that_sleeps():
+    """It has no name for the events about that, and hands them on; its conversation is as it was."""
+
+    async def talk(connection):
+        await connection.conversation.item.create(item=say("hello"))
+        await connection.response.create(response=GREEDY)
+        first, _ = await response_of(connection)
+        trio.from_thread.run(server.engine.sleep, trio_token=token)
+        told = await connection.recv()
+        await connection.response.create(response=GREEDY)
+        _, refused = await response_of(connection)
+        trio.from_thread.run(server.engine.wake, trio_token=token)
+        await connection.conversation.item.create(item=say("and then?"))
+        await connection.response.create(response=GREEDY)
+        return first, told, refused, (await response_of(connection))[0]
+
+    async with on_loopback() as server:
+        token = trio.lowlevel.current_trio_token()
+        first, told, refused, second = await with_openai(server, talk)
+        assert (told.type, told.state) == ("engine.state", "sleeping")
+        assert (refused.status, refused.status_details.error.code) == ("failed", "asleep")
+        assert second == expected(server, [user("hello"), assistant(first), user("and then?")])
+
+
 async def test_what_the_package_openai_can_ask_for():
     """Cancel, retrieve, delete, responses beside the conversation, and what is refused, by its methods."""
 

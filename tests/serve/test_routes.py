@@ -182,7 +182,8 @@ def test_the_special_tokens_around_a_text():
 async def test_the_roles(autojump_clock, clients):
     routes = clients.server.front_door._routes
     operators = {path for path, route in routes.items() if route.role is Role.OPERATOR}
-    assert operators == {"/debug/invariants", "/abort_request"}
+    power = {"/sleep", "/wake_up", "/wakeup", "/update_weights", "/is_sleeping"}
+    assert operators == {"/debug/invariants", "/abort_request"} | power
     assert {path for path, route in routes.items() if route.role is Role.ANYONE} == {"/", "/health", "/ready"}
 
 

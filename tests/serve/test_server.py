@@ -109,7 +109,8 @@ async def test_drain_finishes_what_is_in_flight():
             assert response["usage"]["output_tokens"] == 400
             for client in (busy, idle):
                 with pytest.raises(ConnectionClosed) as closed:
-                    await client.next()
+                    await client.until("anything else")
+                assert client.events[-1]["type"] in ("engine.state", "response.done")
                 assert closed.value.reason.code == 1001
         await state.ended.wait()
         with pytest.raises(OSError, match="all attempts to connect"):

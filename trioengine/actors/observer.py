@@ -33,6 +33,9 @@ class Observer:
     def next_tokens(self, seconds: float) -> None:
         """A request got more of its answer, so long after what it got before."""
 
+    def request_resumed(self) -> None:
+        """A request whose worker was lost goes on with the next one."""
+
     def request_finished(self, request: FinishedRequest) -> None:
         """A request ran to its end."""
 

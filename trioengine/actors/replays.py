@@ -122,6 +122,7 @@ class Replays:
         if losses.is_new:
             losses.is_new = False
             losses.resumed += 1
+            _generation(session).times.resume()
         self._sessions.resume(session, link)
 
 

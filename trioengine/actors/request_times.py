@@ -34,6 +34,11 @@ class RequestTimes:
                 observer.next_tokens(now - self._latest)
         self._latest = now
 
+    def resume(self) -> None:
+        """The request goes on after its worker was lost."""
+        for observer in self._observers:
+            observer.request_resumed()
+
     def finish(self, prompt_tokens: int, generation_tokens: int) -> None:
         """The request ran to its end, with its latest token."""
         seconds, decode_seconds = self._latest - self._began, self._latest - self._first

@@ -11,6 +11,7 @@ from trioengine.cli.sessions import AnyGeneration, AnySession, local_session
 from trioengine.core.completion import Completion
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import RequestRejected
+from trioengine.core.lifecycle import Cause
 from trioengine.core.sampling_params import SamplingParams
 
 
@@ -46,11 +47,14 @@ async def answer(session: AnySession, prompt: str, params: SamplingParams, *, as
 
 
 async def write_answer(generation: AnyGeneration) -> None:
-    """Write it to stdout as it comes, and a newline."""
+    """Write it to stdout as it comes, and a newline; stderr says if somebody else has cut it off."""
     async with generation:
         async for chunk in generation:
             await write(chunk.text)
     await write("\n")
+    cause = generation.completion.cause
+    if cause not in (None, Cause.CLIENT):
+        print(f"trioengine: the answer was cut off ({cause.value})", file=sys.stderr)
 
 
 async def write(text: str) -> None:

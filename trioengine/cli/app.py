@@ -35,6 +35,8 @@ app.add_typer(bench_app, name="bench")
 _SECRETS = {field.name for field in dataclasses.fields(ServeConfig) if not field.repr}
 MODEL_HELP = "A name that `pull` knows, a .gguf file, a Hugging Face directory or a hub id."
 Model = Annotated[str, typer.Argument(help=MODEL_HELP, envvar="TRIOENGINE_MODEL", show_envvar=False)]
+Connect = Annotated[str, typer.Option(metavar="URL", help="The server, such as http://127.0.0.1:8000.")]
+AdminKey = Annotated[str | None, typer.Option(help="The server's key for operators.")]
 ModelOption = Annotated[str, typer.Option("--model", help=MODEL_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -178,6 +180,59 @@ def chat(
     else:
         config = build(EngineConfig, fields, model=DEFAULT_MODEL if model is None else model)
         hold_chat(partial(local_session, config), params)
+
+
+@app.command()
+@with_options()
+def sleep(
+    connect: Connect,
+    admin_key: AdminKey = None,
+    level: Annotated[
+        int, typer.Option(min=1, max=2, help="1: the weights are moved to host memory; 2: they are discarded.")
+    ] = 1,
+    mode: Annotated[
+        Literal["abort", "wait", "keep"],
+        typer.Option(help="What runs is aborted, or finishes first, or pauses and goes on later."),
+    ] = "abort",
+    timeout: Annotated[
+        float | None, typer.Option(help="With --mode wait: seconds after which the rest is aborted.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Have a server's engine give its memory back, and wait until it has."""
+    from trioengine.cli.operating import operate
+
+    given = {"level": level, "mode": mode, "timeout": timeout}
+    operate(connect, admin_key, "POST", "/sleep", given, as_json=json)
+
+
+@app.command()
+@with_options()
+def wake(
+    connect: Connect,
+    admin_key: AdminKey = None,
+    tags: Annotated[
+        list[str] | None, typer.Option(help="Only weights, or only kv_cache; without it all that sleeps.")
+    ] = None,
+    reload: Annotated[
+        bool, typer.Option(help="Load discarded weights again; without, they are left to /update_weights.")
+    ] = True,
+    json: Json = False,
+) -> None:
+    """Have a server's engine take its memory again, and wait until it has."""
+    from trioengine.cli.operating import operate
+
+    given = {"tags": tags or None, "reload": None if reload else "false"}
+    operate(connect, admin_key, "POST", "/wake_up", given, as_json=json)
+
+
+@app.command()
+@with_options()
+def status(connect: Connect, admin_key: AdminKey = None, json: Json = False) -> None:
+    """Say whether a server's engine is awake, what sleeps of it, and which weights it has."""
+    from trioengine.cli.operating import operate
+
+    operate(connect, admin_key, "GET", "/is_sleeping", {}, as_json=json)
 
 
 @app.command()

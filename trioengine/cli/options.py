@@ -57,6 +57,7 @@ _HELP = {
     "api_key": "A key that clients must have; may be given several times.",
     "admin_key": "A key for the operators' routes, and for all others; may be given several times.",
     "allowed_origin": "A site whose pages may ask, as https://example.com; may be given several times.",
+    "weights_dir": "Where the checkpoints lie that an operator may name to /update_weights.",
     "insecure": "Serve other machines, too, whoever they are: there is no key.",
     "shutdown_timeout": "Seconds that requests have after the first SIGTERM or SIGINT.",
     "max_connections": "Connections at a time; more are answered with 503.",

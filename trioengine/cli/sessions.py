@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeAlias
@@ -34,18 +35,27 @@ async def local_session(config: EngineConfig) -> AsyncIterator[AnySession]:
 
 @asynccontextmanager
 async def remote_session(url: str, api_key: str | None, model: str | None) -> AsyncIterator[AnySession]:
-    """A session of a server that runs. A URL that is none is the fault of the option `connect`: InvalidConfig.
+    """A session of a server that runs; stderr says when its engine sleeps, or is awake again.
 
-    RequestRejected for a key that is missing or wrong names the option, too.
+    A URL that is none is the fault of the option `connect`: InvalidConfig. RequestRejected for a key
+    that is missing or wrong names the option, too.
     """
     try:
         Address.parse(url, model)
     except InvalidConfig as exc:
         raise InvalidConfig(str(exc).replace("url", "connect", 1), fields=("connect",)) from exc
     try:
-        async with connect(url, api_key=api_key, model=model) as client, client.open_session(wait=True) as session:
+        async with (
+            connect(url, api_key=api_key, model=model, on_state=_tell) as client,
+            client.open_session(wait=True) as session,
+        ):
             yield session
     except RequestRejected as exc:
         if exc.code != "invalid_api_key":
             raise
         raise RequestRejected(exc.code, f"{exc.message} (--api-key)") from exc
+
+
+def _tell(state: str) -> None:
+    beginning = "\n" if sys.stderr.isatty() else ""  # in the middle of a line
+    print(f"{beginning}trioengine: the engine is {state}", file=sys.stderr)

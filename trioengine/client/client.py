@@ -22,8 +22,9 @@ from trioengine.core.sampling_params import SamplingParams
 class Client:
     """What `connect` gives: sessions as an engine's, each over a WebSocket of its own."""
 
-    def __init__(self, endpoint: Endpoint, nursery: trio.Nursery) -> None:
+    def __init__(self, endpoint: Endpoint, nursery: trio.Nursery, on_state: Callable[[str], object]) -> None:
         self.endpoint = endpoint
+        self.on_state = on_state
         self.request_ids = itertools.count(1)
         self._nursery = nursery
         self._connections: set[Connection] = set()
@@ -95,12 +96,14 @@ async def connect(
     api_key: str | None = None,
     model: str | None = None,
     dial: Callable[[], Awaitable[trio.abc.Stream]] | None = None,
+    on_state: Callable[[str], object] = lambda state: None,
 ) -> AsyncIterator[Client]:
     """A client of the server at `url`, such as ws://localhost:8000 or https://example.org.
 
     Nothing is connected before a session is opened. Leaving ends every session and closes its WebSocket; cancelled, or
     with an exception, at once. `model` is the name that the server must serve; `dial` gives the streams to connect by,
-    in place of TCP and TLS. Raises InvalidConfig.
+    in place of TCP and TLS. `on_state(state)` is told by each session when the state of the server's engine changes
+    (`awake`, `sleeping`, `updating`, `restarting`, …); it must neither block nor raise. Raises InvalidConfig.
     """
     address = Address.parse(url, model)
     if api_key is not None and not is_key(api_key):
@@ -108,7 +111,7 @@ async def connect(
     headers = [] if api_key is None else [(b"authorization", b"Bearer " + api_key.encode())]
     endpoint = Endpoint(address.authority, address.target, headers, address.dial if dial is None else dial)
     async with open_unwrapped_nursery() as nursery:
-        client = Client(endpoint, nursery)
+        client = Client(endpoint, nursery, on_state)
         try:
             yield client
         finally:

@@ -16,6 +16,7 @@ from trioengine.core.errors import (
     RequestRejected,
     SessionBusy,
     SessionEnded,
+    TransitionFailed,
     WorkerLost,
 )
 from trioengine.core.lifecycle import Cause
@@ -33,6 +34,8 @@ def error_of(problem: Mapping[str, Any]) -> EngineError:
             return EngineClosed(message)
         case "worker_lost":
             return WorkerLost(message)
+        case "transition_failed":
+            return TransitionFailed(message)
         case "session_ended":
             return SessionEnded(message, cause=Cause.ERROR.value)
         case "conversation_already_has_active_response":

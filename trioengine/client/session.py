@@ -21,13 +21,15 @@ from trioengine.client.generation import Generation, Stage
 from trioengine.client.outcomes import length_of, outcome_of, usage_of
 from trioengine.client.problems import error_of
 from trioengine.client.prompt import Message, chat_messages, rendered, response_fields
-from trioengine.core.errors import EngineError, EngineOverloaded, SessionBusy, SessionEnded
+from trioengine.core.errors import EngineAsleep, EngineError, EngineOverloaded, SessionBusy, SessionEnded
 from trioengine.core.lifecycle import Cause, Outcome
 from trioengine.core.messages import FinishReason
 from trioengine.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from trioengine.client.client import Client
+
+ASK_AGAIN_AFTER = 1.0  # seconds; nobody knows when an engine is woken
 
 
 class Session:
@@ -103,9 +105,9 @@ class Session:
         """A request, to be entered. `prompt` is a user message, or chat messages.
 
         `timeout` in seconds runs from this call to the outcome, and aborts. With `wait` the server is asked again
-        (within `timeout`) where its engine restarts or is full, instead of raising EngineOverloaded. Entering raises
-        SessionBusy while another request runs, SessionEnded, EngineClosed or ConnectionLost when the session is over,
-        and RequestRejected for a bad prompt.
+        (within `timeout`) where its engine restarts, is full or sleeps, instead of raising EngineOverloaded or
+        EngineAsleep. Entering raises SessionBusy while another request runs, SessionEnded, EngineClosed or
+        ConnectionLost when the session is over, and RequestRejected for a bad prompt.
         """
         deadline = deadline_after(timeout)
         return Generation(self, prompt, params, keep_partial=keep_partial, deadline=deadline, wait=wait)
@@ -182,11 +184,11 @@ class Session:
             refusal = generation.refusal
             if refusal is None:
                 return
-            if not (generation.wait and isinstance(refusal, EngineOverloaded)):
+            if not (generation.wait and isinstance(refusal, EngineOverloaded | EngineAsleep)):
                 self._conclude(generation, Outcome(FinishReason.ERROR, error=refusal))
                 self._settle(generation)
                 return
-            await trio.sleep(refusal.retry_after)
+            await trio.sleep(refusal.retry_after if isinstance(refusal, EngineOverloaded) else ASK_AGAIN_AFTER)
 
     async def _expire(self, generation: Generation) -> None:
         with trio.move_on_at(generation.deadline):
@@ -248,6 +250,8 @@ class Session:
                 self._conversation.answered(f"create_{event['item']['id']}")
             case "conversation.item.deleted":
                 self._conversation.answered(f"delete_{event['item_id']}")
+            case "engine.state":
+                self._client.on_state(str(event["state"]))
             case "error":
                 self._complained(event["error"])
 

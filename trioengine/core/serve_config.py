@@ -50,6 +50,7 @@ class ServeConfig:
     api_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)  # any of them will do
     admin_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)  # for operators; good for all the rest, too
     allowed_origin: tuple[str, ...] = ()  # web pages of other sites that may ask, as https://example.com
+    weights_dir: str | None = None  # where the checkpoints lie that /update_weights may name
     insecure: bool = False  # serve other machines, too, whoever they are
     shutdown_timeout: float = 30.0  # that requests have after the first SIGTERM or SIGINT
     max_connections: int = 4096  # at a time; more are answered with 503
@@ -66,9 +67,10 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.host, str) or not self.host:
             raise InvalidConfig.of("host", f"must be a name or an address, got {brief(self.host)}")
-        name = self.served_model_name
-        if name is not None and not (isinstance(name, str) and name):
-            raise InvalidConfig.of("served_model_name", f"must be a name, got {brief(name)}")
+        for field, kind in (("served_model_name", "a name"), ("weights_dir", "a directory")):
+            name = getattr(self, field)
+            if name is not None and not (isinstance(name, str) and name):
+                raise InvalidConfig.of(field, f"must be {kind}, got {brief(name)}")
         if not isinstance(self.insecure, bool):
             raise InvalidConfig.of("insecure", f"must be True or False, got {brief(self.insecure)}")
         for field in ("api_key", "admin_key"):

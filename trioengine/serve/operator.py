@@ -44,7 +44,8 @@ class Operator:
             return json_response(200, {"aborted": int(self._in_flight.abort(text_of(id, "request_id")))})
         statistics = self._engine.statistics()
         self._engine.abort_all()
-        return json_response(200, {"aborted": statistics.preparing + statistics.waiting + statistics.running})
+        in_flight = (statistics.preparing, statistics.waiting, statistics.running, statistics.suspended)
+        return json_response(200, {"aborted": sum(in_flight)})
 
 
 def _shown(statistics: Statistics) -> dict[str, Any]:

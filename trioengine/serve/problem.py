@@ -12,6 +12,7 @@ from trioengine.core.errors import (
     EngineOverloaded,
     RequestRejected,
     SessionEnded,
+    TransitionFailed,
     WorkerLost,
 )
 from trioengine.core.lifecycle import Cause
@@ -21,16 +22,20 @@ SERVER_ERROR = "server_error"
 RATE_LIMIT = "rate_limit_error"
 _STATUS = {  # of what a client asked for; others are 400
     "model_not_found": 404,
+    "no_weights_dir": 403,
+    "weights_not_found": 404,
     "too_large": 413,
     "no_chat_template": 422,
     "template_error": 422,
     "sampling_failed": 422,
 }
+ASLEEP_RETRY_AFTER = 1.0  # seconds; nobody knows when an operator wakes it
 _FULL = ("sessions", "queue")  # codes of EngineOverloaded: there is an engine, and it has no room
 _ABORTED: Mapping[Cause | None, str] = {  # by whom; a client that is still there to be told did not do it itself
     Cause.CLIENT: "by an operator",
     Cause.ABORT_ALL: "by an operator, with all others",
     Cause.SHUTDOWN: "by the server's shutdown",
+    Cause.SLEEP: "by an operator: the engine sleeps, or gets other weights",
     Cause.TIMEOUT: "by its timeout",
 }
 
@@ -80,13 +85,15 @@ def problem_of(error: Exception) -> Problem:
             code = error.cause.value if error.cause not in (None, Cause.CLIENT) else "aborted"
             return Problem(SERVER_ERROR, code, f"the request was aborted {_ABORTED.get(error.cause, f'({code})')}")
         case EngineAsleep():
-            return Problem(SERVER_ERROR, "asleep", str(error))
+            return Problem(SERVER_ERROR, "asleep", str(error), retry_after=ASLEEP_RETRY_AFTER)
         case EngineClosed():
             return Problem(SERVER_ERROR, "shutting_down", "the server is shutting down")
         case WorkerLost():
             return Problem(SERVER_ERROR, "worker_lost", "the worker process was lost before the answer was whole")
         case SessionEnded():
             return Problem(SERVER_ERROR, "session_ended", str(error))
+        case TransitionFailed():
+            return Problem(SERVER_ERROR, "transition_failed", str(error))
         case _:
             return Problem(SERVER_ERROR, "internal_error", "internal error")
 
@@ -104,5 +111,7 @@ def status_of(error: Exception) -> int:
             return 503 if error.cause in (Cause.SHUTDOWN, Cause.SLEEP) else 500
         case EngineAsleep() | EngineClosed() | WorkerLost():
             return 503
+        case TransitionFailed():
+            return 409
         case _:
             return 500

@@ -40,6 +40,7 @@ class Route:
 
 Routes: TypeAlias = Mapping[str, Route]  # by path; with BELOW at its end for all paths that begin so
 BELOW = "*"
+_ASLEEP = (Power.FALLING_ASLEEP, Power.ASLEEP, Power.WAKING, Power.UPDATING)
 
 
 def routes(engine: Engine, metrics: Metrics) -> Routes:
@@ -56,9 +57,8 @@ def routes(engine: Engine, metrics: Metrics) -> Routes:
         return json_response(200, {"status": "ok"})
 
     async def ready(request: Request) -> Response:
-        power = engine.statistics().power
-        state = {"state": power.value}
-        return json_response(200, state) if power is Power.AWAKE else _not_now(state)
+        state = {"state": _state_of(engine)}
+        return json_response(200, state) if engine.gate.is_awake else _not_now(state)
 
     async def version(request: Request) -> Response:
         return json_response(200, {"version": __version__})
@@ -73,6 +73,13 @@ def routes(engine: Engine, metrics: Metrics) -> Routes:
         "/version": get(version),
         "/metrics": get(scrape),
     }
+
+
+def _state_of(engine: Engine) -> str:
+    """Closed for a sleep that is asked for, it is asleep to whoever wants an answer, and so it is until all is back."""
+    power = engine.gate.power
+    is_asleep = power in _ASLEEP or (power is Power.AWAKE and not engine.gate.is_awake)
+    return Power.ASLEEP.value if is_asleep else power.value
 
 
 def _not_now(content: Mapping[str, str]) -> Response:

@@ -14,6 +14,7 @@ import trio
 from trioengine.actors.engine import Engine
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.ports import Ports
+from trioengine.core.bounds import brief
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, InvalidConfig
 from trioengine.core.lifecycle import Cause, PowerEvent
@@ -28,6 +29,7 @@ from trioengine.serve.metrics.metrics import Metrics
 from trioengine.serve.openai.routes import openai_routes
 from trioengine.serve.operator import operator_routes
 from trioengine.serve.origins import is_loopback
+from trioengine.serve.power import power_routes
 from trioengine.serve.problem import ClientError
 from trioengine.serve.realtime.answering import Answering
 from trioengine.serve.realtime.connection import CLOSE_TIMEOUT, RealtimeConnection
@@ -112,6 +114,7 @@ class Server:
             **routes(engine, self.metrics),
             **openai_routes(engine, model, self.in_flight),
             **operator_routes(engine, self.in_flight),
+            **power_routes(engine, self.config.weights_dir),
             "/tokenize": post(tokenization.tokenize),
             "/detokenize": post(tokenization.detokenize),
         }
@@ -148,10 +151,12 @@ async def serve(
     """Serve an engine until the server is drained or aborted, or this is cancelled. It listens at once.
 
     Connections beyond `max_connections`, or beyond what the limit of descriptors leaves, are answered with 503. Raises
-    InvalidConfig for an address that other machines reach without a key, unless `insecure`; EngineError when it cannot
-    listen, or the engine cannot run.
+    InvalidConfig for an address that other machines reach without a key, unless `insecure`, and for a `weights_dir`
+    that is no directory; EngineError when it cannot listen, or the engine cannot run.
     """
     serve_config = ServeConfig() if serve_config is None else serve_config
+    if serve_config.weights_dir is not None and not await trio.Path(serve_config.weights_dir).is_dir():
+        raise InvalidConfig.of("weights_dir", f"must be a directory, got {brief(serve_config.weights_dir)}")
     host, port = serve_config.host, serve_config.port
     if not (serve_config.has_keys or serve_config.insecure or is_loopback(host)):
         with _listening_on(host, port):

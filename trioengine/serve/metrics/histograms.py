@@ -1,4 +1,7 @@
-"""The histograms of a server: an observer of its engine. Names and buckets are vLLM's, where it has the metric."""
+"""What a server observes of its engine: histograms, and a count that the books have not.
+
+Names and buckets are vLLM's, where it has the metric.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +45,11 @@ HISTOGRAMS: Mapping[str, Kind] = {
 
 
 class Histograms(Observer):
-    """All of them, by name."""
+    """All of them, by name; and how many requests went on after the loss of a worker."""
 
     def __init__(self) -> None:
         self.by_name = {name: Histogram(kind.bounds) for name, kind in HISTOGRAMS.items()}
+        self.num_resumed = 0
         self._next_tokens = self.by_name["inter_token_latency_seconds"]
 
     def step(self, num_tokens: int) -> None:
@@ -59,6 +63,9 @@ class Histograms(Observer):
 
     def next_tokens(self, seconds: float) -> None:
         self._next_tokens.observe(seconds)
+
+    def request_resumed(self) -> None:
+        self.num_resumed += 1
 
     def request_finished(self, request: FinishedRequest) -> None:
         self._observe("e2e_request_latency_seconds", request.seconds)

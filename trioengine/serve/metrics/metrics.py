@@ -43,10 +43,14 @@ def _kv_cache_usage(statistics: Statistics) -> float:
     return (total - unused) / total if total else 0.0
 
 
+SLEEP_STATES = {None: "awake", 1: "weights_offloaded", 2: "discard_all"}  # by the level; vLLM's names
 GAUGES: Mapping[str, Count] = {
     "num_requests_running": Count("Requests that have a token and are not over", lambda counts: counts.running),
     "num_requests_waiting": Count(
         "Requests that are accepted and have no token yet", lambda counts: counts.preparing + counts.waiting
+    ),
+    "num_requests_suspended": Count(
+        "Requests that have no worker, and go on when there is one", lambda counts: counts.suspended
     ),
     "num_sessions": Count("Sessions that have a slot", lambda counts: counts.sessions),
     "kv_cache_usage_perc": Count("KV blocks that requests hold, of all: 0 to 1", _kv_cache_usage),
@@ -95,10 +99,13 @@ class Metrics(Collector):
         statistics = self._engine.statistics()
         for name, count in GAUGES.items():
             yield GaugeMetricFamily(PREFIX + name, count.help, count.read(statistics))
+        yield from self._of_power()
         for name, count in COUNTERS.items():
             yield CounterMetricFamily(PREFIX + name, count.help, count.read(statistics))
         help_ = "Clients that went away with something in flight"
         yield CounterMetricFamily(PREFIX + "client_disconnected", help_, self._departures.count)
+        help_ = "Times that a request went on with another worker after one was lost"
+        yield CounterMetricFamily(PREFIX + "requests_resumed", help_, self.histograms.num_resumed)
         for name, count_by in COUNTERS_BY.items():
             family = CounterMetricFamily(PREFIX + name, count_by.help, labels=[count_by.label])
             for value, number in count_by.read(statistics).items():
@@ -106,3 +113,12 @@ class Metrics(Collector):
             yield family
         for name, histogram in self.histograms.by_name.items():
             yield HistogramMetricFamily(PREFIX + name, HISTOGRAMS[name].help, histogram.buckets, histogram.sum)
+
+    def _of_power(self) -> Iterator[Metric]:
+        state = self._engine.power
+        help_ = "Whether the engine is in this state: 1 for one of them"
+        family = GaugeMetricFamily(PREFIX + "engine_sleep_state", help_, labels=["state"])
+        for level, name in SLEEP_STATES.items():
+            family.add_metric([name], state.level == level)
+        yield family
+        yield GaugeMetricFamily(PREFIX + "weight_version", "Which weights the model has: 1, 2, …", state.weight_version)

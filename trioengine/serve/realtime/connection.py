@@ -27,6 +27,7 @@ from trioengine.serve.realtime.client_events import (
     SessionUpdate,
     parse,
 )
+from trioengine.serve.realtime.engine_states import tell_states
 from trioengine.serve.realtime.items import Items, chat_messages
 from trioengine.serve.realtime.outbox import Outbox, new_id
 from trioengine.serve.realtime.responder import Responder
@@ -60,7 +61,7 @@ class RealtimeConnection:
     ) -> None:
         self.id = new_id("sess")
         self._conversation_id = new_id("conv")
-        self._ports = answering.engine.ports
+        self._engine = answering.engine
         self._websocket = websocket
         self._model = model
         self._closing = closing
@@ -89,6 +90,7 @@ class RealtimeConnection:
                 work.start_soon(self._handle, inbox)
                 work.start_soon(self._responder.run)
                 work.start_soon(self._beside.run)
+                work.start_soon(tell_states, self._engine, self._outbox)
                 work.start_soon(self._close_when_asked, work.cancel_scope)
             with trio.move_on_after(CLOSE_TIMEOUT):
                 await self._websocket.aclose(self._close_code, self._close_reason)
@@ -175,7 +177,7 @@ class RealtimeConnection:
                 self._outbox.put_error(problem_of(exc), event_id)
 
     async def _parse(self, message: str | bytes) -> tuple[ClientEvent, str | None]:
-        return await in_thread_if(len(message) > LONG_JSON, self._ports, partial(parse, message))
+        return await in_thread_if(len(message) > LONG_JSON, self._engine.ports, partial(parse, message))
 
     def _act(self, event: ClientEvent, event_id: str | None) -> None:
         match event:

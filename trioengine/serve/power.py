@@ -1,0 +1,113 @@
+"""Sleep, wake and other weights, for operators.
+
+Each is answered when it is done. A client that leaves abandons its wait, not the change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trioengine.actors.engine import Engine
+from trioengine.actors.power import Mode
+from trioengine.actors.states import PowerState
+from trioengine.core.bounds import number
+from trioengine.core.config import MAX_SECONDS
+from trioengine.core.tag import Tag
+from trioengine.serve.checkpoints import Checkpoints
+from trioengine.serve.fields import known_fields, text_of
+from trioengine.serve.http import Request, Response, json_response
+from trioengine.serve.json_object import load_object
+from trioengine.serve.problem import ClientError
+from trioengine.serve.query import flag_in, number_in, one_of, parameters_of, some_of
+from trioengine.serve.routes import Role, Routes, get, post
+
+_LEVELS = ("1", "2")
+_MODES = tuple(mode.value for mode in Mode)
+_TAGS = frozenset(tag.value for tag in Tag)
+
+
+class PowerSwitch:
+    """The handlers. Where the engine cannot do it, they raise TransitionFailed."""
+
+    def __init__(self, engine: Engine, checkpoints: Checkpoints) -> None:
+        self._engine = engine
+        self._checkpoints = checkpoints
+
+    async def sleep(self, request: Request) -> Response:
+        given = parameters_of(request, ("level", "mode", "timeout"))
+        level, mode = int(one_of(given, "level", _LEVELS)), one_of(given, "mode", _MODES)
+        timeout = number_in(given, "timeout", 0, MAX_SECONDS)
+        _check_timeout(timeout, mode)
+        await self._engine.sleep(level, mode=mode, timeout=timeout)
+        return self._state()
+
+    async def wake_up(self, request: Request) -> Response:
+        given = parameters_of(request, ("tags", "reload"))
+        tags, reload = some_of(given, "tags", _TAGS), flag_in(given, "reload", default=True)
+        await self._engine.wake(tags, reload=reload)
+        return self._state()
+
+    async def update_weights(self, request: Request) -> Response:
+        """The name is looked up in a thread; a client that leaves until then has changed nothing."""
+        fields = known_fields(load_object(request.body, "the body"), ("name", "mode", "timeout"))
+        mode, timeout = _mode_of(fields), _timeout_of(fields)
+        _check_timeout(timeout, mode)
+        if fields.get("name") is None:
+            raise ClientError("missing_parameter", "name is missing", param="name")
+        name = text_of(fields["name"], "name")
+        path = await self._engine.ports.run_in_thread(self._checkpoints.find, name)
+        await self._engine.update_weights(str(path), mode=mode, timeout=timeout)
+        return self._state()
+
+    async def is_sleeping(self, request: Request) -> Response:
+        return self._state()
+
+    def _state(self) -> Response:
+        return json_response(200, _shown(self._engine.power))
+
+
+def _mode_of(fields: Mapping[str, Any]) -> str:
+    mode = fields.get("mode")
+    mode = Mode.ABORT.value if mode is None else text_of(mode, "mode")
+    if mode not in _MODES:
+        raise ClientError("invalid_value", f"mode must be {', '.join(_MODES)}, got {mode!r:.80}", param="mode")
+    return mode
+
+
+def _timeout_of(fields: Mapping[str, Any]) -> float | None:
+    if fields.get("timeout") is None:
+        return None
+    try:
+        return number(fields["timeout"], 0, MAX_SECONDS)
+    except ValueError as exc:
+        raise ClientError("invalid_value", f"timeout {exc}", param="timeout") from None
+
+
+def _check_timeout(timeout: float | None, mode: str) -> None:
+    if timeout is not None and mode != Mode.WAIT.value:
+        raise ClientError("invalid_value", f"timeout is for mode wait, not {mode}", param="timeout")
+
+
+def _shown(state: PowerState) -> dict[str, Any]:
+    """vLLM's `is_sleeping`, and more."""
+    return {
+        "is_sleeping": bool(state.asleep),
+        "level": state.level,
+        "tags": sorted(tag.value for tag in state.asleep),
+        "power": state.power.value,
+        "weight_version": state.weight_version,
+    }
+
+
+def power_routes(engine: Engine, weights_dir: str | None) -> Routes:
+    """The routes of an engine."""
+    switch = PowerSwitch(engine, Checkpoints(weights_dir))
+    wake_up = post(switch.wake_up, Role.OPERATOR)
+    return {
+        "/sleep": post(switch.sleep, Role.OPERATOR),
+        "/wake_up": wake_up,
+        "/wakeup": wake_up,
+        "/update_weights": post(switch.update_weights, Role.OPERATOR),
+        "/is_sleeping": get(switch.is_sleeping, Role.OPERATOR),
+    }
