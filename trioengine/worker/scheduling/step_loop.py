@@ -39,8 +39,8 @@ from trioengine.core.messages import (
     UpdateWeights,
     Usage,
     Wake,
-    WorkerStatistics,
     Woken,
+    WorkerStatistics,
     token_ids,
 )
 from trioengine.core.tag import ALL_TAGS, Tag
