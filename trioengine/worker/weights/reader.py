@@ -40,16 +40,12 @@ class WeightReader:
 
     def tensor(self, name: str) -> Tensor:
         """The tensor, in the model's dtype, on its device."""
-        tensor = self._checkpoint.read(name, self._dtype).to(self._device)
-        if name in self._sizes:
-            self._done += self._sizes[name]
-            self._on_progress(self._done, self._total)
-        return self._give(tensor)
+        return self._give(self._read(name))
 
     def linear(self, *names: str, has_bias: bool = False) -> Linear:
         """One layer of all the named projections, which share their input: `NAME.weight`, perhaps `NAME.bias`."""
-        weight = self._give(joined([self.tensor(f"{name}.weight") for name in names]))
-        bias = self._give(joined([self.tensor(f"{name}.bias") for name in names])) if has_bias else None
+        weight = self._give(joined([self._read(f"{name}.weight") for name in names]))
+        bias = self._give(joined([self._read(f"{name}.bias") for name in names])) if has_bias else None
         four_bit = None
         if wants_four_bit(weight):
             four_bit = join_four_bit(self._checkpoint.read_four_bit(f"{name}.weight") for name in names)
@@ -58,6 +54,13 @@ class WeightReader:
     def in_use(self) -> list[Tensor]:
         """Those of the tensors given out that somebody still holds."""
         return [tensor for tensor in (given() for given in self._given) if tensor is not None]
+
+    def _read(self, name: str) -> Tensor:
+        tensor = self._checkpoint.read(name, self._dtype).to(self._device)
+        if name in self._sizes:
+            self._done += self._sizes[name]
+            self._on_progress(self._done, self._total)
+        return tensor
 
     def _give(self, tensor: Tensor) -> Tensor:
         self._given.append(weakref.ref(tensor))
