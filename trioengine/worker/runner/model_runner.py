@@ -12,7 +12,7 @@ from trioengine.worker.loop import OnProgress
 from trioengine.worker.models.llama import LlamaModel
 from trioengine.worker.runner.batch import make_batch
 from trioengine.worker.runner.kv_cache import KVCache
-from trioengine.worker.runner.memory import give_back
+from trioengine.worker.runner.memory import give_back, share_one_arena
 from trioengine.worker.runner.model_spec import ModelSpec
 from trioengine.worker.runner.model_weights import ModelWeights, failure_of
 from trioengine.worker.runner.sampler import sample
@@ -41,6 +41,7 @@ class TorchModelRunner:
 
         `on_progress` is called whenever weights are loaded, also to wake or to change them.
         """
+        share_one_arena()
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         spec = ModelSpec.read(config)
