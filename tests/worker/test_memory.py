@@ -30,7 +30,7 @@ from trioengine.core.tag import ALL_TAGS, Tag
 
 SCRIPT = Path(__file__).with_name("memory_worker.py")
 MIB = 1 << 20
-KV_BYTES = 64 * MIB
+KV_BYTES = 72 * MIB  # some more than three sessions fill
 MAX_MODEL_LEN = 1024
 CYCLES = 10
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, seed=0, ignore_eos=True)
@@ -113,17 +113,16 @@ def bare(smollm2):
 
 def test_memory_of_a_worker_that_sleeps(smollm2, bare):
     with started(smollm2) as (worker, ready):
-        loaded = worker.rss
+        worker.sleep(1)  # what loading left is given back
+        worker.wake()
+        empty = worker.rss
         worker.fill_the_kv_cache(ready)
         full = worker.rss
-        assert full > loaded + 0.8 * KV_BYTES
+        assert full > empty + 0.8 * KV_BYTES
         worker.sleep(1)
-        kept = worker.rss
-        assert kept < full - 0.8 * KV_BYTES
+        assert worker.rss < full - 0.8 * KV_BYTES
         worker.sleep(2)
-        assert worker.rss < 1.15 * bare, (
-            f"{worker.rss // MIB} MiB, {bare // MIB} MiB bare, {kept // MIB} MiB at level 1"
-        )
+        assert worker.rss < 1.15 * bare, f"{worker.rss // MIB} MiB, {bare // MIB} MiB bare"
 
 
 @pytest.mark.parametrize("level", [1, 2])
