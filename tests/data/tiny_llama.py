@@ -40,9 +40,9 @@ VARIANTS = {
 PROMPT = [(7 * i * i + 3 * i + 5) % 200 for i in range(90)]
 
 
-def tensors(config: dict) -> dict[str, torch.Tensor]:
+def tensors(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
     """Every tensor of the model, by its Hugging Face name, in float32."""
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim", hidden // heads)
     queries, keys = heads * head_dim, config["num_key_value_heads"] * head_dim
@@ -76,10 +76,10 @@ def tensors(config: dict) -> dict[str, torch.Tensor]:
     return result
 
 
-def write(path: Path, variant: str, **changes: object) -> Path:
-    """A Hugging Face directory of the variant."""
+def write(path: Path, variant: str, *, seed: int = 0, **changes: object) -> Path:
+    """A Hugging Face directory of the variant; each seed has other weights."""
     config = {**BASE, **VARIANTS[variant], **changes}
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
-    save_file(tensors(config), path / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors(config, seed), path / "model.safetensors", metadata={"format": "pt"})
     return path

@@ -12,7 +12,8 @@ from trioengine.core.errors import ModelError
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.worker.layers import attention
 from trioengine.worker.runner.kv_cache import KVCache
-from trioengine.worker.runner.model_runner import TorchModelRunner, choose_device, choose_dtype
+from trioengine.worker.runner.model_runner import TorchModelRunner
+from trioengine.worker.runner.model_spec import choose_device, choose_dtype
 from trioengine.worker.scheduling.output import BlockCopy, ScheduledSequence, SchedulerOutput
 from trioengine.worker.scheduling.sequence import Sequence
 

@@ -15,7 +15,7 @@ def main() -> None:
     """Import what a worker imports, and choose as it chooses."""
     import torch
 
-    from trioengine.worker.runner.model_runner import choose_device, choose_dtype
+    from trioengine.worker.runner.model_spec import choose_device, choose_dtype
 
     device = choose_device("auto")
     found = {

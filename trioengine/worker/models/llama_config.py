@@ -100,10 +100,14 @@ def _rope_scaling(rope: Mapping[str, Any], max_positions: int) -> RopeScaling:
     for name in wanted.get(kind, ()):
         if not isinstance(rope.get(name), (int, float)) or rope[name] <= 0:
             raise ModelError(f"config.json: rope scaling {kind} needs a positive {name}, got {rope.get(name)!r}")
+    if kind == "default":
+        return RopeScaling()
+    if kind == "linear":
+        return RopeScaling(kind=RopeType.LINEAR, factor=float(rope["factor"]))
     return RopeScaling(
-        kind=supported[kind],
-        factor=float(rope.get("factor") or 1.0),
-        low_freq_factor=float(rope.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(rope.get("high_freq_factor") or 1.0),
+        kind=RopeType.LLAMA3,
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
         original_max_position_embeddings=int(rope.get("original_max_position_embeddings") or max_positions),
     )

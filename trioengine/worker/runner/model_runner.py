@@ -1,102 +1,109 @@
-"""Loads a model and runs the scheduler's steps on it."""
+"""Loads a model and runs the scheduler's steps on it; lets it sleep, wakes it, and changes its weights."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 
 from trioengine.core.config import WorkerConfig
-from trioengine.core.errors import ModelError
+from trioengine.core.errors import InvariantError, ModelError
+from trioengine.core.tag import ALL_TAGS, Tag
 from trioengine.worker.layers.attention import TorchAttention
 from trioengine.worker.loop import OnProgress
-from trioengine.worker.models.llama import LlamaModel, optional_tensors, wanted_tensors
+from trioengine.worker.models.llama import LlamaModel
 from trioengine.worker.runner.batch import make_batch
-from trioengine.worker.runner.kv_cache import KVCache, count_blocks
+from trioengine.worker.runner.kv_cache import KVCache
+from trioengine.worker.runner.memory import give_back, share_one_arena
+from trioengine.worker.runner.model_spec import ModelSpec
+from trioengine.worker.runner.model_weights import ModelWeights, failure_of
 from trioengine.worker.runner.sampler import sample
 from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
-from trioengine.worker.weights import Checkpoint, open_checkpoint
-from trioengine.worker.weights.checkpoint import check_tensors
-from trioengine.worker.weights.reader import WeightReader
 
 
-@dataclass(frozen=True, slots=True)
 class TorchModelRunner:
-    """A loaded model with its KV cache; to be used by one thread."""
+    """A model with its KV cache, and what READY says of them, which holds while they sleep; for one thread."""
 
-    model: LlamaModel
-    cache: KVCache
-    model_type: str
-    device: str
-    dtype: str
-    vocab_size: int
-    max_model_len: int  # tokens; never more than the KV cache holds
-    kv_blocks_total: int
-    block_size: int
+    def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
+        """The KV cache sleeps, and the weights as they do."""
+        self._spec = spec
+        self._weights = weights
+        self._cache: KVCache | None = None  # None: it sleeps
+        self.model_type = spec.model.model_type
+        self.device = str(spec.device)
+        self.dtype = str(spec.dtype).removeprefix("torch.")
+        self.vocab_size = spec.model.vocab_size
+        self.max_model_len = spec.max_model_len  # tokens; never more than the KV cache holds
+        self.kv_blocks_total = spec.num_blocks
+        self.block_size = spec.block_size
 
     @staticmethod
     def load(config: WorkerConfig, on_progress: OnProgress) -> TorchModelRunner:
-        """Load the model; ModelError says what cannot be found, read or run."""
+        """Load the model, but for what is to sleep; ModelError says what cannot be found, read or run.
+
+        `on_progress` is called whenever weights are loaded, also to wake or to change them.
+        """
+        share_one_arena()
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        device = choose_device(config.device)
-        dtype = choose_dtype(config.dtype, device)
-        checkpoint = open_checkpoint(config.model_path)
-        try:
-            return _load(config, checkpoint, dtype, device, on_progress)
-        finally:
-            checkpoint.close()
+        spec = ModelSpec.read(config)
+        runner = TorchModelRunner(spec, ModelWeights(spec, config.model_path, on_progress))
+        runner._take(ALL_TAGS.difference(config.asleep))
+        return runner
+
+    @property
+    def model(self) -> LlamaModel:
+        """InvariantError while the weights sleep."""
+        return self._weights.model
+
+    @property
+    def cache(self) -> KVCache:
+        """InvariantError while it sleeps."""
+        if self._cache is None:
+            raise InvariantError("a forward pass while the KV cache sleeps")
+        return self._cache
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken]:
         """Compute a step: one entry for each scheduled sequence with `samples`, in their order."""
+        model, cache = self.model, self.cache
         with torch.inference_mode():
-            self.cache.copy_blocks(output.copies)
-            batch = make_batch(output, self.block_size, self.model.device)
-            attention = TorchAttention(batch, self.cache, self.model.config.num_heads)
-            logits = self.model.forward(batch, attention)
+            cache.copy_blocks(output.copies)
+            batch = make_batch(output, self.block_size, model.device)
+            attention = TorchAttention(batch, cache, model.config.num_heads)
+            logits = model.forward(batch, attention)
             return sample(logits, [entry.sequence for entry in output.scheduled if entry.samples])
 
+    def sleep(self, level: int) -> None:
+        """Give memory back to the system; what sleeps already may be given back further.
 
-def choose_device(name: str) -> torch.device:
-    """`auto`: CUDA where there is one. ModelError for a device that is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        message = f"device {name}: there are {torch.cuda.device_count()} CUDA devices"
-        raise ModelError(f"{message}; use --device cpu or auto")
-    return device
+        Weights that are in host memory anyway stay where they are at level 1.
+        """
+        self._cache = None
+        if level == 1:
+            self._weights.keep()
+        else:
+            self._weights.discard()
+        give_back(self._spec.device)
 
+    def wake(self, tags: frozenset[Tag]) -> None:
+        """Take memory for these tags again: the KV cache is as large as ever, discarded weights are loaded.
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto`: bfloat16 on CUDA and where the CPU multiplies it (AVX512-BF16, AMX), else float32."""
-    if name == "auto":
-        fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        return torch.bfloat16 if fast else torch.float32
-    return torch.float32 if name == "float32" else torch.bfloat16
+        ModelError: it could not be had; what was taken is given back, and all these tags still sleep.
+        """
+        failure = failure_of(lambda: self._take(tags))
+        if failure is not None:
+            give_back(self._spec.device)
+            raise ModelError(failure)
 
+    def update_weights(self, path: str) -> None:
+        """Load these weights; where the weights sleep, check them, drop the old ones, and load them at `wake`.
 
-def _load(
-    config: WorkerConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, on_progress: OnProgress
-) -> TorchModelRunner:
-    model = checkpoint.config
-    wanted, optional = wanted_tensors(model), optional_tensors(model)
-    check_tensors(checkpoint, wanted, optional)
-    num_blocks = count_blocks(config, model, dtype, device)
-    limits = (model.max_position_embeddings, num_blocks * config.block_size, config.max_model_len)
-    max_model_len = min(limit for limit in limits if limit is not None)
-    with torch.inference_mode():
-        weights = WeightReader(checkpoint, wanted, dtype, device, on_progress)
-        loaded = LlamaModel(model, weights, max_model_len)
-        cache = KVCache.allocate(model, num_blocks, config.block_size, dtype, device)
-    return TorchModelRunner(
-        model=loaded,
-        cache=cache,
-        model_type=model.model_type,
-        device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
-        vocab_size=model.vocab_size,
-        max_model_len=max_model_len,
-        kv_blocks_total=num_blocks,
-        block_size=config.block_size,
-    )
+        ModelError: they do not fit the model or cannot be read, and the old ones are still there.
+        RuntimeError: the old ones had been given up, and could not be loaded again.
+        """
+        self._weights.update(path)
+
+    def _take(self, tags: frozenset[Tag]) -> None:
+        """All of them, or, with an exception, none: the weights come last, and wake entirely or not."""
+        cache = self._spec.allocate_cache() if Tag.KV_CACHE in tags else self._cache
+        if Tag.WEIGHTS in tags:
+            self._weights.wake()
+        self._cache = cache

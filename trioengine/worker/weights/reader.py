@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection
 
 import torch
@@ -30,6 +31,7 @@ class WeightReader:
         self._sizes = {name: info.nbytes for name, info in checkpoint.tensors.items() if name in wanted}
         self._total, self._done = sum(self._sizes.values()), 0
         self._on_progress = on_progress
+        self._given: list[weakref.ref[Tensor]] = []  # weakly: a layer may pack what it is given, and drop it
         on_progress(0, self._total)
 
     def has(self, name: str) -> bool:
@@ -38,17 +40,28 @@ class WeightReader:
 
     def tensor(self, name: str) -> Tensor:
         """The tensor, in the model's dtype, on its device."""
+        return self._give(self._read(name))
+
+    def linear(self, *names: str, has_bias: bool = False) -> Linear:
+        """One layer of all the named projections, which share their input: `NAME.weight`, perhaps `NAME.bias`."""
+        weight = self._give(joined([self._read(f"{name}.weight") for name in names]))
+        bias = self._give(joined([self._read(f"{name}.bias") for name in names])) if has_bias else None
+        four_bit = None
+        if wants_four_bit(weight):
+            four_bit = join_four_bit(self._checkpoint.read_four_bit(f"{name}.weight") for name in names)
+        return make_linear(weight, bias, four_bit)
+
+    def in_use(self) -> list[Tensor]:
+        """Those of the tensors given out that somebody still holds."""
+        return [tensor for tensor in (given() for given in self._given) if tensor is not None]
+
+    def _read(self, name: str) -> Tensor:
         tensor = self._checkpoint.read(name, self._dtype).to(self._device)
         if name in self._sizes:
             self._done += self._sizes[name]
             self._on_progress(self._done, self._total)
         return tensor
 
-    def linear(self, *names: str, has_bias: bool = False) -> Linear:
-        """One layer of all the named projections, which share their input: `NAME.weight`, perhaps `NAME.bias`."""
-        weight = joined([self.tensor(f"{name}.weight") for name in names])
-        bias = joined([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
-        four_bit = None
-        if wants_four_bit(weight):
-            four_bit = join_four_bit(self._checkpoint.read_four_bit(f"{name}.weight") for name in names)
-        return make_linear(weight, bias, four_bit)
+    def _give(self, tensor: Tensor) -> Tensor:
+        self._given.append(weakref.ref(tensor))
+        return tensor

@@ -1,0 +1,103 @@
+"""What a worker has said of its model: it holds as long as the worker lives, whatever sleeps, whatever the weights."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+
+from trioengine.core.config import WorkerConfig
+from trioengine.core.errors import ModelError
+from trioengine.worker.models.llama import optional_tensors, wanted_tensors
+from trioengine.worker.models.llama_config import LlamaConfig
+from trioengine.worker.runner.kv_cache import KVCache, count_blocks
+from trioengine.worker.weights import Checkpoint, open_checkpoint
+from trioengine.worker.weights.checkpoint import check_tensors
+
+_PRECISION = 1e-6  # GGUF files hold float32
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The model's shape, where and how it runs, and the size of its KV cache."""
+
+    model: LlamaConfig
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int  # tokens; never more than the KV cache holds
+    num_blocks: int
+    block_size: int
+
+    @staticmethod
+    def read(config: WorkerConfig) -> ModelSpec:
+        """By the checkpoint's header; ModelError says what cannot be found, read or run."""
+        device = choose_device(config.device)
+        dtype = choose_dtype(config.dtype, device)
+        with contextlib.closing(open_checkpoint(config.model_path)) as checkpoint:
+            model = checkpoint.config
+            check_tensors(checkpoint, wanted_tensors(model), optional_tensors(model))
+        num_blocks = count_blocks(config, model, dtype, device)
+        limits = (model.max_position_embeddings, num_blocks * config.block_size, config.max_model_len)
+        max_model_len = min(limit for limit in limits if limit is not None)
+        return ModelSpec(model, device, dtype, max_model_len, num_blocks, config.block_size)
+
+    @contextlib.contextmanager
+    def opened(self, path: str) -> Iterator[Checkpoint]:
+        """A checkpoint that fits; ModelError, and nothing is read but headers, where it does not."""
+        with contextlib.closing(open_checkpoint(path)) as checkpoint:
+            model = checkpoint.config
+            differences = list(_differences(self.model, model))
+            if differences:
+                raise ModelError(f"{path} is another model: {', '.join(differences)}")
+            if model.max_position_embeddings < self.max_model_len:
+                context = f"a context of {model.max_position_embeddings} tokens"
+                raise ModelError(f"{path} has {context}, and {self.max_model_len} are in use")
+            check_tensors(checkpoint, wanted_tensors(model), optional_tensors(model))
+            yield checkpoint
+
+    def allocate_cache(self) -> KVCache:
+        """The KV cache; ModelError where the memory cannot be had."""
+        return KVCache.allocate(self.model, self.num_blocks, self.block_size, self.dtype, self.device)
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto`: CUDA where there is one. ModelError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        message = f"device {name}: there are {torch.cuda.device_count()} CUDA devices"
+        raise ModelError(f"{message}; use --device cpu or auto")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto`: bfloat16 on CUDA and where the CPU multiplies it (AVX512-BF16, AMX), else float32."""
+    if name == "auto":
+        fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return torch.bfloat16 if fast else torch.float32
+    return torch.float32 if name == "float32" else torch.bfloat16
+
+
+def _differences(ours: LlamaConfig, theirs: LlamaConfig) -> Iterator[str]:
+    others = _forward_fields(theirs)
+    for name, value in _forward_fields(ours).items():
+        if not _is_same(value, others[name]):
+            yield f"{name} is {others[name]}, not {value}"
+
+
+def _forward_fields(config: LlamaConfig) -> dict[str, object]:
+    """What the forward pass depends on: all but the context's length."""
+    values = asdict(config)
+    del values["max_position_embeddings"]
+    scaling = values.pop("rope_scaling")
+    return values | {f"rope_scaling.{name}": value for name, value in scaling.items()}
+
+
+def _is_same(ours: object, theirs: object) -> bool:
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return math.isclose(ours, theirs, rel_tol=_PRECISION)
+    return ours == theirs

@@ -1,0 +1,109 @@
+"""The model, and where its weights are while they sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trioengine.core.errors import InvariantError, ModelError
+from trioengine.worker.loop import OnProgress
+from trioengine.worker.models.llama import LlamaModel, wanted_tensors
+from trioengine.worker.runner.memory import give_back
+from trioengine.worker.runner.model_spec import ModelSpec
+from trioengine.worker.weights.host_copy import HostCopy
+from trioengine.worker.weights.reader import WeightReader
+
+
+@dataclass(frozen=True, slots=True)
+class _Awake:
+    model: LlamaModel
+    tensors: list[Tensor]  # those that are not in host memory
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    loaded: _Awake
+    values: HostCopy
+
+
+@dataclass(frozen=True, slots=True)
+class _Discarded:
+    """Only the checkpoint has them."""
+
+
+class ModelWeights:
+    """The weights of one path, asleep at first; there are never two copies of them on the device."""
+
+    def __init__(self, spec: ModelSpec, path: str, on_progress: OnProgress) -> None:
+        self._spec = spec
+        self._path = path
+        self._on_progress = on_progress
+        self._state: _Awake | _Kept | _Discarded = _Discarded()
+
+    @property
+    def model(self) -> LlamaModel:
+        """InvariantError while the weights sleep."""
+        if not isinstance(self._state, _Awake):
+            raise InvariantError("a forward pass while the weights sleep")
+        return self._state.model
+
+    def keep(self) -> None:
+        """Sleep, and stay in host memory, unless they are discarded already."""
+        if isinstance(self._state, _Awake):
+            self._state = _Kept(self._state, HostCopy(self._state.tensors))
+
+    def discard(self) -> None:
+        """Sleep, and be nowhere but in the checkpoint."""
+        self._state = _Discarded()
+
+    def wake(self) -> None:
+        """Be there again; one of `failure_of`'s errors, and the weights sleep as they did."""
+        match self._state:
+            case _Kept(loaded, values):
+                values.restore()
+                self._state = loaded
+            case _Discarded():
+                self._state = self._load()
+
+    def update(self, path: str) -> None:
+        """Be those at `path`, loaded at once if these are awake, else at `wake`.
+
+        ModelError: they do not fit, or cannot be loaded, and these are as they were. RuntimeError: these neither.
+        """
+        with self._spec.opened(path):
+            pass
+        is_awake, old = isinstance(self._state, _Awake), self._path
+        self._change_to(path)
+        if not is_awake or (failure := failure_of(self.wake)) is None:
+            return
+        self._change_to(old)
+        if (second := failure_of(self.wake)) is not None:
+            raise RuntimeError(f"{path}: {failure}; and the old weights cannot be loaded again: {second}")
+        raise ModelError(failure)
+
+    def _change_to(self, path: str) -> None:
+        self.discard()
+        give_back(self._spec.device)
+        self._path = path
+
+    def _load(self) -> _Awake:
+        spec = self._spec
+        with spec.opened(self._path) as checkpoint, torch.inference_mode():
+            wanted = wanted_tensors(checkpoint.config)
+            reader = WeightReader(checkpoint, wanted, spec.dtype, spec.device, self._on_progress)
+            model = LlamaModel(checkpoint.config, reader, spec.max_model_len)
+            return _Awake(model, [tensor for tensor in reader.in_use() if tensor.device.type != "cpu"])
+
+
+def failure_of(action: Callable[[], None]) -> str | None:
+    """Why loading or allocating failed; None: it did not. What it had taken is free when this returns."""
+    try:
+        action()
+    except ModelError as exc:
+        return str(exc)
+    except (RuntimeError, MemoryError, OSError) as exc:  # torch's allocators raise the first
+        return f"{type(exc).__name__}: {exc}"
+    return None
