@@ -1,0 +1,96 @@
+"""Streams of the real model outlive its worker: killed in their middle, killed again, killed by one of them."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import poisoned_worker
+import pytest
+import trio
+
+from trioengine import EngineConfig, FinishReason, SamplingParams, WorkerLost, open_engine
+from trioengine.actors import ports
+from trioengine.actors.observer import Observer
+
+PATIENCE = 300  # seconds; a guard against hanging, far beyond what is needed
+STREAMS = 32
+PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+PROMPTS = [f"Write {number} short words about the sea." for number in range(STREAMS)]
+
+
+@pytest.fixture
+def config(smollm2):
+    return EngineConfig(model=str(smollm2), dtype="float32", kv_cache_memory=256 << 20, max_model_len=256)
+
+
+class KillsAt(Observer):
+    """Kills the worker in the middle of it all, and the one after it before that is ready."""
+
+    def __init__(self, engine, tokens):
+        self.engine, self.tokens = engine, tokens
+
+    def step(self, num_tokens):
+        if self.tokens is not None and self.engine.statistics().generation_tokens >= self.tokens:
+            self.tokens = None
+            os.kill(self.engine.statistics().worker_pid, signal.SIGKILL)
+
+
+async def ask_all(engine, poisoned=None):
+    """Every prompt at once, in their order: the completions, or why there is none."""
+    completions = {}
+
+    async def ask(prompt, task_status=trio.TASK_STATUS_IGNORED):
+        params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, seed=poisoned_worker.POISON)
+        async with engine.open_session() as session:
+            async with session.generate(prompt, params if prompt == poisoned else PARAMS) as generation:
+                task_status.started()
+                try:
+                    completions[prompt] = await generation.result()
+                except WorkerLost as exc:
+                    completions[prompt] = exc
+
+    async with trio.open_nursery() as nursery:
+        for prompt in PROMPTS:
+            await nursery.start(ask, prompt)
+    return completions
+
+
+async def test_streams_of_a_killed_worker_end_as_if_nothing_had_happened(config):
+    with trio.fail_after(PATIENCE):
+        async with open_engine(config) as engine, trio.open_nursery() as nursery:
+            undisturbed = await ask_all(engine)
+            total = engine.statistics().generation_tokens
+            engine.observers.append(KillsAt(engine, total + STREAMS * 10))
+            nursery.start_soon(kill_the_next, engine)
+            completions = await ask_all(engine)
+            assert engine.statistics().incarnation == 3
+            await engine.check_invariants()
+    for prompt, completion in completions.items():
+        assert completion.token_ids == undisturbed[prompt].token_ids
+        assert (completion.text, completion.finish_reason) == (undisturbed[prompt].text, FinishReason.LENGTH)
+        assert completion.resumed == 1  # at the second one, which never was ready, no request ran
+
+
+async def kill_the_next(engine):
+    """As soon as there is a second worker."""
+    while engine.statistics().incarnation < 2 or engine.statistics().worker_pid is None:
+        await trio.sleep(0.01)  # noqa: ASYNC110: nobody is told when a process is started
+    os.kill(engine.statistics().worker_pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("victim", [PROMPTS[5]])
+async def test_a_request_that_kills_the_worker_goes_alone(config, monkeypatch, victim):
+    module = str(Path(poisoned_worker.__file__))
+    command = ports._command
+    monkeypatch.setattr(ports, "_command", lambda *fds: [sys.executable, module, *command(*fds)[4:]])
+    with trio.fail_after(PATIENCE):
+        async with open_engine(config) as engine:
+            completions = await ask_all(engine, poisoned=victim)
+            assert isinstance(completions.pop(victim), WorkerLost)
+            assert len(completions) == STREAMS - 1
+            undisturbed = {prompt: await engine.generate(prompt, PARAMS) for prompt in list(completions)[::8]}
+            assert engine.statistics().incarnation == 5
+    assert all(completion.finish_reason is FinishReason.LENGTH for completion in completions.values())
+    for prompt, alone in undisturbed.items():
+        assert completions[prompt].token_ids == alone.token_ids
