@@ -29,6 +29,8 @@ BAD = [
     ("allowed_origin", ("https://",), "allowed_origin must be origins"),
     ("allowed_origin", ("https://EXAMPLE.com",), "allowed_origin must be origins"),
     ("allowed_origin", (5,), "allowed_origin must be origins"),
+    ("weights_dir", "", "weights_dir must be a directory, got ''"),
+    ("weights_dir", 5, "weights_dir must be a directory, got 5"),
     ("max_sessions_per_key", 0, "max_sessions_per_key must be an integer from 1"),
     ("max_body_size", -1, "max_body_size must be an integer from 0"),
     ("max_header_size", 100, "max_header_size must be an integer from 1024 to 65536, got 100"),
