@@ -105,6 +105,17 @@ async def test_level_two_waits_for_the_update_where_it_is_told_not_to_reload(aut
     assert wakes == [(Tag.KV_CACHE,), (Tag.WEIGHTS,)]
 
 
+async def test_what_was_to_wait_for_an_update_is_woken_before_it(autojump_clock, simulated):
+    engine, _ = simulated
+    await engine.sleep(2)
+    await engine.wake(["weights"], reload=False)
+    await engine.wake(["weights"])
+    await engine.update_weights("new")
+    assert engine.power.asleep == {Tag.KV_CACHE}
+    await engine.wake()
+    assert list((await engine.generate("one", GREEDY)).token_ids) == answer_of(engine, "new", chat("one"))
+
+
 async def test_weights_that_were_updated_asleep_are_loaded_by_any_wake(autojump_clock, simulated):
     engine, _ = simulated
     for level in (1, 2):

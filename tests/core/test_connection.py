@@ -74,7 +74,7 @@ EVERY_MESSAGE = [
     EndSession(1),
     Audit(1),
     Ping(1),
-    Sleep(2),
+    Sleep(),
     Wake((Tag.WEIGHTS, Tag.KV_CACHE)),
     UpdateWeights("other.gguf", 2),
     Shutdown(),

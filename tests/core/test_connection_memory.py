@@ -22,7 +22,7 @@ from trioengine.core.messages import (
 from trioengine.core.tag import Tag
 
 KV, WEIGHTS = Tag.KV_CACHE, Tag.WEIGHTS
-CHANGES = [Sleep(1), UpdateWeights("m", 2)]
+CHANGES = [Sleep(), UpdateWeights("m", 2)]
 
 
 def refused_by_both(pair, message, why):
@@ -46,7 +46,7 @@ def test_a_whole_night():
     pair = Pair()
     pair.down(AddSession(1), add_message(), EndSession(1))
     pair.up(SessionEnded(1, STATISTICS))
-    pair.down(Sleep(1))
+    pair.down(Sleep())
     pair.up(Slept())
     pair.down(Wake((KV,)))
     pair.up(Woken(None))
@@ -67,7 +67,7 @@ def test_no_change_finds_a_session(change):
 @pytest.mark.parametrize("change", [*CHANGES, Wake((KV,))], ids=str)
 def test_one_change_at_a_time(change):
     pair = Pair()
-    pair.down(Sleep(1))
+    pair.down(Sleep())
     refused_by_both(pair, change, "SLEEP is not answered")
 
 
@@ -80,7 +80,7 @@ def test_no_session_is_added_under_a_change():
 @pytest.mark.parametrize("woken", [(), (KV,), (WEIGHTS,)], ids=str)
 def test_no_session_is_added_before_all_is_awake(woken):
     pair = Pair()
-    pair.down(Sleep(2))
+    pair.down(Sleep())
     pair.up(Slept())
     if woken:
         pair.down(Wake(woken))
@@ -90,7 +90,7 @@ def test_no_session_is_added_before_all_is_awake(woken):
 
 def test_a_wake_that_failed_changes_nothing():
     pair = Pair()
-    pair.down(Sleep(1))
+    pair.down(Sleep())
     pair.up(Slept())
     pair.down(Wake((KV, WEIGHTS)))
     pair.up(Woken("no memory"))
@@ -103,7 +103,7 @@ def test_what_does_not_sleep_is_not_woken(tags):
 
 
 @pytest.mark.parametrize("answer", [Slept(), Woken(None), Updated(None)], ids=str)
-@pytest.mark.parametrize("change", [None, Sleep(1), UpdateWeights("m", 2)], ids=str)
+@pytest.mark.parametrize("change", [None, Sleep(), UpdateWeights("m", 2)], ids=str)
 def test_an_answer_belongs_to_its_question(change, answer):
     pair = Pair()
     if change is not None:

@@ -74,8 +74,8 @@ async def test_streams_of_a_killed_worker_end_as_if_nothing_had_happened(config)
 
 async def kill_the_next(engine):
     """As soon as there is a second worker."""
-    while engine.statistics().incarnation < 2 or engine.statistics().worker_pid is None:
-        await trio.sleep(0.01)  # noqa: ASYNC110: nobody is told when a process is started
+    while engine.statistics().incarnation < 2 or engine.statistics().worker_pid is None:  # noqa: ASYNC110
+        await trio.sleep(0.01)  # nobody is told when a process is started
     os.kill(engine.statistics().worker_pid, signal.SIGKILL)
 
 

@@ -102,6 +102,13 @@ def asleep(runner):
     return tags
 
 
+def fall_asleep(runner, level):
+    """At level 2 no memory has the weights, as after an update of what sleeps."""
+    runner.sleep()
+    if level == 2:
+        runner.update_weights(runner._weights._path)
+
+
 def assert_refuses(runner, prompt, what):
     with pytest.raises(InvariantError, match=f"a forward pass while the {what}"):
         generate(runner, [prompt], 1)
@@ -114,7 +121,7 @@ def test_the_same_tokens_after_sleep(runner, prompt, levels, order):
     before = facts(runner)
     for _ in range(2):
         for level in levels:
-            runner.sleep(level)
+            fall_asleep(runner, level)
             assert asleep(runner) == ALL_TAGS
         for tags in order:
             assert_refuses(runner, prompt, "weights sleep" if Tag.WEIGHTS in asleep(runner) else "KV cache sleeps")
@@ -125,11 +132,11 @@ def test_the_same_tokens_after_sleep(runner, prompt, levels, order):
 
 
 def test_asleep_in_part_and_asleep_again(runner, prompt):
-    runner.sleep(1)
+    fall_asleep(runner, 1)
     runner.wake(KV_CACHE)
-    runner.sleep(2)
+    fall_asleep(runner, 2)
     runner.wake(WEIGHTS)
-    runner.sleep(1)
+    fall_asleep(runner, 1)
     assert asleep(runner) == ALL_TAGS
     runner.wake(ALL_TAGS)
     assert answer(runner, prompt) == EXPECTED
@@ -139,7 +146,7 @@ def test_asleep_in_part_and_asleep_again(runner, prompt):
 def test_memory_is_dropped(runner, level):
     """Nobody holds on to the KV cache; at level 1 the weights stay where they are, and at level 2 go."""
     cache, model = runner.cache.layers[0].untyped_storage()._weak_ref(), runner.model
-    runner.sleep(level)
+    fall_asleep(runner, level)
     assert torch.UntypedStorage._expired(cache)
     torch.UntypedStorage._free_weak_ref(cache)
     runner.wake(WEIGHTS)
@@ -160,12 +167,12 @@ def test_other_weights_and_back(runner, path, other, prompt):
 def test_other_weights_while_asleep(runner, path, other, prompt, level):
     """They are loaded at wake, and no sooner."""
     others = answer(load(other), prompt)
-    runner.sleep(level)
+    fall_asleep(runner, level)
     runner.update_weights(str(other))
     assert asleep(runner) == ALL_TAGS
     runner.wake(ALL_TAGS)
     assert answer(runner, prompt) == others
-    runner.sleep(level)
+    fall_asleep(runner, level)
     runner.wake(KV_CACHE)
     runner.update_weights(str(path))
     assert asleep(runner) == WEIGHTS
@@ -174,7 +181,7 @@ def test_other_weights_while_asleep(runner, path, other, prompt, level):
 
 
 def test_other_weights_while_only_the_kv_cache_sleeps(runner, other, prompt):
-    runner.sleep(1)
+    fall_asleep(runner, 1)
     runner.wake(WEIGHTS)
     runner.update_weights(str(other))
     assert asleep(runner) == KV_CACHE
@@ -221,7 +228,7 @@ UNFIT = {
 def test_weights_that_do_not_fit_change_nothing(tiny_llama, runner, tmp_path, prompt, message, changes, state):
     unfit = tiny_llama.write(tmp_path / "unfit", "plain", **changes)
     if state != "awake":
-        runner.sleep(int(state[-1]))
+        fall_asleep(runner, int(state[-1]))
     model = runner.model if state == "awake" else None
     with pytest.raises(ModelError, match=message):
         runner.update_weights(str(unfit))
@@ -259,7 +266,7 @@ DAMAGES = {"architecture": another_architecture, "truncated": truncated, "delete
 
 def test_a_wake_without_a_checkpoint(runner, path, tmp_path, prompt):
     """All stays asleep, the KV cache too; once the checkpoint is back, so is the model."""
-    runner.sleep(2)
+    fall_asleep(runner, 2)
     path.rename(tmp_path / "elsewhere")
     for _ in range(2):
         with pytest.raises(ModelError, match="no model at"):
@@ -273,7 +280,7 @@ def test_a_wake_without_a_checkpoint(runner, path, tmp_path, prompt):
 
 def test_a_wake_that_finds_another_model(tiny_llama, runner, path, prompt):
     """What was checked at the update may be another file by now."""
-    runner.sleep(2)
+    fall_asleep(runner, 2)
     shutil.rmtree(path)
     tiny_llama.write(path, "bias")
     with pytest.raises(ModelError, match="is another model: head_dim is 16, not 8, attention_bias is True"):
@@ -289,7 +296,7 @@ def test_a_wake_that_finds_another_model(tiny_llama, runner, path, prompt):
 def test_a_wake_without_memory_for_the_kv_cache(path, prompt, address_space, level):
     runner = load(path, kv_cache_memory=512 << 20)
     assert answer(runner, prompt) == EXPECTED
-    runner.sleep(level)
+    fall_asleep(runner, level)
     address_space(64 << 20)
     with pytest.raises(ModelError, match="bytes for the KV cache cannot be had on cpu"):
         runner.wake(ALL_TAGS)
@@ -302,7 +309,7 @@ def test_a_wake_without_memory_for_the_kv_cache(path, prompt, address_space, lev
 def test_a_wake_that_fails_half_way(path, prompt):
     progress = FailingProgress()
     runner = TorchModelRunner.load(WorkerConfig(str(path), dtype="float32", kv_cache_memory=KV_BYTES), progress)
-    runner.sleep(2)
+    fall_asleep(runner, 2)
     progress.fail_after = 100_000
     with pytest.raises(ModelError, match="OSError: the disk is gone"):
         runner.wake(ALL_TAGS)
@@ -327,7 +334,7 @@ def test_an_update_that_fails_half_way_brings_the_old_weights_back(path, other, 
     with pytest.raises(ModelError, match="OSError: the disk is gone"):
         runner.update_weights(str(other))
     assert answer(runner, prompt) == EXPECTED
-    runner.sleep(2)
+    fall_asleep(runner, 2)
     runner.wake(ALL_TAGS)
     assert answer(runner, prompt) == EXPECTED
 
@@ -380,10 +387,10 @@ def test_progress_is_told_whenever_weights_are_loaded(path, other):
     seen = progress.calls
     runner.update_weights(str(other))
     assert progress.calls == 2 * seen
-    runner.sleep(2)
+    fall_asleep(runner, 2)
     runner.wake(ALL_TAGS)
     assert progress.calls == 3 * seen
-    runner.sleep(1)
+    fall_asleep(runner, 1)
     runner.wake(ALL_TAGS)
     assert progress.calls == 3 * seen
 
@@ -406,7 +413,7 @@ def test_a_model_runs_on_after_its_weights_were_moved(tiny_llama, tmp_path, monk
     runner._weights._state = type(runner._weights._state)(model, reader.in_use())
     size = sum(tensor.untyped_storage().nbytes() for tensor in reader.in_use())
     assert size == sum(info.nbytes for name, info in checkpoint.tensors.items() if name in wanted)
-    runner.sleep(1)
+    fall_asleep(runner, 1)
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in reader.in_use())
     runner.wake(ALL_TAGS)
     assert runner.model is model
@@ -442,7 +449,7 @@ def test_on_cuda(path, prompt, level):
     unused = torch.cuda.memory_reserved()
     runner = load(path, device="cuda", kv_cache_memory=256 << 20)
     assert answer(runner, prompt) == EXPECTED
-    runner.sleep(level)
+    fall_asleep(runner, level)
     assert torch.cuda.memory_reserved() < unused + (64 << 20)
     runner.wake(ALL_TAGS)
     assert answer(runner, prompt) == EXPECTED

@@ -210,7 +210,9 @@ class Engine:
             await self.gate.changed()
 
     async def sleep(self, level: int = 1, *, mode: str = "abort", timeout: float | None = None) -> None:
-        """Give the worker's memory back: the KV cache, and at level 1 the weights to host memory, at level 2 for good.
+        """Give the worker's memory back: the KV cache, and the weights. Level 1 keeps these in host memory.
+
+        At level 2 the worker exits and a fresh one, asleep, takes its place; the weights are loaded again to wake.
 
         Nothing is admitted from the first step of the call until everything is awake again: new sessions and requests
         raise EngineAsleep, or wait. `mode` is for the requests in flight: `abort` ends them with cause `sleep`; `wait`
@@ -277,8 +279,8 @@ class Engine:
         link = self.gate.link
         if self.gate.power is Power.CLOSED:
             raise EngineClosed("the engine is closed")
-        if link is None and self.gate.power is Power.ASLEEP and not self.is_starting:
-            return  # it died asleep: it holds nothing
+        if link is None and self.gate.power is Power.ASLEEP:
+            return  # whatever worker there is holds nothing
         if link is None:
             raise EngineOverloaded("there is no worker to ask", code=self.gate.power.value)
         await self._auditor.audit(link, self.gate.mint(), self._sessions.attached, timeout)
@@ -331,10 +333,15 @@ class Engine:
         """Whether the worker holds any session."""
         return any(session.attached for session in self._sessions)
 
+    def retire_worker(self) -> None:
+        """Let the worker exit, which holds no session; nothing more is posted to it."""
+        self.gate.link = None
+        self._supervisor.retire()
+
     def worker_config(self) -> WorkerConfig:
         """What a worker that starts now is to be."""
         path, version = self.weights
-        asleep = tuple(sorted(self._power.asleep, key=lambda tag: tag.value))
+        asleep = tuple(sorted(self._power.starts_asleep, key=lambda tag: tag.value))
         return replace(self.config.for_worker(path), weight_version=version, asleep=asleep)
 
     def abort_phase(self, phase: Phase, cause: Cause) -> None:
@@ -369,6 +376,7 @@ class Engine:
         if limits.weight_version != self.weights.version:
             raise RemoteProtocolError(f"READY with weights {limits.weight_version}, not {self.weights.version}")
         self._limits = limits
+        self._power.on_ready()
         self.gate.link = link
         if self._power.runs_requests:
             self.replays.resume(link)

@@ -84,6 +84,8 @@ class PowerActor:
         self._asked: _Asked | None = None
         self._mode = Mode.WAIT  # of the sleep or update that is being made
         self._discarded = False  # the weights, at level 2
+        self._retires = False  # the worker was told to
+        self._wants_fresh = False  # one in its place, asleep
         self._awaits_update = False  # the weights are left asleep until they are updated
         self._wants_worker = False  # for a change that is made asleep
         self._is_over = False
@@ -117,12 +119,17 @@ class PowerActor:
             case Power.CLOSED:
                 return False
             case Power.ASLEEP:
-                return self._wants_worker
+                return self._wants_worker or self._wants_fresh
             case Power.FALLING_ASLEEP:
-                return self._gate.ledger.in_flight > 0 and self._mode is Mode.WAIT
+                return self._wants_fresh or (self._gate.ledger.in_flight > 0 and self._mode is Mode.WAIT)
             case Power.DRAINING:
                 return not self.asleep
         return True
+
+    @property
+    def starts_asleep(self) -> frozenset[Tag]:
+        """What of a worker that starts now is to sleep."""
+        return ALL_TAGS if self._wants_fresh else self.asleep
 
     @property
     def runs_requests(self) -> bool:
@@ -210,8 +217,12 @@ class PowerActor:
         await self._quiesce(mode, timeout)
         while self._gate.link is None and self._engine.is_starting:
             await self._wait(Power.FALLING_ASLEEP)
-        if self._gate.link is not None:  # or there is no worker: its memory is given back
-            await self._tell(self._gate.link, Sleep(level))
+        if self._gate.link is None:
+            pass  # there is no worker: its memory is given back
+        elif level == 1:
+            await self._tell(self._gate.link, Sleep())
+        else:
+            await self._retire()
         self._check_power(Power.FALLING_ASLEEP)
         self.asleep, self.level = ALL_TAGS, level
         self._discarded, self._awaits_update = level == 2, False
@@ -237,6 +248,8 @@ class PowerActor:
                 self._gate.change_power(PowerEvent.FAILED)
             raise
         self.asleep -= tags
+        if Tag.WEIGHTS in tags:
+            self._discarded = self._awaits_update = False
         if self.asleep:
             self._gate.change_power(PowerEvent.PARTLY_WOKEN)
         else:
@@ -315,6 +328,17 @@ class PowerActor:
                 raise self._lost()
         return self._gate.link
 
+    async def _retire(self) -> None:
+        """Until the worker has exited, and with it all that its libraries keep; one that is asleep takes its place."""
+        self._retires = self._wants_fresh = True
+        self._engine.retire_worker()
+        try:
+            while self._retires:
+                await self._wait(Power.FALLING_ASLEEP)
+        except TransitionFailed:
+            self._wants_fresh = False
+            raise
+
     async def _tell(self, link: Link, message: Sleep | Wake | UpdateWeights) -> Slept | Woken | Updated | None:
         """Post it and wait for the answer; None when the worker is lost. A change that was posted is waited for."""
         self._asked = asked = _Asked()
@@ -348,7 +372,12 @@ class PowerActor:
             self._asked.answered.set()
             self._asked = None
 
+    def on_ready(self) -> None:
+        self._wants_fresh = False
+
     def on_worker_lost(self) -> None:
+        self._wants_fresh &= self._retires
+        self._retires = False
         if self._asked is not None:
             self._asked.answered.set()
             self._asked = None

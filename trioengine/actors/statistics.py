@@ -38,6 +38,7 @@ class Statistics:
     worker_sessions: int
     worker_pid: int | None
     incarnation: int
+    restarts: int  # workers that were started in place of one that was lost
     power: Power
     prompt_tokens: int  # of the requests that got a token
     generation_tokens: int
@@ -46,11 +47,6 @@ class Statistics:
     prefix_cache_hits: int  # tokens found
     finish_reasons: Mapping[FinishReason, int] = field(repr=False)  # of all that finished, aborted or failed
     abort_causes: Mapping[Cause, int] = field(repr=False)  # of all that aborted
-
-    @property
-    def restarts(self) -> int:
-        """How many workers were started in place of one that was lost."""
-        return max(self.incarnation - 1, 0)
 
 
 def statistics_of(gate: Gate, supervisor: Supervisor, worker: WorkerCounts, kv_blocks_total: int) -> Statistics:
@@ -73,6 +69,7 @@ def statistics_of(gate: Gate, supervisor: Supervisor, worker: WorkerCounts, kv_b
         worker_sessions=len(current.link.connection.sessions) if current is not None else 0,
         worker_pid=current.process.pid if current is not None else None,
         incarnation=supervisor.incarnations,
+        restarts=max(supervisor.incarnations - supervisor.retired - 1, 0),
         power=gate.power,
         prompt_tokens=worker.prompt_tokens,
         generation_tokens=worker.generation_tokens,

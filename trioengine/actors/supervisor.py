@@ -58,6 +58,7 @@ class Incarnation:
         self._end_of_stream = trio.Event()
         self._dead = trio.Event()
         self._shutting_down = False
+        self.retiring = trio.Event()
 
     async def run(self, config: WorkerConfig) -> None:
         """Run the process to its death; cancelled, it is killed. What was in flight is the caller's to settle."""
@@ -167,6 +168,7 @@ class Supervisor:
 
     def __init__(self, engine: Engine) -> None:
         self.incarnations = 0
+        self.retired = 0  # of these
         self.current: Incarnation | None = None
         self._engine = engine
         self._config = engine.config
@@ -181,6 +183,11 @@ class Supervisor:
             self._engine.gate.notify()
             self._scope.deadline = trio.current_time() + self._config.worker_shutdown_timeout
 
+    def retire(self) -> None:
+        """Let the worker exit, which holds no session; a fresh one follows at once if one is wanted."""
+        if self.current is not None:
+            self.current.retiring.set()
+
     def request_finished(self) -> None:
         """A request ran to its end: the worker is worth restarting."""
         self._deaths = 0
@@ -190,13 +197,14 @@ class Supervisor:
         with self._scope:
             while not self._shutdown.is_set():
                 self.incarnations += 1
+                retired = False
                 try:
-                    await self._run_incarnation()
+                    retired = await self._run_incarnation()
                 except WorkerLost as exc:
                     if self.incarnations == 1:
                         raise
                     self._on_worker_lost(exc)
-                if not self._shutdown.is_set():
+                if not (self._shutdown.is_set() or retired):
                     await self._back_off()
                 while not (self._engine.wants_worker or self._shutdown.is_set()):
                     await self._engine.gate.changed()
@@ -205,7 +213,8 @@ class Supervisor:
         if self._engine.on_worker_lost(error):
             self._deaths += 1
 
-    async def _run_incarnation(self) -> None:
+    async def _run_incarnation(self) -> bool:
+        """Whether the worker was told to retire."""
         process = await self._engine.ports.spawn_worker()
         incarnation = self.current = Incarnation(self._engine, process)
         try:
@@ -216,16 +225,24 @@ class Supervisor:
         finally:
             self.current = None
             error = _loss(incarnation, process.reap())
-            self._on_worker_lost(error)
-        if self._shutdown.is_set():
-            return
+            retired = incarnation.retiring.is_set()
+            if retired:
+                self.retired += 1
+                self._engine.on_worker_lost(error)
+            else:
+                self._on_worker_lost(error)
+        if retired or self._shutdown.is_set():
+            return retired
         is_first = self.incarnations == 1 and not incarnation.ready
         if is_first or (isinstance(error, ModelError) and not self._engine.is_asleep):
             raise error
         logger.warning("%s", error)
+        return False
 
     async def _shut_down_when_told(self, incarnation: Incarnation) -> None:
-        await self._shutdown.wait()
+        async with trio.open_nursery() as nursery:
+            for told in (self._shutdown, incarnation.retiring):
+                nursery.start_soon(_cancel_when, told, nursery.cancel_scope)
         await incarnation.shut_down()
 
     async def _back_off(self) -> None:
@@ -237,6 +254,11 @@ class Supervisor:
         self._engine.gate.retry_after = delay + 1.0
         with trio.move_on_after(delay):
             await self._shutdown.wait()
+
+
+async def _cancel_when(event: trio.Event, scope: trio.CancelScope) -> None:
+    await event.wait()
+    scope.cancel()
 
 
 def _signal_name(number: int) -> str:

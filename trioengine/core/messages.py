@@ -102,10 +102,8 @@ class Ping:
 class Sleep:
     """Forget everything that was computed, and give memory back to the system: the KV cache, and the weights.
 
-    At level 1 these are kept in host memory, at level 2 they are discarded. No session may be there.
+    These are kept in host memory. No session may be there.
     """
-
-    level: int
 
 
 @dataclass(frozen=True, slots=True)

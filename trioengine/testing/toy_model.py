@@ -88,11 +88,9 @@ class ToyRunner:
         self.path, self.asleep = path, asleep
         self._weights = None if Tag.WEIGHTS in asleep else toy_weights(path)
 
-    def sleep(self, level: int) -> None:
+    def sleep(self) -> None:
         self._slots.clear()
         self.asleep = ALL_TAGS
-        if level == 2:
-            self._weights = None
 
     def wake(self, tags: frozenset[Tag]) -> None:
         if self.fail_wakes:

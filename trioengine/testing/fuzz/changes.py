@@ -125,6 +125,8 @@ class Changes:
                     self._awaits_update = True
                     wanted -= {Tag.WEIGHTS}
                 self.asleep -= wanted
+                if Tag.WEIGHTS in wanted:
+                    self._discarded = self._awaits_update = False
             case "update", (str(path), *_):
                 self.paths.append(path)
                 self._discarded = False

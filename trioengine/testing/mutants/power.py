@@ -67,9 +67,9 @@ def _keep_what_was_computed(forget_all: Any) -> Any:
 
 
 def _keep_the_slots(sleep: Any) -> Any:
-    def mutant(self: ToyRunner, level: int) -> None:
+    def mutant(self: ToyRunner) -> None:
         slots = dict(self._slots)
-        sleep(self, level)
+        sleep(self)
         self._slots.update(slots)
 
     return mutant

@@ -71,16 +71,10 @@ class TorchModelRunner:
             logits = model.forward(batch, attention)
             return sample(logits, [entry.sequence for entry in output.scheduled if entry.samples])
 
-    def sleep(self, level: int) -> None:
-        """Give memory back to the system; what sleeps already may be given back further.
-
-        Weights that are in host memory anyway stay where they are at level 1.
-        """
+    def sleep(self) -> None:
+        """Give memory back to the system; weights that are in host memory anyway stay where they are."""
         self._cache = None
-        if level == 1:
-            self._weights.keep()
-        else:
-            self._weights.discard()
+        self._weights.keep()
         give_back(self._spec.device)
 
     def wake(self, tags: frozenset[Tag]) -> None:

@@ -55,10 +55,6 @@ class ModelWeights:
         if isinstance(self._state, _Awake):
             self._state = _Kept(self._state, HostCopy(self._state.tensors))
 
-    def discard(self) -> None:
-        """Sleep, and be nowhere but in the checkpoint."""
-        self._state = _Discarded()
-
     def wake(self) -> None:
         """Be there again; one of `failure_of`'s errors, and the weights sleep as they did."""
         match self._state:
@@ -85,7 +81,7 @@ class ModelWeights:
         raise ModelError(failure)
 
     def _change_to(self, path: str) -> None:
-        self.discard()
+        self._state = _Discarded()
         give_back(self._spec.device)
         self._path = path
 

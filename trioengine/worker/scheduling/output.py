@@ -66,8 +66,8 @@ class ModelRunner(Protocol):
         """Make the copies, then compute: one entry for each scheduled sequence with `samples`, in their order."""
         ...
 
-    def sleep(self, level: int) -> None:
-        """Give memory back to the system: the KV cache, and the weights; at level 1 these are kept in host memory."""
+    def sleep(self) -> None:
+        """Give memory back to the system: the KV cache, and the weights, which are kept in host memory."""
         ...
 
     def wake(self, tags: frozenset[Tag]) -> None:
@@ -77,6 +77,7 @@ class ModelRunner(Protocol):
     def update_weights(self, path: str) -> None:
         """Load these weights; where the weights sleep, check them, drop the old ones, and load them at `wake`.
 
-        ModelError: they do not fit the model or cannot be read, and the old ones are still there.
+        ModelError: they do not fit the model or cannot be read, and the old ones are still there. Any other exception:
+        these neither.
         """
         ...

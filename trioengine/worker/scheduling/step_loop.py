@@ -116,7 +116,7 @@ class StepLoop:
             case Audit():
                 return [self._audit(message)]
             case Sleep():
-                return [self._sleep(message)]
+                return [self._sleep()]
             case Wake():
                 return [self._wake(message)]
             case UpdateWeights():
@@ -231,10 +231,10 @@ class StepLoop:
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
-    def _sleep(self, message: Sleep) -> Slept:
+    def _sleep(self) -> Slept:
         self._forget_all("SLEEP")
         self._asleep = ALL_TAGS
-        self._runner.sleep(message.level)
+        self._runner.sleep()
         return Slept()
 
     def _wake(self, message: Wake) -> Woken:
