@@ -21,6 +21,7 @@ from trioengine.testing.simulated_worker import Health
 from trioengine.testing.toy_model import TOY_PATH
 
 MODES = st.sampled_from(("abort", "wait", "keep", "keep", "wait soon"))
+CHANGES = ("sleep", "wake", "update")  # calls
 ATTEMPTS = 6  # to wake in the end: a worker may be lost on the way
 
 
@@ -101,7 +102,7 @@ class PowerMachine(EngineMachine):
 
     def _begin_drain(self, drain: Callable[[float | None], Awaitable[Any]], timeout: float | None) -> None:
         """It ends what is suspended, but for what waits for another worker alone."""
-        if self.changes.asleep or self.changes.running:
+        if self.changes.asleep or any(call.name in CHANGES for call in self.running_calls):
             self.troubles.causes.add(Cause.SHUTDOWN)
         super()._begin_drain(drain, timeout)
 
