@@ -229,6 +229,9 @@ class PowerActor:
         self._gate.change_power(PowerEvent.SLEPT)
 
     async def _wake(self, wanted: frozenset[Tag], *, reload: bool) -> None:
+        if not self.asleep:
+            self._gate.change_power(PowerEvent.WAKE)  # it is awake
+            return
         wanted &= self.asleep
         waits = self._discarded and not reload and Tag.WEIGHTS in wanted
         if waits:
@@ -276,8 +279,13 @@ class PowerActor:
         self._gate.change_power(PowerEvent.UPDATE)
         try:
             await self._load(path, Power.ASLEEP)
+        except TransitionFailed:
+            if self._gate.power is Power.ASLEEP:
+                self._gate.change_power(PowerEvent.FAILED)
+            raise
         finally:
             self._wants_worker = False
+        self._gate.change_power(PowerEvent.UPDATED)
         self._discarded = False
         if self._awaits_update:
             self._awaits_update = False

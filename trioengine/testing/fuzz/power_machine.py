@@ -42,8 +42,14 @@ class PowerMachine(EngineMachine):
 
     # ---- who runs the engine --------------------------------------------------------------------------------------
 
-    @recorded(level=st.sampled_from((1, 2)), mode=MODES)
-    def sleep(self, level: int, mode: str) -> None:
+    @recorded(level=st.sampled_from((1, 2)), mode=MODES, turns=st.sampled_from((0, 0, 1, 8, 20)))
+    def sleep(self, level: int, mode: str, turns: int) -> None:
+        """What the worker says in its last turns is on its way then."""
+        for _ in range(turns):
+            self.loop.settle()
+            if self.worker is not None:
+                self.worker.receive()
+                self.worker.turn()
         timeout = self._excuse_aborts(mode)
         call = functools.partial(self.engine.sleep, level, mode=mode.split()[0], timeout=timeout)
         self._call("sleep", call, (TransitionFailed,))
