@@ -186,8 +186,8 @@ class Engine:
         """Admit nothing more, and wait for what is in flight; after `timeout` seconds abort the rest.
 
         True if everything ended by itself: nothing was aborted, neither by this nor by who else ends the engine. What
-        a hung worker does not let go of is left after `worker_shutdown_timeout` more. What is suspended for a sleep or an
-        update is aborted at once. Cancelled, the engine goes on draining.
+        a hung worker does not let go of is left after `worker_shutdown_timeout` more. What is suspended for a sleep or
+        an update is aborted at once. Cancelled, the engine goes on draining.
         """
         if timeout is not None and timeout < 0:
             raise ValueError(f"timeout must not be negative, got {timeout}")
