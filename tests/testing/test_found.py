@@ -95,7 +95,43 @@ FOUND_IN_HTTP = {
         ("go", {"which": 0, "how": "vanish"}),
     ],
 }
-FOUND = {"EngineMachine": FOUND_IN_THE_ENGINE, "RealtimeMachine": FOUND_IN_REALTIME, "HttpMachine": FOUND_IN_HTTP}
+EMPTY = ("begin", {"ready": True, "sessions": 0, "turns": 0, "asks": 0, "thread_passes": 1})
+UPDATE = ("update", {"mode": "abort", "path": "new"})
+FOUND_IN_POWER = {
+    "an update fails with its worker, and the gate is open for sessions before the change has ended": [
+        EMPTY,
+        UPDATE,
+        ("kill_worker", {"last_bytes": 0}),
+        ("call", {"what": "ask", "wait": True, "which": 0}),
+    ],
+    "a change that is asked for in the pass in which the engine ends is never answered": [
+        EMPTY,
+        UPDATE,
+        ("outage", {"way": "cancel"}),
+        ("tick", {"passes": 1, "order": 1}),
+    ],
+    "a wake without reload that failed: the next update wakes the weights all the same": [
+        EMPTY,
+        ("sabotage", {"what": "wake fails", "which": 0}),
+        ("sleep", {"level": 2, "mode": "abort"}),
+        ("wake", {"tags": None, "reload": False}),
+        UPDATE,
+        ("settle", {}),
+    ],
+    "an answer without a token names weights, of rows that came after its abort": [
+        ("begin", {"ready": True, "sessions": 1, "turns": 0, "asks": 1, "thread_passes": 1}),
+        ("tick", {"passes": 3, "order": 0}),
+        *[("flow", {"rounds": 1})] * 3,
+        ("flow", {"rounds": 7}),
+        ("leave", {"which": 0, "what": "leave"}),
+    ],
+}
+FOUND = {
+    "EngineMachine": FOUND_IN_THE_ENGINE,
+    "PowerMachine": FOUND_IN_POWER,
+    "RealtimeMachine": FOUND_IN_REALTIME,
+    "HttpMachine": FOUND_IN_HTTP,
+}
 FALSE_ALARMS = {
     "requests of a session are admitted in another order than they were started": (
         "EngineMachine",

@@ -186,8 +186,8 @@ class Engine:
         """Admit nothing more, and wait for what is in flight; after `timeout` seconds abort the rest.
 
         True if everything ended by itself: nothing was aborted, neither by this nor by who else ends the engine. What
-        a hung worker does not let go of is left after `worker_shutdown_timeout` more. Cancelled, the engine goes on
-        draining.
+        a hung worker does not let go of is left after `worker_shutdown_timeout` more. What is suspended for a sleep or
+        an update is aborted at once. Cancelled, the engine goes on draining.
         """
         if timeout is not None and timeout < 0:
             raise ValueError(f"timeout must not be negative, got {timeout}")
@@ -220,8 +220,8 @@ class Engine:
         prepared is aborted in every mode. Sessions keep their conversation.
 
         Raises ValueError for an unknown level or mode, and TransitionFailed where it cannot be done: while the engine
-        loads or drains, or to level 1 from level 2. It does nothing where the engine sleeps at this level. Cancelled,
-        the caller does not wait any more, and the engine falls asleep all the same.
+        loads or drains, or to level 1 from level 2. Where the engine sleeps at this level, it only ends, with
+        `abort`, what was kept. Cancelled, the caller does not wait any more, and the engine falls asleep all the same.
         """
         await self._power.sleep(level, mode, timeout).wait()
 
