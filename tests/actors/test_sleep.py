@@ -236,10 +236,16 @@ async def test_tags_wake_in_either_order(autojump_clock, simulated, order, level
 @pytest.mark.parametrize(
     ("call", "why"),
     [
-        (lambda engine: engine.sleep(3), "level must be 1 or 2"),
+        (lambda engine: engine.sleep(3), "level must be"),
+        (lambda engine: engine.sleep(True), "level must be"),
+        (lambda engine: engine.sleep("1"), "level must be"),
+        (lambda engine: engine.sleep(mode="wait", timeout=float("nan")), "timeout must be"),
+        (lambda engine: engine.update_weights("bad\udcff"), "path must be"),
+        (lambda engine: engine.update_weights("x" * 5000), "path must be"),
+        (lambda engine: engine.update_weights(b"x"), "path must be"),
         (lambda engine: engine.sleep(mode="nap"), "mode must be"),
         (lambda engine: engine.sleep(timeout=3), "timeout is for mode wait"),
-        (lambda engine: engine.sleep(mode="wait", timeout=-1), "negative"),
+        (lambda engine: engine.sleep(mode="wait", timeout=-1), "timeout must be"),
         (lambda engine: engine.wake(["weights", "dreams"]), "dreams"),
         (lambda engine: engine.wake("weights"), "tags must be"),
         (lambda engine: engine.wake([]), "tags must be"),

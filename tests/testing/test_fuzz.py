@@ -15,21 +15,25 @@ from trioengine.testing.fuzz.rare import TABLE_STATES
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
 from trioengine.testing.mutants import MUTANTS
 
-PROGRAMS = {"EngineMachine": 1200, "RealtimeMachine": 400, "HttpMachine": 400}
+PROGRAMS = {"EngineMachine": 800, "PowerMachine": 900, "RealtimeMachine": 400, "HttpMachine": 400}
 PROGRAMS_A_MUTANT = 3000
-OUT_OF_REACH = (
-    frozenset(  # legal, and not taken: a request that is over, and a session or engine that is gone, ask no more
-        {
-            "engine closed: ready",  # by one program in a thousand
-            "engine closed: worker_lost",
-            "session ended, attached: abort",
-            "session ended, detached: abort",
-            "session ended, detached: worker_lost",
-            "session ending, attached: abort",
-            "session idle, attached: abort",
-            "session idle, detached: abort",
-        }
-    )
+OUT_OF_REACH = frozenset(  # legal, and not taken: what is over asks no more
+    {
+        *(state for state in TABLE_STATES if state.startswith("engine closed:") and not state.endswith(": close")),
+        *(  # who changes the power looks first whether the engine drains
+            f"engine draining: {event}"
+            for event in ("sleep", "slept", "wake", "woken", "partly_woken", "update", "updated", "failed")
+        ),
+        *(f"session {phase}: abort" for phase in ("ended, detached", "ended, detaching", "ending, detaching")),
+        *(f"session idle, {attachment}: abort" for attachment in ("attached", "detached", "detaching")),
+        "session ended, detached: detach",
+        "session ended, detached: worker_lost",
+        *(f"session {phase}, detaching: detach" for phase in ("idle", "stopping", "suspended")),  # all are told once
+        # by one program in a thousand
+        "session preparing, attached: worker_lost",
+        "session stopping, detaching: session_ended",
+        "session suspended, detaching: finish",
+    }
 )
 
 
@@ -44,8 +48,8 @@ WHILE_A_RESPONSE_IS_ACTIVE = frozenset(
     for how in ("close", "hang up", "reset", "stall", "vanish", "read again", "garbage", "half-close")
 )
 REACHED = {
-    "EngineMachine": (TABLE_STATES - OUT_OF_REACH)
-    | {
+    "PowerMachine": TABLE_STATES - OUT_OF_REACH,
+    "EngineMachine": {
         *(f"{what} {moment}" for what in ("abort", "cancel") for moment in MOMENTS),
         "fail while it is prepared",
         "a history is replaced",

@@ -30,7 +30,14 @@ from trioengine.actors.statistics import Statistics, statistics_of
 from trioengine.actors.supervisor import Supervisor
 from trioengine.actors.worker_counts import WorkerCounts
 from trioengine.core.config import EngineConfig, WorkerConfig
-from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, RemoteProtocolError, WorkerLost
+from trioengine.core.errors import (
+    EngineClosed,
+    EngineError,
+    EngineOverloaded,
+    ModelError,
+    RemoteProtocolError,
+    WorkerLost,
+)
 from trioengine.core.lifecycle import Cause, Phase, Power, PowerEvent
 from trioengine.core.messages import (
     Audited,
@@ -236,7 +243,7 @@ class Engine:
         """
         await self._power.wake(tags, reload=reload).wait()
 
-    async def update_weights(self, path: str, *, mode: str = "abort", timeout: float | None = None) -> None:
+    async def update_weights(self, path: str | Path, *, mode: str = "abort", timeout: float | None = None) -> None:
         """Go over to the weights at `path`: a file or directory like the model's, of the same architecture and shapes.
 
         The tokenizer and the template stay. Conversations are kept, and computed anew; requests in flight as in
@@ -272,17 +279,20 @@ class Engine:
         """Verify, against what the worker says it holds, that nothing leaked; under any load.
 
         Raises InvariantError with what does not balance, also when the worker does not answer within `timeout`
-        seconds; EngineOverloaded while there is no worker; WorkerLost when it dies meanwhile.
+        seconds; EngineOverloaded while there is no worker, or while it wakes or gets other weights; WorkerLost when it
+        dies meanwhile. Asleep without a worker, the engine's own books are verified.
         """
         self.gate.check()
         check_books(self.gate.ledger, self._sessions)
-        link = self.gate.link
-        if self.gate.power is Power.CLOSED:
+        link, power = self.gate.link, self.gate.power
+        if power is Power.CLOSED:
             raise EngineClosed("the engine is closed")
-        if link is None and self.gate.power is Power.ASLEEP:
+        if link is None and power is Power.ASLEEP:
             return  # whatever worker there is holds nothing
         if link is None:
-            raise EngineOverloaded("there is no worker to ask", code=self.gate.power.value)
+            raise EngineOverloaded("there is no worker to ask", code=power.value)
+        if power in (Power.WAKING, Power.UPDATING):
+            raise EngineOverloaded("the worker may be loading weights", code=power.value)
         await self._auditor.audit(link, self.gate.mint(), self._sessions.attached, timeout)
 
     @property
@@ -341,8 +351,20 @@ class Engine:
     def worker_config(self) -> WorkerConfig:
         """What a worker that starts now is to be."""
         path, version = self.weights
+        limits = self._limits
         asleep = tuple(sorted(self._power.starts_asleep, key=lambda tag: tag.value))
-        return replace(self.config.for_worker(path), weight_version=version, asleep=asleep)
+        config = replace(self.config.for_worker(path), weight_version=version, asleep=asleep)
+        if limits is None:
+            return config
+        return replace(config, kv_blocks=limits.kv_blocks_total, max_model_len=limits.max_model_len)  # as they were
+
+    async def check_model(self, path: str) -> None:
+        """ModelError where the files at `path` are not those of the same model with other weights."""
+        found, own = await self.ports.run_in_thread(self.ports.read_model, Path(path)), self.model
+        for name in ("model_type", "vocab_size"):
+            has, wants = getattr(found, name), getattr(own, name)
+            if has != wants:
+                raise ModelError(f"{path}: {name} is {has}, the model's is {wants}")
 
     def abort_phase(self, phase: Phase, cause: Cause) -> None:
         """Abort the requests that are in this phase."""
@@ -398,7 +420,7 @@ class Engine:
                 self._sessions.on_failed(message)
             case SessionEnded():
                 self._worker_counts.on_statistics(message.statistics)
-                self._sessions.on_ended(message)
+                self.replays.on_detached(self._sessions.on_ended(message))
                 self.gate.notify()
             case Slept() | Woken() | Updated():
                 self._power.on_answer(message)

@@ -37,6 +37,7 @@ class Gate:
         self.requests = WaitingLine()  # for a request slot
         self.commits = WaitingLine()  # with a request slot, for a worker
         self.on_power: Callable[[], object] = lambda: None  # the power has changed
+        self.is_trying = False  # requests that may have killed a worker, one by one, and nobody beside them
         self.num_pending = 0  # sleeps and updates that are asked for, and not done
         self._config = config
         self._changes = Changes()
@@ -128,7 +129,7 @@ class Gate:
         """The link for a request that was admitted: a draining engine still runs it. Raises as `admit_request`."""
         if self.power is Power.CLOSED:
             self._check_open()
-        if self.link is None or not (self.is_awake or self.power is Power.DRAINING):
+        if self.link is None or self.is_trying or not (self.is_awake or self.power is Power.DRAINING):
             raise self._not_awake()
         return self.link
 

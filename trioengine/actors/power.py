@@ -13,14 +13,16 @@ import enum
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
 from trioengine.actors.link import Link
 from trioengine.actors.states import PowerState, States
-from trioengine.core.bounds import brief
-from trioengine.core.errors import TransitionFailed
+from trioengine.core.bounds import brief, integer, number
+from trioengine.core.config import MAX_SECONDS
+from trioengine.core.errors import ModelError, TransitionFailed
 from trioengine.core.lifecycle import Cause, Phase, Power, PowerEvent
 from trioengine.core.messages import Sleep, Slept, Updated, UpdateWeights, Wake, Woken
 from trioengine.core.tag import ALL_TAGS, Tag
@@ -28,6 +30,7 @@ from trioengine.core.tag import ALL_TAGS, Tag
 if TYPE_CHECKING:
     from trioengine.actors.engine import Engine
 
+MAX_PATH = 4096  # characters
 DO_NOT_WAKE = "the weights are updated, but do not wake"
 _OVER = (Power.DRAINING, Power.CLOSED)
 
@@ -101,7 +104,7 @@ class PowerActor:
 
     def states(self) -> States:
         """For a listener that hears of each change."""
-        return States(self._listeners, self.state)
+        return States(self._listeners, lambda: self.state)
 
     def _publish(self) -> None:
         state = self.state
@@ -144,20 +147,29 @@ class PowerActor:
     # ---- what users ask; the first step of each is the whole of it ------------------------------------------------
 
     def sleep(self, level: int, mode: str, timeout: float | None) -> _Change:
-        if level not in (1, 2):
-            raise ValueError(f"level must be 1 or 2, got {brief(level)}")
+        try:
+            level = integer(level, 1, 2)
+        except ValueError as exc:
+            raise ValueError(f"level {exc}") from None
         chosen = _mode(mode, timeout)
-        return self._ask(lambda: self._sleep(level, chosen, timeout), closes_gate=True)
+        change = self._ask(lambda: self._sleep(level, chosen, timeout), closes_gate=True)
+        self._hurry(chosen)
+        return change
 
     def wake(self, tags: Collection[str] | None, *, reload: bool) -> _Change:
         wanted = ALL_TAGS if tags is None else _tags(tags)
         return self._ask(lambda: self._wake(wanted, reload=reload), closes_gate=False)
 
-    def update_weights(self, path: str, mode: str, timeout: float | None) -> _Change:
-        if not path:
-            raise ValueError("path must not be empty")
-        chosen = _mode(mode, timeout)
-        return self._ask(lambda: self._update(path, chosen, timeout), closes_gate=True)
+    def update_weights(self, path: str | Path, mode: str, timeout: float | None) -> _Change:
+        checked, chosen = _path(path), _mode(mode, timeout)
+        change = self._ask(lambda: self._update(checked, chosen, timeout), closes_gate=True)
+        self._hurry(chosen)
+        return change
+
+    def _hurry(self, mode: Mode) -> None:
+        """What aborts does not wait for one before it that lets requests finish."""
+        if mode is Mode.ABORT and self._gate.power in (Power.FALLING_ASLEEP, Power.UPDATING):
+            self._engine.abort_all(Cause.SLEEP)
 
     def _ask(self, make: Callable[[], Awaitable[None]], *, closes_gate: bool) -> _Change:
         if self._is_over:
@@ -184,7 +196,7 @@ class PowerActor:
         finally:
             self._is_over = True
             while self._queue:
-                self._end(self._queue[0], TransitionFailed(f"the engine is {self._gate.power.value}"))
+                self._end(self._queue[0], TransitionFailed("the engine is closed"))
 
     async def _make(self, change: _Change) -> None:
         try:
@@ -207,12 +219,13 @@ class PowerActor:
 
     async def _sleep(self, level: int, mode: Mode, timeout: float | None) -> None:
         if self.asleep:
+            if level < self.level and Tag.WEIGHTS in self.asleep:
+                raise TransitionFailed(f"it sleeps at level {self.level}: the weights are discarded")
             if mode is Mode.ABORT:
                 self._engine.abort_phase(Phase.SUSPENDED, Cause.SLEEP)
             if self.asleep == ALL_TAGS and level == self.level:
+                self._awaits_update = False
                 return
-            if level < self.level and Tag.WEIGHTS in self.asleep:
-                raise TransitionFailed(f"it sleeps at level {self.level}: the weights are discarded")
         self._gate.change_power(PowerEvent.SLEEP)
         await self._quiesce(mode, timeout)
         while self._gate.link is None and self._engine.is_starting:
@@ -264,6 +277,7 @@ class PowerActor:
             return
         self._gate.change_power(PowerEvent.UPDATE)
         try:
+            await self._check_model(path, Power.UPDATING)
             await self._quiesce(mode, timeout)
             await self._load(path, Power.UPDATING)
         except TransitionFailed:
@@ -273,11 +287,12 @@ class PowerActor:
         self._go_on(PowerEvent.UPDATED)
 
     async def _update_asleep(self, path: str, mode: Mode) -> None:
-        if mode is Mode.ABORT:
-            self._engine.abort_phase(Phase.SUSPENDED, Cause.SLEEP)
         self._wants_worker = True
         self._gate.change_power(PowerEvent.UPDATE)
         try:
+            await self._check_model(path, Power.ASLEEP)
+            if mode is Mode.ABORT:
+                self._engine.abort_phase(Phase.SUSPENDED, Cause.SLEEP)
             await self._load(path, Power.ASLEEP)
         except TransitionFailed:
             if self._gate.power is Power.ASLEEP:
@@ -295,21 +310,26 @@ class PowerActor:
             except TransitionFailed as exc:
                 raise TransitionFailed(f"{DO_NOT_WAKE}: {exc}") from exc
 
+    async def _check_model(self, path: str, expected: Power) -> None:
+        """As far as its files tell without the weights: nothing is aborted for what cannot be the same model."""
+        try:
+            await self._engine.check_model(path)
+        except ModelError as exc:
+            raise TransitionFailed(str(exc)) from exc
+        self._check_power(expected)
+
     async def _load(self, path: str, expected: Power) -> None:
         version = self.weights.version + 1
         answer = await self._tell(await self._link(expected), UpdateWeights(path, version))
         self._check_answer(answer)
         self.weights = Weights(path, version)
-        self._check_power(expected)
 
     def _go_on(self, event: PowerEvent) -> None:
         """The engine is awake again, or has no worker."""
         link = self._gate.link
         if link is not None:
             self._engine.replays.resume(link)
-        self._gate.change_power(event)
-        if link is None:
-            self._gate.change_power(PowerEvent.WORKER_LOST)
+        self._gate.change_power(event if link is not None else PowerEvent.LEFT_ALONE)
 
     # ---- steps of them --------------------------------------------------------------------------------------------
 
@@ -396,9 +416,19 @@ def _mode(mode: str, timeout: float | None) -> Mode:
         raise ValueError(f"mode must be abort, wait or keep, got {brief(mode)}")
     if timeout is not None and mode != Mode.WAIT.value:
         raise ValueError(f"timeout is for mode wait, not {mode}")
-    if timeout is not None and timeout < 0:
-        raise ValueError(f"timeout must not be negative, got {timeout}")
+    if timeout is not None:
+        try:
+            number(timeout, 0, MAX_SECONDS)
+        except ValueError as exc:
+            raise ValueError(f"timeout {exc}") from None
     return Mode(mode)
+
+
+def _path(path: str | Path) -> str:
+    text = str(path) if isinstance(path, str | Path) else ""
+    if not text or len(text) > MAX_PATH or not text.isprintable():  # lone surrogates are not
+        raise ValueError(f"path must be a file or directory, got {brief(path)}")
+    return text
 
 
 def _tags(tags: Collection[str]) -> frozenset[Tag]:

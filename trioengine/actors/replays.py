@@ -1,10 +1,10 @@
 """Replays: what becomes of the requests in flight when their worker is lost.
 
 They are suspended, and go on with the next worker, which is given their prompt and what was delivered of the answer.
-A request that kills the worker must not take the others along. So when one of them was in flight at two deaths and got
-nothing in between, all are *suspects*: they are tried one at a time, in the order of their admission, and nothing new
-is admitted meanwhile. Who gets a token, or ends, is none any more; a death is held against the one that is tried, and
-a second one ends it.
+A request that kills the worker must not take the others along. So whoever was in flight at two deaths and got nothing
+in between is a *suspect*. Suspects are tried before anybody else goes on: one at a time, in the order of their
+admission, and alone, as nothing is admitted meanwhile. Who gets a token is cleared, and waits, detached again, until
+all were tried. A death is held against the one that is tried, and a second one ends it; it costs nobody an attempt.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from trioengine.actors.gate import Gate
 from trioengine.actors.generation import Generation, Losses
 from trioengine.actors.link import Link
 from trioengine.actors.session import Session
+from trioengine.actors.session_state import SessionState
 from trioengine.actors.sessions import Sessions
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError
@@ -29,8 +30,8 @@ class Replays:
         self._goes_on = config.on_worker_loss == "resume"
         self._gate = gate
         self._sessions = sessions
-        self._suspects: list[tuple[Session, Generation]] = []
-        self._tried: Generation | None = None
+        self._suspects: list[Generation] = []
+        self._tried: Generation | None = None  # until it has got something, and the worker has let go of it again
 
     @property
     def has_suspects(self) -> bool:
@@ -44,88 +45,113 @@ class Replays:
         if not self._goes_on:
             self._give_up(lost, error)
             return True
+        unlucky = [session for session in lost if not _got_something(session)]
         for session in lost:
-            self._losses(session).is_new = True
+            losses = _losses(session)
+            losses.is_new, losses.num_tokens = True, _generation(session).num_tokens
         tried, self._tried = self._tried, None
-        culprit = next((session for session in lost if session.generation is tried), None)
-        if culprit is not None:
-            self._hold_against(culprit, error)
-            return False
-        exhausted = [session for session in lost if self._losses(session).deaths == MAX_RESUMES]
-        self._give_up(exhausted, error)
-        going_on = [session for session in lost if session not in exhausted]
-        if not all(map(self._got_something, going_on)):
-            self._suspects = [(session, _generation(session)) for session in going_on]
-        for session in going_on:
-            losses = self._losses(session)
-            losses.deaths += 1
-            losses.num_tokens = _generation(session).num_tokens
-        return True
+        if tried is not None:
+            self._hold_against(tried, error)
+        elif unlucky:
+            self._suspects = [_generation(session) for session in unlucky] + self._suspects
+        else:
+            self._count(lost, error)
+        self._note_suspects()
+        return tried is None
 
     def give_up_all(self, error: EngineError) -> None:
         """No worker will come."""
         self._give_up(self._sessions.suspended, error)
 
-    def _hold_against(self, session: Session, error: EngineError) -> None:
-        losses = self._losses(session)
-        losses.deaths_alone += 1
-        if losses.deaths_alone == MAX_DEATHS_ALONE:
+    def _hold_against(self, tried: Generation, error: EngineError) -> None:
+        """It was alone; it may have been cleared or aborted already, and then it is not at fault."""
+        session = self._suspended(tried)
+        if session is None or not tried.losses.is_new:
+            return
+        tried.losses.deaths_alone += 1
+        if tried.losses.deaths_alone == MAX_DEATHS_ALONE:
             self._give_up([session], error)
         else:
-            self._suspects.insert(0, (session, _generation(session)))
+            self._suspects.insert(0, tried)
+
+    def _count(self, lost: list[Session], error: EngineError) -> None:
+        exhausted = [session for session in lost if _losses(session).deaths == MAX_RESUMES]
+        self._give_up(exhausted, error)
+        for session in lost:
+            if session not in exhausted:
+                _losses(session).deaths += 1
 
     def _give_up(self, sessions: list[Session], error: EngineError) -> None:
         for session in sessions:
             self._sessions.give_up(session, error)
 
-    def _got_something(self, session: Session) -> bool:
-        """Whether it got a token since the death before this one; true where there was none."""
-        return self._losses(session).num_tokens < _generation(session).num_tokens
-
-    def _losses(self, session: Session) -> Losses:
-        return _generation(session).losses
-
     # ---- going on -------------------------------------------------------------------------------------------------
 
     def resume(self, link: Link) -> None:
-        """There is a worker: everything suspended goes on, but for suspects, of which the first is tried."""
-        suspects = [generation for _, generation in self._suspects]
-        for session in self._sessions.suspended:
-            if session.generation not in suspects:
+        """There is a worker: everything suspended goes on; where there are suspects, only the first of them."""
+        while self._suspects:
+            suspect = self._suspects.pop(0)
+            session = self._suspended(suspect)
+            if session is not None:
+                self._tried = suspect
                 self._resume(session, link)
-        self._try_next(link)
+                return
+        self._note_suspects()
+        for session in self._sessions.suspended:
+            self._resume(session, link)
 
     def forget_suspects(self) -> None:
-        """All are suspended for another reason, and will go on with a worker that has done nothing yet."""
+        """All are suspended for another reason, and will go on together."""
         self._suspects.clear()
         self._tried = None
+        self._note_suspects()
 
-    def on_progress(self, generation: Generation) -> None:
-        """A request got a token, or is over: if it was tried, it is no suspect any more."""
+    def on_progress(self, session: SessionState, generation: Generation) -> None:
+        """A request got a token, or is over: if it was tried, it is cleared."""
         if generation is not self._tried:
             return
+        if session.phase is Phase.RUNNING:
+            self._sessions.detach(session)
+        elif session.generation is not generation:  # it is over
+            self._try_next()
+
+    def on_detached(self, session: Session) -> None:
+        """The worker has let go of a session: if its request was cleared, the next one is tried."""
+        if self._tried is not None and session.generation is self._tried:
+            self._try_next()
+
+    def _try_next(self) -> None:
         self._tried = None
         if self._gate.link is not None:
-            self._try_next(self._gate.link)
+            self.resume(self._gate.link)
             if not self.has_suspects:
                 self._gate.change_power(PowerEvent.READY)
 
-    def _try_next(self, link: Link) -> None:
-        while self._suspects and self._tried is None:
-            session, generation = self._suspects.pop(0)
-            if session.generation is generation and session.phase is Phase.SUSPENDED:
-                self._tried = generation
-                self._resume(session, link)
+    def _suspended(self, generation: Generation) -> Session | None:
+        """Its session, if it still waits for a worker."""
+        return next((each for each in self._sessions.suspended if each.generation is generation), None)
 
     def _resume(self, session: Session, link: Link) -> None:
-        losses = self._losses(session)
+        losses = _losses(session)
         if losses.is_new:
             losses.is_new = False
             losses.resumed += 1
             _generation(session).times.resume()
         self._sessions.resume(session, link)
 
+    def _note_suspects(self) -> None:
+        self._gate.is_trying = self.has_suspects
+
 
 def _generation(session: Session) -> Generation:
     assert session.generation is not None, "it has a request in flight"
     return session.generation
+
+
+def _losses(session: Session) -> Losses:
+    return _generation(session).losses
+
+
+def _got_something(session: Session) -> bool:
+    """Whether it got a token since the death before this one; true where there was none."""
+    return _losses(session).num_tokens < _generation(session).num_tokens

@@ -82,7 +82,7 @@ class SessionState(abc.ABC):
                 self._apply(Event.ABORT)
         if row.finish_reason is not None:
             self._finish()
-        self._engine.replays.on_progress(generation)
+        self._engine.replays.on_progress(self, generation)
 
     def on_failed(self, message: RequestFailed) -> None:
         """REQUEST_FAILED."""
@@ -170,7 +170,7 @@ class SessionState(abc.ABC):
             self._engine.request_finished()
         self.generation = None
         generation.settle()
-        self._engine.replays.on_progress(generation)
+        self._engine.replays.on_progress(self, generation)
         self._gate.settle(generation.stand, outcome.finish_reason, outcome.cause)
 
     def _move(self, generation: Generation, stand: Stand) -> None:

@@ -7,6 +7,7 @@ from typing import TypeVarTuple
 
 from trioengine.actors.link import Link
 from trioengine.actors.session import Session
+from trioengine.actors.session_state import SessionState
 from trioengine.core.errors import EngineError
 from trioengine.core.lifecycle import Cause, Phase
 from trioengine.core.messages import RequestFailed, SessionEnded, Tokens
@@ -80,10 +81,15 @@ class Sessions:
 
     # ---- requests that outlive an attachment ----------------------------------------------------------------------
 
+    def detach(self, session: SessionState) -> None:
+        """The worker is to forget it."""
+        assert session.id is not None, "only an entered session is attached"
+        self._tell(session.id, Session.detach)
+
     def detach_all(self) -> None:
         """The worker is to forget every session."""
-        for session_id in list(self._by_id):
-            self._tell(session_id, Session.detach)
+        for session in self:
+            self.detach(session)
 
     def resume(self, session: Session, link: Link) -> None:
         """Let its suspended request go on."""
@@ -104,8 +110,11 @@ class Sessions:
     def on_failed(self, message: RequestFailed) -> None:
         self._tell(message.session, Session.on_failed, message)
 
-    def on_ended(self, message: SessionEnded) -> None:
+    def on_ended(self, message: SessionEnded) -> Session:
+        """The worker has let go of it."""
+        session = self._by_id[message.session]
         self._tell(message.session, Session.on_ended)
+        return session
 
     def on_worker_lost(self) -> None:
         for session_id in list(self._by_id):

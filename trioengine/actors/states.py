@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -31,14 +32,16 @@ class States:
     loses nothing.
     """
 
-    def __init__(self, listeners: set[States], now: PowerState) -> None:
-        self._unread = deque([now], maxlen=MAX_UNREAD)
+    def __init__(self, listeners: set[States], now: Callable[[], PowerState]) -> None:
+        self._unread: deque[PowerState] = deque(maxlen=MAX_UNREAD)
         self._changes = Changes()
         self._listeners = listeners
-        self._is_over = now.power is Power.CLOSED
+        self._now = now
+        self._is_over = False
 
     def __enter__(self) -> Self:
         self._listeners.add(self)
+        self.put(self._now())
         return self
 
     def __exit__(

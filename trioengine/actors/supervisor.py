@@ -210,7 +210,7 @@ class Supervisor:
                     await self._engine.gate.changed()
 
     def _on_worker_lost(self, error: EngineError) -> None:
-        if self._engine.on_worker_lost(error):
+        if self._engine.on_worker_lost(error) and not self._engine.is_asleep:
             self._deaths += 1
 
     async def _run_incarnation(self) -> bool:

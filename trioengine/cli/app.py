@@ -322,7 +322,7 @@ def fuzz(
         int | None, typer.Option(min=1, help="With --mutants: how many seeds for each. [default: 8]")
     ] = None,
     replay: Annotated[Path | None, typer.Option(help="Run the program in this file again.")] = None,
-    machine: Annotated[str | None, typer.Option(help="Only this one: engine, realtime, http or core.")] = None,
+    machine: Annotated[str | None, typer.Option(help="Only this one: engine, power, realtime, http or core.")] = None,
     keep: Annotated[
         Path | None, typer.Option(help="Where the program that failed is kept. [default: fuzz-failure.json]")
     ] = None,

@@ -44,6 +44,7 @@ class WorkerConfig:
     chunked_prefill_size: int | None = None  # tokens of prompts in one step; None: what suits the device
     block_size: int = 16  # tokens in a KV block
     kv_cache_memory: int | None = None  # bytes
+    kv_blocks: int | None = None  # instead, after the first incarnation: as many as that had
     gpu_memory_utilization: float = 0.9  # on CUDA, when kv_cache_memory is None
     enable_prefix_caching: bool = True
     num_threads: int | None = None  # None: torch's own choice

@@ -257,6 +257,7 @@ class PowerEvent(enum.Enum):
     UPDATE = "update"
     UPDATED = "updated"
     FAILED = "failed"  # a wake or an update; all is as it was before
+    LEFT_ALONE = "left_alone"  # a wake or an update is over, and so is the worker
     DRAIN = "drain"
     CLOSE = "close"  # shut down, or given up
 
@@ -310,6 +311,7 @@ POWER_TRANSITIONS: Mapping[Power, Mapping[PowerEvent, Power]] = {
         PowerEvent.WOKEN: Power.AWAKE,
         PowerEvent.PARTLY_WOKEN: Power.ASLEEP,
         PowerEvent.FAILED: Power.ASLEEP,
+        PowerEvent.LEFT_ALONE: Power.RESTARTING,
         **_ENDS,
     },
     Power.UPDATING: {
@@ -317,6 +319,7 @@ POWER_TRANSITIONS: Mapping[Power, Mapping[PowerEvent, Power]] = {
         PowerEvent.WORKER_LOST: Power.UPDATING,
         PowerEvent.UPDATED: Power.AWAKE,
         PowerEvent.FAILED: Power.AWAKE,
+        PowerEvent.LEFT_ALONE: Power.RESTARTING,
         **_ENDS,
     },
     Power.DRAINING: _always(Power.DRAINING) | {PowerEvent.CLOSE: Power.CLOSED},

@@ -17,7 +17,7 @@ from trioengine.actors.ports import Ports, WorkerProcess
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import WorkerLost
 from trioengine.testing.simulated_worker import Behaviour, SimulatedWorker
-from trioengine.testing.toy_model import VOCAB_SIZE, toy_model
+from trioengine.testing.toy_model import VOCAB_SIZE, read_toy_model
 from trioengine.worker.scheduling.limits import Limits
 
 DEFAULT_LIMITS = Limits(
@@ -70,7 +70,7 @@ class Simulation:
             spawn_worker=self._spawn_worker,
             run_in_thread=self._run_in_thread,
             find_model=self._find_model,
-            read_model=lambda path: toy_model(self.limits.max_model_len),
+            read_model=lambda path: read_toy_model(path, self.limits.max_model_len),
             mint_seed=partial(next, self._seeds),
             thread_threshold=self._thread_threshold,
         )

@@ -101,9 +101,9 @@ class ToyRunner:
         self.asleep -= tags
 
     def update_weights(self, path: str) -> None:
-        """What has a name that begins with `other` has another architecture."""
-        if Path(path).name.startswith("other"):
-            raise ModelError(f"{path}: another architecture")
+        """What has a name that begins with `misshapen` has tensors of other shapes."""
+        if Path(path).name.startswith("misshapen"):
+            raise ModelError(f"{path}: other shapes")
         self.path = path
         self._weights = None if Tag.WEIGHTS in self.asleep else toy_weights(path)
 
@@ -139,6 +139,13 @@ class ToyRunner:
 
     def _slot(self, block_table: list[int], position: int) -> int:
         return block_table[position // self._block_size] * self._block_size + position % self._block_size
+
+
+def read_toy_model(path: Path, context_length: int) -> ModelInfo:
+    """What lies at the path: ModelError where its name begins with `other`, which is no toy."""
+    if path.name.startswith("other"):
+        raise ModelError(f"{path}: another architecture")
+    return toy_model(context_length)
 
 
 @cache

@@ -14,7 +14,7 @@ from trioengine.actors.power import DO_NOT_WAKE, PowerActor
 from trioengine.core.errors import TransitionFailed
 from trioengine.core.tag import ALL_TAGS, Tag
 
-OTHER = "other"  # a path at which another architecture lies
+UNFIT = ("other", "misshapen")  # paths at which no weights of the model lie
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Changes:
         match change.name, change.arguments:
             case "sleep", (1, *_) if self.level == 2 and Tag.WEIGHTS in self.asleep:
                 return "it sleeps deeper"
-            case "update", (str(path), *_) if path == OTHER:
+            case "update", (str(path), *_) if path in UNFIT:
                 return "the weights do not fit"
         return None
 

@@ -13,7 +13,7 @@ from trioengine.actors.gate import Gate
 from trioengine.actors.power import PowerActor
 from trioengine.core.errors import EngineAsleep, TransitionFailed
 from trioengine.core.lifecycle import Cause, Phase, Power
-from trioengine.testing.fuzz.changes import OTHER, Change, Changes
+from trioengine.testing.fuzz.changes import UNFIT, Change, Changes
 from trioengine.testing.fuzz.engine_machine import WHICH, EngineMachine
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.world import CONFIG
@@ -59,7 +59,7 @@ class PowerMachine(EngineMachine):
         call = functools.partial(self.engine.wake, tags if tags is None else [tags], reload=reload)
         self._call("wake", call, (TransitionFailed,))
 
-    @recorded(path=st.sampled_from(("new", TOY_PATH, OTHER)), mode=MODES)
+    @recorded(path=st.sampled_from(("new", TOY_PATH, *UNFIT)), mode=MODES)
     def update(self, path: str, mode: str) -> None:
         timeout = self._excuse_aborts(mode)
         call = functools.partial(self.engine.update_weights, path, mode=mode.split()[0], timeout=timeout)
@@ -108,6 +108,7 @@ class PowerMachine(EngineMachine):
 
     def _begin_drain(self, drain: Callable[[float | None], Awaitable[Any]], timeout: float | None) -> None:
         """It ends what is suspended, but for what waits for another worker alone."""
+        self._learn()
         if self.changes.asleep or any(call.name in CHANGES for call in self.running_calls):
             self.troubles.causes.add(Cause.SHUTDOWN)
         super()._begin_drain(drain, timeout)

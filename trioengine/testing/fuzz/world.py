@@ -25,7 +25,7 @@ from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.oracles import Troubles, check_decided, check_limits
 from trioengine.testing.mutants.mutant import replaced
 from trioengine.testing.sim_loop import SimLoop
-from trioengine.testing.simulated_worker import Health, SimulatedWorker
+from trioengine.testing.simulated_worker import SIGSEGV, Health, SimulatedWorker
 from trioengine.testing.simulation import Simulation
 from trioengine.testing.toy_model import VOCAB_SIZE
 from trioengine.worker.scheduling.limits import Limits
@@ -170,7 +170,11 @@ class World(Machine):
 
     def _raise_crash(self) -> None:
         """What a task, or the engine's peer, complained of."""
-        self.troubles.deaths = sum(worker.health is Health.DEAD for worker in self.simulation.workers)
+        dead = [worker for worker in self.simulation.workers if worker.health is Health.DEAD]
+        by_poison = sum(worker.exit_code == -SIGSEGV for worker in dead)
+        self.troubles.retired = self.engine._supervisor.retired
+        # a request that kills workers does so once in the company of others, or a few times where it gets on
+        self.troubles.deaths = len(dead) - self.troubles.retired - max(0, by_poison - len(self.simulation.poisoned))
         if self.loop.crashes:
             raise self.loop.crashes[0]
         for worker in self.simulation.workers:

@@ -115,14 +115,14 @@ def _wake_without_weights(wake: Any) -> Any:
     return mutant
 
 
-_CRASHED = r"TransitionFailed\('the engine is (updating|falling_asleep|waking|awake)'\)"  # the actor is gone
+_CRASHED = r"TransitionFailed\('the engine is closed'\)"  # the actor is gone
 
 POWER_MUTANTS = (
     Mutant(
         "F12",
         "the worker is told to sleep with work in flight",
         replaced(PowerActor, "_quiesce", lambda _: _do_not_wait),
-        shows=f"sessions are there|{_CRASHED}",
+        shows=f"sessions are there|nothing sleeps, and|{_CRASHED}",
         machine="PowerMachine",
     ),
     Mutant(
@@ -136,7 +136,7 @@ POWER_MUTANTS = (
         "F13b",
         "a partial wake opens the gate",
         replaced(PowerActor, "_take_back", _open_after_any_tag),
-        shows=f"the worker (sleeps|has)|admits|sleeps, frozenset|awake while|{_CRASHED}",
+        shows=f"the worker (sleeps|has)|admits|sleeps, frozenset|awake while|WAKE of what|the engine is awake|{_CRASHED}",
         machine="PowerMachine",
     ),
     Mutant(

@@ -57,6 +57,8 @@ class KVCache:
 
 def count_blocks(config: WorkerConfig, model: LlamaConfig, dtype: torch.dtype, device: torch.device) -> int:
     """How many blocks the memory holds; ModelError where it holds none."""
+    if config.kv_blocks is not None:
+        return config.kv_blocks
     per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
     per_block = per_token * config.block_size
     memory = config.kv_cache_memory
