@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from trioengine.actors.engine import Engine
 from trioengine.actors.statistics import Statistics
+from trioengine.core.tag import Tag
 from trioengine.serve.departures import Departures
 from trioengine.serve.metrics.histograms import HISTOGRAMS, Histograms
 

@@ -109,7 +109,8 @@ class PowerMachine(EngineMachine):
     def _begin_drain(self, drain: Callable[[float | None], Awaitable[Any]], timeout: float | None) -> None:
         """It ends what is suspended, but for what waits for another worker alone."""
         self._learn()
-        if self.changes.asleep or any(call.name in CHANGES for call in self.running_calls):
+        changes = self.changes
+        if changes.asleep or changes.running or any(call.name in CHANGES for call in self.running_calls):
             self.troubles.causes.add(Cause.SHUTDOWN)
         super()._begin_drain(drain, timeout)
 

@@ -136,7 +136,7 @@ POWER_MUTANTS = (
         "F13b",
         "a partial wake opens the gate",
         replaced(PowerActor, "_take_back", _open_after_any_tag),
-        shows=f"the worker (sleeps|has)|admits|sleeps, frozenset|awake while|WAKE of what|the engine is awake|{_CRASHED}",
+        shows=f"the worker (sleeps|has)|admits|sleeps, frozenset|WAKE of what|the engine is awake|{_CRASHED}",
         machine="PowerMachine",
     ),
     Mutant(
