@@ -88,7 +88,7 @@ def test_a_bad_file_is_no_finding(file, complaint, tmp_path, capsys):
 
 def test_so_many_programs_and_no_finding(tmp_path, capsys):
     keep = tmp_path / "found.json"
-    assert run(["fuzz", "--examples", "80", "--seed", "3", "--keep", str(keep)]) == 0
+    assert run(["fuzz", "--examples", "100", "--seed", "3", "--keep", str(keep)]) == 0
     output = capsys.readouterr().out
     for machine in MACHINES:
         assert f"{machine}, seed 3: 2" in output
@@ -121,7 +121,7 @@ def test_one_machine(more, tmp_path, capsys):
     ("arguments", "complaint"),
     [
         (["--mutant", "F999"], "no mutant 'F999'; there are F1, "),
-        (["--machine", "X"], "no machine 'X'; there are engine, realtime, http, core"),
+        (["--machine", "X"], "no machine 'X'; there are engine, power, realtime, http, core"),
         (["--replay", "/nowhere.json"], "error: /nowhere.json: No such file or directory\n"),
         (["--keep", "/nowhere/x.json"], "error: --keep /nowhere/x.json: No such file or directory\n"),
         (["--keep", "/"], "error: --keep /: Is a directory\n"),

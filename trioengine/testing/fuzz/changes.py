@@ -117,7 +117,8 @@ class Changes:
         match change.name, change.arguments:
             case "sleep", (int(level), *_):
                 if (self.asleep, self.level) != (ALL_TAGS, level):
-                    self._discarded, self._awaits_update = level == 2, False
+                    self._discarded = level == 2
+                self._awaits_update = False
                 self.asleep, self.level = ALL_TAGS, level
             case "wake", (tags, bool(reload)):
                 wanted = ALL_TAGS if tags is None else frozenset(map(Tag, tags))
