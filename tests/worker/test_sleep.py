@@ -349,6 +349,22 @@ def test_an_update_that_loses_both_is_no_model_error(path, other):
     assert asleep(runner) == WEIGHTS
 
 
+@pytest.mark.parametrize("asleep_too", [False, True])
+def test_paths_that_the_system_refuses(runner, prompt, tmp_path, asleep_too):
+    """They are no more than weights that cannot be read."""
+    deep = tmp_path / "deep"
+    deep.mkdir()
+    (deep / "config.json").write_text("[" * 100_000)
+    if asleep_too:
+        runner.sleep()
+    for path in ("x" * 3000, str(deep)):
+        with pytest.raises(ModelError):
+            runner.update_weights(path)
+    if asleep_too:
+        runner.wake(ALL_TAGS)
+    assert answer(runner, prompt) == EXPECTED
+
+
 @pytest.mark.parametrize("tags", [ALL_TAGS, WEIGHTS, KV_CACHE], ids=["all", "weights", "kv_cache"])
 def test_a_start_asleep(path, prompt, tags):
     """What READY says is what it would say awake."""

@@ -226,6 +226,7 @@ class PowerActor:
             if self.asleep == ALL_TAGS and level == self.level:
                 self._awaits_update = False
                 return
+        self._mode = mode
         self._gate.change_power(PowerEvent.SLEEP)
         await self._quiesce(mode, timeout)
         while self._gate.link is None and self._engine.is_starting:
@@ -275,6 +276,7 @@ class PowerActor:
         if self.asleep:
             await self._update_asleep(path, mode)
             return
+        self._mode = mode
         self._gate.change_power(PowerEvent.UPDATE)
         try:
             await self._check_model(path, Power.UPDATING)
@@ -335,7 +337,7 @@ class PowerActor:
 
     async def _quiesce(self, mode: Mode, timeout: float | None) -> None:
         """Until the worker holds no session; requests in flight have ended by then, or are suspended."""
-        expected, ledger, self._mode = self._gate.power, self._gate.ledger, mode
+        expected, ledger = self._gate.power, self._gate.ledger
         if mode is Mode.WAIT and not self.asleep:
             with trio.move_on_after(float("inf") if timeout is None else timeout):
                 while ledger.in_flight:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from trioengine.core.errors import InvariantError, ModelError
@@ -69,8 +70,8 @@ class ModelWeights:
 
         ModelError: they do not fit, or cannot be loaded, and these are as they were. RuntimeError: these neither.
         """
-        with self._spec.opened(path):
-            pass
+        if (failure := failure_of(lambda: self._check(path))) is not None:
+            raise ModelError(failure)
         is_awake, old = isinstance(self._state, _Awake), self._path
         self._change_to(path)
         if not is_awake or (failure := failure_of(self.wake)) is None:
@@ -79,6 +80,10 @@ class ModelWeights:
         if (second := failure_of(self.wake)) is not None:
             raise RuntimeError(f"{path}: {failure}; and the old weights cannot be loaded again: {second}")
         raise ModelError(failure)
+
+    def _check(self, path: str) -> None:
+        with self._spec.opened(path):
+            pass
 
     def _change_to(self, path: str) -> None:
         self._state = _Discarded()
@@ -100,6 +105,6 @@ def failure_of(action: Callable[[], None]) -> str | None:
         action()
     except ModelError as exc:
         return str(exc)
-    except (RuntimeError, MemoryError, OSError) as exc:  # torch's allocators raise the first
+    except (RuntimeError, MemoryError, OSError, SafetensorError) as exc:  # torch's allocators raise the first
         return f"{type(exc).__name__}: {exc}"
     return None
