@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
-from served import served
+from operated import operated
 
 from trioengine.cli.app import run
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from served import served
+from operated import operated
 from trio.testing import memory_stream_pair
 
 from trioengine.cli.app import run
