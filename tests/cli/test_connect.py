@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
-from operated import operated
+from operated import served
 
 from trioengine.cli.app import run
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from operated import operated
+from operated import served
 from trio.testing import memory_stream_pair
 
 from trioengine.cli.app import run
