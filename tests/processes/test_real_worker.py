@@ -34,7 +34,12 @@ SHORT = SamplingParams(max_tokens=4, temperature=0)
 @pytest.fixture
 def config(smollm2):
     return EngineConfig(
-        model=str(smollm2), kv_cache_memory=64 << 20, max_model_len=1024, unresponsive_timeout=2.0, ping_interval=0.2
+        model=str(smollm2),
+        kv_cache_memory=64 << 20,
+        max_model_len=1024,
+        unresponsive_timeout=2.0,
+        ping_interval=0.2,
+        on_worker_loss="fail",
     )
 
 

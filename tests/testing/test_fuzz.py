@@ -22,7 +22,17 @@ OUT_OF_REACH = frozenset(  # legal, and not taken: what is over asks no more
         *(state for state in TABLE_STATES if state.startswith("engine closed:") and not state.endswith(": close")),
         *(  # who changes the power looks first whether the engine drains
             f"engine draining: {event}"
-            for event in ("sleep", "slept", "wake", "woken", "partly_woken", "update", "updated", "failed")
+            for event in (
+                "sleep",
+                "slept",
+                "wake",
+                "woken",
+                "partly_woken",
+                "update",
+                "updated",
+                "failed",
+                "left_alone",
+            )
         ),
         *(f"session {phase}: abort" for phase in ("ended, detached", "ended, detaching", "ending, detaching")),
         *(f"session idle, {attachment}: abort" for attachment in ("attached", "detached", "detaching")),
@@ -30,6 +40,9 @@ OUT_OF_REACH = frozenset(  # legal, and not taken: what is over asks no more
         "session ended, detached: worker_lost",
         *(f"session {phase}, detaching: detach" for phase in ("idle", "stopping", "suspended")),  # all are told once
         # by one program in a thousand
+        "engine waking: left_alone",
+        "session stopping, detaching: end",
+        "session suspended, detaching: worker_lost",
         "session preparing, attached: worker_lost",
         "session stopping, detaching: session_ended",
         "session suspended, detaching: finish",

@@ -153,7 +153,7 @@ class Engine:
         self.gate.change_power(PowerEvent.CLOSE)
 
     async def ready(self) -> None:
-        """Wait until requests are admitted. Raises why, if that will never be."""
+        """Wait until requests are admitted, also for the end of a sleep. Raises why, if that will never be."""
         while not self.gate.is_awake:
             if self.gate.power in (Power.DRAINING, Power.CLOSED):
                 raise copy(self.gate.failure or EngineClosed(f"the engine is {self.gate.power.value}"))

@@ -50,7 +50,8 @@ class EngineClosed(EngineError):
 class EngineOverloaded(EngineError):
     """No capacity at the moment.
 
-    `code` is one of `sessions`, `queue`, `loading`, `restarting`; `retry_after` is a hint in seconds.
+    `code` is one of `sessions`, `queue`, `loading`, `restarting`, or for an audit the engine's state; `retry_after` is
+    a hint in seconds.
     """
 
     def __init__(self, message: str, *, code: str, retry_after: float = 1.0) -> None:
