@@ -124,8 +124,10 @@ class Engine:
                             self.gate.change_power(PowerEvent.CLOSE)
                         self._nursery.cancel_scope.cancel()
                 finally:
-                    self._sessions.end_all(Cause.SHUTDOWN)
-                    self._supervisor.shut_down()
+                    try:
+                        self._sessions.end_all(Cause.SHUTDOWN)
+                    finally:  # in any case: the supervisor is shielded
+                        self._supervisor.shut_down()
         except Exception as exc:
             self.gate.failure = exc
             raise
