@@ -52,7 +52,7 @@ def test_a_step_that_only_lets_a_pass_go_by_is_one():
     steps = [
         ("begin", {"ready": True, "sessions": 1, "turns": 0, "asks": 1, "thread_passes": 1}),
         *[("advance", {"seconds": 0.2})] * 10,
-        ("flow", {"rounds": 4}),
+        ("flow", {"rounds": 5}),
         ("stop_reading", {"what": "abort", "which": 0}),
         ("stop_reading", {"what": "fail", "which": 0}),
         ("flow", {"rounds": 1}),

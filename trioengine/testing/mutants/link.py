@@ -17,9 +17,9 @@ _WRITE_TIMEOUT = 0.1  # seconds
 
 
 def _tell_nobody_who_runs(on_worker_lost: Any) -> Any:
-    def mutant(self: SessionState, error: Any) -> None:
+    def mutant(self: SessionState) -> None:
         if self.phase is not Phase.RUNNING:
-            on_worker_lost(self, error)
+            on_worker_lost(self)
 
     return mutant
 
