@@ -269,3 +269,14 @@ def test_a_ledger_that_does_not_balance_says_so():
     ledger.move(Stand.WAITING, Stand.PREPARING)
     with pytest.raises(InvariantError, match="waiting"):
         ledger.check()
+
+
+def test_a_suspended_request_is_in_flight():
+    ledger = Ledger()
+    ledger.receive()
+    ledger.move(Stand.PREPARING, Stand.WAITING)
+    ledger.move(Stand.WAITING, Stand.SUSPENDED)
+    assert (ledger.suspended, ledger.in_flight) == (1, 1)
+    ledger.check()
+    ledger.settle(Stand.SUSPENDED, FinishReason.ABORT, Cause.SLEEP)
+    assert (ledger.suspended, ledger.in_flight, ledger.abort_causes[Cause.SLEEP]) == (0, 0, 1)
