@@ -176,5 +176,5 @@ async def test_a_worker_that_the_kernel_lets_die_late(autojump_clock, takes):
         ended = trio.current_time() - began
         assert ended <= engine.config.worker_shutdown_timeout + 1.5
         assert worker.reaped
-        assert engine.last_loss.exit_code == (-9 if takes < 1 else None)
+        assert engine._supervisor.last_loss.exit_code == (-9 if takes < 1 else None)
         outside.cancel_scope.cancel()

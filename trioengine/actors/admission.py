@@ -23,14 +23,14 @@ from trioengine.text.answer import Answer
 from trioengine.text.conversation import Prepared, prompt_length
 
 if TYPE_CHECKING:
-    from trioengine.actors.engine import Engine
+    from trioengine.actors.engine_state import EngineState
     from trioengine.actors.session import Session
 
 
 class Admission:
     """One request on its way in."""
 
-    def __init__(self, engine: Engine, session: Session, generation: Generation) -> None:
+    def __init__(self, engine: EngineState, session: Session, generation: Generation) -> None:
         self._engine = engine
         self._gate = engine.gate
         self._session = session

@@ -2,64 +2,32 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import trio
 
-from trioengine.actors.auditor import Auditor
 from trioengine.actors.deadline import deadline_after
-from trioengine.actors.gate import Gate
+from trioengine.actors.engine_state import EngineState, as_lost
 from trioengine.actors.generation import Completion, Generation
 from trioengine.actors.invariants import check_books
-from trioengine.actors.link import Link
 from trioengine.actors.nursery import open_unwrapped_nursery
-from trioengine.actors.observer import Observer
 from trioengine.actors.ports import Ports
-from trioengine.actors.power import PowerActor, Weights
-from trioengine.actors.replays import Replays
+from trioengine.actors.power import Weights
 from trioengine.actors.session import Session
-from trioengine.actors.sessions import Sessions
-from trioengine.actors.states import PowerState, States
-from trioengine.actors.statistics import Statistics, statistics_of
-from trioengine.actors.supervisor import Supervisor
-from trioengine.actors.worker_counts import WorkerCounts
-from trioengine.core.config import EngineConfig, WorkerConfig
-from trioengine.core.errors import (
-    EngineClosed,
-    EngineError,
-    EngineOverloaded,
-    ModelError,
-    RemoteProtocolError,
-    WorkerLost,
-)
+from trioengine.actors.states import States
+from trioengine.core.config import EngineConfig
+from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded
 from trioengine.core.lifecycle import Cause, Phase, Power, PowerEvent
-from trioengine.core.messages import (
-    Audited,
-    Loading,
-    Message,
-    Ready,
-    RequestFailed,
-    SessionEnded,
-    Slept,
-    Tokens,
-    Updated,
-    Woken,
-)
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.hub.model_files import ModelInfo
 from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.conversation import Prompt
 
-logger = logging.getLogger("trioengine")
 
-
-class Engine:
+class Engine(EngineState):
     """Runs a model: `async with open_engine(config) as engine`, or `nursery.start(Engine(config).run)`.
 
     `on_progress(done, total)` is told, in bytes, how far a download of the model has come; it runs in a thread.
@@ -74,26 +42,10 @@ class Engine:
         on_progress: Callable[[int, int], None] | None = None,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.config = EngineConfig() if config is None else config
-        self.ports = Ports() if ports is None else ports
-        self.gate = Gate(self.config)
-        self.last_loss: EngineError | None = None
-        self.observers: list[Observer] = []  # one that is added is told what happens from then on
+        super().__init__(EngineConfig() if config is None else config, Ports() if ports is None else ports, on_load)
         self._on_progress = on_progress
-        self._on_load = on_load
-        self._supervisor = Supervisor(self)
-        self._model: ModelInfo | None = None
-        self._tokenizer: ChatTokenizer | None = None
-        self._limits: Ready | None = None
-        self._sessions = Sessions()
-        self.replays = Replays(self.config, self.gate, self._sessions)
-        self.num_losses = 0  # of workers
-        self._power = PowerActor(self)
-        self._nursery: trio.Nursery | None = None
         self._closing = trio.Event()
         self._finding = trio.CancelScope()  # the model, which may take a download
-        self._auditor = Auditor()
-        self._worker_counts = WorkerCounts()
 
     def __repr__(self) -> str:
         return f"<Engine {self.config.model!r} {self.statistics()}>"
@@ -145,7 +97,7 @@ class Engine:
             await self._supervisor.run()
         except EngineError as exc:
             self.gate.failure = exc
-            self.replays.give_up_all(_as_lost(exc))
+            self.replays.give_up_all(as_lost(exc))
             raise
 
     def close(self) -> None:
@@ -205,7 +157,7 @@ class Engine:
         is_changing = not self._power.runs_requests or self.gate.num_pending
         self.gate.change_power(PowerEvent.DRAIN)
         if is_changing:
-            self.abort_phase(Phase.SUSPENDED, Cause.SHUTDOWN)
+            self._sessions.abort_phase(Phase.SUSPENDED, Cause.SHUTDOWN)
         with trio.move_on_after(float("inf") if timeout is None else timeout):
             await self._quiet()
             return causes[Cause.SHUTDOWN] == before
@@ -228,7 +180,7 @@ class Engine:
         lets them finish, for `timeout` seconds at most; with `keep` they pause, and go on after `wake`. What is being
         prepared is aborted in every mode. Sessions keep their conversation.
 
-        Raises ValueError for an unknown level or mode, and TransitionFailed where it cannot be done: while the engine
+        Raises RequestRejected for an unknown level or mode, and TransitionFailed where it cannot be done: while the engine
         loads or drains, or to level 1 from level 2. Where the engine sleeps at this level, it only ends, with
         `abort`, what was kept. Cancelled, the caller does not wait any more, and the engine falls asleep all the same.
         """
@@ -240,7 +192,7 @@ class Engine:
         Weights that were discarded are loaded again; without `reload` they are left asleep until `update_weights`. A
         worker that has died meanwhile is started. It does nothing for what is awake.
 
-        Raises ValueError for an unknown tag, and TransitionFailed when it fails: then all sleeps as it did before.
+        Raises RequestRejected for an unknown tag, and TransitionFailed when it fails: then all sleeps as it did before.
         Cancelled, the caller does not wait any more, and the engine wakes all the same.
         """
         await self._power.wake(tags, reload=reload).wait()
@@ -252,24 +204,14 @@ class Engine:
         `sleep`: kept ones go on with the new weights. Asleep, the weights are checked, and loaded when they wake; those
         that a wake without `reload` has left are woken now, and TransitionFailed says so if only that fails.
 
-        Raises ValueError for an unknown mode, and TransitionFailed when it fails: then the old weights stay. Cancelled,
+        Raises RequestRejected for an unknown mode, and TransitionFailed when it fails: then the old weights stay. Cancelled,
         the caller does not wait any more, and the weights are updated all the same.
         """
         await self._power.update_weights(path, mode, timeout).wait()
 
-    @property
-    def power(self) -> PowerState:
-        """The engine's state, what sleeps of it, and which weights it has."""
-        return self._power.state
-
     def states(self) -> States:
         """`with engine.states() as states: async for state in states`: the state now, then each that follows."""
         return self._power.states()
-
-    def statistics(self) -> Statistics:
-        """The counts at this moment; those of the worker as it said last."""
-        kv_blocks_total = self._limits.kv_blocks_total if self._limits is not None else 0
-        return statistics_of(self.gate, self._supervisor, self._worker_counts, kv_blocks_total)
 
     @property
     def is_responsive(self) -> bool:
@@ -296,169 +238,6 @@ class Engine:
         if power in (Power.WAKING, Power.UPDATING):
             raise EngineOverloaded("the worker may be loading weights", code=power.value)
         await self._auditor.audit(link, self.gate.mint(), self._sessions.attached, timeout)
-
-    @property
-    def model(self) -> ModelInfo:
-        """The model's files: tokenizer, chat template, limits. EngineOverloaded until they are read."""
-        if self._model is None:
-            raise EngineOverloaded("the model is not loaded yet", code="loading")
-        return self._model
-
-    @property
-    def tokenizer(self) -> ChatTokenizer:
-        """`encode`, `decode` and `apply_chat_template`. EngineOverloaded until the model's files are read."""
-        if self._tokenizer is None:
-            raise EngineOverloaded("the model is not loaded yet", code="loading")
-        return self._tokenizer
-
-    @property
-    def limits(self) -> Ready:
-        """What the worker said of the model when it was READY. EngineOverloaded until then."""
-        if self._limits is None:
-            raise EngineOverloaded("the model is not loaded yet", code="loading")
-        return self._limits
-
-    @property
-    def weights(self) -> Weights:
-        """The weights that the model has, or will have when it wakes."""
-        return self._power.weights
-
-    # ---- what the power actor, sessions, supervisor and link call; synchronous ------------------------------------
-
-    @property
-    def wants_worker(self) -> bool:
-        """Whether a worker that was lost is to be replaced now."""
-        return self._power.wants_worker
-
-    @property
-    def is_asleep(self) -> bool:
-        """Whether anything of the worker's memory sleeps."""
-        return bool(self._power.asleep)
-
-    @property
-    def is_starting(self) -> bool:
-        """Whether there is a worker that is not READY."""
-        return self.gate.link is None and self._supervisor.current is not None
-
-    @property
-    def holds_sessions(self) -> bool:
-        """Whether the worker holds any session."""
-        return any(session.attached for session in self._sessions)
-
-    def retire_worker(self) -> None:
-        """Let the worker exit, which holds no session; nothing more is posted to it."""
-        self.gate.link = None
-        self._supervisor.retire()
-
-    def worker_config(self) -> WorkerConfig:
-        """What a worker that starts now is to be."""
-        path, version = self.weights
-        limits = self._limits
-        asleep = tuple(sorted(self._power.starts_asleep, key=lambda tag: tag.value))
-        config = replace(self.config.for_worker(path), weight_version=version, asleep=asleep)
-        if limits is None:
-            return config
-        return replace(config, kv_blocks=limits.kv_blocks_total, max_model_len=limits.max_model_len)  # as they were
-
-    async def check_model(self, path: str) -> None:
-        """ModelError where the files at `path` are not those of the same model with other weights."""
-        found, own = await self.ports.run_in_thread(self.ports.read_model, Path(path)), self.model
-        for name in ("model_type", "vocab_size"):
-            has, wants = getattr(found, name), getattr(own, name)
-            if has != wants:
-                raise ModelError(f"{path}: {name} is {has}, the model's is {wants}")
-
-    def abort_phase(self, phase: Phase, cause: Cause) -> None:
-        """Abort the requests that are in this phase."""
-        self._sessions.abort_phase(phase, cause)
-
-    def detach_all(self) -> None:
-        """The worker is to forget every session; requests in flight are suspended."""
-        self._sessions.detach_all()
-        self.replays.forget_suspects()
-
-    def adopt(self, session: Session) -> None:
-        """A session was opened: its task begins."""
-        assert self._nursery is not None, "sessions are admitted while the nursery is open"
-        self._sessions.add(session)
-        self._nursery.start_soon(session.run, name=f"session-{session.id}")
-
-    def release(self, session: Session) -> None:
-        """The worker has let go of a session: its slot is free."""
-        self._sessions.remove(session)
-        self.gate.free_session()
-
-    def request_finished(self) -> None:
-        """A request ran to its end."""
-        self._supervisor.request_finished()
-
-    def on_loading(self, message: Loading) -> None:
-        if self._on_load is not None:
-            self._on_load(message.done, message.total)
-
-    def on_ready(self, limits: Ready, link: Link) -> None:
-        if limits.weight_version != self.weights.version:
-            raise RemoteProtocolError(f"READY with weights {limits.weight_version}, not {self.weights.version}")
-        self._limits = limits
-        self._power.on_ready()
-        self.gate.link = link
-        if self._power.runs_requests:
-            self.replays.resume(link)
-        if not self.replays.has_suspects:
-            self.gate.change_power(PowerEvent.READY)
-        self.gate.notify()
-        logger.info("ready: %s on %s", self.config.model, limits.device)
-        asked, has = self.config.max_model_len, limits.max_model_len
-        if asked is not None and asked > has:
-            logger.warning("max_model_len: asked for %d, the model and its KV cache have %d", asked, has)
-
-    def on_message(self, message: Message) -> None:
-        """A frame of the worker."""
-        match message:
-            case Tokens():
-                self._on_step(self._worker_counts.on_tokens(message))
-                self._sessions.on_tokens(message)
-            case RequestFailed():
-                self._sessions.on_failed(message)
-            case SessionEnded():
-                self._worker_counts.on_statistics(message.statistics)
-                self.replays.on_detached(self._sessions.on_ended(message))
-                self.gate.notify()
-            case Slept() | Woken() | Updated():
-                self._power.on_answer(message)
-            case Audited():
-                self._worker_counts.on_audited(message)
-                self._auditor.on_audited(message)
-            case _:
-                raise AssertionError(f"nobody handles {type(message).__name__}")
-
-    def _on_step(self, num_tokens: int) -> None:
-        if num_tokens > 0:
-            for observer in self.observers:
-                observer.step(num_tokens)
-
-    def on_worker_lost(self, error: EngineError) -> bool:
-        """The incarnation is dead and reaped: everything in flight on it is settled or suspended, in one step.
-
-        Whether the death counts against the worker, and not against a request.
-        """
-        self.last_loss = error
-        self.num_losses += 1
-        self.gate.link = None
-        running = self._sessions.running
-        self._worker_counts.on_worker_lost()
-        if self.gate.power is not Power.CLOSED:
-            self.gate.change_power(PowerEvent.WORKER_LOST)
-        lost = _as_lost(error)
-        self._sessions.on_worker_lost()
-        suspended = [session for session in running if session.phase is Phase.SUSPENDED]
-        self._power.on_worker_lost()
-        self._auditor.on_worker_lost(lost)
-        return self.replays.on_worker_lost(suspended, lost)
-
-
-def _as_lost(error: EngineError) -> WorkerLost:
-    return error if isinstance(error, WorkerLost) else WorkerLost(str(error))
 
 
 @asynccontextmanager

@@ -13,9 +13,11 @@ import trio
 
 from trioengine.actors.ports import WorkerProcess
 from trioengine.core.connection import Connection, Role
-from trioengine.core.messages import AddMessage, Message
+from trioengine.core.messages import AddMessage, Message, Sleep, Slept, Updated, UpdateWeights, Wake, Woken
 
 READ_SIZE = 1 << 16
+Question = Sleep | Wake | UpdateWeights
+Answer = Slept | Woken | Updated
 
 
 class Link:
@@ -26,6 +28,8 @@ class Link:
         self.connection = Connection(Role.ENGINE)
         self._outbox: list[bytes] = []
         self._posted = trio.Event()
+        self._answer: Answer | None = None
+        self._answered = trio.Event()
 
     def post(self, message: Message, payload: bytes | None = None) -> None:
         """Queue a message. Raises LocalProtocolError, FrameTooLarge among them, and changes nothing then.
@@ -38,6 +42,22 @@ class Link:
     def encode(self, message: AddMessage) -> bytes:
         """Raises FrameTooLarge if `post` would, whatever the order of messages says."""
         return self.connection.encode(message)
+
+    async def ask(self, question: Question) -> Answer | None:
+        """Post it and wait for the answer; None when the worker is lost. One at a time; cancelled, it stays posted."""
+        self.post(question)
+        self._answer, self._answered = None, trio.Event()
+        await self._answered.wait()
+        return self._answer
+
+    def answer(self, message: Answer) -> None:
+        """What was asked is done, or has failed."""
+        self._answer = message
+        self._answered.set()
+
+    def lose(self) -> None:
+        """The worker is dead: nothing will be answered."""
+        self._answered.set()
 
     async def write(self) -> None:
         """Service: write what is posted, until cancelled or the worker no longer reads."""

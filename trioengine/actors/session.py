@@ -27,7 +27,7 @@ from trioengine.core.sampling_params import SamplingParams
 from trioengine.text.conversation import Conversation, Prompt
 
 if TYPE_CHECKING:
-    from trioengine.actors.engine import Engine
+    from trioengine.actors.engine_state import EngineState
 
 logger = logging.getLogger("trioengine")
 
@@ -42,7 +42,7 @@ class Session(SessionState):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineState,
         *,
         label: str | None,
         history: Sequence[dict[str, Any]] | None,

@@ -18,13 +18,13 @@ from trioengine.core.messages import AddMessage, FinishReason, RequestFailed, To
 from trioengine.text.conversation import Conversation
 
 if TYPE_CHECKING:
-    from trioengine.actors.engine import Engine
+    from trioengine.actors.engine_state import EngineState
 
 
 class SessionState(abc.ABC):
     """What Session, its handle and task, is built on."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineState) -> None:
         self.id: int | None = None  # minted when entered
         self.generation: Generation | None = None  # its request, until it is settled
         self.observers = engine.observers

@@ -42,6 +42,11 @@ class Sessions:
         return frozenset(id for id, session in self._by_id.items() if session.is_open_on_worker)
 
     @property
+    def any_on_worker(self) -> bool:
+        """Whether the worker holds one, which it may have been told to end."""
+        return any(session.attached for session in self._by_id.values())
+
+    @property
     def suspended(self) -> list[Session]:
         """Those whose request is to go on, and is at no worker, in the order of its admission."""
         found = (each for each in self if each.phase is Phase.SUSPENDED and not each.attached)

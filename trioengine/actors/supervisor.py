@@ -28,10 +28,13 @@ from trioengine.core.messages import (
     Pong,
     Ready,
     Shutdown,
+    Slept,
+    Updated,
+    Woken,
 )
 
 if TYPE_CHECKING:
-    from trioengine.actors.engine import Engine
+    from trioengine.actors.engine_state import EngineState
 
 logger = logging.getLogger("trioengine")
 LAST_FRAMES_TIMEOUT = 0.2  # seconds, from the worker's death
@@ -42,7 +45,7 @@ KILL_TIMEOUT = 1.0  # seconds from SIGKILL to giving it up, beyond that deadline
 class Incarnation:
     """One worker process, from its start to its end."""
 
-    def __init__(self, engine: Engine, process: WorkerProcess) -> None:
+    def __init__(self, engine: EngineState, process: WorkerProcess) -> None:
         self.link = Link(process)
         self.process = process
         self.ready = False
@@ -130,6 +133,8 @@ class Incarnation:
                 self._engine.on_ready(message, self.link)
             case Fatal():
                 self.fatal = message
+            case Slept() | Woken() | Updated():
+                self.link.answer(message)
             case _:
                 self._engine.on_message(message)
 
@@ -166,10 +171,11 @@ class Incarnation:
 class Supervisor:
     """Keeps one incarnation running until the shutdown."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineState) -> None:
         self.incarnations = 0
         self.retired = 0  # of these
         self.current: Incarnation | None = None
+        self.last_loss: EngineError | None = None
         self._engine = engine
         self._config = engine.config
         self._deaths = 0  # without a finished request since
@@ -184,9 +190,14 @@ class Supervisor:
             self._scope.deadline = trio.current_time() + self._config.worker_shutdown_timeout
 
     def retire(self) -> None:
-        """Let the worker exit, which holds no session; a fresh one follows at once if one is wanted."""
+        """Let the worker exit, which holds no session and is posted nothing more; a fresh one follows at once."""
         if self.current is not None:
             self.current.retiring.set()
+
+    @property
+    def is_retiring(self) -> bool:
+        """Whether a worker that was told to retire is still there."""
+        return self.current is not None and self.current.retiring.is_set()
 
     def request_finished(self) -> None:
         """A request ran to its end: the worker is worth restarting."""
@@ -197,20 +208,21 @@ class Supervisor:
         with self._scope:
             while not self._shutdown.is_set():
                 self.incarnations += 1
-                retired = False
                 try:
-                    retired = await self._run_incarnation()
+                    if await self._run_incarnation():
+                        continue
                 except WorkerLost as exc:
                     if self.incarnations == 1:
                         raise
-                    self._on_worker_lost(exc)
-                if not (self._shutdown.is_set() or retired):
+                    self._on_worker_lost(exc, counts=True)
+                if not self._shutdown.is_set():
                     await self._back_off()
                 while not (self._engine.wants_worker or self._shutdown.is_set()):
                     await self._engine.gate.changed()
 
-    def _on_worker_lost(self, error: EngineError) -> None:
-        if self._engine.on_worker_lost(error) and not self._engine.is_asleep:
+    def _on_worker_lost(self, error: EngineError, *, counts: bool) -> None:
+        self.last_loss = error
+        if self._engine.on_worker_lost(error) and counts and not self._engine.power.asleep:
             self._deaths += 1
 
     async def _run_incarnation(self) -> bool:
@@ -226,15 +238,13 @@ class Supervisor:
             self.current = None
             error = _loss(incarnation, process.reap())
             retired = incarnation.retiring.is_set()
-            if retired:
-                self.retired += 1
-                self._engine.on_worker_lost(error)
-            else:
-                self._on_worker_lost(error)
+            self.retired += retired
+            incarnation.link.lose()
+            self._on_worker_lost(error, counts=not retired)
         if retired or self._shutdown.is_set():
             return retired
         is_first = self.incarnations == 1 and not incarnation.ready
-        if is_first or (isinstance(error, ModelError) and not self._engine.is_asleep):
+        if is_first or (isinstance(error, ModelError) and not self._engine.power.asleep):
             raise error
         logger.warning("%s", error)
         return False
@@ -247,7 +257,7 @@ class Supervisor:
 
     async def _back_off(self) -> None:
         if self._deaths >= self._config.max_restarts:
-            last = self._engine.last_loss
+            last = self.last_loss
             raise WorkerLost(f"the worker died {self._deaths} times without finishing a request; {last}") from last
         delays = self._config.restart_delays
         delay = delays[min(max(self._deaths - 1, 0), len(delays) - 1)]

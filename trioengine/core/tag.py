@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 
 
 class Tag(enum.Enum):
@@ -13,3 +14,8 @@ class Tag(enum.Enum):
 
 
 ALL_TAGS = frozenset(Tag)
+
+
+def sorted_tags(tags: Iterable[Tag]) -> tuple[Tag, ...]:
+    """By their names, as they are said on the wire."""
+    return tuple(sorted(tags, key=lambda tag: tag.value))

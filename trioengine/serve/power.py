@@ -5,13 +5,11 @@ Each is answered when it is done. A client that leaves abandons its wait, not th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from trioengine.actors.engine import Engine
-from trioengine.actors.power import Mode
+from trioengine.actors.power_change import Mode
 from trioengine.actors.states import PowerState
-from trioengine.core.bounds import number
 from trioengine.core.config import MAX_SECONDS
 from trioengine.core.tag import Tag
 from trioengine.serve.checkpoints import Checkpoints
@@ -28,7 +26,7 @@ _TAGS = frozenset(tag.value for tag in Tag)
 
 
 class PowerSwitch:
-    """The handlers. Where the engine cannot do it, they raise TransitionFailed."""
+    """The handlers. They raise RequestRejected for a bad argument, TransitionFailed where the engine cannot do it."""
 
     def __init__(self, engine: Engine, checkpoints: Checkpoints) -> None:
         self._engine = engine
@@ -37,9 +35,7 @@ class PowerSwitch:
     async def sleep(self, request: Request) -> Response:
         given = parameters_of(request, ("level", "mode", "timeout"))
         level, mode = int(one_of(given, "level", _LEVELS)), one_of(given, "mode", _MODES)
-        timeout = number_in(given, "timeout", 0, MAX_SECONDS)
-        _check_timeout(timeout, mode)
-        await self._engine.sleep(level, mode=mode, timeout=timeout)
+        await self._engine.sleep(level, mode=mode, timeout=number_in(given, "timeout", 0, MAX_SECONDS))
         return self._state()
 
     async def wake_up(self, request: Request) -> Response:
@@ -51,13 +47,12 @@ class PowerSwitch:
     async def update_weights(self, request: Request) -> Response:
         """The name is looked up in a thread; a client that leaves until then has changed nothing."""
         fields = known_fields(load_object(request.body, "the body"), ("name", "mode", "timeout"))
-        mode, timeout = _mode_of(fields), _timeout_of(fields)
-        _check_timeout(timeout, mode)
         if fields.get("name") is None:
             raise ClientError("missing_parameter", "name is missing", param="name")
-        name = text_of(fields["name"], "name")
+        name, mode = text_of(fields["name"], "name"), fields.get("mode")
+        mode = Mode.ABORT.value if mode is None else text_of(mode, "mode")
         path = await self._engine.ports.run_in_thread(self._checkpoints.find, name)
-        await self._engine.update_weights(str(path), mode=mode, timeout=timeout)
+        await self._engine.update_weights(str(path), mode=mode, timeout=fields.get("timeout"))
         return self._state()
 
     async def is_sleeping(self, request: Request) -> Response:
@@ -65,28 +60,6 @@ class PowerSwitch:
 
     def _state(self) -> Response:
         return json_response(200, _shown(self._engine.power))
-
-
-def _mode_of(fields: Mapping[str, Any]) -> str:
-    mode = fields.get("mode")
-    mode = Mode.ABORT.value if mode is None else text_of(mode, "mode")
-    if mode not in _MODES:
-        raise ClientError("invalid_value", f"mode must be {', '.join(_MODES)}, got {mode!r:.80}", param="mode")
-    return mode
-
-
-def _timeout_of(fields: Mapping[str, Any]) -> float | None:
-    if fields.get("timeout") is None:
-        return None
-    try:
-        return number(fields["timeout"], 0, MAX_SECONDS)
-    except ValueError as exc:
-        raise ClientError("invalid_value", f"timeout {exc}", param="timeout") from None
-
-
-def _check_timeout(timeout: float | None, mode: str) -> None:
-    if timeout is not None and mode != Mode.WAIT.value:
-        raise ClientError("invalid_value", f"timeout is for mode wait, not {mode}", param="timeout")
 
 
 def _shown(state: PowerState) -> dict[str, Any]:

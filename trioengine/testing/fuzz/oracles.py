@@ -235,7 +235,7 @@ def check_worker(engine: Engine, worker: SimulatedWorker, sessions: Sequence[Ses
     free, total = statistics.kv_blocks_free + statistics.kv_blocks_cached, worker.step_loop.limits.kv_blocks_total
     assert free == total, f"{total - free} KV blocks are held by nobody"
     in_flight = engine.gate.ledger.in_flight
-    suspended = engine.gate.ledger.suspended if engine.is_asleep else 0
+    suspended = engine.gate.ledger.suspended if engine.power.asleep else 0
     waits = f", but for {suspended} that wait for a wake" if suspended else ""
     assert in_flight == suspended, f"{in_flight} requests are in flight, the worker has none{waits}"
 

@@ -8,21 +8,23 @@ from weakref import WeakKeyDictionary
 from trioengine.actors.engine import Engine
 from trioengine.actors.gate import Gate
 from trioengine.actors.generation import Generation
-from trioengine.actors.power import Mode, PowerActor
+from trioengine.actors.power import PowerActor
+from trioengine.actors.power_change import Leniency, Mode
 from trioengine.actors.session import Session
 from trioengine.actors.session_state import SessionState
 from trioengine.core.lifecycle import Cause, Outcome, Power
+from trioengine.core.memory import Memory
 from trioengine.core.messages import FinishReason
-from trioengine.core.tag import Tag
+from trioengine.core.tag import ALL_TAGS, Tag
 from trioengine.testing.mutants.mutant import Mutant, replaced, together
 from trioengine.testing.toy_model import ToyRunner
 from trioengine.worker.scheduling.scheduler import Scheduler
 
 
-async def _do_not_wait(self: PowerActor, mode: Mode, timeout: float | None) -> None:
-    if mode is not Mode.KEEP:
-        self._engine.abort_all(Cause.SLEEP)
-    self._engine.detach_all()
+async def _do_not_wait(self: PowerActor, leniency: Leniency) -> None:
+    if leniency.mode is not Mode.KEEP:
+        self._sessions.abort_all(Cause.SLEEP)
+    self._sessions.detach_all()
 
 
 def _admit_what_waits_for_its_turn(_: Any) -> Any:
@@ -31,14 +33,14 @@ def _admit_what_waits_for_its_turn(_: Any) -> Any:
 
 def _open_after_any_tag(take_back: Any) -> Any:
     async def mutant(self: PowerActor, tags: frozenset[Tag]) -> None:
-        asleep = self.asleep
-        self.asleep = tags
+        memory = self.memory
+        self.memory = memory.woken(ALL_TAGS - tags)  # nothing else sleeps
         try:
             await take_back(self, tags)
         except BaseException:
-            self.asleep = asleep
+            self.memory = memory
             raise
-        self.asleep = asleep - tags
+        self.memory = memory.woken(tags)
 
     return mutant
 
@@ -50,11 +52,9 @@ def _believe_any_wake(check: Any) -> Any:
     return mutant
 
 
-def _wake_what_is_awake(wake: Any) -> Any:
-    async def mutant(self: PowerActor, wanted: frozenset[Tag], *, reload: bool) -> None:
-        asleep = self.asleep
-        self.asleep |= wanted if asleep else frozenset()
-        await wake(self, wanted, reload=reload)
+def _wake_what_is_awake(_: Any) -> Any:
+    def mutant(self: Memory, tags: frozenset[Tag], *, reload: bool) -> frozenset[Tag]:
+        return tags
 
     return mutant
 
@@ -149,7 +149,7 @@ POWER_MUTANTS = (
     Mutant(
         "F15",
         "what is awake already is woken again",
-        replaced(PowerActor, "_wake", _wake_what_is_awake),
+        replaced(Memory, "to_wake", _wake_what_is_awake),
         shows=f"WAKE of what does not sleep|{_CRASHED}",
         machine="PowerMachine",
     ),

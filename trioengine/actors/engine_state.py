@@ -1,0 +1,201 @@
+"""An engine's parts, and what they tell each other: what becomes of a frame, of a worker that is READY or lost.
+
+All of it is synchronous.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import trio
+
+from trioengine.actors.auditor import Auditor
+from trioengine.actors.gate import Gate
+from trioengine.actors.link import Link
+from trioengine.actors.observer import Observer
+from trioengine.actors.ports import Ports
+from trioengine.actors.power import PowerActor, Weights
+from trioengine.actors.replays import Replays
+from trioengine.actors.session import Session
+from trioengine.actors.sessions import Sessions
+from trioengine.actors.states import PowerState
+from trioengine.actors.statistics import Statistics, statistics_of
+from trioengine.actors.supervisor import Supervisor
+from trioengine.actors.worker_counts import WorkerCounts
+from trioengine.core.config import EngineConfig, WorkerConfig
+from trioengine.core.errors import EngineError, EngineOverloaded, ModelError, RemoteProtocolError, WorkerLost
+from trioengine.core.lifecycle import Phase, Power, PowerEvent
+from trioengine.core.messages import Audited, Loading, Message, Ready, RequestFailed, SessionEnded, Tokens
+from trioengine.core.tag import sorted_tags
+from trioengine.hub.model_files import ModelInfo
+from trioengine.text.chat_tokenizer import ChatTokenizer
+
+logger = logging.getLogger("trioengine")
+Part = TypeVar("Part")
+
+
+class EngineState:
+    """What Engine, its life and its users' calls, is built on."""
+
+    def __init__(self, config: EngineConfig, ports: Ports, on_load: Callable[[int, int], None] | None) -> None:
+        self.config = config
+        self.ports = ports
+        self.gate = Gate(config)
+        self.observers: list[Observer] = []  # one that is added is told what happens from then on
+        self._sessions = Sessions()
+        self.replays = Replays(config, self.gate, self._sessions)
+        self._supervisor = Supervisor(self)
+        self._power = PowerActor(self.gate, self._sessions, self.replays, self._supervisor, self._check_model)
+        self._auditor = Auditor()
+        self._worker_counts = WorkerCounts()
+        self._nursery: trio.Nursery | None = None  # of the sessions
+        self._on_load = on_load
+        self._model: ModelInfo | None = None
+        self._tokenizer: ChatTokenizer | None = None
+        self._limits: Ready | None = None
+
+    # ---- what it is now -------------------------------------------------------------------------------------------
+
+    @property
+    def power(self) -> PowerState:
+        """The engine's state, what sleeps of it, and which weights it has."""
+        return self._power.state
+
+    @property
+    def weights(self) -> Weights:
+        """The weights that the model has, or will have when it wakes."""
+        return self._power.weights
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model's files: tokenizer, chat template, limits. EngineOverloaded until they are read."""
+        return _loaded(self._model)
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """`encode`, `decode` and `apply_chat_template`. EngineOverloaded until the model's files are read."""
+        return _loaded(self._tokenizer)
+
+    @property
+    def limits(self) -> Ready:
+        """What the worker said of the model when it was READY. EngineOverloaded until then."""
+        return _loaded(self._limits)
+
+    def statistics(self) -> Statistics:
+        """The counts at this moment; those of the worker as it said last."""
+        kv_blocks_total = self._limits.kv_blocks_total if self._limits is not None else 0
+        return statistics_of(self.gate, self._supervisor, self._worker_counts, kv_blocks_total)
+
+    # ---- sessions -------------------------------------------------------------------------------------------------
+
+    def adopt(self, session: Session) -> None:
+        """A session was opened: its task begins."""
+        assert self._nursery is not None, "sessions are admitted while the nursery is open"
+        self._sessions.add(session)
+        self._nursery.start_soon(session.run, name=f"session-{session.id}")
+
+    def release(self, session: Session) -> None:
+        """The worker has let go of a session: its slot is free."""
+        self._sessions.remove(session)
+        self.gate.free_session()
+
+    def request_finished(self) -> None:
+        """A request ran to its end."""
+        self._supervisor.request_finished()
+
+    # ---- workers --------------------------------------------------------------------------------------------------
+
+    @property
+    def wants_worker(self) -> bool:
+        """Whether a worker that was lost is to be replaced now."""
+        return self._power.wants_worker
+
+    def worker_config(self) -> WorkerConfig:
+        """What a worker that starts now is to be."""
+        path, version = self.weights
+        limits = self._limits
+        asleep = sorted_tags(self._power.starts_asleep)
+        config = replace(self.config.for_worker(path), weight_version=version, asleep=asleep)
+        if limits is None:
+            return config
+        return replace(config, kv_blocks=limits.kv_blocks_total, max_model_len=limits.max_model_len)  # as they were
+
+    async def _check_model(self, path: str) -> None:
+        found, own = await self.ports.run_in_thread(self.ports.read_model, Path(path)), self.model
+        for name in ("model_type", "vocab_size"):
+            has, wants = getattr(found, name), getattr(own, name)
+            if has != wants:
+                raise ModelError(f"{path}: {name} is {has}, the model's is {wants}")
+
+    def on_loading(self, message: Loading) -> None:
+        if self._on_load is not None:
+            self._on_load(message.done, message.total)
+
+    def on_ready(self, limits: Ready, link: Link) -> None:
+        if limits.weight_version != self.weights.version:
+            raise RemoteProtocolError(f"READY with weights {limits.weight_version}, not {self.weights.version}")
+        self._limits = limits
+        self.gate.link = link
+        if self._power.runs_requests:
+            self.replays.resume(link)
+        if not self.replays.has_suspects:
+            self.gate.change_power(PowerEvent.READY)
+        self.gate.notify()
+        logger.info("ready: %s on %s", self.config.model, limits.device)
+        asked, has = self.config.max_model_len, limits.max_model_len
+        if asked is not None and asked > has:
+            logger.warning("max_model_len: asked for %d, the model and its KV cache have %d", asked, has)
+
+    def on_message(self, message: Message) -> None:
+        """A frame of the worker about its sessions."""
+        match message:
+            case Tokens():
+                self._on_step(self._worker_counts.on_tokens(message))
+                self._sessions.on_tokens(message)
+            case RequestFailed():
+                self._sessions.on_failed(message)
+            case SessionEnded():
+                self._worker_counts.on_statistics(message.statistics)
+                self.replays.on_detached(self._sessions.on_ended(message))
+                self.gate.notify()
+            case Audited():
+                self._worker_counts.on_audited(message)
+                self._auditor.on_audited(message)
+            case _:
+                raise AssertionError(f"nobody handles {type(message).__name__}")
+
+    def _on_step(self, num_tokens: int) -> None:
+        if num_tokens > 0:
+            for observer in self.observers:
+                observer.step(num_tokens)
+
+    def on_worker_lost(self, error: EngineError) -> bool:
+        """The incarnation is dead and reaped: everything in flight on it is settled or suspended, in one step.
+
+        Whether the death counts against the worker, and not against a request.
+        """
+        self.gate.link = None
+        running = self._sessions.running
+        self._worker_counts.on_worker_lost()
+        if self.gate.power is not Power.CLOSED:
+            self.gate.change_power(PowerEvent.WORKER_LOST)
+        lost = as_lost(error)
+        self._sessions.on_worker_lost()
+        suspended = [session for session in running if session.phase is Phase.SUSPENDED]
+        self._auditor.on_worker_lost(lost)
+        return self.replays.on_worker_lost(suspended, lost)
+
+
+def as_lost(error: EngineError) -> WorkerLost:
+    """What requests are told that went down with the worker."""
+    return error if isinstance(error, WorkerLost) else WorkerLost(str(error))
+
+
+def _loaded(part: Part | None) -> Part:
+    if part is None:
+        raise EngineOverloaded("the model is not loaded yet", code="loading")
+    return part

@@ -1,0 +1,94 @@
+"""What is asked of the power actor: a change, and the checks of its arguments, which name what is wrong."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import trio
+
+from trioengine.core.bounds import brief, integer, number
+from trioengine.core.config import MAX_SECONDS
+from trioengine.core.errors import RequestRejected, TransitionFailed
+from trioengine.core.tag import ALL_TAGS, Tag
+
+MAX_PATH = 4096  # characters
+
+
+class Mode(enum.Enum):
+    """What a sleep or an update does with the requests that run."""
+
+    ABORT = "abort"  # they end, with cause `sleep` and what came until then
+    WAIT = "wait"  # they finish; after the timeout the rest is aborted
+    KEEP = "keep"  # they are suspended, and go on afterwards
+
+
+class Leniency(NamedTuple):
+    """How long requests in flight may still run: `timeout` seconds at most, where the mode is WAIT."""
+
+    mode: Mode
+    timeout: float | None
+
+
+@dataclass(eq=False)
+class PowerChange:
+    """One that was asked for."""
+
+    make: Callable[[], Awaitable[None]]
+    closes_gate: bool
+    done: trio.Event = field(default_factory=trio.Event)
+    failure: TransitionFailed | None = None
+
+    async def wait(self) -> None:
+        """Until it is done; raises TransitionFailed if it failed. Cancelled, the change goes on."""
+        await self.done.wait()
+        if self.failure is not None:
+            raise TransitionFailed(str(self.failure)) from self.failure
+
+
+def level_of(level: object) -> int:
+    try:
+        return integer(level, 1, 2)
+    except ValueError as exc:
+        raise _rejected("level", str(exc)) from None
+
+
+def leniency_of(mode: object, timeout: object) -> Leniency:
+    if mode not in [each.value for each in Mode]:
+        raise _rejected("mode", f"must be abort, wait or keep, got {brief(mode)}")
+    if timeout is None:
+        return Leniency(Mode(mode), None)
+    if mode != Mode.WAIT.value:
+        raise _rejected("timeout", f"is for mode wait, not {mode}")
+    try:
+        return Leniency(Mode.WAIT, number(timeout, 0, MAX_SECONDS))
+    except ValueError as exc:
+        raise _rejected("timeout", str(exc)) from None
+
+
+def tags_of(tags: Collection[str | Tag] | None) -> frozenset[Tag]:
+    """All of them for None."""
+    if tags is None:
+        return ALL_TAGS
+    try:
+        chosen = frozenset(map(Tag, tags)) if not isinstance(tags, str) else frozenset()
+    except (TypeError, ValueError):
+        chosen = frozenset()
+    if not chosen:
+        known = ", ".join(sorted(tag.value for tag in Tag))
+        raise _rejected("tags", f"must be some of {known}, got {brief(tags)}")
+    return chosen
+
+
+def path_of(path: object) -> str:
+    text = str(path) if isinstance(path, str | Path) else ""
+    if not text or len(text) > MAX_PATH or not text.isprintable():  # lone surrogates are not
+        raise _rejected("path", f"must be a file or directory, got {brief(path)}")
+    return text
+
+
+def _rejected(param: str, problem: str) -> RequestRejected:
+    return RequestRejected("invalid_value", f"{param} {problem}", param=param)
