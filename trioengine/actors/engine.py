@@ -180,8 +180,8 @@ class Engine(EngineState):
         lets them finish, for `timeout` seconds at most; with `keep` they pause, and go on after `wake`. What is being
         prepared is aborted in every mode. Sessions keep their conversation.
 
-        Raises RequestRejected for an unknown level or mode, and TransitionFailed where it cannot be done: while the engine
-        loads or drains, or to level 1 from level 2. Where the engine sleeps at this level, it only ends, with
+        Raises RequestRejected for an unknown level or mode, and TransitionFailed where it cannot be done: while the
+        engine loads or drains, or to level 1 from level 2. Where the engine sleeps at this level, it only ends, with
         `abort`, what was kept. Cancelled, the caller does not wait any more, and the engine falls asleep all the same.
         """
         await self._power.sleep(level, mode, timeout).wait()
@@ -204,8 +204,8 @@ class Engine(EngineState):
         `sleep`: kept ones go on with the new weights. Asleep, the weights are checked, and loaded when they wake; those
         that a wake without `reload` has left are woken now, and TransitionFailed says so if only that fails.
 
-        Raises RequestRejected for an unknown mode, and TransitionFailed when it fails: then the old weights stay. Cancelled,
-        the caller does not wait any more, and the weights are updated all the same.
+        Raises RequestRejected for an unknown mode, and TransitionFailed when it fails: then the old weights stay.
+        Cancelled, the caller does not wait any more, and the weights are updated all the same.
         """
         await self._power.update_weights(path, mode, timeout).wait()
 
