@@ -1,4 +1,4 @@
-"""Two connections joined by a fake link, byte at a time; the order of messages; misuse and bad peers."""
+"""Two connections joined by a fake link; the order of messages; misuse and bad peers."""
 
 import dataclasses
 
@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import msgpack
 import pytest
 from hypothesis import given
+from pair import EVERY_MESSAGE, STATISTICS, Pair, add_message, row, unchecked
 
 from trioengine.core.codec import LENGTH, decode, encode
 from trioengine.core.config import MAX_SESSIONS, WorkerConfig
@@ -14,7 +15,6 @@ from trioengine.core.errors import FrameTooLarge, LocalProtocolError, RemoteProt
 from trioengine.core.messages import (
     WIRE_NAMES,
     Activity,
-    AddMessage,
     AddSession,
     Audit,
     Audited,
@@ -30,91 +30,10 @@ from trioengine.core.messages import (
     RequestFailed,
     SessionEnded,
     Shutdown,
-    Sleep,
-    Slept,
     StopSession,
     Tokens,
-    TokensRow,
-    Updated,
-    UpdateWeights,
-    Usage,
-    Wake,
-    Woken,
-    WorkerStatistics,
     token_ids,
 )
-from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.tag import Tag
-
-STATISTICS = WorkerStatistics(*range(11))
-PARAMS = SamplingParams(max_tokens=4, seed=7, logit_bias={3: -1.5}, stop_token_ids=(5,))
-USAGE = Usage(3, 1, 0, 0.5, 0.25)
-
-
-def add_message(session=1, request=1, base=0, ids=(1, 2, 3)):
-    return AddMessage(session, request, base, token_ids(ids), PARAMS, (2,))
-
-
-def row(session=1, request=1, last=False):
-    return TokensRow(
-        session,
-        request,
-        token_ids([9]),
-        ({9: -0.5, 4: -1.0},),
-        FinishReason.STOP if last else None,
-        USAGE if last else None,
-    )
-
-
-EVERY_MESSAGE = [
-    Configure(WorkerConfig("model.gguf", max_model_len=100, asleep=(Tag.KV_CACHE,))),
-    AddSession(1),
-    add_message(),
-    StopSession(1, 1),
-    EndSession(1),
-    Audit(1),
-    Ping(1),
-    Sleep(),
-    Wake((Tag.WEIGHTS, Tag.KV_CACHE)),
-    UpdateWeights("other.gguf", 2),
-    Shutdown(),
-    Loading(1, 2),
-    Ready("llama", "cpu", "float32", 100, 64, 8, 16),
-    Tokens((row(), row(2, 2, last=True)), STATISTICS),
-    RequestFailed(1, 1, "code", "wörds"),
-    SessionEnded(1, STATISTICS),
-    Audited(1, (1, 2), (3,), 8, 4, 2, 2),
-    Pong(1, 2, Activity.IDLE, 0.5),
-    Slept(),
-    Woken(None),
-    Updated("another architecture"),
-    Fatal(FatalCode.MODEL, "no", "Traceback"),
-]
-
-
-class Pair:
-    """An engine's and a worker's end; what one sends reaches the other a byte at a time."""
-
-    def __init__(self, max_model_len=64):
-        self.engine, self.worker = Connection(Role.ENGINE), Connection(Role.WORKER)
-        self.down(Configure(WorkerConfig("m")))
-        self.up(Ready("llama", "cpu", "float32", 100, max_model_len, 8, 16))
-
-    def down(self, *messages):
-        self._move(self.engine, self.worker, messages)
-
-    def up(self, *messages):
-        self._move(self.worker, self.engine, messages)
-
-    @staticmethod
-    def _move(sender, receiver, messages):
-        received = []
-        for byte in b"".join([sender.send(message) for message in messages]):
-            receiver.receive_data(bytes([byte]))
-            while (message := receiver.next_message()) is not None:
-                received.append(message)
-        assert received == list(messages)
-        assert not receiver.has_partial_frame
 
 
 def test_every_message_is_here():
@@ -254,8 +173,7 @@ def test_what_we_may_not_send_changes_nothing(messages):
 def test_what_the_peer_may_not_send_breaks_the_connection_for_good(messages):
     pair = Pair()
     pair.down(*messages[:-1])
-    payload = encode(messages[-1])
-    pair.worker.receive_data(LENGTH.pack(len(payload)) + payload)
+    pair.worker.receive_data(unchecked(messages[-1]))
     for _ in range(2):
         with pytest.raises(RemoteProtocolError):
             pair.worker.next_message()
@@ -285,8 +203,7 @@ def test_what_the_worker_may_not_send(message):
     pair.down(AddSession(2), add_message(2, 2))
     with pytest.raises(LocalProtocolError):
         pair.worker.send(message)
-    payload = encode(message)
-    pair.engine.receive_data(LENGTH.pack(len(payload)) + payload)
+    pair.engine.receive_data(unchecked(message))
     with pytest.raises(RemoteProtocolError):
         pair.engine.next_message()
 

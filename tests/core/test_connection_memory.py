@@ -1,7 +1,7 @@
 """SLEEP, WAKE and UPDATE_WEIGHTS: one at a time, while there is no session; and no session before all is awake."""
 
 import pytest
-from test_connection import STATISTICS, Pair, add_message
+from pair import STATISTICS, Pair, add_message, unchecked
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.connection import Connection, Role
@@ -32,14 +32,6 @@ def refused_by_both(pair, message, why):
     pair.worker.receive_data(unchecked(message))
     with pytest.raises(RemoteProtocolError, match=why):
         pair.worker.next_message()
-
-
-def unchecked(message):
-    """The frame that a peer without rules would write."""
-    from trioengine.core.codec import LENGTH, encode
-
-    payload = encode(message)
-    return LENGTH.pack(len(payload)) + payload
 
 
 def test_a_whole_night():

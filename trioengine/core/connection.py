@@ -9,8 +9,7 @@ in flight, its last one or REQUEST_FAILED ending it, and SESSION_ENDED after END
 the same rules to what they send and what they receive. Messages cross: a STOP may meet a request that has finished,
 and rows may meet an END; both are legal.
 
-SLEEP, WAKE and UPDATE_WEIGHTS are said while there is no attachment, one at a time; until the answer, and while any tag
-sleeps, no session is added.
+SLEEP, WAKE and UPDATE_WEIGHTS are said while there is no attachment, in the order of `PowerOrder`.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from trioengine.core.messages import (
     Wake,
     Woken,
 )
-from trioengine.core.tag import ALL_TAGS, Tag
+from trioengine.core.power_order import Answer, Change, PowerOrder
 
 MIN_FRAME_LIMIT = 1 << 20
 DOWNWARDS = frozenset(
@@ -94,8 +93,7 @@ class Connection:
         self._attachments: dict[int, _Attachment] = {}
         self._audits: deque[int] = deque()
         self._ping: int | None = None
-        self._asleep: frozenset[Tag] = frozenset()
-        self._change: Sleep | Wake | UpdateWeights | None = None  # that is not answered
+        self._power = PowerOrder()
         self._buffer = bytearray()
         self._broken: RemoteProtocolError | None = None
 
@@ -177,7 +175,7 @@ class Connection:
     def _check_configure(self, message: Configure, blame: type[ProtocolError]) -> Callable[[], None]:
         def apply() -> None:
             self.stage = Stage.CONFIGURED
-            self._asleep = frozenset(message.config.asleep)
+            self._power = PowerOrder(message.config.asleep)
 
         return apply
 
@@ -193,8 +191,7 @@ class Connection:
         return lambda: setattr(self, "stage", Stage.FAILED)
 
     def _check_add_session(self, message: AddSession, blame: type[ProtocolError]) -> Callable[[], None]:
-        if self._asleep or self._change is not None:
-            raise blame(f"ADD_SESSION: the worker {'sleeps' if self._asleep else 'is changing'}")
+        self._power.check_session(blame)
         if message.session in self._attachments:
             raise blame(f"ADD_SESSION: session {message.session} is there already")
         return lambda: self._attachments.__setitem__(message.session, _Attachment())
@@ -267,29 +264,13 @@ class Connection:
 
         return apply
 
-    def _check_change(self, message: Sleep | Wake | UpdateWeights, blame: type[ProtocolError]) -> Callable[[], None]:
-        name = WIRE_NAMES[type(message)]
-        if self._change is not None:
-            raise blame(f"{name} while {WIRE_NAMES[type(self._change)]} is not answered")
+    def _check_change(self, message: Change, blame: type[ProtocolError]) -> Callable[[], None]:
         if self._attachments:
-            raise blame(f"{name} while {len(self._attachments)} sessions are there")
-        if isinstance(message, Wake) and not (message.tags and self._asleep.issuperset(message.tags)):
-            raise blame("WAKE of what does not sleep")
-        return lambda: setattr(self, "_change", message)
+            raise blame(f"{WIRE_NAMES[type(message)]} while {len(self._attachments)} sessions are there")
+        return self._power.check_change(message, blame)
 
-    def _check_changed(self, message: Slept | Woken | Updated, blame: type[ProtocolError]) -> Callable[[], None]:
-        change, answers = self._change, _ANSWERS[type(message)]
-        if change is None or type(change) is not answers:
-            raise blame(f"{WIRE_NAMES[type(message)]} answers no {WIRE_NAMES[answers]}")
-
-        def apply() -> None:
-            self._change = None
-            if isinstance(change, Sleep):
-                self._asleep = ALL_TAGS
-            elif isinstance(change, Wake) and isinstance(message, Woken) and message.error is None:
-                self._asleep -= frozenset(change.tags)
-
-        return apply
+    def _check_answer(self, message: Answer, blame: type[ProtocolError]) -> Callable[[], None]:
+        return self._power.check_answer(message, blame)
 
     def _check_ping(self, message: Ping, blame: type[ProtocolError]) -> Callable[[], None]:
         if self._ping is not None:
@@ -344,7 +325,6 @@ _STAGES: dict[type, frozenset[Stage]] = {
     Updated: frozenset({Stage.READY}),
     Fatal: _ALIVE,
 }
-_ANSWERS: dict[type, type] = {Slept: Sleep, Woken: Wake, Updated: UpdateWeights}
 _CHECKS: dict[type, Callable[[Connection, Any, type[ProtocolError]], Callable[[], None]]] = {
     Configure: Connection._check_configure,
     Ready: Connection._check_ready,
@@ -363,7 +343,7 @@ _CHECKS: dict[type, Callable[[Connection, Any, type[ProtocolError]], Callable[[]
     Sleep: Connection._check_change,
     Wake: Connection._check_change,
     UpdateWeights: Connection._check_change,
-    Slept: Connection._check_changed,
-    Woken: Connection._check_changed,
-    Updated: Connection._check_changed,
+    Slept: Connection._check_answer,
+    Woken: Connection._check_answer,
+    Updated: Connection._check_answer,
 }

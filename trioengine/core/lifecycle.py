@@ -2,9 +2,9 @@
 
 A session has a *phase* and an *attachment*. The phase says where its one request stands; the attachment says whether
 this worker incarnation was sent ADD_SESSION, and END_SESSION, and has not reported SESSION_ENDED. Nothing else decides
-what may happen:
-the actors look up `SESSION_TRANSITIONS[phase, attachment, event]`, take over the new state, and do the actions, all in
-one synchronous step. A pair of state and event that is not in the table raises LocalProtocolError and changes nothing.
+what may happen: the actors look up `SESSION_TRANSITIONS[phase, attachment, event]`, take over the new state, and do the
+actions, all in one synchronous step. A pair of state and event that is not in the table raises LocalProtocolError and
+changes nothing. All tables are in this one file, so that what may happen is read in one place.
 
 Why the table makes leaks impossible:
 
