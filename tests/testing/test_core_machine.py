@@ -9,7 +9,7 @@ from trioengine.testing.fuzz.rare import session_state
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer
 from trioengine.testing.mutants import MUTANTS
 
-PROGRAMS = 1200
+PROGRAMS = 500
 IN_REACH = ("F2", "F7", "F8", "F28", "F41")  # what is wrong in the table or in the books
 RARE = {
     "a stop crosses the finish",

@@ -13,11 +13,10 @@ import trio
 
 from trioengine.actors.ports import WorkerProcess
 from trioengine.core.connection import Connection, Role
-from trioengine.core.messages import AddMessage, Message, Sleep, Slept, Updated, UpdateWeights, Wake, Woken
+from trioengine.core.messages import AddMessage, Message
+from trioengine.core.power_order import Answer, Change
 
 READ_SIZE = 1 << 16
-Question = Sleep | Wake | UpdateWeights
-Answer = Slept | Woken | Updated
 
 
 class Link:
@@ -43,9 +42,9 @@ class Link:
         """Raises FrameTooLarge if `post` would, whatever the order of messages says."""
         return self.connection.encode(message)
 
-    async def ask(self, question: Question) -> Answer | None:
+    async def ask(self, change: Change) -> Answer | None:
         """Post it and wait for the answer; None when the worker is lost. One at a time; cancelled, it stays posted."""
-        self.post(question)
+        self.post(change)
         self._answer, self._answered = None, trio.Event()
         await self._answered.wait()
         return self._answer

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import trio
 
 from trioengine.actors.gate import Gate
-from trioengine.actors.link import Answer, Link
+from trioengine.actors.link import Link
 from trioengine.actors.power_change import Leniency, Mode, PowerChange, leniency_of, level_of, path_of, tags_of
 from trioengine.actors.replays import Replays
 from trioengine.actors.sessions import Sessions
@@ -26,6 +26,7 @@ from trioengine.core.errors import ModelError, TransitionFailed
 from trioengine.core.lifecycle import Cause, Phase, Power, PowerEvent
 from trioengine.core.memory import Memory, WeightsState
 from trioengine.core.messages import Sleep, Slept, UpdateWeights, Wake
+from trioengine.core.power_order import Answer
 from trioengine.core.tag import ALL_TAGS, Tag, sorted_tags
 
 if TYPE_CHECKING:
@@ -209,11 +210,10 @@ class PowerActor:
             self._gate.change_power(PowerEvent.WAKE)  # it is awake
             return
         tags = self.memory.to_wake(wanted, reload=reload)
-        leaves_weights = Tag.WEIGHTS in (wanted & self.memory.asleep) - tags
         if tags:
             self._gate.change_power(PowerEvent.WAKE)
             await self._take_back(tags)
-        if leaves_weights:
+        if Tag.WEIGHTS in wanted - tags:
             self.memory = self.memory.awaiting()
 
     async def _take_back(self, tags: frozenset[Tag]) -> None:
