@@ -60,7 +60,7 @@ async def test_a_worker_that_dies_asleep_is_started_by_the_wake(autojump_clock, 
         await anext(stream)
         await engine.sleep(mode="keep")
         simulation.worker.kill()
-        await trio.sleep(100)
+        await trio.sleep(100)  # simulated: longer than any restart delay, and nobody starts it
         assert (engine.statistics().worker_pid, len(simulation.workers)) == (None, 1)
         await engine.wake(["weights"])
         assert simulation.worker.runner.asleep == {Tag.KV_CACHE}
@@ -73,7 +73,8 @@ async def test_a_worker_that_dies_waking_is_no_wake(autojump_clock, simulated):
     engine, simulation = simulated
     await engine.sleep()
     simulation.worker.kill()
-    await trio.sleep(1)
+    while engine.statistics().worker_pid is not None:
+        await engine.gate.changed()
     simulation.failing_starts = 1
     with pytest.raises(TransitionFailed, match="told not to start"):
         await engine.wake()
