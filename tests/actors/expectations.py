@@ -41,6 +41,11 @@ def orders_are_kept(simulation):
                     assert following is not StopSession or previous is AddMessage
 
 
+def said(simulation, kind):
+    """The messages of this type that the workers got, of all incarnations."""
+    return [message for worker in simulation.workers for message in worker.received if isinstance(message, kind)]
+
+
 def reference(engine, prompt, params=GREEDY):
     ids = prompt if isinstance(prompt, list) else engine.tokenizer.apply_chat_template(chat(prompt))
     return toy_answer(ids, params.max_tokens, ignore_eos=params.ignore_eos)

@@ -1,23 +1,19 @@
-"""Sleep and wake: the gate is closed from the first step, nothing computed before is used after, no caller hangs."""
+"""Sleep: the gate is closed from the first step, nothing computed before is used after, no caller hangs."""
 
 import functools
 
 import pytest
 import trio
-from expectations import GREEDY, LONG, everything_is_given_back, generated, reference
+from expectations import GREEDY, LONG, everything_is_given_back, generated, reference, said
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineAsleep, EngineConfig, TransitionFailed
+from trioengine import EngineAsleep, TransitionFailed
 from trioengine.core.lifecycle import Cause, Power
-from trioengine.core.messages import FinishReason, Sleep, Wake
+from trioengine.core.messages import FinishReason, Sleep
 from trioengine.core.tag import Tag
 from trioengine.testing import simulated_engine
 
 MODES = ["abort", "wait", "keep"]
-
-
-def said(simulation, kind):
-    return [message for worker in simulation.workers for message in worker.received if isinstance(message, kind)]
 
 
 async def test_the_story_of_lmdeploy_4541_twice(autojump_clock, simulated):
@@ -145,23 +141,6 @@ async def test_what_is_prepared_is_refused_with_cause_sleep(autojump_clock):
         await everything_is_given_back(engine, simulation)
 
 
-async def test_who_waits_is_served_after_the_wake(autojump_clock, simulated):
-    engine, _ = simulated
-    await engine.sleep()
-    answers = []
-
-    async def ask(timeout):
-        answers.append(await engine.generate("one", GREEDY, wait=True, timeout=timeout))
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(ask, None)
-        with pytest.raises(EngineAsleep):
-            await engine.generate("one", GREEDY, wait=True, timeout=1)
-        assert not answers
-        await engine.wake()
-    assert list(answers[0].token_ids) == reference(engine, "one")
-
-
 @pytest.mark.parametrize("what", ["stop", "end", "timeout", "sleep", "drain"])
 async def test_a_suspended_request_can_be_ended(autojump_clock, what):
     """By its reader, by its own time, by a sleep that aborts, and by a drain."""
@@ -221,18 +200,6 @@ async def test_repeating_is_harmless(autojump_clock, simulated):
     assert engine.power.power is Power.AWAKE
 
 
-@pytest.mark.parametrize("order", [("weights", "kv_cache"), ("kv_cache", "weights")])
-@pytest.mark.parametrize("level", [1, 2])
-async def test_tags_wake_in_either_order(autojump_clock, simulated, order, level):
-    engine, _ = simulated
-    await engine.sleep(level)
-    for tag in order:
-        assert engine.power.level == level
-        await engine.wake([tag])
-    assert (engine.power.power, engine.power.level) == (Power.AWAKE, None)
-    assert list((await engine.generate("one", GREEDY)).token_ids) == reference(engine, "one")
-
-
 @pytest.mark.parametrize(
     ("call", "why"),
     [
@@ -259,48 +226,6 @@ async def test_what_is_unknown_is_an_error_and_changes_nothing(autojump_clock, s
         await call(engine)
     await engine.generate("one", GREEDY)
     assert not said(simulation, Sleep)
-
-
-@pytest.mark.parametrize("tags", [None, ["weights"]])
-async def test_a_wake_that_fails_leaves_it_asleep(autojump_clock, simulated, tags):
-    engine, simulation = simulated
-    await engine.sleep(2)
-    simulation.worker.runner.fail_wakes = 1
-    with pytest.raises(TransitionFailed, match="told not to wake"):
-        await engine.wake(tags)
-    assert (engine.power.power, len(engine.power.asleep)) == (Power.ASLEEP, 2)
-    with pytest.raises(EngineAsleep):
-        await engine.generate("one", GREEDY)
-    await engine.wake()
-    assert list((await engine.generate("one", GREEDY)).token_ids) == reference(engine, "one")
-
-
-async def test_a_worker_that_dies_asleep_is_started_by_the_wake(autojump_clock, simulated):
-    engine, simulation = simulated
-    async with engine.open_session() as session, session.generate("one", LONG) as stream:
-        await anext(stream)
-        await engine.sleep(mode="keep")
-        simulation.worker.kill()
-        await trio.sleep(100)
-        assert (engine.statistics().worker_pid, len(simulation.workers)) == (None, 1)
-        await engine.wake(["weights"])
-        assert simulation.worker.runner.asleep == {Tag.KV_CACHE}
-        await engine.wake()
-        assert list((await stream.result()).token_ids) == reference(engine, "one", LONG)
-    assert len(simulation.workers) == 2
-
-
-async def test_a_worker_that_dies_waking_is_no_wake(autojump_clock, simulated):
-    engine, simulation = simulated
-    await engine.sleep()
-    simulation.worker.kill()
-    await trio.sleep(1)
-    simulation.failing_starts = 1
-    with pytest.raises(TransitionFailed, match="told not to start"):
-        await engine.wake()
-    assert engine.power.power is Power.ASLEEP
-    await engine.wake()
-    await engine.generate("one", GREEDY)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -382,15 +307,3 @@ async def test_the_states_are_told(autojump_clock, simulated):
     assert [state.power.value for state in told] == ["falling_asleep", "asleep", "waking", "asleep", "waking", "awake"]
     assert [state.level for state in told] == [None, 2, 2, 2, 2, None]
     assert [len(state.asleep) for state in told] == [0, 2, 2, 1, 1, 0]
-
-
-async def test_a_worker_that_hangs_while_it_wakes_is_lost(autojump_clock):
-    config = EngineConfig(model="toy", startup_timeout=20)
-    async with simulated_engine(config) as (engine, simulation):
-        await engine.sleep()
-        simulation.worker.hang()
-        with pytest.raises(TransitionFailed, match="no answer"):
-            await engine.wake()
-        await engine.wake()
-        await engine.generate("one", GREEDY)
-        assert len(said(simulation, Wake)) == 1

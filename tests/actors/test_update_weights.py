@@ -131,7 +131,7 @@ async def test_a_worker_that_died_asleep_is_started_to_be_updated(autojump_clock
     engine, simulation = simulated
     await engine.sleep()
     simulation.worker.kill()
-    await trio.sleep(10)
+    await trio.sleep(10)  # simulated: as long as the longest restart delay, and nobody starts it
     assert engine.statistics().worker_pid is None
     await engine.update_weights("new")
     assert (engine.power.power, simulation.worker.runner.asleep) == (Power.ASLEEP, {Tag.WEIGHTS, Tag.KV_CACHE})

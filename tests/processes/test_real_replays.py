@@ -1,5 +1,6 @@
 """Streams of the real model outlive its worker: killed in their middle, killed again, killed by one of them."""
 
+import itertools
 import os
 import signal
 import sys
@@ -25,7 +26,7 @@ def config(smollm2):
 
 
 class KillsAt(Observer):
-    """Kills the worker in the middle of it all, and the one after it before that is ready."""
+    """Kills the worker in the middle of it all."""
 
     def __init__(self, engine, tokens):
         self.engine, self.tokens = engine, tokens
@@ -34,6 +35,19 @@ class KillsAt(Observer):
         if self.tokens is not None and self.engine.statistics().generation_tokens >= self.tokens:
             self.tokens = None
             os.kill(self.engine.statistics().worker_pid, signal.SIGKILL)
+
+
+def killing_the_second():
+    """The real ports, but that the second worker is killed as soon as it is started."""
+    numbers = itertools.count(1)
+
+    async def spawn_worker():
+        process = await ports.Ports().spawn_worker()
+        if next(numbers) == 2:
+            process.kill()
+        return process
+
+    return ports.Ports(spawn_worker=spawn_worker)
 
 
 async def ask_all(engine, poisoned=None):
@@ -58,11 +72,10 @@ async def ask_all(engine, poisoned=None):
 
 async def test_streams_of_a_killed_worker_end_as_if_nothing_had_happened(config):
     with trio.fail_after(PATIENCE):
-        async with open_engine(config) as engine, trio.open_nursery() as nursery:
+        async with open_engine(config, ports=killing_the_second()) as engine:
             undisturbed = await ask_all(engine)
             total = engine.statistics().generation_tokens
             engine.observers.append(KillsAt(engine, total + STREAMS * 10))
-            nursery.start_soon(kill_the_next, engine)
             completions = await ask_all(engine)
             assert engine.statistics().incarnation == 3
             await engine.check_invariants()
@@ -70,13 +83,6 @@ async def test_streams_of_a_killed_worker_end_as_if_nothing_had_happened(config)
         assert completion.token_ids == undisturbed[prompt].token_ids
         assert (completion.text, completion.finish_reason) == (undisturbed[prompt].text, FinishReason.LENGTH)
         assert completion.resumed == 1  # at the second one, which never was ready, no request ran
-
-
-async def kill_the_next(engine):
-    """As soon as there is a second worker."""
-    while engine.statistics().incarnation < 2 or engine.statistics().worker_pid is None:  # noqa: ASYNC110
-        await trio.sleep(0.01)  # nobody is told when a process is started
-    os.kill(engine.statistics().worker_pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("victim", [PROMPTS[5]])

@@ -29,7 +29,7 @@ async def test_who_waits_is_served(autojump_clock, remote, clients):
         await clients.engine.sleep()
 
         async def wake():
-            await trio.sleep(10)  # simulated
+            await trio.sleep(10)  # simulated: it asks, is refused and asks again, many times
             await clients.engine.wake()
 
         nursery.start_soon(wake)

@@ -18,6 +18,13 @@ async def next_state(client):
     return event["state"], event["weight_version"]
 
 
+async def begin_response(client):
+    """A long answer to hello, of which there is some text."""
+    await client.say("hello")
+    await client.send("response.create", response=LONG)
+    await client.until("response.output_text.delta")
+
+
 async def test_a_connection_is_told(autojump_clock, clients):
     async with clients.realtime() as client, clients.realtime() as other:
         for _ in range(2):
@@ -72,9 +79,7 @@ async def test_asleep_a_response_is_refused_and_the_conversation_goes_on(autojum
 
 async def test_a_response_that_the_sleep_aborts(autojump_clock, clients):
     async with clients.realtime() as client:
-        await client.say("hello")
-        await client.send("response.create", response=LONG)
-        await client.until("response.output_text.delta")
+        await begin_response(client)
         await clients.engine.sleep()
         response = (await client.until("response.done"))["response"]
         assert (response["status"], response["status_details"]["error"]["code"]) == ("failed", "sleep")
@@ -87,9 +92,7 @@ async def test_a_response_that_the_sleep_aborts(autojump_clock, clients):
 
 async def test_a_response_that_is_kept(autojump_clock, clients):
     async with clients.realtime() as client:
-        await client.say("hello")
-        await client.send("response.create", response=LONG)
-        await client.until("response.output_text.delta")
+        await begin_response(client)
         await clients.engine.sleep(mode="keep")
         await clients.engine.wake()
         response = (await client.until("response.done"))["response"]
@@ -99,9 +102,7 @@ async def test_a_response_that_is_kept(autojump_clock, clients):
 
 async def test_a_response_that_outlives_its_worker(autojump_clock, clients):
     async with clients.realtime() as client:
-        await client.say("hello")
-        await client.send("response.create", response=LONG)
-        await client.until("response.output_text.delta")
+        await begin_response(client)
         clients.simulation.worker.exit(-9)
         response = (await client.until("response.done"))["response"]
         assert text_of(response) == reference(clients, [user("hello")], 200, ignore_eos=True)
@@ -111,9 +112,7 @@ async def test_a_response_that_outlives_its_worker(autojump_clock, clients):
 @where_a_loss_fails
 async def test_a_response_that_does_not(autojump_clock, clients):
     async with clients.realtime() as client:
-        await client.say("hello")
-        await client.send("response.create", response=LONG)
-        await client.until("response.output_text.delta")
+        await begin_response(client)
         clients.simulation.worker.exit(-9)
         assert (await client.until("response.done"))["response"]["status"] == "failed"
         while states(client)[-1:] != ["awake"]:
@@ -148,9 +147,7 @@ async def test_a_client_that_does_not_read_costs_no_more(autojump_clock, clients
 
 async def test_a_drain_is_told_before_the_goodbye(autojump_clock, clients):
     async with clients.realtime() as client, trio.open_nursery() as nursery:
-        await client.say("hello")
-        await client.send("response.create", response=LONG)
-        await client.until("response.output_text.delta")
+        await begin_response(client)
         nursery.start_soon(clients.server.drain)
         assert await next_state(client) == ("draining", 1)
         assert (await client.until("response.done"))["response"]["status"] == "incomplete"

@@ -5,7 +5,7 @@ import json
 import pytest
 import trio
 from clients import Clients, where_a_loss_fails
-from prometheus_client.parser import text_string_to_metric_families
+from scrapes import LONG, PROMPT, SCRAPE, Scrape, now, scrape
 from trio.testing import lockstep_stream_pair, memory_stream_pair
 from trio_websocket import ConnectionClosed
 
@@ -22,9 +22,6 @@ from trioengine.worker.scheduling.limits import Limits
 
 STEP = 0.03
 TEN = SamplingParams(max_tokens=10, ignore_eos=True)
-LONG = SamplingParams(max_tokens=400, ignore_eos=True)
-PROMPT = list(range(1, 21))
-SCRAPE = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.fixture
@@ -40,43 +37,6 @@ async def clients(autojump_clock, engine_config):
         with trio.fail_after(60):
             await clients.all_closed()
             await clients.everything_is_given_back()
-
-
-class Scrape:
-    """What a scrape said: `value("num_sessions")`, with the prefix left out."""
-
-    def __init__(self, exposition):
-        self.families = list(text_string_to_metric_families(exposition))
-        self.samples = [sample for family in self.families for sample in family.samples]
-        self._values = {(sample.name, *sample.labels.values()): sample.value for sample in self.samples}
-        assert len(self._values) == len(self.samples), "no sample is said twice"
-
-    def value(self, name, *labels):
-        return self._values["trioengine_" + name, *labels]
-
-    def values(self, *names):
-        return [self.value(name) for name in names]
-
-    def by_label(self, name):
-        """The counts that are not 0."""
-        return {key[1]: value for key, value in self._values.items() if key[0] == "trioengine_" + name and value}
-
-    def histogram(self, name):
-        """Count and sum."""
-        return self.value(name + "_count"), self.value(name + "_sum")
-
-
-async def scrape(clients):
-    data = await clients.http(SCRAPE)
-    head, _, body = data.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 200 ")
-    assert b"content-type: text/plain; version=0.0.4" in head
-    return Scrape(body.decode())
-
-
-def now(clients):
-    """The same without a connection: no time passes."""
-    return Scrape(clients.server.metrics.render().decode())
 
 
 async def ask(engine, prompt=PROMPT, params=TEN, **options):
@@ -221,45 +181,6 @@ async def test_two_servers_of_an_engine_say_the_same(autojump_clock, clients):
     other = Server(clients.engine)
     await ask(clients.engine)
     assert other.metrics.render() == clients.server.metrics.render()
-
-
-# ---- power ----------------------------------------------------------------------------------------------------------
-
-
-async def test_asleep_and_awake(autojump_clock, clients):
-    engine = clients.engine
-    async with engine.open_session() as session, session.generate(PROMPT, LONG) as generation:
-        await anext(generation)
-        for level, name in ((1, "weights_offloaded"), (2, "discard_all")):
-            await engine.sleep(level, mode="keep")
-            said = await scrape(clients)
-            assert said.by_label("engine_sleep_state") == {name: 1}
-            assert said.values("num_requests_running", "num_requests_suspended") == [0, 1]
-        await engine.wake(["weights"])
-        assert now(clients).by_label("engine_sleep_state") == {"awake": 1}  # of the weights that speaks
-        await engine.wake()
-        assert now(clients).by_label("engine_sleep_state") == {"awake": 1}
-        await generation.result()
-        said = now(clients)
-        assert said.values("num_requests_suspended", "requests_resumed_total", "weight_version") == [0, 0, 1]
-    await engine.update_weights("elsewhere")
-    assert now(clients).value("weight_version") == 2
-
-
-async def test_requests_that_outlive_their_worker(autojump_clock, clients):
-    engine = clients.engine
-    async with engine.open_session() as session, session.generate(PROMPT, LONG) as generation:
-        for deaths in (1, 2):
-            await anext(generation)
-            clients.simulation.worker.kill()
-            await engine.gate.changed()
-            assert now(clients).values("num_requests_suspended", "requests_resumed_total") == [1, deaths - 1]
-            await engine.ready()
-            assert now(clients).values("num_requests_suspended", "requests_resumed_total") == [0, deaths]
-        await generation.result()
-    said = now(clients)
-    assert said.by_label("request_success_total") == {"length": 1}
-    assert said.value("worker_restarts_total") == 2
 
 
 # ---- it never waits -------------------------------------------------------------------------------------------------

@@ -17,3 +17,13 @@ def tiny_llama():
     sys.modules["tiny_llama"] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def prompt(tiny_llama):
+    return tiny_llama.PROMPT
+
+
+@pytest.fixture
+def path(tiny_llama, tmp_path):
+    return tiny_llama.write(tmp_path / "plain", "plain")

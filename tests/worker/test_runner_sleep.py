@@ -1,45 +1,23 @@
-"""Sleep, wake and other weights: the same tokens as ever, or the new weights'; and what fails changes nothing."""
+"""Sleep and wake: the same tokens as ever; and what fails changes nothing."""
 
-import json
 import resource
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from test_weights import write_gguf
-from torch_driver import DATA, generate, load
+from sleeping_runner import DAMAGES, EXPECTED, KV_BYTES, KV_CACHE, WEIGHTS, FailingProgress, answer, asleep, fall_asleep
+from torch_driver import generate, load
 
-from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.tag import ALL_TAGS, Tag
 from trioengine.worker.layers import linear
 from trioengine.worker.models.llama import LlamaModel, wanted_tensors
-from trioengine.worker.runner.model_runner import TorchModelRunner
 from trioengine.worker.weights import open_checkpoint
 from trioengine.worker.weights.host_copy import HostCopy
 from trioengine.worker.weights.reader import WeightReader
 
-EXPECTED = json.loads((DATA / "tiny_reference.json").read_text())["plain"]["output"]
-WEIGHTS, KV_CACHE = frozenset({Tag.WEIGHTS}), frozenset({Tag.KV_CACHE})
-KV_BYTES = 4 << 20
 ORDERS = {"at once": [ALL_TAGS], "weights first": [WEIGHTS, KV_CACHE], "kv_cache first": [KV_CACHE, WEIGHTS]}
-
-
-@pytest.fixture
-def prompt(tiny_llama):
-    return tiny_llama.PROMPT
-
-
-@pytest.fixture
-def path(tiny_llama, tmp_path):
-    return tiny_llama.write(tmp_path / "plain", "plain")
-
-
-@pytest.fixture
-def other(tiny_llama, tmp_path):
-    """Weights of the same shape, with other answers."""
-    return tiny_llama.write(tmp_path / "other", "plain", seed=1)
 
 
 @pytest.fixture
@@ -60,25 +38,6 @@ def address_space():
     resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-class FailingProgress:
-    """Loading fails once so many bytes are read: as a disk would."""
-
-    def __init__(self):
-        self.fail_after = None
-        self.calls = 0
-
-    def __call__(self, done, total):
-        self.calls += 1
-        if self.fail_after is not None and done > self.fail_after:
-            raise OSError("the disk is gone")
-
-
-def answer(runner, prompt):
-    (tokens,), statistics = generate(runner, [prompt], 48)
-    assert statistics.num_tokens == len(prompt) + 47
-    return tokens
-
-
 def facts(runner):
     return (
         runner.model_type,
@@ -89,24 +48,6 @@ def facts(runner):
         runner.kv_blocks_total,
         runner.block_size,
     )
-
-
-def asleep(runner):
-    """The tags that sleep, as the refusals say."""
-    tags = set()
-    for tag, attribute in ((Tag.WEIGHTS, "model"), (Tag.KV_CACHE, "cache")):
-        try:
-            getattr(runner, attribute)
-        except InvariantError:
-            tags.add(tag)
-    return tags
-
-
-def fall_asleep(runner, level):
-    """At level 2 no memory has the weights, as after an update of what sleeps."""
-    runner.sleep()
-    if level == 2:
-        runner.update_weights(runner._weights._path)
 
 
 def assert_refuses(runner, prompt, what):
@@ -153,117 +94,6 @@ def test_memory_is_dropped(runner, level):
     assert (runner.model is model) is (level == 1)
 
 
-def test_other_weights_and_back(runner, path, other, prompt):
-    others = answer(load(other), prompt)
-    assert others != EXPECTED
-    for _ in range(2):
-        runner.update_weights(str(other))
-        assert answer(runner, prompt) == others
-        runner.update_weights(str(path))
-        assert answer(runner, prompt) == EXPECTED
-
-
-@pytest.mark.parametrize("level", [1, 2])
-def test_other_weights_while_asleep(runner, path, other, prompt, level):
-    """They are loaded at wake, and no sooner."""
-    others = answer(load(other), prompt)
-    fall_asleep(runner, level)
-    runner.update_weights(str(other))
-    assert asleep(runner) == ALL_TAGS
-    runner.wake(ALL_TAGS)
-    assert answer(runner, prompt) == others
-    fall_asleep(runner, level)
-    runner.wake(KV_CACHE)
-    runner.update_weights(str(path))
-    assert asleep(runner) == WEIGHTS
-    runner.wake(WEIGHTS)
-    assert answer(runner, prompt) == EXPECTED
-
-
-def test_other_weights_while_only_the_kv_cache_sleeps(runner, other, prompt):
-    fall_asleep(runner, 1)
-    runner.wake(WEIGHTS)
-    runner.update_weights(str(other))
-    assert asleep(runner) == KV_CACHE
-    runner.wake(KV_CACHE)
-    assert answer(runner, prompt) == answer(load(other), prompt)
-
-
-def test_the_same_weights_in_another_format(tiny_llama, runner, tmp_path, prompt):
-    """GGUF rounds the numbers of the configuration."""
-    runner.update_weights(str(write_gguf(tiny_llama, tmp_path / "plain.gguf", "plain")))
-    assert answer(runner, prompt) == EXPECTED
-
-
-@pytest.mark.parametrize("max_model_len", [200, None])
-def test_a_shorter_context_must_hold_what_is_in_use(tiny_llama, tmp_path, path, prompt, max_model_len):
-    runner = load(path, kv_cache_memory=KV_BYTES, max_model_len=max_model_len)
-    shorter = tiny_llama.write(tmp_path / "shorter", "plain", max_position_embeddings=200)
-    if max_model_len is None:
-        with pytest.raises(ModelError, match="has a context of 200 tokens, and 256 are in use"):
-            runner.update_weights(str(shorter))
-    else:
-        runner.update_weights(str(shorter))
-        assert runner.max_model_len == 200
-    assert answer(runner, prompt) == EXPECTED
-
-
-UNFIT = {
-    "vocab_size is 201, not 200": {"vocab_size": 201},
-    "hidden_size is 96, not 48, .*head_dim is 16, not 8": {"hidden_size": 96},
-    "num_layers is 2, not 3": {"num_hidden_layers": 2},
-    "num_kv_heads is 3, not 2": {"num_key_value_heads": 3},
-    "rope_theta is 500000.0, not 10000.0": {"rope_theta": 500000.0},
-    "rms_norm_eps is 1e-06, not 1e-05": {"rms_norm_eps": 1e-6},
-    "tie_word_embeddings is True, not False": {"tie_word_embeddings": True},
-    "attention_bias is True, not False": {"attention_bias": True},
-    "rope_scaling.kind is .*LINEAR.*, rope_scaling.factor is 4.0, not 1.0": {
-        "rope_scaling": {"rope_type": "linear", "factor": 4.0}
-    },
-}
-
-
-@pytest.mark.parametrize("state", ["awake", "level 1", "level 2"])
-@pytest.mark.parametrize(("message", "changes"), UNFIT.items(), ids=[",".join(changes) for changes in UNFIT.values()])
-def test_weights_that_do_not_fit_change_nothing(tiny_llama, runner, tmp_path, prompt, message, changes, state):
-    unfit = tiny_llama.write(tmp_path / "unfit", "plain", **changes)
-    if state != "awake":
-        fall_asleep(runner, int(state[-1]))
-    model = runner.model if state == "awake" else None
-    with pytest.raises(ModelError, match=message):
-        runner.update_weights(str(unfit))
-    if state == "awake":
-        assert runner.model is model
-    else:
-        assert asleep(runner) == ALL_TAGS
-        runner.wake(ALL_TAGS)
-    assert answer(runner, prompt) == EXPECTED
-
-
-def test_what_cannot_be_read_changes_nothing(tiny_llama, runner, tmp_path, prompt):
-    model = runner.model
-    for name, damage in DAMAGES.items():
-        directory = tiny_llama.write(tmp_path / name, "plain")
-        damage(directory)
-        with pytest.raises(ModelError):
-            runner.update_weights(str(directory))
-    assert runner.model is model
-    assert answer(runner, prompt) == EXPECTED
-
-
-def another_architecture(directory):
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
-
-
-def truncated(directory):
-    file = directory / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-DAMAGES = {"architecture": another_architecture, "truncated": truncated, "deleted": shutil.rmtree}
-
-
 def test_a_wake_without_a_checkpoint(runner, path, tmp_path, prompt):
     """All stays asleep, the KV cache too; once the checkpoint is back, so is the model."""
     fall_asleep(runner, 2)
@@ -308,7 +138,7 @@ def test_a_wake_without_memory_for_the_kv_cache(path, prompt, address_space, lev
 
 def test_a_wake_that_fails_half_way(path, prompt):
     progress = FailingProgress()
-    runner = TorchModelRunner.load(WorkerConfig(str(path), dtype="float32", kv_cache_memory=KV_BYTES), progress)
+    runner = load(path, kv_cache_memory=KV_BYTES, on_progress=progress)
     fall_asleep(runner, 2)
     progress.fail_after = 100_000
     with pytest.raises(ModelError, match="OSError: the disk is gone"):
@@ -319,58 +149,11 @@ def test_a_wake_that_fails_half_way(path, prompt):
     assert answer(runner, prompt) == EXPECTED
 
 
-def test_an_update_that_fails_half_way_brings_the_old_weights_back(path, other, prompt):
-    class FailingOnce(FailingProgress):
-        def __call__(self, done, total):
-            try:
-                super().__call__(done, total)
-            except OSError:
-                self.fail_after = None
-                raise
-
-    progress = FailingOnce()
-    runner = TorchModelRunner.load(WorkerConfig(str(path), dtype="float32", kv_cache_memory=KV_BYTES), progress)
-    progress.fail_after = 100_000
-    with pytest.raises(ModelError, match="OSError: the disk is gone"):
-        runner.update_weights(str(other))
-    assert answer(runner, prompt) == EXPECTED
-    fall_asleep(runner, 2)
-    runner.wake(ALL_TAGS)
-    assert answer(runner, prompt) == EXPECTED
-
-
-def test_an_update_that_loses_both_is_no_model_error(path, other):
-    """The worker cannot go on: a ModelError would say that the old weights are still there."""
-    progress = FailingProgress()
-    runner = TorchModelRunner.load(WorkerConfig(str(path), dtype="float32", kv_cache_memory=KV_BYTES), progress)
-    progress.fail_after = 100_000
-    with pytest.raises(RuntimeError, match="the disk is gone; and the old weights cannot be loaded again: OSError"):
-        runner.update_weights(str(other))
-    assert asleep(runner) == WEIGHTS
-
-
-@pytest.mark.parametrize("asleep_too", [False, True])
-def test_paths_that_the_system_refuses(runner, prompt, tmp_path, asleep_too):
-    """They are no more than weights that cannot be read."""
-    deep = tmp_path / "deep"
-    deep.mkdir()
-    (deep / "config.json").write_text("[" * 100_000)
-    if asleep_too:
-        runner.sleep()
-    for path in ("x" * 3000, str(deep)):
-        with pytest.raises(ModelError):
-            runner.update_weights(path)
-    if asleep_too:
-        runner.wake(ALL_TAGS)
-    assert answer(runner, prompt) == EXPECTED
-
-
 @pytest.mark.parametrize("tags", [ALL_TAGS, WEIGHTS, KV_CACHE], ids=["all", "weights", "kv_cache"])
 def test_a_start_asleep(path, prompt, tags):
     """What READY says is what it would say awake."""
     progress = FailingProgress()
-    config = WorkerConfig(str(path), dtype="float32", kv_cache_memory=KV_BYTES, asleep=tuple(tags))
-    runner = TorchModelRunner.load(config, progress)
+    runner = load(path, kv_cache_memory=KV_BYTES, asleep=tuple(tags), on_progress=progress)
     assert facts(runner) == facts(load(path, kv_cache_memory=KV_BYTES))
     assert asleep(runner) == tags
     assert (progress.calls == 0) is (Tag.WEIGHTS in tags)
@@ -395,20 +178,6 @@ def test_a_start_asleep_takes_no_memory(path):
     assert asleep(runner) == ALL_TAGS
     runner.wake(WEIGHTS)
     assert asleep(runner) == KV_CACHE
-
-
-def test_progress_is_told_whenever_weights_are_loaded(path, other):
-    progress = FailingProgress()
-    runner = TorchModelRunner.load(WorkerConfig(str(path), dtype="float32", kv_cache_memory=KV_BYTES), progress)
-    seen = progress.calls
-    runner.update_weights(str(other))
-    assert progress.calls == 2 * seen
-    fall_asleep(runner, 2)
-    runner.wake(ALL_TAGS)
-    assert progress.calls == 3 * seen
-    fall_asleep(runner, 1)
-    runner.wake(ALL_TAGS)
-    assert progress.calls == 3 * seen
 
 
 # ---- weights moved to host memory, as on a GPU -----------------------------------------------------------------------

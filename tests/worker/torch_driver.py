@@ -17,9 +17,9 @@ def reference(name):
     return json.loads((DATA / name).read_text())
 
 
-def load(path, dtype="float32", **config):
+def load(path, dtype="float32", on_progress=lambda done, total: None, **config):
     config = {"kv_cache_memory": 64 << 20, **config}
-    return TorchModelRunner.load(WorkerConfig(str(path), dtype=dtype, **config), lambda done, total: None)
+    return TorchModelRunner.load(WorkerConfig(str(path), dtype=dtype, **config), on_progress)
 
 
 def generate(runner, prompts, max_tokens, params=None, **limits):
