@@ -15,14 +15,14 @@ LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 NAMES = ["one", "two", "three", "four", "five", "six"]
 
 
-async def ask_all(engine, simulation, prompts, victim):
-    """All at once, and one of them kills every worker: completions, or why there is none."""
+async def ask_all(engine, simulation, prompts, victim, num_tokens=0):
+    """All at once, and one kills each worker after so many tokens of its: completions, or why there is none."""
     completions = {}
 
     async def ask(prompt):
         async with engine.open_session() as session, session.generate(prompt, LONG) as generation:
             if prompt == prompts[victim]:
-                simulation.poisoned.add(generation.request_id)
+                simulation.poisoned[generation.request_id] = num_tokens
             try:
                 completions[prompt] = await generation.result()
             except WorkerLost as exc:
@@ -111,12 +111,13 @@ async def test_three_times_and_no_more(autojump_clock, simulated):
     await engine.generate("two", GREEDY, wait=True)
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1, 20])
 @pytest.mark.parametrize("victim", [0, 3, 5])
-async def test_a_request_that_kills_the_worker_goes_alone(autojump_clock, victim):
+async def test_a_request_that_kills_the_worker_goes_alone(autojump_clock, victim, num_tokens):
     """Whether the others got a token before it or not; they lose no attempt, and the deaths do not end the engine."""
     config = EngineConfig(model="toy", max_num_seqs=8, max_restarts=3)
     async with simulated_engine(config) as (engine, simulation):
-        completions = await ask_all(engine, simulation, NAMES, victim)
+        completions = await ask_all(engine, simulation, NAMES, victim, num_tokens)
         assert isinstance(completions.pop(NAMES[victim]), WorkerLost)
         for prompt, completion in completions.items():
             assert list(completion.token_ids) == reference(engine, prompt, LONG)

@@ -52,7 +52,7 @@ class Simulation:
         self.thread_passes = thread_passes
         self.failing_starts = 0
         self.stalled_starts = 0
-        self.poisoned: set[int] = set()  # requests that kill every worker that computes them
+        self.poisoned: dict[int, int] = {}  # requests that kill each worker, and how many tokens they get before
         self._thread_threshold = thread_threshold
         self._nursery = nursery
         self._behaviours = list(behaviours)

@@ -7,9 +7,10 @@ history show as wrong text. Its tokenizer has a token for each byte, and the Cha
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -80,7 +81,7 @@ class ToyRunner:
         self.path = TOY_PATH
         self.asleep: frozenset[Tag] = frozenset()
         self.fail_requests: set[int] = set()  # these fail alone, at their next token
-        self.poisoned: set[int] = set()  # requests in whose steps it crashes
+        self.poisoned: Mapping[int, int] = {}  # requests, and how many tokens they get before it crashes
         self.fail_wakes = 0  # so many of the next ones
 
     def load(self, path: str, asleep: frozenset[Tag]) -> None:
@@ -109,8 +110,9 @@ class ToyRunner:
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken]:
         assert not self.asleep, f"a forward pass while {self.asleep} sleep"
-        if any(entry.sequence.request in self.poisoned for entry in output.scheduled):
-            raise Crash
+        for entry in output.scheduled:
+            if entry.sequence.num_output_tokens >= self.poisoned.get(entry.sequence.request, math.inf):
+                raise Crash
         weights = self._weights
         assert weights is not None, "a forward pass without weights"
         self._copy(output.copies)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -47,7 +47,7 @@ class Troubles:
     operators: bool = False  # one has ended a request
     wakes: bool = False  # a worker was told to fail one
     sleeps_abort: bool = False  # a sleep or an update may abort what has begun
-    poisoned: AbstractSet[int] = frozenset()  # requests
+    poisoned: Mapping[int, int] = field(default_factory=dict)  # requests, and how many tokens they get
     deaths: int = 0  # of workers
     retired: int = 0  # of these, as it was asked to sleep deeper
     paths: list[str] = field(default_factory=lambda: ["", TOY_PATH])  # of the weights, by their version

@@ -68,9 +68,9 @@ class PowerMachine(EngineMachine):
         self._call("update", call, (TransitionFailed,))
 
     @precondition(lambda self: self.worker is not None)
-    @recorded(what=st.sampled_from(("wake fails", "poison")), which=WHICH)
-    def sabotage(self, what: str, which: int) -> None:
-        """The next wake fails; or a request kills each worker that computes it."""
+    @recorded(what=st.sampled_from(("wake fails", "poison")), which=WHICH, num_tokens=st.sampled_from((0, 0, 1, 3)))
+    def sabotage(self, what: str, which: int, num_tokens: int) -> None:
+        """The next wake fails; or a request kills each worker that computes more than so many tokens of it."""
         requests = [session.generation for session in self.engine._sessions if session.phase is Phase.RUNNING]
         if what == "wake fails":
             self._worker().runner.fail_wakes += 1
@@ -79,7 +79,7 @@ class PowerMachine(EngineMachine):
             generation = pick(requests, which)
             assert generation is not None, "it runs"
             self.troubles.workers = True
-            self.simulation.poisoned.add(generation.request_id)
+            self.simulation.poisoned[generation.request_id] = num_tokens
 
     # ---- what the environment asks --------------------------------------------------------------------------------
 

@@ -173,8 +173,9 @@ class World(Machine):
         dead = [worker for worker in self.simulation.workers if worker.health is Health.DEAD]
         by_poison = sum(worker.exit_code == -SIGSEGV for worker in dead)
         self.troubles.retired = self.engine._supervisor.retired
-        # a request that kills workers does so once in the company of others, or a few times where it gets on
-        self.troubles.deaths = len(dead) - self.troubles.retired - max(0, by_poison - len(self.simulation.poisoned))
+        # a request that kills workers counts once, and then each time that it got a token
+        counted = sum(num_tokens + 1 for num_tokens in self.simulation.poisoned.values())
+        self.troubles.deaths = len(dead) - self.troubles.retired - max(0, by_poison - counted)
         if self.loop.crashes:
             raise self.loop.crashes[0]
         for worker in self.simulation.workers:

@@ -10,15 +10,17 @@ from trioengine.testing.mutants.gate import GATE_MUTANTS
 from trioengine.testing.mutants.link import LINK_MUTANTS
 from trioengine.testing.mutants.mutant import Mutant as Mutant
 from trioengine.testing.mutants.power import POWER_MUTANTS
+from trioengine.testing.mutants.replays import REPLAY_MUTANTS
 from trioengine.testing.mutants.server import SERVER_MUTANTS
 from trioengine.testing.mutants.session import SESSION_MUTANTS
 from trioengine.testing.mutants.worker import WORKER_MUTANTS
 
 
 def _row(mutant: Mutant) -> tuple[int, str]:
-    number = mutant.id[1:].rstrip("b")
+    number = mutant.id[1:].rstrip("bc")
     return int(number), mutant.id
 
 
-_ALL = (*SESSION_MUTANTS, *GATE_MUTANTS, *LINK_MUTANTS, *WORKER_MUTANTS, *POWER_MUTANTS, *SERVER_MUTANTS)
-MUTANTS: dict[str, Mutant] = {mutant.id: mutant for mutant in sorted(_ALL, key=_row)}
+_OF_THE_ENGINE = (*SESSION_MUTANTS, *GATE_MUTANTS, *POWER_MUTANTS, *REPLAY_MUTANTS)
+_AROUND_IT = (*LINK_MUTANTS, *WORKER_MUTANTS, *SERVER_MUTANTS)
+MUTANTS: dict[str, Mutant] = {mutant.id: mutant for mutant in sorted((*_OF_THE_ENGINE, *_AROUND_IT), key=_row)}

@@ -52,9 +52,10 @@ def _believe_any_wake(check: Any) -> Any:
     return mutant
 
 
-def _wake_what_is_awake(_: Any) -> Any:
+def _wake_what_is_awake(to_wake: Any) -> Any:
     def mutant(self: Memory, tags: frozenset[Tag], *, reload: bool) -> frozenset[Tag]:
-        return tags
+        sleeping: frozenset[Tag] = to_wake(self, tags, reload=reload)
+        return sleeping | (tags - self.asleep)
 
     return mutant
 
@@ -136,7 +137,7 @@ POWER_MUTANTS = (
         "F13b",
         "a partial wake opens the gate",
         replaced(PowerActor, "_take_back", _open_after_any_tag),
-        shows=f"the worker (sleeps|has)|admits|sleeps, frozenset|WAKE of what|the engine is awake|{_CRASHED}",
+        shows=f"the worker (sleeps|has)|admits|sleeps, frozenset|WAKE of what|while the engine is|{_CRASHED}",
         machine="PowerMachine",
     ),
     Mutant(
