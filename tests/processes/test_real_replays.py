@@ -16,8 +16,11 @@ from trioengine.actors.observer import Observer
 
 PATIENCE = 300  # seconds; a guard against hanging, far beyond what is needed
 STREAMS = 32
-PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 PROMPTS = [f"Write {number} short words about the sea." for number in range(STREAMS)]
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+SEEDED = [SamplingParams(max_tokens=24, temperature=0.8, ignore_eos=True, seed=number) for number in range(STREAMS)]
+PARAMS = {prompt: SEEDED[number] if number % 4 == 3 else GREEDY for number, prompt in enumerate(PROMPTS)}
+POISON = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, seed=poisoned_worker.POISON)
 
 
 @pytest.fixture
@@ -55,14 +58,13 @@ async def ask_all(engine, poisoned=None):
     completions = {}
 
     async def ask(prompt, task_status=trio.TASK_STATUS_IGNORED):
-        params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, seed=poisoned_worker.POISON)
-        async with engine.open_session() as session:
-            async with session.generate(prompt, params if prompt == poisoned else PARAMS) as generation:
-                task_status.started()
-                try:
-                    completions[prompt] = await generation.result()
-                except WorkerLost as exc:
-                    completions[prompt] = exc
+        params = POISON if prompt == poisoned else PARAMS[prompt]
+        async with engine.open_session() as session, session.generate(prompt, params) as generation:
+            task_status.started()
+            try:
+                completions[prompt] = await generation.result()
+            except WorkerLost as exc:
+                completions[prompt] = exc
 
     async with trio.open_nursery() as nursery:
         for prompt in PROMPTS:
@@ -87,16 +89,17 @@ async def test_streams_of_a_killed_worker_end_as_if_nothing_had_happened(config)
 
 @pytest.mark.parametrize("victim", [PROMPTS[5]])
 async def test_a_request_that_kills_the_worker_goes_alone(config, monkeypatch, victim):
+    """Also where a worker is killed before it is ready."""
     module = str(Path(poisoned_worker.__file__))
     command = ports._command
     monkeypatch.setattr(ports, "_command", lambda *fds: [sys.executable, module, *command(*fds)[4:]])
     with trio.fail_after(PATIENCE):
-        async with open_engine(config) as engine:
+        async with open_engine(config, ports=killing_the_second()) as engine:
             completions = await ask_all(engine, poisoned=victim)
             assert isinstance(completions.pop(victim), WorkerLost)
             assert len(completions) == STREAMS - 1
-            undisturbed = {prompt: await engine.generate(prompt, PARAMS) for prompt in list(completions)[::8]}
-            assert engine.statistics().incarnation == 5
+            undisturbed = {prompt: await engine.generate(prompt, PARAMS[prompt]) for prompt in list(completions)[::6]}
+            assert engine.statistics().incarnation == 6
     assert all(completion.finish_reason is FinishReason.LENGTH for completion in completions.values())
     for prompt, alone in undisturbed.items():
         assert completions[prompt].token_ids == alone.token_ids
