@@ -13,6 +13,7 @@ import trio
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
+from trioengine.actors.supervisor import Supervisor
 from trioengine.core.connection import Connection
 from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import Fatal, FatalCode
@@ -35,6 +36,7 @@ class Environment(World):
     def __init__(self) -> None:
         super().__init__()
         self._killed: list[Connection] = []  # to workers, whose last bytes may have arrived
+        self._watch(Supervisor, "retire", self._let_retire)
 
     # ---- for who uses the engine ----------------------------------------------------------------------------------
 
@@ -184,6 +186,16 @@ class Environment(World):
                 self.rare.saw("a worker's last frame is torn")
 
     # ---- helpers --------------------------------------------------------------------------------------------------
+
+    def _let_retire(self, retire: Any) -> Any:
+        """For `Supervisor.retire`: a worker that takes too long to exit is ended, and nobody is to blame."""
+
+        def watched(supervisor: Supervisor) -> None:
+            if self.worker is not None:
+                self.harmed.append(self.worker)
+            retire(supervisor)
+
+        return watched
 
     def _begin_drain(self, drain: Callable[[float | None], Awaitable[Any]], timeout: float | None) -> None:
         self.troubles.closing = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import h11
 
@@ -18,6 +18,13 @@ REFUSAL = b"HTTP/1.1 503 "  # comes unasked: there are too many connections
 HEADERS = [("host", "localhost"), ("content-type", "application/json")]
 
 
+class Operation(NamedTuple):
+    """What an operator posts."""
+
+    target: str
+    fields: dict[str, Any]
+
+
 @dataclass
 class _Exchange:
     """A request, and what came of its response."""
@@ -25,16 +32,14 @@ class _Exchange:
     prompt: str
     max_tokens: int
     streams: bool
-    aborts: str | None = None  # the id of the request that an operator wants to end; nothing else is asked then
+    operation: Operation | None = None  # an operator's; nothing else is asked then
     protocol: h11.Connection = field(default_factory=lambda: h11.Connection(h11.CLIENT))
     status: int = 0
     body: bytes = b""
 
     def to_bytes(self, model: str) -> bytes:
         """The request; more of them may be sent before its response."""
-        path, fields = PATH, self._fields(model)
-        if self.aborts is not None:
-            path, fields = ABORT_PATH, {"request_id": self.aborts}
+        path, fields = (PATH, self._fields(model)) if self.operation is None else self.operation
         body = json.dumps(fields).encode()
         headers = [*HEADERS, ("content-length", str(len(body)))]
         events = (h11.Request(method="POST", target=path, headers=headers), h11.Data(data=body), h11.EndOfMessage())
@@ -64,7 +69,14 @@ class HttpClient(SimulatedPeer):
 
     def abort(self, id: str) -> None:
         """As an operator: end a request, of whichever client."""
-        self._send(_Exchange("", 0, streams=False, aborts=id))
+        self._operate(Operation(ABORT_PATH, {"request_id": id}))
+
+    def switch(self, target: str) -> None:
+        """As an operator: put the engine to sleep, or wake it."""
+        self._operate(Operation(target, {}))
+
+    def _operate(self, operation: Operation) -> None:
+        self._send(_Exchange("", 0, streams=False, operation=operation))
 
     def _send(self, exchange: _Exchange) -> None:
         self._exchanges.append(exchange)
@@ -124,8 +136,8 @@ class HttpClient(SimulatedPeer):
         self.num_answers += 1
         if exchange.status != 200:
             self._judge_error(exchange, json.loads(exchange.body)["error"])
-        elif exchange.aborts is not None:
-            assert json.loads(exchange.body)["aborted"] in (0, 1), f"an abort is answered by {exchange.body!r}"
+        elif exchange.operation is not None:
+            self._judge_operation(exchange.operation, json.loads(exchange.body))
         elif exchange.streams:
             self._judge_stream(exchange)
         else:
@@ -135,9 +147,26 @@ class HttpClient(SimulatedPeer):
     def _judge_error(self, exchange: _Exchange, error: dict[str, Any]) -> None:
         if error["code"] == "too_many_connections" or (error["code"] == "bad_request" and self._spoilt):
             return
-        assert exchange.aborts is None, f"an abort is refused by {error}"
+        if exchange.operation is not None:
+            self._judge_refusal(exchange.operation, error)
+            return
         too_long = error["code"] == "context_length_exceeded" and self._room(exchange) <= 0
         assert too_long or self._troubles.excuse(error["code"]), f"nothing may fail by {error}"
+
+    def _judge_operation(self, operation: Operation, answer: dict[str, Any]) -> None:
+        if operation.target == ABORT_PATH:
+            assert answer["aborted"] in (0, 1), f"an abort is answered by {answer}"
+            return
+        told = answer["is_sleeping"], bool(answer["tags"]), answer["level"] is not None
+        assert len(set(told)) == 1, f"{operation.target} is answered by {answer}"
+
+    def _judge_refusal(self, operation: Operation, error: dict[str, Any]) -> None:
+        assert operation.target != ABORT_PATH, f"an abort is refused by {error}"
+        is_loading = error["message"] == "the engine is loading"
+        sleeps_deeper = error["message"].startswith("it sleeps at level 2")
+        troubled = self._troubles.closing or self._troubles.workers
+        assert error["code"] == "transition_failed" or self._troubles.closing, f"{operation.target}: {error}"
+        assert is_loading or sleeps_deeper or troubled, f"{operation.target} is refused by {error}"
 
     def _judge_stream(self, exchange: _Exchange) -> None:
         *frames, rest = exchange.body.decode().split("\n\n")

@@ -59,6 +59,8 @@ class Troubles:
                 return True
             case "aborted":
                 return self.operators
+            case "asleep":
+                return Cause.SLEEP in self.causes
             case "worker_lost":
                 return self.workers
             case "shutting_down" | "shutdown":

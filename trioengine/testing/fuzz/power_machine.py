@@ -11,7 +11,6 @@ from hypothesis.stateful import precondition
 
 from trioengine.actors.gate import Gate
 from trioengine.actors.power import PowerActor
-from trioengine.actors.supervisor import Supervisor
 from trioengine.core.errors import EngineAsleep, TransitionFailed
 from trioengine.core.lifecycle import Cause, Phase, Power
 from trioengine.testing.fuzz.changes import UNFIT, Change, Changes
@@ -39,7 +38,6 @@ class PowerMachine(EngineMachine):
         self._watch(PowerActor, "update_weights", self.changes.of_updates)
         self._watch(Gate, "admit_request", self._open_only)
         self._watch(Gate, "admit_session", self._open_only)
-        self._watch(Supervisor, "retire", self._let_retire)
         self.troubles.paths = self.changes.paths
 
     # ---- who runs the engine --------------------------------------------------------------------------------------
@@ -115,16 +113,6 @@ class PowerMachine(EngineMachine):
         if changes.asleep or changes.running or any(call.name in CHANGES for call in self.running_calls):
             self.troubles.causes.add(Cause.SHUTDOWN)
         super()._begin_drain(drain, timeout)
-
-    def _let_retire(self, retire: Any) -> Any:
-        """For `Supervisor.retire`: a worker that takes too long to exit is ended, and nobody is to blame."""
-
-        def watched(supervisor: Supervisor) -> None:
-            if self.worker is not None:
-                self.harmed.append(self.worker)
-            retire(supervisor)
-
-        return watched
 
     def _learn(self) -> None:
         self.changes.learn(self._excuse)

@@ -8,6 +8,7 @@ from typing import Any
 
 from trioengine.serve.realtime.beside import MAX_BESIDE
 from trioengine.serve.realtime.connection import GOING_AWAY
+from trioengine.serve.realtime.engine_states import AWAKE
 from trioengine.testing.fuzz.callers import Turn
 from trioengine.testing.fuzz.followed_response import Asked, FollowedResponse
 from trioengine.testing.fuzz.oracles import Troubles
@@ -26,6 +27,7 @@ class RealtimeClient(SimulatedClient):
         self.order: list[str] = []
         self.instructions = ""
         self.num_events = 0
+        self.engine_state = AWAKE  # as it was told
         self.responses: dict[str, FollowedResponse] = {}  # the active ones
         self._max_model_len = max_model_len
         self._troubles = troubles
@@ -134,6 +136,8 @@ class RealtimeClient(SimulatedClient):
                 self._active(event["response_id"]).check_text(event["text"])
             case "response.done":
                 self._end(event["response"])
+            case "engine.state":
+                self.engine_state = event["state"]
             case "error":
                 self._complain(event["error"])
 

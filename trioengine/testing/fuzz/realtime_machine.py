@@ -7,8 +7,11 @@ import functools
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
+from trioengine.core.errors import TransitionFailed
+from trioengine.core.lifecycle import Cause
 from trioengine.serve.realtime import answering, connection, outbox
 from trioengine.serve.realtime.connection import RealtimeConnection
+from trioengine.serve.realtime.engine_states import SHOWN
 from trioengine.serve.realtime.outbox import Outbox
 from trioengine.testing.fuzz.oracles import check_worker
 from trioengine.testing.fuzz.program import pick, recorded
@@ -120,6 +123,18 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
             case "ping":
                 client.ping()
 
+    @precondition(lambda self: self.in_use)
+    @recorded(how=st.sampled_from(("keep", "keep", "abort", "wait", "wake", "wake", "weights")))
+    def switch(self, how: str) -> None:
+        """Who runs the engine puts it to sleep, or wakes it."""
+        self.troubles.causes.add(Cause.SLEEP)
+        match how:
+            case "wake" | "weights":
+                call = functools.partial(self.engine.wake, None if how == "wake" else [how])
+            case mode:
+                call = functools.partial(self.engine.sleep, mode=mode)
+        self._call("switch", call, (TransitionFailed,))
+
     # ---- what the environment asks --------------------------------------------------------------------------------
 
     def _connect(self) -> None:
@@ -135,7 +150,14 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
         if worker is not None and worker.health is Health.WELL and self.engine.gate.link is not None:
             check_worker(self.engine, worker, list(self.engine._sessions))
             stuck = [id for client in self.clients if client.mood is Mood.WELL for id in client.responses]
-            assert not stuck, f"responses {stuck} never end"
+            assert len(stuck) <= self._num_asleep, f"responses {stuck} never end"
+            for client in self.clients:
+                self._check_state(client)
+
+    def _check_state(self, client: RealtimeClient) -> None:
+        shown = SHOWN[self.engine.power.power]
+        is_told = client.mood is not Mood.WELL or not client.accepted or not client.can_send
+        assert is_told or client.engine_state == shown, f"{client} hears {client.engine_state}, the engine is {shown}"
 
     def _note_moment(self, client: RealtimeClient) -> None:
         if client.response is not None:

@@ -89,6 +89,11 @@ class ServedEnvironment(Environment, Generic[Client]):
     # ---- what the environment asks --------------------------------------------------------------------------------
 
     @property
+    def _num_asleep(self) -> int:
+        """How many requests wait for a wake."""
+        return self.engine.gate.ledger.suspended if self.engine.power.asleep else 0
+
+    @property
     def in_use(self) -> bool:
         return bool(self.clients)
 
