@@ -5,7 +5,7 @@ import trio
 from expectations import GREEDY, everything_is_given_back, generated, reference, until
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineConfig, SamplingParams, WorkerLost
+from trioengine import EngineConfig, SamplingParams, TransitionFailed, WorkerLost
 from trioengine.core.lifecycle import Cause, Power
 from trioengine.core.messages import AddMessage, FinishReason
 from trioengine.testing import simulated_engine, toy_answer
@@ -200,3 +200,27 @@ async def test_no_worker_comes(autojump_clock):
             simulation.failing_starts = 5
             simulation.worker.kill()
     assert isinstance(failures[0].error, WorkerLost)
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+async def test_a_refused_update_leaves_a_trial_as_it_is(autojump_clock, mode, count):
+    """Nobody runs beside the suspect, and nobody is admitted."""
+    async with simulated_engine() as (engine, simulation):
+        async with trio.open_nursery() as nursery:
+            for prompt in NAMES[:count]:
+                nursery.start_soon(engine.generate, prompt, LONG)
+            await generated(engine, count)
+            for _ in range(2):  # the second time before anybody got a token: all are suspects
+                simulation.worker.kill()
+                while engine.gate.link is not None:
+                    await engine.gate.changed()
+                while engine.gate.link is None:
+                    await engine.gate.changed()
+            assert engine.replays.has_suspects
+            with pytest.raises(TransitionFailed, match="another architecture"):
+                await engine.update_weights("other", mode=mode)
+            assert engine.power.power is (Power.RESTARTING if engine.replays.has_suspects else Power.AWAKE)
+            assert engine.replays.has_suspects or count == 1
+        await engine.generate("again", GREEDY, wait=True)
+        await everything_is_given_back(engine, simulation)

@@ -16,7 +16,7 @@ from trioengine.actors.generation import Completion, Generation
 from trioengine.actors.invariants import check_books
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.ports import Ports
-from trioengine.actors.power import Weights
+from trioengine.actors.power_change import Weights
 from trioengine.actors.session import Session
 from trioengine.actors.states import States
 from trioengine.core.config import EngineConfig

@@ -1,6 +1,6 @@
 """An engine's parts, and what they tell each other: what becomes of a frame, of a worker that is READY or lost.
 
-All of it is synchronous.
+All of it is synchronous, but for the check of a model's files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from trioengine.actors.gate import Gate
 from trioengine.actors.link import Link
 from trioengine.actors.observer import Observer
 from trioengine.actors.ports import Ports
-from trioengine.actors.power import PowerActor, Weights
+from trioengine.actors.power import PowerActor
+from trioengine.actors.power_change import Weights
 from trioengine.actors.replays import Replays
 from trioengine.actors.session import Session
 from trioengine.actors.sessions import Sessions
@@ -111,8 +112,13 @@ class EngineState:
 
     @property
     def wants_worker(self) -> bool:
-        """Whether a worker that was lost is to be replaced now."""
+        """Whether a worker that was lost, or has retired, is to be replaced now."""
         return self._power.wants_worker
+
+    @property
+    def depends_on_worker(self) -> bool:
+        """Whether requests run, or would with a worker: without one the engine is of no use."""
+        return self._power.depends_on_worker
 
     def worker_config(self) -> WorkerConfig:
         """What a worker that starts now is to be."""

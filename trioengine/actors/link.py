@@ -29,6 +29,7 @@ class Link:
         self._posted = trio.Event()
         self._answer: Answer | None = None
         self._answered = trio.Event()
+        self._is_lost = False
 
     def post(self, message: Message, payload: bytes | None = None) -> None:
         """Queue a message. Raises LocalProtocolError, FrameTooLarge among them, and changes nothing then.
@@ -46,7 +47,8 @@ class Link:
         """Post it and wait for the answer; None when the worker is lost. One at a time; cancelled, it stays posted."""
         self.post(change)
         self._answer, self._answered = None, trio.Event()
-        await self._answered.wait()
+        if not self._is_lost:
+            await self._answered.wait()
         return self._answer
 
     def answer(self, message: Answer) -> None:
@@ -56,6 +58,7 @@ class Link:
 
     def lose(self) -> None:
         """The worker is dead: nothing will be answered."""
+        self._is_lost = True
         self._answered.set()
 
     async def write(self) -> None:

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import trio
 
 from trioengine.actors.gate import Gate
 from trioengine.actors.link import Link
-from trioengine.actors.power_change import Leniency, Mode, PowerChange, leniency_of, level_of, path_of, tags_of
+from trioengine.actors.power_change import Leniency, Mode, PowerChange, Weights, leniency_of, level_of, path_of, tags_of
 from trioengine.actors.replays import Replays
 from trioengine.actors.sessions import Sessions
 from trioengine.actors.states import PowerState, States
@@ -34,13 +34,6 @@ if TYPE_CHECKING:
 
 DO_NOT_WAKE = "the weights are updated, but do not wake"
 _OVER = (Power.DRAINING, Power.CLOSED)
-
-
-class Weights(NamedTuple):
-    """What the model is made of: a file or directory, and how many there were with it."""
-
-    path: str
-    version: int
 
 
 class PowerActor:
@@ -66,7 +59,7 @@ class PowerActor:
         self._check_model = check_model
         self._queue: deque[PowerChange] = deque()
         self._finishing = False  # requests in flight, before a sleep or an update
-        self._wants_worker = False  # for a change that is made asleep
+        self._wants_worker = False  # for a change that is made asleep, or in place of one that retires
         self._is_over = False
         self._listeners: set[States] = set()
         self._told = self.state
@@ -92,14 +85,14 @@ class PowerActor:
 
     @property
     def wants_worker(self) -> bool:
-        """Whether a worker that was lost is to be replaced now."""
+        """Whether a worker that was lost, or has retired, is to be replaced now."""
         match self._gate.power:
             case Power.CLOSED:
                 return False
             case Power.ASLEEP:
                 return self._wants_worker
             case Power.FALLING_ASLEEP:
-                return self._finishing and self._gate.ledger.in_flight > 0
+                return self._wants_worker or (self._finishing and self._gate.ledger.in_flight > 0)
             case Power.DRAINING:
                 return not self.memory.asleep
         return True
@@ -107,8 +100,13 @@ class PowerActor:
     @property
     def starts_asleep(self) -> frozenset[Tag]:
         """What of a worker that starts now is to sleep."""
-        is_in_time = self._gate.power is Power.FALLING_ASLEEP and not self._finishing
-        return ALL_TAGS if is_in_time else self.memory.asleep
+        is_falling_asleep = self._gate.power is Power.FALLING_ASLEEP and not self._finishing
+        return ALL_TAGS if is_falling_asleep else self.memory.asleep
+
+    @property
+    def depends_on_worker(self) -> bool:
+        """Whether requests run, or would with a worker: without one the engine is of no use."""
+        return self.wants_worker and not self.memory.asleep
 
     @property
     def runs_requests(self) -> bool:
@@ -310,15 +308,20 @@ class PowerActor:
         """Until the worker has exited, and with it all that its libraries keep; a fresh one takes its place, asleep."""
         self._gate.link = None
         self._supervisor.retire()
-        while self._supervisor.is_retiring:
-            await self._wait(Power.FALLING_ASLEEP)
+        self._wants_worker = True
+        try:
+            while self._supervisor.is_retiring:
+                await self._wait(Power.FALLING_ASLEEP)
+        finally:
+            self._wants_worker = False
 
     def _go_on(self, event: PowerEvent) -> None:
-        """The engine is awake again, or has no worker."""
+        """The engine is awake again; or it restarts: it has no worker, or one that tries suspects."""
         link = self._gate.link
         if link is not None:
             self._replays.resume(link)
-        self._gate.change_power(event if link is not None else PowerEvent.LEFT_ALONE)
+        is_awake = link is not None and not self._replays.has_suspects
+        self._gate.change_power(event if is_awake else PowerEvent.LEFT_ALONE)
 
     async def _link(self, expected: Power) -> Link:
         """To a worker that is READY; TransitionFailed when one is lost before."""

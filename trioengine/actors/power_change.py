@@ -33,6 +33,13 @@ class Leniency(NamedTuple):
     timeout: float | None
 
 
+class Weights(NamedTuple):
+    """What the model is made of: a file or directory, and how many there were with it."""
+
+    path: str
+    version: int
+
+
 @dataclass(eq=False)
 class PowerChange:
     """One that was asked for."""

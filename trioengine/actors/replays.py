@@ -88,7 +88,9 @@ class Replays:
     # ---- going on -------------------------------------------------------------------------------------------------
 
     def resume(self, link: Link) -> None:
-        """There is a worker: everything suspended goes on; where there are suspects, only the first of them."""
+        """There is a worker: everything suspended goes on; where there are suspects, one of them alone."""
+        if self._tried is not None:
+            return
         while self._suspects:
             suspect = self._suspects.pop(0)
             session = self._suspended(suspect)

@@ -51,6 +51,7 @@ class Incarnation:
         self.ready = False
         self.reason: str | None = None  # why we killed it
         self.fatal: Fatal | None = None  # what it said last
+        self.retiring = trio.Event()
         self._engine = engine
         self._config = engine.config
         self._last_progress = trio.current_time()
@@ -61,7 +62,6 @@ class Incarnation:
         self._end_of_stream = trio.Event()
         self._dead = trio.Event()
         self._shutting_down = False
-        self.retiring = trio.Event()
 
     async def run(self, config: WorkerConfig) -> None:
         """Run the process to its death; cancelled, it is killed. What was in flight is the caller's to settle."""
@@ -208,21 +208,21 @@ class Supervisor:
         with self._scope:
             while not self._shutdown.is_set():
                 self.incarnations += 1
+                retired = False
                 try:
-                    if await self._run_incarnation():
-                        continue
+                    retired = await self._run_incarnation()
                 except WorkerLost as exc:
                     if self.incarnations == 1:
                         raise
-                    self._on_worker_lost(exc, counts=True)
-                if not self._shutdown.is_set():
+                    self._on_worker_lost(exc)
+                if self._engine.wants_worker and not (retired or self._shutdown.is_set()):
                     await self._back_off()
                 while not (self._engine.wants_worker or self._shutdown.is_set()):
                     await self._engine.gate.changed()
 
-    def _on_worker_lost(self, error: EngineError, *, counts: bool) -> None:
+    def _on_worker_lost(self, error: EngineError) -> None:
         self.last_loss = error
-        if self._engine.on_worker_lost(error) and counts and not self._engine.power.asleep:
+        if self._engine.on_worker_lost(error) and self._engine.depends_on_worker:
             self._deaths += 1
 
     async def _run_incarnation(self) -> bool:
@@ -240,11 +240,11 @@ class Supervisor:
             retired = incarnation.retiring.is_set()
             self.retired += retired
             incarnation.link.lose()
-            self._on_worker_lost(error, counts=not retired)
+            self._on_worker_lost(error)
         if retired or self._shutdown.is_set():
             return retired
         is_first = self.incarnations == 1 and not incarnation.ready
-        if is_first or (isinstance(error, ModelError) and not self._engine.power.asleep):
+        if is_first or (isinstance(error, ModelError) and self._engine.depends_on_worker):
             raise error
         logger.warning("%s", error)
         return False

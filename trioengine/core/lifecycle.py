@@ -257,7 +257,7 @@ class PowerEvent(enum.Enum):
     UPDATE = "update"
     UPDATED = "updated"
     FAILED = "failed"  # a wake or an update; all is as it was before
-    LEFT_ALONE = "left_alone"  # a wake or an update is over, and so is the worker
+    LEFT_ALONE = "left_alone"  # a wake or an update is over, and the worker is gone, or not to be had yet
     DRAIN = "drain"
     CLOSE = "close"  # shut down, or given up
 
