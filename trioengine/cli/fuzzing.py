@@ -114,7 +114,7 @@ def _check_writable(keep: Path) -> None:
         existed = keep.exists()
         keep.open("a").close()
         if not existed:
-            keep.unlink()
+            keep.unlink(missing_ok=True)
     except OSError as exc:
         raise InvalidConfig(f"--keep {keep}: {exc.strerror}") from exc
 
