@@ -135,6 +135,14 @@ async def test_what_is_no_server_of_ours(autojump_clock, scripted, offence, comp
         await server.ours.send_all(b"x")
 
 
+async def test_a_timeout_that_passes_before_the_server_answers(autojump_clock, scripted):
+    client, _ = scripted
+    before = trio.current_time()
+    with pytest.raises(ConnectionLost, match="h:1 does not answer in time"):
+        await client.generate("hello", timeout=5)
+    assert trio.current_time() - before == pytest.approx(5)
+
+
 REFUSALS = [
     (401, {"type": "invalid_request_error", "code": "invalid_api_key", "message": "no"}, RequestRejected),
     (429, {"type": "rate_limit_error", "code": "too_many", "message": "no", "retry_after": 3}, EngineOverloaded),

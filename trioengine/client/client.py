@@ -5,17 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from copy import copy
 from typing import Any
 
 import trio
 
+from trioengine.actors.deadline import deadline_after
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.client.address import Address, Endpoint
 from trioengine.client.connection import Connection
+from trioengine.client.generation import Generation
 from trioengine.client.session import Session
 from trioengine.core.bounds import is_key
 from trioengine.core.completion import Completion
-from trioengine.core.errors import EngineClosed, EngineOverloaded, InvalidConfig
+from trioengine.core.errors import ConnectionLost, EngineClosed, EngineError, EngineOverloaded, InvalidConfig
 from trioengine.core.sampling_params import SamplingParams
 
 
@@ -52,10 +55,10 @@ class Client:
         wait: bool = False,
     ) -> Completion:
         """One answer, in a session of its own. Errors, timeout and wait as in Session.generate."""
-        async with (
-            self.open_session(wait=wait) as session,
-            session.generate(prompt, params, timeout=timeout, wait=wait) as generation,
-        ):
+        deadline = deadline_after(timeout)
+        session = Session(self, label=None, history=None, wait=wait, deadline=deadline)
+        generation = Generation(session, prompt, params, keep_partial=False, deadline=deadline, wait=wait)
+        async with session, generation:
             return await generation.result()
 
     def close(self) -> None:
@@ -64,22 +67,26 @@ class Client:
         for connection in self._connections:
             connection.close()
 
-    async def start(self, connection: Connection, *, wait: bool) -> str:
+    async def start(self, connection: Connection, *, wait: bool, deadline: float) -> str:
         """What a session calls: the connection lives in the client's nursery. Returns the server's id of the session.
 
-        With `wait` a server that has no place is asked again.
+        With `wait` a server that has no place is asked again. After the deadline it raises the last refusal, or
+        ConnectionLost if there was none.
         """
-        while True:
-            if self._closed:
-                raise EngineClosed("the client is closed")
-            try:
-                session_id: str = await self._nursery.start(self._run, connection)
-                return session_id
-            except EngineOverloaded as exc:
-                if not wait:
-                    raise
-                retry_after = exc.retry_after
-            await trio.sleep(retry_after)
+        refusal: EngineError = ConnectionLost(f"{self.endpoint.authority} does not answer in time")
+        with trio.move_on_at(deadline):
+            while True:
+                if self._closed:
+                    raise EngineClosed("the client is closed")
+                try:
+                    session_id: str = await self._nursery.start(self._run, connection)
+                    return session_id
+                except EngineOverloaded as exc:
+                    if not wait:
+                        raise
+                    refusal, retry_after = exc, exc.retry_after
+                await trio.sleep(retry_after)
+        raise copy(refusal)
 
     async def _run(self, connection: Connection, *, task_status: trio.TaskStatus[str]) -> None:
         self._connections.add(connection)

@@ -7,6 +7,7 @@ posts. Nothing is awaited in a dying scope.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from copy import copy
 from types import TracebackType
@@ -40,7 +41,13 @@ class Session:
     """
 
     def __init__(
-        self, client: Client, *, label: str | None, history: Sequence[dict[str, Any]] | None, wait: bool
+        self,
+        client: Client,
+        *,
+        label: str | None,
+        history: Sequence[dict[str, Any]] | None,
+        wait: bool,
+        deadline: float = math.inf,
     ) -> None:
         self.label = label
         self.id: str | None = None  # the server's
@@ -49,6 +56,7 @@ class Session:
         self._client = client
         self._initial_history = history
         self._wait = wait
+        self._deadline = deadline  # of the opening
         self._connection = Connection(client.endpoint, self._told, self._lost)
         self._entered = False
         self._confirming = trio.CancelScope()  # the end of the session ends the wait for its history
@@ -75,7 +83,7 @@ class Session:
         history = [] if self._initial_history is None else chat_messages(self._initial_history, "history")
         events = self._conversation.prepared(history)
         try:
-            self.id = await self._client.start(self._connection, wait=self._wait)
+            self.id = await self._client.start(self._connection, wait=self._wait, deadline=self._deadline)
             self._conversation.replace(history, events)
             with self._confirming:
                 await self._conversation.confirmed()
