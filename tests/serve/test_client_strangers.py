@@ -1,7 +1,7 @@
 """trioengine.connect and servers that cannot be talked to: each is told apart, in words, and nothing waits for ever."""
 
 import json
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import trio
@@ -214,6 +214,7 @@ NONSENSE = [
     TextMessage("[]"),
     TextMessage("{}"),
     TextMessage('{"type": "response.created"}'),
+    TextMessage('{"type": "engine.state"}'),
     BytesMessage(b"{}"),
 ]
 
@@ -233,6 +234,29 @@ async def test_what_is_no_event_ends_the_session(autojump_clock, scripted, messa
             with pytest.raises(ConnectionLost):
                 async with session.generate("hello"):
                     pass
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyError, TypeError, OSError])
+@pytest.mark.parametrize("reads", [True, False])
+async def test_what_on_state_raises_comes_out_as_it_is(autojump_clock, kind, reads):
+    server, error = ScriptedServer(), kind("ours")
+
+    def on_state(state):
+        assert state == "sleeping"
+        raise error
+
+    async def talk():
+        await server.begin()
+        await wait_all_tasks_blocked()
+        await server.tell("engine.state", state="sleeping")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(talk)
+        with pytest.raises(kind) as raised:
+            async with connect("ws://h:1", dial=server.dial, on_state=on_state) as client:
+                async with client.open_session() as session, session.generate("hello") if reads else nullcontext():
+                    await trio.sleep(60)  # simulated: for ever
+    assert raised.value is error
 
 
 async def test_unknown_events_are_ignored(autojump_clock, scripted):

@@ -27,8 +27,8 @@ class Client:
 
     def __init__(self, endpoint: Endpoint, nursery: trio.Nursery, on_state: Callable[[str], object]) -> None:
         self.endpoint = endpoint
-        self.on_state = on_state
         self.request_ids = itertools.count(1)
+        self._on_state = on_state
         self._nursery = nursery
         self._connections: set[Connection] = set()
         self._closed = False
@@ -67,6 +67,16 @@ class Client:
         for connection in self._connections:
             connection.close()
 
+    def tell_state(self, state: str) -> None:
+        """What a session's connection calls. If the callback raises, this ends the client, not the connection."""
+        scope = self._nursery.cancel_scope
+        try:
+            if not scope.cancel_called:
+                self._on_state(state)
+        except Exception as exc:
+            scope.cancel()  # in this step: who reads is not told of a lost connection
+            self._nursery.start_soon(_raise, exc)
+
     async def start(self, connection: Connection, *, wait: bool, deadline: float) -> str:
         """What a session calls: the connection lives in the client's nursery. Returns the server's id of the session.
 
@@ -96,6 +106,10 @@ class Client:
             self._connections.discard(connection)
 
 
+async def _raise(error: Exception) -> None:
+    raise error
+
+
 @asynccontextmanager
 async def connect(
     url: str,
@@ -110,7 +124,8 @@ async def connect(
     Nothing is connected before a session is opened. Leaving ends every session and closes its WebSocket; cancelled, or
     with an exception, at once. `model` is the name that the server must serve; `dial` gives the streams to connect by,
     in place of TCP and TLS. `on_state(state)` is told by each session when the state of the server's engine changes
-    (`awake`, `sleeping`, `updating`, `restarting`, …); it must neither block nor raise. Raises InvalidConfig.
+    (`awake`, `sleeping`, `updating`, `restarting`, …); it must not block, and what it raises ends the client and comes
+    out here. Raises InvalidConfig.
     """
     address = Address.parse(url, model)
     if api_key is not None and not is_key(api_key):

@@ -57,7 +57,7 @@ class Session:
         self._initial_history = history
         self._wait = wait
         self._deadline = deadline  # of the opening
-        self._connection = Connection(client.endpoint, self._told, self._lost)
+        self._connection = Connection(client.endpoint, self._told, client.tell_state, self._lost)
         self._entered = False
         self._confirming = trio.CancelScope()  # the end of the session ends the wait for its history
         self._loss: EngineError | None = None
@@ -258,8 +258,6 @@ class Session:
                 self._conversation.answered(f"create_{event['item']['id']}")
             case "conversation.item.deleted":
                 self._conversation.answered(f"delete_{event['item_id']}")
-            case "engine.state":
-                self._client.on_state(str(event["state"]))
             case "error":
                 self._complained(event["error"])
 
