@@ -19,6 +19,7 @@ from wsproto.events import (
 
 from trioengine import (
     ConnectionLost,
+    EngineAsleep,
     EngineClosed,
     EngineOverloaded,
     RequestRejected,
@@ -147,6 +148,7 @@ REFUSALS = [
     (401, {"type": "invalid_request_error", "code": "invalid_api_key", "message": "no"}, RequestRejected),
     (429, {"type": "rate_limit_error", "code": "too_many", "message": "no", "retry_after": 3}, EngineOverloaded),
     (503, {"type": "server_error", "code": "overloaded", "message": "no"}, EngineOverloaded),
+    (503, {"type": "server_error", "code": "asleep", "message": "no", "retry_after": 3}, EngineAsleep),
     (503, {"type": "server_error", "code": "shutting_down", "message": "no"}, EngineClosed),
 ]
 
@@ -165,9 +167,11 @@ async def test_a_refused_handshake_is_a_typed_error(autojump_clock, scripted, st
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(refuse)
-        with pytest.raises(error, match="no"):
+        with pytest.raises(error, match="no") as refused:
             async with client.open_session():
                 pass
+        if "retry_after" in problem:
+            assert refused.value.retry_after == 3
 
 
 async def test_a_server_that_falls_silent_is_noticed(autojump_clock, scripted):

@@ -30,8 +30,6 @@ from trioengine.core.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from trioengine.client.client import Client
 
-ASK_AGAIN_AFTER = 1.0  # seconds; nobody knows when an engine is woken
-
 
 class Session:
     """One session: `async with client.open_session() as session`.
@@ -196,7 +194,7 @@ class Session:
                 self._conclude(generation, Outcome(FinishReason.ERROR, error=refusal))
                 self._settle(generation)
                 return
-            await trio.sleep(refusal.retry_after if isinstance(refusal, EngineOverloaded) else ASK_AGAIN_AFTER)
+            await trio.sleep(refusal.retry_after)
 
     async def _expire(self, generation: Generation) -> None:
         with trio.move_on_at(generation.deadline):
