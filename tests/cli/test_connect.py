@@ -1,7 +1,9 @@
 """`trioengine chat --connect`: a process that talks to a server, which is on a simulated worker."""
 
+import os
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from functools import partial
 
@@ -55,6 +57,28 @@ def test_a_chat_waits_for_an_engine_that_sleeps(capsys):
             assert run(["wake", "--connect", url]) == 0
             said, complaints = process.communicate(timeout=120)
             assert (len(said), complaints, process.returncode) == (4, "trioengine: the engine is awake\n", 0)
+
+
+@pytest.mark.parametrize("how", ["closed", "broken"])
+def test_a_chat_without_a_stderr_goes_on_when_the_engine_sleeps(capsys, how):
+    """`closed`: as `2>&-` does it; `broken`: nobody reads it any more."""
+    with served() as (url, engine):
+        assert run(["sleep", "--connect", url]) == 0
+        shell = ["sh", "-c", 'exec "$@" 2>&-', "sh"] if how == "closed" else []
+        reading, writing = os.pipe()
+        os.close(reading)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": writing}
+        with subprocess.Popen([*shell, *command(url, "--max-tokens", "3", "--ignore-eos")], text=True, **pipes) as chat:
+            os.close(writing)
+            chat.stdin.write("hello\n\n")
+            chat.stdin.flush()
+            patience = time.monotonic() + 60
+            while not engine.statistics().rejected:  # it has asked, and waits
+                assert chat.poll() is None and time.monotonic() < patience
+                time.sleep(0.01)
+            assert run(["wake", "--connect", url]) == 0
+            said, _ = chat.communicate(timeout=60)
+        assert (len(said), chat.returncode) == (4, 0)
 
 
 def test_a_chat_says_that_an_answer_was_cut_off(capsys):

@@ -4,7 +4,15 @@ from copy import copy
 
 import pytest
 
-from trioengine import ConnectionLost, EngineError, EngineOverloaded, RequestRejected, SessionEnded, WorkerLost
+from trioengine import (
+    ConnectionLost,
+    EngineAsleep,
+    EngineError,
+    EngineOverloaded,
+    RequestRejected,
+    SessionEnded,
+    WorkerLost,
+)
 
 
 def test_errors_carry_their_fields():
@@ -22,6 +30,7 @@ def test_errors_carry_their_fields():
     "error",
     [
         EngineError("plain"),
+        EngineAsleep("asleep", retry_after=2.0),
         EngineOverloaded("full", code="queue", retry_after=2.0),
         RequestRejected("invalid_value", "no", param="prompt"),
         SessionEnded("over", cause="client"),

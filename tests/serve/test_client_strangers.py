@@ -1,7 +1,7 @@
 """trioengine.connect and servers that cannot be talked to: each is told apart, in words, and nothing waits for ever."""
 
 import json
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import trio
@@ -19,6 +19,7 @@ from wsproto.events import (
 
 from trioengine import (
     ConnectionLost,
+    EngineAsleep,
     EngineClosed,
     EngineOverloaded,
     RequestRejected,
@@ -135,10 +136,19 @@ async def test_what_is_no_server_of_ours(autojump_clock, scripted, offence, comp
         await server.ours.send_all(b"x")
 
 
+async def test_a_timeout_that_passes_before_the_server_answers(autojump_clock, scripted):
+    client, _ = scripted
+    before = trio.current_time()
+    with pytest.raises(ConnectionLost, match="h:1 does not answer in time"):
+        await client.generate("hello", timeout=5)
+    assert trio.current_time() - before == pytest.approx(5)
+
+
 REFUSALS = [
     (401, {"type": "invalid_request_error", "code": "invalid_api_key", "message": "no"}, RequestRejected),
     (429, {"type": "rate_limit_error", "code": "too_many", "message": "no", "retry_after": 3}, EngineOverloaded),
     (503, {"type": "server_error", "code": "overloaded", "message": "no"}, EngineOverloaded),
+    (503, {"type": "server_error", "code": "asleep", "message": "no", "retry_after": 3}, EngineAsleep),
     (503, {"type": "server_error", "code": "shutting_down", "message": "no"}, EngineClosed),
 ]
 
@@ -157,9 +167,11 @@ async def test_a_refused_handshake_is_a_typed_error(autojump_clock, scripted, st
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(refuse)
-        with pytest.raises(error, match="no"):
+        with pytest.raises(error, match="no") as refused:
             async with client.open_session():
                 pass
+        if "retry_after" in problem:
+            assert refused.value.retry_after == 3
 
 
 async def test_a_server_that_falls_silent_is_noticed(autojump_clock, scripted):
@@ -206,6 +218,7 @@ NONSENSE = [
     TextMessage("[]"),
     TextMessage("{}"),
     TextMessage('{"type": "response.created"}'),
+    TextMessage('{"type": "engine.state"}'),
     BytesMessage(b"{}"),
 ]
 
@@ -225,6 +238,29 @@ async def test_what_is_no_event_ends_the_session(autojump_clock, scripted, messa
             with pytest.raises(ConnectionLost):
                 async with session.generate("hello"):
                     pass
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyError, TypeError, OSError])
+@pytest.mark.parametrize("reads", [True, False])
+async def test_what_on_state_raises_comes_out_as_it_is(autojump_clock, kind, reads):
+    server, error = ScriptedServer(), kind("ours")
+
+    def on_state(state):
+        assert state == "sleeping"
+        raise error
+
+    async def talk():
+        await server.begin()
+        await wait_all_tasks_blocked()
+        await server.tell("engine.state", state="sleeping")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(talk)
+        with pytest.raises(kind) as raised:
+            async with connect("ws://h:1", dial=server.dial, on_state=on_state) as client:
+                async with client.open_session() as session, session.generate("hello") if reads else nullcontext():
+                    await trio.sleep(60)  # simulated: for ever
+    assert raised.value is error
 
 
 async def test_unknown_events_are_ignored(autojump_clock, scripted):

@@ -2,7 +2,7 @@
 
 import pytest
 import trio
-from clients import Clients
+from clients import Clients, open_clients
 from params import GREEDY, LONG
 from realtime_texts import assistant, reference, user
 from trio.testing import wait_all_tasks_blocked
@@ -84,3 +84,32 @@ async def test_a_generation_that_was_not_entered_is_not_waited_for(autojump_cloc
     async with remote.open_session() as session:
         with pytest.raises(RuntimeError, match="was not entered"):
             await session.generate("hi").result()
+
+
+# ---- a place for the connection -----------------------------------------------------------------------------------
+
+
+async def test_the_timeout_bounds_the_wait_for_a_place(autojump_clock):
+    async with open_clients(max_connections=1) as clients, connect("ws://localhost", dial=clients.dial) as client:
+        async with client.open_session():
+            before = trio.current_time()
+            with trio.fail_after(60), pytest.raises(EngineOverloaded) as refused:
+                await client.generate("hello", GREEDY, timeout=5.5, wait=True)
+            assert refused.value.code == "too_many_connections"
+            assert trio.current_time() - before == pytest.approx(5.5)
+
+
+async def test_the_time_until_there_is_a_place_is_of_the_timeout(autojump_clock):
+    async with open_clients(max_connections=1) as clients, connect("ws://localhost", dial=clients.dial) as client:
+        await clients.engine.sleep()
+        async with trio.open_nursery() as nursery:
+            async with client.open_session():
+                before, completions = trio.current_time(), []
+
+                async def ask():
+                    completions.append(await client.generate("hello", GREEDY, timeout=5.5, wait=True))
+
+                nursery.start_soon(ask)
+                await trio.sleep(2.5)  # simulated: a part of its time
+        assert trio.current_time() - before == pytest.approx(5.5)
+        assert [completion.cause for completion in completions] == [Cause.TIMEOUT]

@@ -22,6 +22,8 @@ def weights_dir(tmp_path):
     (inside / "here").symlink_to(".")
     (inside / "loop").symlink_to("loop")
     (inside / "nowhere").symlink_to("nothing")
+    (inside / "line\nbreak").mkdir()
+    (inside / "odd").symlink_to("line\nbreak")
     return inside
 
 
@@ -45,8 +47,8 @@ async def test_by_name(autojump_clock, clients, weights_dir, name, found):
     assert (await update(clients, name, mode=None, timeout=None)).json["weight_version"] == 3
 
 
-NO_NAMES = ["", ".", "..", "/", "/etc", "../secret", "one/../two", "a\\b", "one/", "one\0", "x" * 300]
-LEAVING = ["out", "up", "here", "loop", "nowhere", "three", "~", "%2e%2e", "one\n"]
+NO_NAMES = ["", ".", "..", "/", "/etc", "../secret", "one/../two", "a\\b", "one/", "one\0", "one\n", "x" * 300]
+LEAVING = ["out", "up", "here", "loop", "nowhere", "three", "~", "%2e%2e"]
 
 
 @pytest.mark.parametrize("name", NO_NAMES + LEAVING)
@@ -56,6 +58,14 @@ async def test_no_name_leaves_the_directory(autojump_clock, clients, name):
     assert ((answer.status, answer.error["code"]), answer.error["param"]) == (known, "name")
     assert "secret" not in answer.error["message"] or "secret" in name
     assert clients.engine.power.weight_version == 1
+
+
+@pytest.mark.parametrize("name", ["line\nbreak", "odd"])
+async def test_what_has_no_printable_path_is_refused_by_its_name(autojump_clock, clients, weights_dir, name):
+    answer = await update(clients, name)
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_value", "name")
+    assert str(weights_dir) not in answer.error["message"]
+    assert answer.error["message"].startswith("name ")
 
 
 REFUSED = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TypeAlias
 
 from trioengine.actors.engine import open_engine
@@ -35,7 +35,8 @@ async def local_session(config: EngineConfig) -> AsyncIterator[AnySession]:
 
 @asynccontextmanager
 async def remote_session(url: str, api_key: str | None, model: str | None) -> AsyncIterator[AnySession]:
-    """A session of a server that runs; stderr says when its engine sleeps, or is awake again.
+    """A session of a server that runs; stderr says how its engine's state changes: it loads, restarts, sleeps,
+    is updated or drains, or is awake again.
 
     A URL that is none is the fault of the option `connect`: InvalidConfig. RequestRejected for a key
     that is missing or wrong names the option, too.
@@ -58,4 +59,5 @@ async def remote_session(url: str, api_key: str | None, model: str | None) -> As
 
 def _tell(state: str) -> None:
     beginning = "\n" if sys.stderr.isatty() else ""  # in the middle of a line
-    print(f"{beginning}trioengine: the engine is {state}", file=sys.stderr)
+    with suppress(OSError):  # nobody reads it: a chat goes on
+        print(f"{beginning}trioengine: the engine is {state}", file=sys.stderr)

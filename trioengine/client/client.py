@@ -5,17 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from copy import copy
 from typing import Any
 
 import trio
 
+from trioengine.actors.deadline import deadline_after
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.client.address import Address, Endpoint
 from trioengine.client.connection import Connection
+from trioengine.client.generation import Generation
 from trioengine.client.session import Session
 from trioengine.core.bounds import is_key
 from trioengine.core.completion import Completion
-from trioengine.core.errors import EngineClosed, EngineOverloaded, InvalidConfig
+from trioengine.core.errors import ConnectionLost, EngineClosed, EngineError, EngineOverloaded, InvalidConfig
 from trioengine.core.sampling_params import SamplingParams
 
 
@@ -24,8 +27,8 @@ class Client:
 
     def __init__(self, endpoint: Endpoint, nursery: trio.Nursery, on_state: Callable[[str], object]) -> None:
         self.endpoint = endpoint
-        self.on_state = on_state
         self.request_ids = itertools.count(1)
+        self._on_state = on_state
         self._nursery = nursery
         self._connections: set[Connection] = set()
         self._closed = False
@@ -52,10 +55,10 @@ class Client:
         wait: bool = False,
     ) -> Completion:
         """One answer, in a session of its own. Errors, timeout and wait as in Session.generate."""
-        async with (
-            self.open_session(wait=wait) as session,
-            session.generate(prompt, params, timeout=timeout, wait=wait) as generation,
-        ):
+        deadline = deadline_after(timeout)
+        session = Session(self, label=None, history=None, wait=wait, deadline=deadline)
+        generation = Generation(session, prompt, params, keep_partial=False, deadline=deadline, wait=wait)
+        async with session, generation:
             return await generation.result()
 
     def close(self) -> None:
@@ -64,22 +67,36 @@ class Client:
         for connection in self._connections:
             connection.close()
 
-    async def start(self, connection: Connection, *, wait: bool) -> str:
+    def tell_state(self, state: str) -> None:
+        """What a session's connection calls. If the callback raises, this ends the client, not the connection."""
+        scope = self._nursery.cancel_scope
+        try:
+            if not scope.cancel_called:
+                self._on_state(state)
+        except Exception as exc:
+            scope.cancel()  # in this step: who reads is not told of a lost connection
+            self._nursery.start_soon(_raise, exc)
+
+    async def start(self, connection: Connection, *, wait: bool, deadline: float) -> str:
         """What a session calls: the connection lives in the client's nursery. Returns the server's id of the session.
 
-        With `wait` a server that has no place is asked again.
+        With `wait` a server that has no place is asked again. After the deadline it raises the last refusal, or
+        ConnectionLost if there was none.
         """
-        while True:
-            if self._closed:
-                raise EngineClosed("the client is closed")
-            try:
-                session_id: str = await self._nursery.start(self._run, connection)
-                return session_id
-            except EngineOverloaded as exc:
-                if not wait:
-                    raise
-                retry_after = exc.retry_after
-            await trio.sleep(retry_after)
+        refusal: EngineError = ConnectionLost(f"{self.endpoint.authority} does not answer in time")
+        with trio.move_on_at(deadline):
+            while True:
+                if self._closed:
+                    raise EngineClosed("the client is closed")
+                try:
+                    session_id: str = await self._nursery.start(self._run, connection)
+                    return session_id
+                except EngineOverloaded as exc:
+                    if not wait:
+                        raise
+                    refusal, retry_after = exc, exc.retry_after
+                await trio.sleep(retry_after)
+        raise copy(refusal)
 
     async def _run(self, connection: Connection, *, task_status: trio.TaskStatus[str]) -> None:
         self._connections.add(connection)
@@ -87,6 +104,10 @@ class Client:
             await connection.run(task_status=task_status)
         finally:
             self._connections.discard(connection)
+
+
+async def _raise(error: Exception) -> None:
+    raise error
 
 
 @asynccontextmanager
@@ -103,7 +124,8 @@ async def connect(
     Nothing is connected before a session is opened. Leaving ends every session and closes its WebSocket; cancelled, or
     with an exception, at once. `model` is the name that the server must serve; `dial` gives the streams to connect by,
     in place of TCP and TLS. `on_state(state)` is told by each session when the state of the server's engine changes
-    (`awake`, `sleeping`, `updating`, `restarting`, …); it must neither block nor raise. Raises InvalidConfig.
+    (`awake`, `sleeping`, `updating`, `restarting`, …); it must not block, and what it raises ends the client and comes
+    out here. Raises InvalidConfig.
     """
     address = Address.parse(url, model)
     if api_key is not None and not is_key(api_key):

@@ -22,12 +22,23 @@ OnEvent: TypeAlias = Callable[[dict[str, Any]], None]
 
 
 class Connection:
-    """`run` is its life. `on_event` gets each event; `on_loss`, when it has begun and ends, why there are no more."""
+    """`run` is its life.
 
-    def __init__(self, endpoint: Endpoint, on_event: OnEvent, on_loss: Callable[[EngineError], None]) -> None:
+    `on_event` gets each event, but for the states of the server's engine, which `on_state` is told. `on_loss` is told,
+    when it has begun and ends, why there are no more.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        on_event: OnEvent,
+        on_state: Callable[[str], object],
+        on_loss: Callable[[EngineError], None],
+    ) -> None:
         self.posts = Posts()
         self._endpoint = endpoint
         self._on_event = on_event
+        self._on_state = on_state
         self._on_loss = on_loss
         self._loss: EngineError = ConnectionLost("the connection was closed")
         self._nursery: trio.Nursery | None = None
@@ -95,14 +106,21 @@ class Connection:
 
     async def _read(self, websocket: WebSocket) -> None:
         """Always, also while nobody reads the answer: only so is it noticed that the server has gone."""
+        while (state := await self._next_state(websocket)) is not None:
+            self._on_state(state)
+
+    async def _next_state(self, websocket: WebSocket) -> str | None:
+        """Hand events on until one tells a state; None when there are no more."""
         try:
-            while True:
-                self._on_event(json.loads(await websocket.read()))
+            while (event := json.loads(await websocket.read()))["type"] != "engine.state":
+                self._on_event(event)
+            return str(event["state"])
         except Closed as exc:
             self._loss = loss_of(exc)
         except (ValueError, LookupError, TypeError) as exc:
             self._loss = ConnectionLost("the server sent what is no event of the protocol")
             self._loss.__cause__ = exc
+        return None
 
     async def _keep_alive(self, websocket: WebSocket, scope: trio.CancelScope) -> None:
         while True:

@@ -29,7 +29,7 @@ def error_of(problem: Mapping[str, Any]) -> EngineError:
     code, message = str(problem.get("code")), str(problem.get("message"))
     match code:
         case "asleep":
-            return EngineAsleep(message)
+            return EngineAsleep(message, retry_after=_retry_after(problem))
         case "shutting_down":
             return EngineClosed(message)
         case "worker_lost":
@@ -40,9 +40,9 @@ def error_of(problem: Mapping[str, Any]) -> EngineError:
             return SessionEnded(message, cause=Cause.ERROR.value)
         case "conversation_already_has_active_response":
             return SessionBusy(message)
-    retry_after = problem.get("retry_after")
-    if code == "overloaded" or problem.get("type") == "rate_limit_error" or isinstance(retry_after, (int, float)):
-        return EngineOverloaded(message, code=code, retry_after=float(retry_after or 1.0))
+    has_hint = isinstance(problem.get("retry_after"), (int, float))
+    if code == "overloaded" or problem.get("type") == "rate_limit_error" or has_hint:
+        return EngineOverloaded(message, code=code, retry_after=_retry_after(problem))
     if problem.get("type") == "invalid_request_error":
         return RequestRejected(code, message, param=_param(problem.get("param")))
     return EngineError(message)
@@ -67,6 +67,10 @@ def loss_of(closed: Closed) -> EngineError:
     if closed.code == GOING_AWAY:
         return EngineClosed(closed.reason or "the server has gone away")
     return ConnectionLost(f"the connection to the server is gone: {closed}", code=closed.code)
+
+
+def _retry_after(problem: Mapping[str, Any]) -> float:
+    return float(problem.get("retry_after") or 1.0)
 
 
 def _param(param: object) -> str | None:

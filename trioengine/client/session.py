@@ -7,6 +7,7 @@ posts. Nothing is awaited in a dying scope.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from copy import copy
 from types import TracebackType
@@ -29,8 +30,6 @@ from trioengine.core.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from trioengine.client.client import Client
 
-ASK_AGAIN_AFTER = 1.0  # seconds; nobody knows when an engine is woken
-
 
 class Session:
     """One session: `async with client.open_session() as session`.
@@ -40,7 +39,13 @@ class Session:
     """
 
     def __init__(
-        self, client: Client, *, label: str | None, history: Sequence[dict[str, Any]] | None, wait: bool
+        self,
+        client: Client,
+        *,
+        label: str | None,
+        history: Sequence[dict[str, Any]] | None,
+        wait: bool,
+        deadline: float = math.inf,
     ) -> None:
         self.label = label
         self.id: str | None = None  # the server's
@@ -49,7 +54,8 @@ class Session:
         self._client = client
         self._initial_history = history
         self._wait = wait
-        self._connection = Connection(client.endpoint, self._told, self._lost)
+        self._deadline = deadline  # of the opening
+        self._connection = Connection(client.endpoint, self._told, client.tell_state, self._lost)
         self._entered = False
         self._confirming = trio.CancelScope()  # the end of the session ends the wait for its history
         self._loss: EngineError | None = None
@@ -75,7 +81,7 @@ class Session:
         history = [] if self._initial_history is None else chat_messages(self._initial_history, "history")
         events = self._conversation.prepared(history)
         try:
-            self.id = await self._client.start(self._connection, wait=self._wait)
+            self.id = await self._client.start(self._connection, wait=self._wait, deadline=self._deadline)
             self._conversation.replace(history, events)
             with self._confirming:
                 await self._conversation.confirmed()
@@ -188,7 +194,7 @@ class Session:
                 self._conclude(generation, Outcome(FinishReason.ERROR, error=refusal))
                 self._settle(generation)
                 return
-            await trio.sleep(refusal.retry_after if isinstance(refusal, EngineOverloaded) else ASK_AGAIN_AFTER)
+            await trio.sleep(refusal.retry_after)
 
     async def _expire(self, generation: Generation) -> None:
         with trio.move_on_at(generation.deadline):
@@ -250,8 +256,6 @@ class Session:
                 self._conversation.answered(f"create_{event['item']['id']}")
             case "conversation.item.deleted":
                 self._conversation.answered(f"delete_{event['item_id']}")
-            case "engine.state":
-                self._client.on_state(str(event["state"]))
             case "error":
                 self._complained(event["error"])
 

@@ -40,7 +40,14 @@ class ModelError(EngineError):
 
 
 class EngineAsleep(EngineError):
-    """The engine sleeps, is on its way there or back, or gets other weights: it admits nothing."""
+    """The engine sleeps, is on its way there or back, or gets other weights: it admits nothing.
+
+    `retry_after` is a hint in seconds: when to ask again, as nobody knows when it is woken.
+    """
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class EngineClosed(EngineError):

@@ -29,7 +29,6 @@ _STATUS = {  # of what a client asked for; others are 400
     "template_error": 422,
     "sampling_failed": 422,
 }
-ASLEEP_RETRY_AFTER = 1.0  # seconds; nobody knows when an operator wakes it
 _FULL = ("sessions", "queue")  # codes of EngineOverloaded: there is an engine, and it has no room
 _ABORTED: Mapping[Cause | None, str] = {  # by whom; a client that is still there to be told did not do it itself
     Cause.CLIENT: "by an operator",
@@ -85,7 +84,7 @@ def problem_of(error: Exception) -> Problem:
             code = error.cause.value if error.cause not in (None, Cause.CLIENT) else "aborted"
             return Problem(SERVER_ERROR, code, f"the request was aborted {_ABORTED.get(error.cause, f'({code})')}")
         case EngineAsleep():
-            return Problem(SERVER_ERROR, "asleep", str(error), retry_after=ASLEEP_RETRY_AFTER)
+            return Problem(SERVER_ERROR, "asleep", str(error), retry_after=error.retry_after)
         case EngineClosed():
             return Problem(SERVER_ERROR, "shutting_down", "the server is shutting down")
         case WorkerLost():
