@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from trioengine.core.errors import TransitionFailed
 from trioengine.core.memory import Memory, WeightsState
-from trioengine.core.tag import ALL_TAGS, Tag
+from trioengine.core.tag import ALL_TAGS, Tag, sorted_tags
 
 AWAKE, KEPT, DISCARDED, AWAITED = WeightsState
 KV, WEIGHTS = frozenset({Tag.KV_CACHE}), frozenset({Tag.WEIGHTS})
@@ -199,3 +199,8 @@ class Flags(RuleBasedStateMachine):
 
 def test_it_says_what_four_flags_say():
     run_state_machine_as_test(Flags)
+
+
+def test_tags_are_said_in_the_order_of_their_names():
+    assert sorted_tags(ALL_TAGS) == (Tag.KV_CACHE, Tag.WEIGHTS)
+    assert sorted_tags([]) == ()

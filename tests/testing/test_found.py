@@ -112,7 +112,7 @@ FOUND_IN_POWER = {
     ],
     "a wake without reload that failed: the next update wakes the weights all the same": [
         EMPTY,
-        ("sabotage", {"what": "wake fails", "which": 0, "num_tokens": 0}),
+        ("fail_wake", {}),
         ("sleep", {"level": 2, "mode": "abort", "turns": 0}),
         ("wake", {"tags": None, "reload": False}),
         UPDATE,

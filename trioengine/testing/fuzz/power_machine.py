@@ -12,10 +12,12 @@ from hypothesis.stateful import precondition
 from trioengine.actors.gate import Gate
 from trioengine.actors.power import PowerActor
 from trioengine.core.errors import EngineAsleep, TransitionFailed
-from trioengine.core.lifecycle import Cause, Phase, Power
+from trioengine.core.lifecycle import Cause, Power
+from trioengine.core.sampling_params import SamplingParams
+from trioengine.testing.fuzz.callers import Style
 from trioengine.testing.fuzz.changes import UNFIT, Change, Changes
 from trioengine.testing.fuzz.engine_machine import WHICH, EngineMachine
-from trioengine.testing.fuzz.program import pick, recorded
+from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.fuzz.world import CONFIG
 from trioengine.testing.simulated_worker import Health
 from trioengine.testing.toy_model import TOY_PATH
@@ -66,16 +68,22 @@ class PowerMachine(EngineMachine):
         self._call("update", call, (TransitionFailed,))
 
     @precondition(lambda self: self.worker is not None)
-    @recorded(what=st.sampled_from(("wake fails", "poison")), which=WHICH, num_tokens=st.sampled_from((0, 0, 1, 3)))
-    def sabotage(self, what: str, which: int, num_tokens: int) -> None:
-        """The next wake fails; or a request kills each worker that computes more than so many tokens of it."""
-        requests = [session.generation for session in self.engine._sessions if session.phase is Phase.RUNNING]
-        if what == "wake fails":
-            self._worker().runner.fail_wakes += 1
-            self.troubles.wakes = True
-        elif requests:
-            generation = pick(requests, which)
-            assert generation is not None, "it runs"
+    @recorded()
+    def fail_wake(self) -> None:
+        """The next wake fails."""
+        self._worker().runner.fail_wakes += 1
+        self.troubles.wakes = True
+
+    @precondition(lambda self: self.open_holders)
+    @recorded(which=WHICH, others=st.integers(0, 1), num_tokens=st.sampled_from((0, 0, 1, 3)))
+    def ask_for_death(self, which: int, others: int, num_tokens: int) -> None:
+        """A request that kills each worker which computes more than so many tokens of it, maybe after a good one."""
+        for _ in range(others + 1):
+            if self.open_holders:  # the engine may give up meanwhile
+                self._read(which, Style.ALL, SamplingParams(max_tokens=5))
+                self.loop.settle()
+        generation = self.readers[-1].generation
+        if generation is not None and self.readers[-1].entered:
             self.troubles.workers = True
             self.simulation.poisoned[generation.request_id] = num_tokens
 
