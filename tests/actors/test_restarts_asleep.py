@@ -89,3 +89,75 @@ async def test_a_worker_that_finds_no_model_on_the_way_to_sleep_ends_nothing(aut
         assert (engine.power.power, len(simulation.workers)) == (Power.ASLEEP, 2)
         await engine.wake()
         await engine.generate("x")
+
+
+async def test_a_worker_that_retires_is_no_death(autojump_clock):
+    async with simulated_engine(EngineConfig(model="toy", max_restarts=2)) as (engine, simulation):
+        for _ in range(3):
+            await engine.sleep(2)
+            await engine.wake()
+        assert engine.statistics().restarts == 0
+        simulation.worker.kill()
+        await engine.generate("x", wait=True)
+        assert engine.statistics().restarts == 1
+
+
+async def test_one_that_retires_is_no_death_where_nothing_can_follow_it(autojump_clock):
+    async with simulated_engine(EngineConfig(model="toy", max_restarts=2)) as (engine, simulation):
+        simulation.failing_starts = 1
+        await engine.sleep(2)
+        await trio.sleep(AGES)
+        assert engine.power.power is Power.ASLEEP
+        await engine.wake()
+        await engine.generate("x")
+
+
+async def test_a_wake_that_fails_is_no_death_either(autojump_clock):
+    async with simulated_engine(EngineConfig(model="toy", max_restarts=2)) as (engine, simulation):
+        await engine.sleep(2)
+        await trio.sleep(AGES)
+        simulation.worker.kill()
+        await trio.sleep(AGES)
+        simulation.failing_starts = 9
+        for _ in range(3):
+            with pytest.raises(TransitionFailed):
+                await engine.wake()
+        await trio.sleep(AGES)
+        assert engine.power.power is Power.ASLEEP
+        simulation.failing_starts = 0
+        await engine.wake()
+        await engine.generate("x")
+
+
+async def test_nothing_follows_one_that_retires_awake_as_the_engine_drains(autojump_clock):
+    async with simulated_engine() as (engine, simulation), trio.open_nursery() as nursery:
+        nursery.start_soon(fall_asleep, engine, 2)
+        while not engine._supervisor.is_retiring:
+            await trio.lowlevel.checkpoint()
+        assert await engine.drain()
+        await trio.sleep(AGES)
+        assert len(simulation.workers) == 1
+
+
+async def test_a_drained_engine_needs_no_worker(autojump_clock):
+    async with simulated_engine() as (engine, simulation):
+        assert await engine.drain()
+        simulation.failing_starts = 9
+        simulation.worker.kill()
+        await trio.sleep(AGES)
+        assert (engine.power.power, len(simulation.workers)) == (Power.DRAINING, 1)
+
+
+@pytest.mark.parametrize("passes", range(8))
+async def test_the_count_of_restarts_never_falls(autojump_clock, passes):
+    async with simulated_engine() as (engine, simulation), trio.open_nursery() as nursery:
+        simulation.worker.kill()
+        await trio.sleep(AGES)
+        await engine.sleep(1)
+        assert engine.statistics().restarts == 1
+        nursery.start_soon(fall_asleep, engine, 2, "keep")
+        for _ in range(passes):
+            await trio.lowlevel.checkpoint()
+        await engine.drain()
+        await trio.sleep(AGES)
+        assert engine.statistics().restarts == 1

@@ -154,7 +154,7 @@ class Engine(EngineState):
             raise ValueError(f"timeout must not be negative, got {timeout}")
         causes = self.gate.ledger.abort_causes
         before = causes[Cause.SHUTDOWN]
-        is_changing = not self._power.runs_requests or self.gate.num_pending
+        is_changing = not self.needs.runs_requests or self.gate.num_pending
         self.gate.change_power(PowerEvent.DRAIN)
         if is_changing:
             self._sessions.abort_phase(Phase.SUSPENDED, Cause.SHUTDOWN)
@@ -173,7 +173,8 @@ class Engine(EngineState):
     async def sleep(self, level: int = 1, *, mode: str = "abort", timeout: float | None = None) -> None:
         """Give the worker's memory back: the KV cache, and the weights. Level 1 keeps these in host memory.
 
-        At level 2 the worker exits and a fresh one, asleep, takes its place; the weights are loaded again to wake.
+        At level 2 a worker that is there exits, and a fresh one, asleep, takes its place; to wake, the weights are
+        loaded again.
 
         Nothing is admitted from the first step of the call until everything is awake again: new sessions and requests
         raise EngineAsleep, or wait. `mode` is for the requests in flight: `abort` ends them with cause `sleep`; `wait`

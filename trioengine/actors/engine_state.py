@@ -32,6 +32,7 @@ from trioengine.core.errors import EngineError, EngineOverloaded, ModelError, Re
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
 from trioengine.core.messages import Audited, Loading, Message, Ready, RequestFailed, SessionEnded, Tokens
 from trioengine.core.tag import sorted_tags
+from trioengine.core.worker_needs import WorkerNeeds
 from trioengine.hub.model_files import ModelInfo
 from trioengine.text.chat_tokenizer import ChatTokenizer
 
@@ -111,20 +112,15 @@ class EngineState:
     # ---- workers --------------------------------------------------------------------------------------------------
 
     @property
-    def wants_worker(self) -> bool:
-        """Whether a worker that was lost, or has retired, is to be replaced now."""
-        return self._power.wants_worker
-
-    @property
-    def depends_on_worker(self) -> bool:
-        """Whether requests run, or would with a worker: without one the engine is of no use."""
-        return self._power.depends_on_worker
+    def needs(self) -> WorkerNeeds:
+        """What a worker is needed for now."""
+        return self._power.needs
 
     def worker_config(self) -> WorkerConfig:
         """What a worker that starts now is to be."""
         path, version = self.weights
         limits = self._limits
-        asleep = sorted_tags(self._power.starts_asleep)
+        asleep = sorted_tags(self.needs.asleep)
         config = replace(self.config.for_worker(path), weight_version=version, asleep=asleep)
         if limits is None:
             return config
@@ -146,7 +142,7 @@ class EngineState:
             raise RemoteProtocolError(f"READY with weights {limits.weight_version}, not {self.weights.version}")
         self._limits = limits
         self.gate.link = link
-        if self._power.runs_requests:
+        if self.needs.runs_requests:
             self.replays.resume(link)
         if not self.replays.has_suspects:
             self.gate.change_power(PowerEvent.READY)

@@ -29,7 +29,6 @@ class Link:
         self._posted = trio.Event()
         self._answer: Answer | None = None
         self._answered = trio.Event()
-        self._is_lost = False
 
     def post(self, message: Message, payload: bytes | None = None) -> None:
         """Queue a message. Raises LocalProtocolError, FrameTooLarge among them, and changes nothing then.
@@ -47,8 +46,7 @@ class Link:
         """Post it and wait for the answer; None when the worker is lost. One at a time; cancelled, it stays posted."""
         self.post(change)
         self._answer, self._answered = None, trio.Event()
-        if not self._is_lost:
-            await self._answered.wait()
+        await self._answered.wait()
         return self._answer
 
     def answer(self, message: Answer) -> None:
@@ -58,7 +56,6 @@ class Link:
 
     def lose(self) -> None:
         """The worker is dead: nothing will be answered."""
-        self._is_lost = True
         self._answered.set()
 
     async def write(self) -> None:

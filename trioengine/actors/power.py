@@ -27,7 +27,8 @@ from trioengine.core.lifecycle import Cause, Phase, Power, PowerEvent
 from trioengine.core.memory import Memory, WeightsState
 from trioengine.core.messages import Sleep, Slept, UpdateWeights, Wake
 from trioengine.core.power_order import Answer
-from trioengine.core.tag import ALL_TAGS, Tag, sorted_tags
+from trioengine.core.tag import Tag, sorted_tags
+from trioengine.core.worker_needs import WorkerNeeds, worker_needs
 
 if TYPE_CHECKING:
     from trioengine.actors.supervisor import Supervisor
@@ -59,7 +60,7 @@ class PowerActor:
         self._check_model = check_model
         self._queue: deque[PowerChange] = deque()
         self._finishing = False  # requests in flight, before a sleep or an update
-        self._wants_worker = False  # for a change that is made asleep, or in place of one that retires
+        self._waits_for_worker = False  # for a change that is made asleep, or in place of one that retires
         self._is_over = False
         self._listeners: set[States] = set()
         self._told = self.state
@@ -69,6 +70,17 @@ class PowerActor:
     def state(self) -> PowerState:
         """As it is now."""
         return PowerState(self._gate.power, self.memory.level, self.memory.asleep, self.weights.version)
+
+    @property
+    def needs(self) -> WorkerNeeds:
+        """What a worker is needed for now."""
+        return worker_needs(
+            self._gate.power,
+            self.memory.asleep,
+            in_flight=self._gate.ledger.in_flight,
+            is_finishing=self._finishing,
+            is_changing=self._waits_for_worker,
+        )
 
     def states(self) -> States:
         """For a listener that hears of each change."""
@@ -80,43 +92,6 @@ class PowerActor:
             self._told = state
             for listener in self._listeners:
                 listener.put(state)
-
-    # ---- what a worker is to be -----------------------------------------------------------------------------------
-
-    @property
-    def wants_worker(self) -> bool:
-        """Whether a worker that was lost, or has retired, is to be replaced now."""
-        match self._gate.power:
-            case Power.CLOSED:
-                return False
-            case Power.ASLEEP:
-                return self._wants_worker
-            case Power.FALLING_ASLEEP:
-                return self._wants_worker or (self._finishing and self._gate.ledger.in_flight > 0)
-            case Power.DRAINING:
-                return not self.memory.asleep
-        return True
-
-    @property
-    def starts_asleep(self) -> frozenset[Tag]:
-        """What of a worker that starts now is to sleep."""
-        is_falling_asleep = self._gate.power is Power.FALLING_ASLEEP and not self._finishing
-        return ALL_TAGS if is_falling_asleep else self.memory.asleep
-
-    @property
-    def depends_on_worker(self) -> bool:
-        """Whether requests run, or would with a worker: without one the engine is of no use."""
-        return self.wants_worker and not self.memory.asleep
-
-    @property
-    def runs_requests(self) -> bool:
-        """Whether suspended requests may go on where there is a worker."""
-        match self._gate.power:
-            case Power.ASLEEP | Power.WAKING:
-                return False
-            case Power.FALLING_ASLEEP | Power.UPDATING:
-                return self._finishing
-        return not self.memory.asleep
 
     # ---- what users ask; the first step of each is the whole of it ------------------------------------------------
 
@@ -246,7 +221,7 @@ class PowerActor:
         self._go_on(PowerEvent.UPDATED)
 
     async def _update_asleep(self, path: str, leniency: Leniency) -> None:
-        self._wants_worker = True
+        self._waits_for_worker = True
         self._gate.change_power(PowerEvent.UPDATE)
         try:
             await self._check_files(path, Power.ASLEEP)
@@ -258,7 +233,7 @@ class PowerActor:
                 self._gate.change_power(PowerEvent.FAILED)
             raise
         finally:
-            self._wants_worker = False
+            self._waits_for_worker = False
         self._gate.change_power(PowerEvent.UPDATED)
         was_awaited = self.memory.weights is WeightsState.AWAITED
         self.memory = self.memory.updated()
@@ -308,12 +283,12 @@ class PowerActor:
         """Until the worker has exited, and with it all that its libraries keep; a fresh one takes its place, asleep."""
         self._gate.link = None
         self._supervisor.retire()
-        self._wants_worker = True
+        self._waits_for_worker = True
         try:
             while self._supervisor.is_retiring:
                 await self._wait(Power.FALLING_ASLEEP)
         finally:
-            self._wants_worker = False
+            self._waits_for_worker = False
 
     def _go_on(self, event: PowerEvent) -> None:
         """The engine is awake again; or it restarts: it has no worker, or one that tries suspects."""

@@ -69,7 +69,7 @@ def statistics_of(gate: Gate, supervisor: Supervisor, worker: WorkerCounts, kv_b
         worker_sessions=len(current.link.connection.sessions) if current is not None else 0,
         worker_pid=current.process.pid if current is not None else None,
         incarnation=supervisor.incarnations,
-        restarts=max(supervisor.incarnations - supervisor.retired - 1, 0),
+        restarts=supervisor.restarts,
         power=gate.power,
         prompt_tokens=worker.prompt_tokens,
         generation_tokens=worker.generation_tokens,

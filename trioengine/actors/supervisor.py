@@ -173,7 +173,8 @@ class Supervisor:
 
     def __init__(self, engine: EngineState) -> None:
         self.incarnations = 0
-        self.retired = 0  # of these
+        self.restarts = 0  # of these, in place of one that was lost
+        self.retired = 0
         self.current: Incarnation | None = None
         self.last_loss: EngineError | None = None
         self._engine = engine
@@ -190,7 +191,7 @@ class Supervisor:
             self._scope.deadline = trio.current_time() + self._config.worker_shutdown_timeout
 
     def retire(self) -> None:
-        """Let the worker exit, which holds no session and is posted nothing more; a fresh one follows at once."""
+        """Let the worker exit, which holds no session and is posted nothing more; if one is wanted, it follows soon."""
         if self.current is not None:
             self.current.retiring.set()
 
@@ -206,8 +207,10 @@ class Supervisor:
     async def run(self) -> None:
         """Service: raises ModelError or WorkerLost when no worker can be had."""
         with self._scope:
+            lost = False
             while not self._shutdown.is_set():
                 self.incarnations += 1
+                self.restarts += lost
                 retired = False
                 try:
                     retired = await self._run_incarnation()
@@ -215,14 +218,15 @@ class Supervisor:
                     if self.incarnations == 1:
                         raise
                     self._on_worker_lost(exc)
-                if self._engine.wants_worker and not (retired or self._shutdown.is_set()):
+                lost = not retired
+                if self._engine.needs.is_wanted and not (retired or self._shutdown.is_set()):
                     await self._back_off()
-                while not (self._engine.wants_worker or self._shutdown.is_set()):
+                while not (self._engine.needs.is_wanted or self._shutdown.is_set()):
                     await self._engine.gate.changed()
 
     def _on_worker_lost(self, error: EngineError) -> None:
         self.last_loss = error
-        if self._engine.on_worker_lost(error) and self._engine.depends_on_worker:
+        if self._engine.on_worker_lost(error) and self._engine.needs.is_indispensable:
             self._deaths += 1
 
     async def _run_incarnation(self) -> bool:
@@ -244,7 +248,7 @@ class Supervisor:
         if retired or self._shutdown.is_set():
             return retired
         is_first = self.incarnations == 1 and not incarnation.ready
-        if is_first or (isinstance(error, ModelError) and self._engine.depends_on_worker):
+        if is_first or (isinstance(error, ModelError) and self._engine.needs.is_indispensable):
             raise error
         logger.warning("%s", error)
         return False

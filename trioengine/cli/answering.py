@@ -7,6 +7,7 @@ import sys
 
 import trio
 
+from trioengine.cli.complaints import complain
 from trioengine.cli.sessions import AnyGeneration, AnySession, local_session
 from trioengine.core.completion import Completion
 from trioengine.core.config import EngineConfig
@@ -54,7 +55,7 @@ async def write_answer(generation: AnyGeneration) -> None:
     await write("\n")
     cause = generation.completion.cause
     if cause not in (None, Cause.CLIENT):
-        print(f"trioengine: the answer was cut off ({cause.value})", file=sys.stderr)
+        complain(f"the answer was cut off ({cause.value})")
 
 
 async def write(text: str) -> None:

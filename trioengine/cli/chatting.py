@@ -11,6 +11,7 @@ from typing import TypeAlias
 import trio
 
 from trioengine.cli.answering import answer, check_prompt, write
+from trioengine.cli.complaints import complain
 from trioengine.cli.repl import Repl
 from trioengine.cli.sessions import AnySession
 from trioengine.cli.standard_input import STDIN, Lines
@@ -44,7 +45,7 @@ async def converse(session: AnySession, lines: Lines, params: SamplingParams) ->
             check_prompt(question)
             await answer(session, question, params)
         except RequestRejected as exc:
-            print("trioengine: error:", exc, file=sys.stderr)
+            complain(f"error: {exc}")
 
 
 async def _ask(lines: Lines) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 from trioengine.cli.answering import check_prompt, write_answer
+from trioengine.cli.complaints import complain
 from trioengine.cli.sessions import AnySession
 from trioengine.cli.terminal import Terminal, stopped_by_interrupt
 from trioengine.core.errors import RequestRejected, WorkerLost
@@ -37,7 +37,7 @@ class Repl:
                 else:
                     await self._answer(message)
             except (RequestRejected, WorkerLost) as exc:
-                print("\ntrioengine: error:", exc, file=sys.stderr)  # after what came of the answer
+                complain(f"error: {exc}", before="\n")  # after what came of the answer
 
     async def _answer(self, message: str) -> None:
         check_prompt(message)

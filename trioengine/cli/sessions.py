@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import TypeAlias
 
 from trioengine.actors.engine import open_engine
 from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
+from trioengine.cli.complaints import complain
 from trioengine.cli.progress import progress_bars
 from trioengine.client.address import Address
 from trioengine.client.client import connect
@@ -59,5 +60,4 @@ async def remote_session(url: str, api_key: str | None, model: str | None) -> As
 
 def _tell(state: str) -> None:
     beginning = "\n" if sys.stderr.isatty() else ""  # in the middle of a line
-    with suppress(OSError):  # nobody reads it: a chat goes on
-        print(f"{beginning}trioengine: the engine is {state}", file=sys.stderr)
+    complain(f"the engine is {state}", before=beginning)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from copy import copy
 from typing import Any
 
 import trio
@@ -18,7 +17,14 @@ from trioengine.client.generation import Generation
 from trioengine.client.session import Session
 from trioengine.core.bounds import is_key
 from trioengine.core.completion import Completion
-from trioengine.core.errors import ConnectionLost, EngineClosed, EngineError, EngineOverloaded, InvalidConfig
+from trioengine.core.errors import (
+    ConnectionLost,
+    EngineAsleep,
+    EngineClosed,
+    EngineError,
+    EngineOverloaded,
+    InvalidConfig,
+)
 from trioengine.core.sampling_params import SamplingParams
 
 
@@ -54,7 +60,10 @@ class Client:
         timeout: float | None = None,
         wait: bool = False,
     ) -> Completion:
-        """One answer, in a session of its own. Errors, timeout and wait as in Session.generate."""
+        """One answer, in a session of its own. Errors, timeout and wait as in Session.generate.
+
+        When the timeout passes before there is a connection, it raises the last refusal, or ConnectionLost.
+        """
         deadline = deadline_after(timeout)
         session = Session(self, label=None, history=None, wait=wait, deadline=deadline)
         generation = Generation(session, prompt, params, keep_partial=False, deadline=deadline, wait=wait)
@@ -91,12 +100,12 @@ class Client:
                 try:
                     session_id: str = await self._nursery.start(self._run, connection)
                     return session_id
-                except EngineOverloaded as exc:
+                except (EngineOverloaded, EngineAsleep) as exc:
                     if not wait:
                         raise
                     refusal, retry_after = exc, exc.retry_after
                 await trio.sleep(retry_after)
-        raise copy(refusal)
+        raise refusal
 
     async def _run(self, connection: Connection, *, task_status: trio.TaskStatus[str]) -> None:
         self._connections.add(connection)

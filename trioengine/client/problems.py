@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trioengine.client.websocket import Closed, Rejected
+from trioengine.core.bounds import number
+from trioengine.core.config import MAX_SECONDS
 from trioengine.core.errors import (
     ConnectionLost,
     EngineAsleep,
@@ -70,7 +72,10 @@ def loss_of(closed: Closed) -> EngineError:
 
 
 def _retry_after(problem: Mapping[str, Any]) -> float:
-    return float(problem.get("retry_after") or 1.0)
+    try:
+        return number(problem.get("retry_after"), 0, MAX_SECONDS, above=True)
+    except ValueError:  # it is no time to wait
+        return 1.0
 
 
 def _param(param: object) -> str | None:

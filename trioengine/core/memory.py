@@ -13,7 +13,7 @@ class WeightsState(enum.Enum):
     """Where the weights are."""
 
     AWAKE = "awake"
-    KEPT = "kept"  # as they are, or updated while they slept: any wake brings them back
+    KEPT = "kept"  # not discarded, or updated while they slept: any wake brings them back
     DISCARDED = "discarded"  # a wake may load them again
     AWAITED = "awaited"  # discarded, and left so until an update, which wakes them
 

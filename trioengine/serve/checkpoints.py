@@ -25,7 +25,8 @@ class Checkpoints:
             message = "the server was started without --weights-dir: it has no other weights"
             raise ClientError("no_weights_dir", message)
         if name in ("", ".", "..") or set(name) & set("/\\") or not name.isprintable():
-            raise _invalid(f"name must be that of a checkpoint under --weights-dir, and no path, got {brief(name)}")
+            message = f"name must be that of a checkpoint under --weights-dir, printable and no path, got {brief(name)}"
+            raise _invalid(message)
         try:
             directory = self._directory.resolve(strict=True)
             path = (directory / name).resolve(strict=True)

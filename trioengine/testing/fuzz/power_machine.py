@@ -92,6 +92,8 @@ class PowerMachine(EngineMachine):
     def _excuse_aborts(self, mode: str) -> float | None:
         """What is being prepared is aborted in every mode. Returns the timeout."""
         self.troubles.causes.add(Cause.SLEEP)
+        if self.troubles.closing:  # a drain that comes upon a change ends what is suspended
+            self.troubles.causes.add(Cause.SHUTDOWN)
         if mode != "keep":
             self.troubles.sleeps_abort = True
         return 0.5 if mode == "wait soon" else None

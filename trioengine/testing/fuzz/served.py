@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
+from trioengine.core.errors import TransitionFailed
 from trioengine.core.serve_config import ServeConfig
 from trioengine.serve import front_door
 from trioengine.serve.server import Server
@@ -20,6 +21,7 @@ from trioengine.testing.simulated_peer import Mood, SimulatedListener, Simulated
 WHICH = st.sampled_from((0, 0, 1, 2))
 WAYS = ("close", "hang up", "half-close", "reset", "stall", "vanish", "read again", "garbage")
 MAX_CLIENTS = 2  # at once
+ATTEMPTS = 6  # to wake in the end: a worker may be lost on the way
 OUTAGES = ("abort all", *WORKER_OUTAGES, *STARTS, "abort all", "drain", "drain soon", "abort")
 
 
@@ -130,9 +132,21 @@ class ServedEnvironment(Environment, Generic[Client]):
         for client in self.clients:
             client.check_at_rest()
 
+    def _wake_up(self) -> None:
+        """Asleep, nothing is said to a client that has vanished, by which it could be noticed."""
+        for _ in range(ATTEMPTS):
+            self._run_out(lambda: not self.engine.gate.num_pending, "a sleep is never done")
+            if not self.engine.power.asleep or self.troubles.closing:
+                return
+            self._call("wake", self.engine.wake, (TransitionFailed,))
+            self._run_out(lambda: self.calls[-1].over, "a wake is never done")
+
     def _let_go(self) -> None:
         for client in self.clients:
             client.close()
+        present = [client for client in self.clients if client.mood is not Mood.VANISHED]
+        self._run_out(lambda: all(client.stream.closed for client in present), "connections never end")
+        self._wake_up()
         self._run_out(lambda: all(client.stream.closed for client in self.clients), "connections never end")
         free = self.server.front_door._places.left
         assert free == MAX_CLIENTS, f"all clients have gone, and {free} places are free"
