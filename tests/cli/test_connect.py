@@ -92,6 +92,22 @@ def test_a_chat_says_that_an_answer_was_cut_off(capsys):
         assert "trioengine: the answer was cut off (sleep)\n" in complaints
 
 
+def test_a_chat_whose_answer_was_cut_off_goes_on_without_a_stderr(capsys):
+    with served(step_time=0.02) as (url, _):
+        reading, writing = os.pipe()
+        os.close(reading)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": writing}
+        with subprocess.Popen(command(url, "--max-tokens", "400", "--ignore-eos"), text=True, **pipes) as chat:
+            os.close(writing)
+            chat.stdin.write("hello\nagain\n\n")
+            chat.stdin.flush()
+            chat.stdout.read(1)
+            assert run(["sleep", "--connect", url]) == 0
+            assert run(["wake", "--connect", url]) == 0
+            said, _ = chat.communicate(timeout=60)
+        assert (said.count("\n"), chat.returncode) == (2, 0)
+
+
 def test_what_is_no_key(capsys, monkeypatch):
     """Such as the keys of a server, which has several in its variable."""
     assert run(["chat", "--connect", "ws://127.0.0.1:1", "--api-key", "ü"]) == 2

@@ -1,6 +1,7 @@
 """trioengine.connect and servers that cannot be talked to: each is told apart, in words, and nothing waits for ever."""
 
 import json
+import math
 from contextlib import nullcontext, suppress
 
 import pytest
@@ -150,6 +151,10 @@ REFUSALS = [
     (503, {"type": "server_error", "code": "overloaded", "message": "no"}, EngineOverloaded),
     (503, {"type": "server_error", "code": "asleep", "message": "no", "retry_after": 3}, EngineAsleep),
     (503, {"type": "server_error", "code": "shutting_down", "message": "no"}, EngineClosed),
+    *[  # no times to wait
+        (503, {"type": "server_error", "code": "overloaded", "message": "no", "retry_after": hint}, EngineOverloaded)
+        for hint in (0, -1, math.nan, math.inf, "soon", None, [3])
+    ],
 ]
 
 
@@ -170,8 +175,8 @@ async def test_a_refused_handshake_is_a_typed_error(autojump_clock, scripted, st
         with pytest.raises(error, match="no") as refused:
             async with client.open_session():
                 pass
-        if "retry_after" in problem:
-            assert refused.value.retry_after == 3
+        if error in (EngineOverloaded, EngineAsleep):
+            assert refused.value.retry_after == (3 if problem.get("retry_after") == 3 else 1)
 
 
 async def test_a_server_that_falls_silent_is_noticed(autojump_clock, scripted):
