@@ -1,5 +1,7 @@
 """Waking: all or in part, with or without the worker that fell asleep; a wake that fails leaves the engine asleep."""
 
+import logging
+
 import pytest
 import trio
 from expectations import GREEDY, LONG, reference, said
@@ -93,3 +95,23 @@ async def test_a_worker_that_hangs_while_it_wakes_is_lost(autojump_clock):
         await engine.wake()
         await engine.generate("one", GREEDY)
         assert len(said(simulation, Wake)) == 1
+
+
+async def test_the_log_tells_what_was_done_and_what_was_not(autojump_clock, simulated, caplog):
+    """`ready` is for who waits until requests are admitted."""
+    engine, simulation = simulated
+    caplog.set_level(logging.INFO, "trioengine")
+    caplog.clear()
+    await engine.sleep(2, mode="keep")
+    while engine.gate.link is None:  # the next worker starts
+        await engine.gate.changed()
+    simulation.worker.runner.fail_wakes = 1
+    with pytest.raises(TransitionFailed):
+        await engine.wake(["weights"])
+    await engine.wake()
+    assert caplog.messages == [
+        "sleep at level 2 (keep): the engine is asleep, with weights 1",
+        "a worker has started (asleep): toy on cpu",
+        "wake of weights failed: told not to wake",
+        "wake of kv_cache and weights: the engine is awake, with weights 1",
+    ]

@@ -13,7 +13,7 @@ async def test_asleep_and_awake(autojump_clock, clients):
             assert said.by_label("engine_sleep_state") == {name: 1}
             assert said.values("num_requests_running", "num_requests_suspended") == [0, 1]
         await engine.wake(["weights"])
-        assert now(clients).by_label("engine_sleep_state") == {"awake": 1}  # of the weights that speaks
+        assert now(clients).by_label("engine_sleep_state") == {"discard_all": 1}  # it refuses requests as before
         await engine.wake()
         assert now(clients).by_label("engine_sleep_state") == {"awake": 1}
         await generation.result()

@@ -9,6 +9,7 @@ again before something needs it; then it starts as the engine says it should be.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
@@ -33,6 +34,7 @@ from trioengine.core.worker_needs import WorkerNeeds, worker_needs
 if TYPE_CHECKING:
     from trioengine.actors.supervisor import Supervisor
 
+logger = logging.getLogger("trioengine")
 DO_NOT_WAKE = "the weights are updated, but do not wake"
 _OVER = (Power.DRAINING, Power.CLOSED)
 
@@ -97,18 +99,19 @@ class PowerActor:
 
     def sleep(self, level: int, mode: str, timeout: float | None) -> PowerChange:
         level, leniency = level_of(level), leniency_of(mode, timeout)
-        return self._ask_to_close(leniency, lambda: self._sleep(level, leniency))
+        return self._ask_to_close(f"sleep at level {level}", leniency, lambda: self._sleep(level, leniency))
 
     def wake(self, tags: Collection[str] | None, *, reload: bool) -> PowerChange:
         wanted = tags_of(tags)
-        return self._ask(PowerChange(lambda: self._wake(wanted, reload=reload), closes_gate=False))
+        name = f"wake of {' and '.join(tag.value for tag in sorted_tags(wanted))}"
+        return self._ask(PowerChange(name, lambda: self._wake(wanted, reload=reload), closes_gate=False))
 
     def update_weights(self, path: str | Path, mode: str, timeout: float | None) -> PowerChange:
         checked, leniency = path_of(path), leniency_of(mode, timeout)
-        return self._ask_to_close(leniency, lambda: self._update(checked, leniency))
+        return self._ask_to_close(f"update to {checked}", leniency, lambda: self._update(checked, leniency))
 
-    def _ask_to_close(self, leniency: Leniency, make: Callable[[], Awaitable[None]]) -> PowerChange:
-        change = self._ask(PowerChange(make, closes_gate=True))
+    def _ask_to_close(self, name: str, leniency: Leniency, make: Callable[[], Awaitable[None]]) -> PowerChange:
+        change = self._ask(PowerChange(f"{name} ({leniency.mode.value})", make, closes_gate=True))
         self._gate.begin_pending()
         self._sessions.abort_phase(Phase.PREPARING, Cause.SLEEP)
         if leniency.mode is Mode.ABORT and self._gate.power in (Power.FALLING_ASLEEP, Power.UPDATING):
@@ -152,6 +155,11 @@ class PowerActor:
         self._queue.remove(change)
         change.failure = failure
         change.done.set()
+        if failure is None:
+            state = self._gate.power.value.replace("_", " ")
+            logger.info("%s: the engine is %s, with weights %d", change.name, state, self.weights.version)
+        else:
+            logger.warning("%s failed: %s", change.name, failure)
         if change.closes_gate:
             self._gate.end_pending()
 

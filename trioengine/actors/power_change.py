@@ -42,8 +42,9 @@ class Weights(NamedTuple):
 
 @dataclass(eq=False)
 class PowerChange:
-    """One that was asked for."""
+    """One that was asked for; by its name the log tells of it."""
 
+    name: str
     make: Callable[[], Awaitable[None]]
     closes_gate: bool
     done: trio.Event = field(default_factory=trio.Event)

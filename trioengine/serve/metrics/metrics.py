@@ -15,7 +15,6 @@ from prometheus_client.registry import Collector
 
 from trioengine.actors.engine import Engine
 from trioengine.actors.statistics import Statistics
-from trioengine.core.tag import Tag
 from trioengine.serve.departures import Departures
 from trioengine.serve.metrics.histograms import HISTOGRAMS, Histograms
 
@@ -120,6 +119,6 @@ class Metrics(Collector):
         help_ = "Whether the engine is in this state: 1 for one of them"
         family = GaugeMetricFamily(PREFIX + "engine_sleep_state", help_, labels=["state"])
         for level, name in SLEEP_STATES.items():
-            family.add_metric([name], level == (state.level if Tag.WEIGHTS in state.asleep else None))
+            family.add_metric([name], level == state.level)
         yield family
         yield GaugeMetricFamily(PREFIX + "weight_version", "Which weights the model has: 1, 2, …", state.weight_version)
