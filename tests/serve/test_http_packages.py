@@ -277,12 +277,13 @@ async def test_the_curl_examples_run():
             command = command.replace("19556", "104")  # a token that the toy model has
             process = await trio.run_process(["sh", "-c", command], capture_stdout=True, stderr=subprocess.DEVNULL)
             answers.append(json.loads(process.stdout))
-        completion, text, messages, prompt, invariants, *aborted, slept, asleep, woken = answers
+        completion, text, messages, prompt, invariants, *aborted, slept, asleep, woken, updated = answers
         assert completion["object"] == "chat.completion"
         assert text["count"] == len("Hello") < messages["count"]
         assert prompt == {"prompt": "h"}
         assert (slept["is_sleeping"], woken["power"]) == (True, "awake")
         assert slept == asleep
+        assert updated["error"]["code"] == "no_weights_dir"  # this server was started without
         assert (invariants["ok"], aborted) == (True, [{"aborted": 0}, {"aborted": 0}])
 
 

@@ -123,8 +123,8 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
             case "ping":
                 client.ping()
 
-    @precondition(lambda self: self.in_use)
-    @recorded(how=st.sampled_from(("keep", "keep", "abort", "wait", "wake", "wake", "weights")))
+    @precondition(lambda self: self.engine.power.asleep or any(client.is_active for client in self.clients))
+    @recorded(how=st.sampled_from(("keep", "wake", "wake", "wake", "abort", "wait", "weights")))
     def switch(self, how: str) -> None:
         """Who runs the engine puts it to sleep, or wakes it."""
         self.troubles.causes.add(Cause.SLEEP)

@@ -174,7 +174,7 @@ POWER_MUTANTS = (
         "F43",
         "a sleep overwrites an answer that is finished and not read",
         together(replaced(Session, "start", _note_the_latest), replaced(SessionState, "detach", _overwrite_the_unread)),
-        shows="the whole answer|became|is an abort|the books say|aborted by",
+        shows="the whole answer|became|is an abort|the books say|aborted by|has its outcome, and goes on",
         machine="PowerMachine",
     ),
     Mutant(
