@@ -137,7 +137,7 @@ POWER_MUTANTS = (
         "F13b",
         "a partial wake opens the gate",
         replaced(PowerActor, "_take_back", _open_after_any_tag),
-        shows=f"the worker (sleeps|has)|admits|sleeps, frozenset|WAKE of what|while the engine is|not there|{_CRASHED}",
+        shows="the worker (sleeps|has)|admits|sleeps, frozenset|WAKE of what|the engine is|not there",
         machine="PowerMachine",
     ),
     Mutant(
