@@ -90,7 +90,7 @@ GATE_MUTANTS = (
         "F5",
         "ids are used again",
         replaced(Engine, "__init__", _reuse_ids),
-        shows="is not newer than|in flight|goes on|the model's|holds sessions|the prompt has|said True of|the history is",
+        shows="is not newer than|in flight|goes on|the model's|holds sessions|the prompt has|said True of|history is",
     ),
     Mutant(
         "F11",
