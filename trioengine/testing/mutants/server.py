@@ -76,7 +76,7 @@ SERVER_MUTANTS = (
         "F24",
         "a slow client stalls everyone",
         replaced(Outbox, "send_to", _one_sender_for_all),
-        shows="never answered|never end",
+        shows="never answered|never end|hears",
         machine="RealtimeMachine",
     ),
     Mutant(
