@@ -102,6 +102,6 @@ SESSION_MUTANTS = (
         "F41",
         "the end of a session strands the reader of its request",
         rewritten(Phase.ENDING, _X, Event.SESSION_ENDED, Transition(Phase.ENDED, _D, (Action.FREE_SESSION,))),
-        shows="(readers|callers) wait for ever|in flight|said False of",
+        shows="its time is over|(readers|callers) wait for ever|in flight|said False of",
     ),
 )
