@@ -126,7 +126,8 @@ def test_prompts_are_cut_into_what_suits_the_device(
     runner.before_step = lambda output: seen.append(output.num_tokens)
     worker.engine.configure(chunked_prefill_size=chunked_prefill_size)
     worker.engine.send(AddSession(1), request(1, 1, [1] * 1300, max_tokens=1))
-    assert isinstance(worker.engine.receive(), Tokens)
+    while not (isinstance(message := worker.engine.receive(), Tokens) and message.rows):
+        assert message is not None  # each chunk is answered, too: by statistics without a row
     assert seen == steps
 
 
