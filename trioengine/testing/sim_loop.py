@@ -181,13 +181,14 @@ class _Picks:
         self.trace = 0
 
     def shuffle(self, batch: list[trio.lowlevel.Task]) -> None:
+        if len(batch) == 1:
+            return
         keeper, *others = batch  # in the order of their start; the keeper can always run, and was the first
-        if others:
-            first = self.first % len(others)
-            others = [*others[first:], *others[:first]]
-            self.steps += len(others)
-            self.trace = zlib.crc32(";".join([task.name for task in others]).encode(), self.trace)
-        batch[:] = [keeper, *others][::-1]
+        first = self.first % len(others)
+        batch[:] = [keeper, *others[first:], *others[:first]]
+        self.steps += len(others)
+        self.trace = zlib.crc32(";".join([task.name for task in batch[1:]]).encode(), self.trace)
+        batch.reverse()
 
 
 def _tasks_below(nursery: trio.Nursery) -> list[trio.lowlevel.Task]:

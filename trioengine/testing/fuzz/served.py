@@ -113,7 +113,9 @@ class ServedEnvironment(Environment, Generic[Client]):
     def targets(self) -> list[Client]:
         """The clients that have not gone: first those with an answer in progress, then the latest."""
         latest_first = [client for client in self.clients[::-1] if client.mood is not Mood.GONE]
-        return sorted(latest_first, key=lambda client: not client.is_active)
+        if len(latest_first) > 1:  # asked for before every rule, by preconditions
+            latest_first.sort(key=lambda client: not client.is_active)
+        return latest_first
 
     def _join(self, client: Client) -> None:
         self.clients.append(client)
