@@ -1,8 +1,8 @@
 """trio, a scheduler pass at a time, under the hand of a synchronous caller.
 
-Guest mode lets a host run trio's loop. A keeper task that is always runnable keeps trio from ever waiting for I/O in a
-thread, so that every callback it queues is exactly one scheduler pass; the clock is a MockClock, and which of the
-runnable tasks goes first is given as data. No thread, no I/O, no wall clock: the same calls give the same steps.
+Guest mode lets a host run trio's loop. The clock says that there is never time to wait for I/O in a thread, so that
+every callback that trio queues is exactly one scheduler pass; and which of the runnable tasks goes first is given as
+data. No thread, no I/O, no wall clock: the same calls give the same steps.
 
 The one private name that a loop needs is `trio._core._run._r`, the random generator that trio itself registers with
 hypothesis in order to be deterministic under it; `tests/testing/test_sim_loop.py` says so if it changes. (To end a task
@@ -22,7 +22,6 @@ from typing import Any
 
 import hypothesis  # noqa: F401 -- its import makes trio sort runnable tasks before it shuffles them
 import trio
-import trio.testing
 from outcome import Error, Outcome, Value
 from trio._core import _run
 
@@ -34,17 +33,39 @@ class Livelock(AssertionError):
     """Tasks go on and on, and nothing from outside makes them."""
 
 
+class SimulatedClock(trio.abc.Clock):
+    """Seconds that pass when they are told to, from 0 on."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def start_clock(self) -> None:
+        """It runs by hand."""
+
+    def current_time(self) -> float:
+        return self._now
+
+    def deadline_to_sleep_time(self, deadline: float) -> float:
+        """None at all, whatever the deadline: the loop goes on with its next pass."""
+        return 0.0
+
+    def jump(self, seconds: float) -> None:
+        """Time passes. ValueError if it would go backwards."""
+        if seconds < 0.0:
+            raise ValueError(f"time cannot go back by {-seconds} s")
+        self._now += seconds
+
+
 class SimLoop:
     """One run of trio. Crashes of tasks are collected in `crashes`; close it in the end."""
 
     def __init__(self) -> None:
-        self.clock = trio.testing.MockClock()
+        self.clock = SimulatedClock()
         self.crashes: list[Exception] = []
         self.passes = 0
         self._todo: deque[Callable[[], object]] = deque()
         self._picks = _Picks()
-        self._keeper: trio.lowlevel.Task | None = None
-        self._keeping = True
+        self._root_task: trio.lowlevel.Task | None = None
         self._outcome: Outcome[None] | None = None
         trio.lowlevel.start_guest_run(
             self._root,
@@ -54,7 +75,7 @@ class SimLoop:
             clock=self.clock,
         )
         self._random, _run._r = _run._r, self._picks  # type: ignore[assignment]
-        while self._keeper is None:
+        while self._root_task is None:
             self._pass()
 
     def _end(self, outcome: Outcome[None]) -> None:
@@ -77,9 +98,8 @@ class SimLoop:
 
     async def _root(self) -> None:
         async with trio.open_nursery() as self.nursery:
-            self._keeper = trio.lowlevel.current_task()
-            while self._keeping:
-                await trio.lowlevel.cancel_shielded_checkpoint()
+            self._root_task = trio.lowlevel.current_task()
+            await trio.sleep_forever()
 
     @property
     def steps(self) -> int:
@@ -149,9 +169,7 @@ class SimLoop:
         for _ in range(limit):
             if self._outcome is not None:
                 return True
-            if self.idle:
-                self._keeping = False
-            elif 0.0 < self.seconds_to_next_deadline() < math.inf:
+            if 0.0 < self.seconds_to_next_deadline() < math.inf:
                 self.clock.jump(self.seconds_to_next_deadline())
             self._pass()
         return False
@@ -161,7 +179,7 @@ class SimLoop:
         for _ in range(limit):
             guest = self._todo[0].__self__  # type: ignore[attr-defined]
             for task in guest.runner.runq:
-                if task is not self._keeper and task is not guest.runner.init_task:
+                if task is not self._root_task and task is not guest.runner.init_task:
                     task._next_send_fn, task._next_send = task.coro.throw, _GivenUp()
             if self._ends_within(1) or self._outcome is not None:
                 return
@@ -181,13 +199,12 @@ class _Picks:
         self.trace = 0
 
     def shuffle(self, batch: list[trio.lowlevel.Task]) -> None:
-        if len(batch) == 1:
+        if not batch:
             return
-        keeper, *others = batch  # in the order of their start; the keeper can always run, and was the first
-        first = self.first % len(others)
-        batch[:] = [keeper, *others[first:], *others[:first]]
-        self.steps += len(others)
-        self.trace = zlib.crc32(";".join([task.name for task in batch[1:]]).encode(), self.trace)
+        first = self.first % len(batch)
+        batch[:] = [*batch[first:], *batch[:first]]  # they were in the order of their start
+        self.steps += len(batch)
+        self.trace = zlib.crc32(";".join([task.name for task in batch]).encode(), self.trace)
         batch.reverse()
 
 
