@@ -153,6 +153,16 @@ FOUND_IN_POWER = {
         ("flow", {"rounds": 7}),
         ("leave", {"which": 0, "what": "leave"}),
     ],
+    "a request that was tried ends while it is detached, and its session takes the next one before it can": [
+        ("begin", {"ready": True, "sessions": 1, "turns": 1, "asks": 0, "thread_passes": 1}),
+        ("open", {"wait": False}),
+        ("ask_for_death", {"num_tokens": 3, "others": 0, "which": 0}),
+        *[("open", {"wait": False})] * 2,
+        ("ask_for_death", {"num_tokens": 0, "others": 0, "which": 0}),
+        ("ask_for_death", {"num_tokens": 0, "others": 1, "which": 0}),
+        ("stop_reading", {"what": "abort", "which": 2}),
+        ("ask_for_death", {"num_tokens": 0, "others": 0, "which": 2}),
+    ],
 }
 FOUND = {
     "EngineMachine": FOUND_IN_THE_ENGINE,

@@ -9,6 +9,8 @@ all were tried. A death is held against the one that is tried, and a second one 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from trioengine.actors.gate import Gate
 from trioengine.actors.generation import Generation, Losses
 from trioengine.actors.link import Link
@@ -23,6 +25,13 @@ MAX_RESUMES = 3
 MAX_DEATHS_ALONE = 2
 
 
+class _Trial(NamedTuple):
+    """A suspect that goes on alone: until it has got something, or is over, and the worker has let go of it again."""
+
+    session: Session
+    generation: Generation
+
+
 class Replays:
     """Those of one engine. Synchronous: a death is settled, and a READY followed up, in one step."""
 
@@ -31,12 +40,12 @@ class Replays:
         self._gate = gate
         self._sessions = sessions
         self._suspects: list[Generation] = []
-        self._tried: Generation | None = None  # until it has got something, and the worker has let go of it again
+        self._trial: _Trial | None = None
 
     @property
     def has_suspects(self) -> bool:
         """Whether one is being tried, or waits to be."""
-        return self._tried is not None or bool(self._suspects)
+        return self._trial is not None or bool(self._suspects)
 
     # ---- deaths ---------------------------------------------------------------------------------------------------
 
@@ -49,15 +58,15 @@ class Replays:
         for session in lost:
             losses = _losses(session)
             losses.is_new, losses.num_tokens = True, _generation(session).num_tokens
-        tried, self._tried = self._tried, None
-        if tried is not None:
-            self._hold_against(tried, error)
+        trial, self._trial = self._trial, None
+        if trial is not None:
+            self._hold_against(trial.generation, error)
         elif unlucky:
             self._suspects = [_generation(session) for session in unlucky] + self._suspects
         else:
             self._count(lost, error)
         self._note_suspects()
-        return tried is None
+        return trial is None
 
     def give_up_all(self, error: EngineError) -> None:
         """No worker will come."""
@@ -89,13 +98,13 @@ class Replays:
 
     def resume(self, link: Link) -> None:
         """There is a worker: everything suspended goes on; where there are suspects, one of them alone."""
-        if self._tried is not None:
+        if self._trial is not None:
             return
         while self._suspects:
             suspect = self._suspects.pop(0)
             session = self._suspended(suspect)
             if session is not None:
-                self._tried = suspect
+                self._trial = _Trial(session, suspect)
                 self._resume(session, link)
                 return
         self._note_suspects()
@@ -105,25 +114,25 @@ class Replays:
     def forget_suspects(self) -> None:
         """All are suspended for another reason, and will go on together."""
         self._suspects.clear()
-        self._tried = None
+        self._trial = None
         self._note_suspects()
 
     def on_progress(self, session: SessionState, generation: Generation) -> None:
         """A request got a token, or is over: if it was tried, it is cleared."""
-        if generation is not self._tried:
+        if self._trial is None or generation is not self._trial.generation:
             return
         if session.phase is Phase.RUNNING:
             self._sessions.detach(session)
-        elif session.generation is not generation:  # it is over
+        elif session.generation is not generation and not session.is_detaching:  # it is over
             self._try_next()
 
     def on_detached(self, session: Session) -> None:
         """The worker has let go of a session: if its request was cleared, the next one is tried."""
-        if self._tried is not None and session.generation is self._tried:
+        if self._trial is not None and session is self._trial.session:
             self._try_next()
 
     def _try_next(self) -> None:
-        self._tried = None
+        self._trial = None
         if self._gate.link is not None:
             self.resume(self._gate.link)
             if not self.has_suspects:

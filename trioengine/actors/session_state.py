@@ -58,6 +58,11 @@ class SessionState(abc.ABC):
         return self._lifecycle.attachment is Attachment.ATTACHED
 
     @property
+    def is_detaching(self) -> bool:
+        """Whether the worker was told to end the session, and has not answered yet: it takes no request meanwhile."""
+        return self._lifecycle.attachment is Attachment.DETACHING
+
+    @property
     def conversation(self) -> Conversation:
         """What was committed."""
         if self._conversation is None:
