@@ -94,7 +94,7 @@ class RealtimeClient(SimulatedClient):
 
     @property
     def is_active(self) -> bool:
-        return bool(self.responses) and self.response is not None
+        return self.response is not None
 
     # ---- what it is told ------------------------------------------------------------------------------------------
 
