@@ -11,7 +11,6 @@ from typing import TypeVar, cast
 
 import trio
 from trio_websocket import ConnectionClosed
-from wsproto import ConnectionType, WSConnection
 from wsproto.utilities import ProtocolError
 
 from trioengine.core.serve_config import ConnectionLimits
@@ -146,10 +145,12 @@ class FrontDoor:
         with self._access.admit(request, Role.ANYONE if preflight else role):
             if not (request.wants_websocket and request.path == REALTIME):
                 return await self._exchange(connection, request, preflight or find(self._routes, request))
-            refusal = self._bad_upgrade(request, connection.seen)
+            websocket = AcceptedWebSocket(stream, self._limits.max_message_size)
+            refusal = _bad_handshake(request, connection.seen, websocket) or self._bad_upgrade(request)
             if refusal is not None:
                 raise BadRequest(refusal)
-            await self._become_websocket(connection, stream)
+            await self._become_websocket(connection, websocket)
+            await linger(stream)
             return False
 
     async def _next_request(self, connection: HttpConnection) -> Request | None:
@@ -167,11 +168,8 @@ class FrontDoor:
         with trio.fail_after(self._limits.handshake_timeout), logged_if_unreadable(connection):
             return await connection.next_head()
 
-    def _bad_upgrade(self, request: Request, seen: bytes) -> Response | None:
-        """Why this cannot become a WebSocket, if so."""
-        bad_handshake = _bad_handshake(request, seen)
-        if bad_handshake is not None:
-            return bad_handshake
+    def _bad_upgrade(self, request: Request) -> Response | None:
+        """Why this may not become a WebSocket, if so."""
         try:
             self._check_upgrade(request)
         except ClientError as exc:
@@ -195,27 +193,25 @@ class FrontDoor:
         message = f"the body did not come within {self._limits.body_timeout:g} s"
         raise BadRequest(problem_response(408, Problem(INVALID_REQUEST, "request_timeout", message)))
 
-    async def _become_websocket(self, connection: HttpConnection, stream: trio.abc.Stream) -> None:
+    async def _become_websocket(self, connection: HttpConnection, websocket: AcceptedWebSocket) -> None:
         async with trio.open_nursery() as nursery:
             with trio.fail_after(self._limits.handshake_timeout):
-                accepted = AcceptedWebSocket(stream, self._limits.max_message_size)
-                proposal = await accepted.open(nursery, connection.seen)
+                proposal = await websocket.open(nursery)
                 subprotocol = SUBPROTOCOL if SUBPROTOCOL in proposal.proposed_subprotocols else None
                 headers = list(connection.common_headers)
                 await proposal.accept(subprotocol=subprotocol, extra_headers=headers)
                 connection.status = 101
-            await self._realtime(accepted)
+            await self._realtime(websocket)
             nursery.cancel_scope.cancel()
-        await linger(stream)
 
 
-def _bad_handshake(request: Request, seen: bytes) -> Response | None:
-    """wsproto is asked first: what it refuses would make trio-websocket wait for ever, or crash."""
+def _bad_handshake(request: Request, seen: bytes, websocket: AcceptedWebSocket) -> Response | None:
+    """Why this cannot become a WebSocket, if so; else it has read what was seen of it."""
     if request.has_body or request.http_version < b"1.1":  # others on the way would see no WebSocket in what follows
         message = "a WebSocket's handshake is HTTP/1.1, and has no body"
         return problem_response(400, Problem(INVALID_REQUEST, "bad_request", message))
     try:
-        WSConnection(ConnectionType.SERVER).receive_data(seen)
+        websocket.receive(seen)
         key = base64.b64decode(request.header(b"sec-websocket-key") or b"", validate=True)
     except UnicodeError:
         return problem_response(400, Problem(INVALID_REQUEST, "bad_request", "the handshake's headers must be ASCII"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import trio
 from trio_websocket import ConnectionClosed, WebSocketConnection, WebSocketRequest
 from wsproto.events import TextMessage
 
-from trioengine.serve.websocket_protocol import WebSocketProtocol
+from trioengine.serve.websocket_protocol import TextMessages, WebSocketProtocol
 
 READ_SIZE = 8 << 10  # bytes; what is read at once is handled at once, and may be a thousand frames
 
@@ -24,17 +26,20 @@ class AcceptedWebSocket(WebSocketConnection):
             receive_buffer_size=READ_SIZE,
         )
 
-    async def open(self, nursery: trio.Nursery, seen: bytes) -> WebSocketRequest:
-        """The handshake, which is in the bytes that were read already; what follows it is read in this nursery."""
+    def receive(self, seen: bytes) -> None:
+        """The handshake, which was read already. Raises wsproto's ProtocolError, or UnicodeError, if it is none."""
         self._protocol.receive_data(seen)
+
+    async def open(self, nursery: trio.Nursery) -> WebSocketRequest:
+        """What was received so proposes; what follows it is read in this nursery."""
         nursery.start_soon(self._reader_task)
         return await self._get_request()
 
-    async def send_part(self, text: str, *, is_last: bool) -> None:
-        """Send a part of a message, between which only pings and pongs may go. Raises ConnectionClosed."""
+    async def send(self, messages: Sequence[TextMessage]) -> None:
+        """Write these, or parts of one, at once; between parts only pings and pongs may go. Raises ConnectionClosed."""
         if self._close_reason:
             raise ConnectionClosed(self._close_reason)
-        await self._send(TextMessage(data=text, message_finished=is_last))
+        await self._send(TextMessages(messages))
 
     async def _close_stream(self) -> None:
         self._reader_running = False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 
 from wsproto import ConnectionType, WSConnection
 from wsproto.connection import ConnectionState
@@ -12,6 +13,13 @@ from wsproto.events import BytesMessage, CloseConnection, Event, Pong, TextMessa
 _NOT_UTF8 = 1007
 _OFFENCES = {_NOT_UTF8: "a text message is not UTF-8"}  # by the code of the close
 _OFFENCE = "the frames break the rules of RFC 6455"
+
+
+@dataclass(frozen=True)
+class TextMessages(Event):
+    """Several, or parts of one, whose bytes go together."""
+
+    messages: Sequence[TextMessage]
 
 
 class WebSocketProtocol(WSConnection):
@@ -38,6 +46,8 @@ class WebSocketProtocol(WSConnection):
         """The bytes of an event; none of a pong, or a second close, while ours waits for its answer."""
         if isinstance(event, Pong | CloseConnection) and self.state is ConnectionState.LOCAL_CLOSING:
             return b""
+        if isinstance(event, TextMessages):
+            return b"".join(map(super().send, event.messages))
         return super().send(event)
 
     def events(self) -> Generator[Event, None, None]:

@@ -9,13 +9,14 @@ from typing import Any
 
 import trio
 from trio_websocket import ConnectionClosed
+from wsproto.events import TextMessage
 
 from trioengine.actors.changes import Changes
 from trioengine.serve.problem import Problem
 from trioengine.serve.websocket import AcceptedWebSocket
 
 ROOM = 1 << 16  # characters that may be unsent before whoever has more to say waits
-PART = 1 << 16  # characters; what is longer is sent in parts, each of which has its time
+PART = 1 << 16  # characters that are sent at once, and have their time: several events, or a part of one
 
 
 def new_id(prefix: str) -> str:
@@ -39,8 +40,8 @@ class Outbox:
     def __init__(self, send_timeout: float) -> None:
         self._send_timeout = send_timeout
         self._event_id = new_id("event")  # what those of its events begin with
-        self._events: deque[str] = deque()
-        self._size = 0  # characters that are not sent yet
+        self._unsent: deque[TextMessage] = deque()  # of long ones the parts
+        self._size = 0  # characters of these, and of what is being sent
         self._sequence_number = 0
         self._changes = Changes()
 
@@ -60,7 +61,9 @@ class Outbox:
 
     def _put(self, text: str) -> None:
         self._sequence_number += 1
-        self._events.append(text)
+        for start in range(0, len(text), PART):
+            part = text[start : start + PART]
+            self._unsent.append(TextMessage(part, message_finished=start + PART >= len(text)))
         self._size += len(text)
         self._changes.notify()
 
@@ -82,14 +85,21 @@ class Outbox:
     async def send_to(self, websocket: AcceptedWebSocket) -> None:
         """Send until cancelled, or until the WebSocket is closed. Raises TooSlowError when the client does not read."""
         while True:
-            while not self._events:
+            while not self._unsent:
                 await self._changes.wait()
-            text = self._events.popleft()
+            messages = self._next()
             try:
-                for start in range(0, len(text), PART):
-                    with trio.fail_after(self._send_timeout):
-                        await websocket.send_part(text[start : start + PART], is_last=start + PART >= len(text))
+                with trio.fail_after(self._send_timeout):
+                    await websocket.send(messages)
             except ConnectionClosed:
                 return
-            self._size -= len(text)
+            self._size -= sum(len(message.data) for message in messages)
             self._changes.notify()
+
+    def _next(self) -> list[TextMessage]:
+        """As many as are no longer than a part together, and one at least."""
+        messages = [self._unsent.popleft()]
+        size = len(messages[0].data)
+        while self._unsent and (size := size + len(self._unsent[0].data)) <= PART:
+            messages.append(self._unsent.popleft())
+        return messages

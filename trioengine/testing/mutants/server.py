@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import trio
 from trio_websocket import ConnectionClosed
+from wsproto.events import TextMessage
 
 from trioengine.serve.front_door import FrontDoor
 from trioengine.serve.http import HttpConnection
@@ -18,15 +20,15 @@ _sender: trio.lowlevel.RunVar[trio.Lock] = trio.lowlevel.RunVar("sender")
 
 
 class _InTurn:
-    """A WebSocket on which a message is sent when those before it, on any, are sent."""
+    """A WebSocket on which messages are sent when those before them, on any, are sent."""
 
     def __init__(self, websocket: AcceptedWebSocket, lock: trio.Lock) -> None:
         self._websocket = websocket
         self._lock = lock
 
-    async def send_part(self, text: str, *, is_last: bool) -> None:
+    async def send(self, messages: Sequence[TextMessage]) -> None:
         async with self._lock:
-            await self._websocket.send_part(text, is_last=is_last)
+            await self._websocket.send(messages)
 
 
 def _one_sender_for_all(send_to: Any) -> Any:
