@@ -81,6 +81,15 @@ FOUND_IN_REALTIME = {
         ("send", {"which": 0, "what": "respond"}),
         ("settle", {}),
     ],
+    "a response begins in the moment of the goodbye, and its end is not sent": [
+        ("begin", {"ready": True, "clients": 1, "turns": 0}),
+        ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 0}),
+        *[("advance", {"seconds": 11.0})] * 2,
+        ("ask_beside", {"which": 0, "text": "", "rounds": 9}),
+        ("tick", {"passes": 1, "order": 0}),
+        ("outage", {"way": "drain"}),
+        ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 9}),
+    ],
 }
 
 SECONDS = (*[0.2] * 15, 1.0, *[0.2] * 6, 1.0, *[0.2] * 4, 1.0, *[0.2] * 5, 1.0)

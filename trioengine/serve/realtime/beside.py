@@ -13,18 +13,22 @@ MAX_BESIDE = 4  # at a time
 
 
 class Beside:
-    """`begin` is synchronous; `run` does the work. Cancelling `run` ends the engine sessions at once."""
+    """They run in the nursery that `run_in` was given; cancelling it ends their engine sessions at once."""
 
     def __init__(self, answering: Answering, label: str) -> None:
         self._answering = answering
         self._label = label
+        self._nursery: trio.Nursery | None = None
         self._active: list[Response] = []
-        self._unstarted: list[Response] = []  # of these
         self._changes = Changes()
 
     @property
     def active(self) -> tuple[Response, ...]:
         return tuple(self._active)
+
+    def run_in(self, nursery: trio.Nursery) -> None:
+        """From now on responses may begin."""
+        self._nursery = nursery
 
     def check_room(self) -> None:
         """Raises ClientError while so many run that there is no room for another."""
@@ -34,25 +38,16 @@ class Beside:
 
     def begin(self, response: Response) -> None:
         """Run this response, whose order was checked. Raises ClientError if there are too many."""
+        assert self._nursery is not None, "what begins responses runs in it"
         self.check_room()
         self._active.append(response)
-        self._unstarted.append(response)
         response.begin()
-        self._changes.notify()
+        self._nursery.start_soon(self._respond, response)
 
     async def idle(self) -> None:
         """Wait until no response is active."""
         while self._active:
             await self._changes.wait()
-
-    async def run(self) -> None:
-        """Answer until cancelled."""
-        async with trio.open_nursery() as nursery:
-            while True:
-                for response in self._unstarted:
-                    nursery.start_soon(self._respond, response)
-                self._unstarted.clear()
-                await self._changes.wait()
 
     async def _respond(self, response: Response) -> None:
         try:

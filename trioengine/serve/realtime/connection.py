@@ -85,14 +85,16 @@ class RealtimeConnection:
             sending.start_soon(self._send)
             sending.start_soon(self._ping)
             async with trio.open_nursery() as work:
+                self._beside.run_in(work)
                 send_channel, inbox = trio.open_memory_channel[str | bytes](MAX_UNHANDLED)
                 work.start_soon(self._receive, send_channel, work.cancel_scope)
                 work.start_soon(self._handle, inbox)
                 work.start_soon(self._responder.run)
-                work.start_soon(self._beside.run)
                 work.start_soon(tell_states, self._engine, self._outbox)
                 work.start_soon(self._close_when_asked, work.cancel_scope)
             with trio.move_on_after(CLOSE_TIMEOUT):
+                if not self._has_gone:
+                    await self._outbox.flushed()
                 await self._websocket.aclose(self._close_code, self._close_reason)
             sending.cancel_scope.cancel()
 

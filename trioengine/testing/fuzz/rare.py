@@ -20,7 +20,7 @@ from trioengine.core.lifecycle import (
     PowerEvent,
     SessionLifecycle,
 )
-from trioengine.testing.mutants.mutant import replaced
+from trioengine.testing.mutants.mutant import replacing
 
 
 class Rare:
@@ -32,8 +32,8 @@ class Rare:
 
     def begin(self) -> None:
         """Watch the lifecycle tables."""
-        self._watching.enter_context(replaced(SessionLifecycle, "apply", self._watch_sessions)())
-        self._watching.enter_context(replaced(gate, "next_power", self._watch_power)())
+        self._watching.enter_context(replacing(SessionLifecycle, "apply", self._watch_sessions))
+        self._watching.enter_context(replacing(gate, "next_power", self._watch_power))
 
     def end(self) -> None:
         """Watch them no longer."""

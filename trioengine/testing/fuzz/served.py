@@ -21,6 +21,7 @@ from trioengine.testing.simulated_peer import Mood, SimulatedListener, Simulated
 WHICH = st.sampled_from((0, 0, 1, 2))
 WAYS = ("close", "hang up", "half-close", "reset", "stall", "vanish", "read again", "garbage")
 MAX_CLIENTS = 2  # at once
+SERVE_CONFIG = ServeConfig(max_connections=MAX_CLIENTS)
 ATTEMPTS = 6  # to wake in the end: a worker may be lost on the way
 OUTAGES = ("abort all", *WORKER_OUTAGES, *STARTS, "abort all", "drain", "drain soon", "abort")
 
@@ -36,7 +37,7 @@ class ServedEnvironment(Environment, Generic[Client]):
         self._watch(front_door, "logger", lambda _: CrashLog(self.loop.crashes))
         self.clients: list[Client] = []
         self.listener = SimulatedListener()
-        self.server = Server(self.engine, ServeConfig(max_connections=MAX_CLIENTS))
+        self.server = Server(self.engine, SERVE_CONFIG)
         self.server_call = Call("server", functools.partial(self.server.run, [self.listener]), ())
         self.loop.start_soon(self.server_call.run, name="server")
 

@@ -23,7 +23,7 @@ from trioengine.testing.fuzz.admissions import Admissions
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.oracles import Troubles, check_decided, check_limits
-from trioengine.testing.mutants.mutant import replaced
+from trioengine.testing.mutants.mutant import replacing
 from trioengine.testing.sim_loop import SimLoop
 from trioengine.testing.simulated_worker import SIGSEGV, Health, SimulatedWorker
 from trioengine.testing.simulation import Simulation
@@ -205,7 +205,7 @@ class World(Machine):
         self._raise_crash()
 
     def _watch(self, owner: Any, name: str, mutate: Callable[[Any], Any]) -> None:
-        self._watching.enter_context(replaced(owner, name, mutate)())
+        self._watching.enter_context(replacing(owner, name, mutate))
 
     def _excuse_shutdown(self) -> None:
         self.troubles.closing = True
