@@ -90,6 +90,17 @@ FOUND_IN_REALTIME = {
         ("outage", {"way": "drain"}),
         ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 9}),
     ],
+    "a response begins in the moment of the goodbye, and never ends": [
+        ("begin", {"ready": True, "clients": 1, "turns": 0}),
+        ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 9}),
+        ("connect", {}),
+        ("tick", {"passes": 1, "order": 0}),
+        ("ask_beside", {"which": 0, "text": "", "rounds": 9}),
+        *[("flow", {"rounds": 1})] * 2,
+        ("outage", {"way": "drain"}),
+        ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 0}),
+        ("settle", {}),
+    ],
 }
 
 SECONDS = (*[0.2] * 15, 1.0, *[0.2] * 6, 1.0, *[0.2] * 4, 1.0, *[0.2] * 5, 1.0)

@@ -51,7 +51,7 @@ class Incarnation:
         self.ready = False
         self.reason: str | None = None  # why we killed it
         self.fatal: Fatal | None = None  # what it said last
-        self.retiring = trio.Event()
+        self.is_retiring = False
         self._engine = engine
         self._config = engine.config
         self._last_progress = trio.current_time()
@@ -61,7 +61,7 @@ class Incarnation:
         self._pinged = math.inf  # when the PING was posted that is not answered
         self._end_of_stream = trio.Event()
         self._dead = trio.Event()
-        self._shutting_down = False
+        self._told_to_end = trio.Event()
 
     async def run(self, config: WorkerConfig) -> None:
         """Run the process to its death; cancelled, it is killed. What was in flight is the caller's to settle."""
@@ -71,6 +71,7 @@ class Incarnation:
                 nursery.start_soon(self.link.write)
                 nursery.start_soon(self._read)
                 nursery.start_soon(self._watch)
+                nursery.start_soon(self._shut_down)
                 await self.process.wait()
                 self._dead.set()
                 with trio.move_on_after(LAST_FRAMES_TIMEOUT):
@@ -94,9 +95,12 @@ class Incarnation:
             logger.warning("worker %d is killed: %s", self.process.pid, reason)
         self.process.kill()
 
-    async def shut_down(self) -> None:
+    def end(self) -> None:
         """Write what is posted, ask it to exit, then tell it to, then kill it; at once where it is not ready yet."""
-        self._shutting_down = True
+        self._told_to_end.set()
+
+    async def _shut_down(self) -> None:
+        await self._told_to_end.wait()
         if not self.ready:
             self.process.kill()
             return
@@ -118,7 +122,7 @@ class Incarnation:
         self._end_of_stream.set()
         with trio.move_on_after(LAST_FRAMES_TIMEOUT):
             await self._dead.wait()
-        if not self._dead.is_set() and not self._shutting_down:
+        if not self._dead.is_set() and not self._told_to_end.is_set():
             self.kill("it closed its pipe")
 
     def _route(self, message: Message) -> None:
@@ -187,18 +191,21 @@ class Supervisor:
         """Begin the shutdown; harmless when begun. From now on `worker_shutdown_timeout` bounds `run`."""
         if not self._shutdown.is_set():
             self._shutdown.set()
+            if self.current is not None:
+                self.current.end()
             self._engine.gate.notify()
             self._scope.deadline = trio.current_time() + self._config.worker_shutdown_timeout
 
     def retire(self) -> None:
         """Let the worker exit, which holds no session and is posted nothing more; if one is wanted, it follows soon."""
         if self.current is not None:
-            self.current.retiring.set()
+            self.current.is_retiring = True
+            self.current.end()
 
     @property
     def is_retiring(self) -> bool:
         """Whether a worker that was told to retire is still there."""
-        return self.current is not None and self.current.retiring.is_set()
+        return self.current is not None and self.current.is_retiring
 
     def request_finished(self) -> None:
         """A request ran to its end: the worker is worth restarting."""
@@ -233,31 +240,23 @@ class Supervisor:
         """Whether the worker was told to retire."""
         process = await self._engine.ports.spawn_worker()
         incarnation = self.current = Incarnation(self._engine, process)
+        if self._shutdown.is_set():
+            incarnation.end()
         try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._shut_down_when_told, incarnation)
-                await incarnation.run(self._engine.worker_config())
-                nursery.cancel_scope.cancel()
+            await incarnation.run(self._engine.worker_config())
         finally:
             self.current = None
             error = _loss(incarnation, process.reap())
-            retired = incarnation.retiring.is_set()
-            self.retired += retired
+            self.retired += incarnation.is_retiring
             incarnation.link.lose()
             self._on_worker_lost(error)
-        if retired or self._shutdown.is_set():
-            return retired
+        if incarnation.is_retiring or self._shutdown.is_set():
+            return incarnation.is_retiring
         is_first = self.incarnations == 1 and not incarnation.ready
         if is_first or (isinstance(error, ModelError) and self._engine.needs.is_indispensable):
             raise error
         logger.warning("%s", error)
         return False
-
-    async def _shut_down_when_told(self, incarnation: Incarnation) -> None:
-        async with trio.open_nursery() as nursery:
-            for told in (self._shutdown, incarnation.retiring):
-                nursery.start_soon(_cancel_when, told, nursery.cancel_scope)
-        await incarnation.shut_down()
 
     async def _back_off(self) -> None:
         if self._deaths >= self._config.max_restarts:
@@ -268,11 +267,6 @@ class Supervisor:
         self._engine.gate.retry_after = delay + 1.0
         with trio.move_on_after(delay):
             await self._shutdown.wait()
-
-
-async def _cancel_when(event: trio.Event, scope: trio.CancelScope) -> None:
-    await event.wait()
-    scope.cancel()
 
 
 def _signal_name(number: int) -> str:

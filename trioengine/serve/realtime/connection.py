@@ -88,13 +88,12 @@ class RealtimeConnection:
                 self._beside.run_in(work)
                 send_channel, inbox = trio.open_memory_channel[str | bytes](MAX_UNHANDLED)
                 work.start_soon(self._receive, send_channel, work.cancel_scope)
-                work.start_soon(self._handle, inbox)
+                work.start_soon(self._handle, inbox, work.cancel_scope)
                 work.start_soon(self._responder.run)
                 work.start_soon(tell_states, self._engine, self._outbox)
-                work.start_soon(self._close_when_asked, work.cancel_scope)
+                await self._asked_to_close()
+                work.cancel_scope.cancel()
             with trio.move_on_after(CLOSE_TIMEOUT):
-                if not self._has_gone:
-                    await self._outbox.flushed()
                 await self._websocket.aclose(self._close_code, self._close_reason)
             sending.cancel_scope.cancel()
 
@@ -150,7 +149,8 @@ class RealtimeConnection:
                 self._note_departure()
                 raise trio.TooSlowError
 
-    async def _close_when_asked(self, work: trio.CancelScope) -> None:
+    async def _asked_to_close(self) -> None:
+        """Until nothing is left to say."""
         await self._closing.wait()
         await self._outbox.flushed()
         while self._active:
@@ -158,11 +158,10 @@ class RealtimeConnection:
             await self._beside.idle()
             await self._outbox.flushed()  # the client may ask for another meanwhile, which is refused
         self._close_code, self._close_reason = GOING_AWAY, "the server is shutting down"
-        work.cancel()
 
     # ---- the client's events --------------------------------------------------------------------------------------
 
-    async def _handle(self, inbox: trio.MemoryReceiveChannel[str | bytes]) -> None:
+    async def _handle(self, inbox: trio.MemoryReceiveChannel[str | bytes], work: trio.CancelScope) -> None:
         async for message in inbox:
             await self._outbox.room()
             self._unhandled_size -= len(message)
@@ -171,6 +170,8 @@ class RealtimeConnection:
             except EventError as exc:
                 self._outbox.put_error(exc.problem, exc.event_id)
                 continue
+            if work.cancel_called:
+                return  # it came in the moment of the goodbye: nothing begins that would not end
             try:
                 self._act(event, event_id)
             except Exception as exc:

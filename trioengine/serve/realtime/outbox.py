@@ -43,7 +43,6 @@ class Outbox:
         self._unsent: deque[TextMessage] = deque()  # of long ones the parts
         self._size = 0  # characters of these, and of what is being sent
         self._sequence_number = 0
-        self._is_closed = False  # the WebSocket
         self._changes = Changes()
 
     def put(self, name: str, **fields: Any) -> None:
@@ -79,8 +78,8 @@ class Outbox:
             await self._changes.wait()
 
     async def flushed(self) -> None:
-        """Wait until everything is sent, or the WebSocket is closed."""
-        while self._size and not self._is_closed:
+        """Wait until everything is sent."""
+        while self._size:
             await self._changes.wait()
 
     async def send_to(self, websocket: AcceptedWebSocket) -> None:
@@ -93,8 +92,6 @@ class Outbox:
                 with trio.fail_after(self._send_timeout):
                     await websocket.send(messages)
             except ConnectionClosed:
-                self._is_closed = True
-                self._changes.notify()
                 return
             self._size -= sum(len(message.data) for message in messages)
             self._changes.notify()
