@@ -24,6 +24,10 @@ class Mood(enum.Enum):
     GONE = "gone"  # its connection is closed, or was reset
 
 
+_SENDING = (Mood.WELL, Mood.STALLED)
+_READING = (Mood.WELL, Mood.LISTENING)
+
+
 class SimulatedPeer(abc.ABC):
     """`stream` is the server's end of its connection. A subclass speaks a protocol."""
 
@@ -68,7 +72,7 @@ class SimulatedPeer(abc.ABC):
     @property
     def is_there(self) -> bool:
         """Whether its bytes reach the server."""
-        return self.mood in (Mood.WELL, Mood.STALLED)
+        return self.mood in _SENDING
 
     def hang_up(self) -> None:
         """Close the connection without a goodbye; what is on its way to the server still arrives."""
@@ -109,7 +113,7 @@ class SimulatedPeer(abc.ABC):
     @property
     def reads(self) -> bool:
         """Whether it reads what comes."""
-        return self.mood in (Mood.WELL, Mood.LISTENING)
+        return self.mood in _READING
 
     @property
     def moves(self) -> bool:

@@ -10,7 +10,7 @@ from trioengine.serve.in_flight import InFlight
 from trioengine.testing.fuzz.http_client import HttpClient
 from trioengine.testing.fuzz.oracles import check_worker
 from trioengine.testing.fuzz.program import pick, recorded
-from trioengine.testing.fuzz.served import MAX_CLIENTS, WHICH, ServedEnvironment
+from trioengine.testing.fuzz.served import WHICH, ServedEnvironment
 from trioengine.testing.fuzz.watching import stopping
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_peer import Mood
@@ -41,7 +41,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         for _ in range(clients):
             self._connect()
 
-    @precondition(lambda self: len(self.present) <= MAX_CLIENTS)
+    @precondition(lambda self: self.may_connect)
     @recorded()
     def connect(self) -> None:
         self._connect()

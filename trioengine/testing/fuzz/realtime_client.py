@@ -38,7 +38,10 @@ class RealtimeClient(SimulatedClient):
     @property
     def response(self) -> str | None:
         """The active response of the conversation."""
-        return next((id for id, response in self.responses.items() if not response.asked.is_beside), None)
+        for id, response in self.responses.items():
+            if not response.asked.is_beside:
+                return id
+        return None
 
     # ---- what it asks ---------------------------------------------------------------------------------------------
 

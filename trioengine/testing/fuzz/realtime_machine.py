@@ -16,7 +16,7 @@ from trioengine.serve.realtime.outbox import Outbox
 from trioengine.testing.fuzz.oracles import check_worker
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.realtime_client import RealtimeClient
-from trioengine.testing.fuzz.served import MAX_CLIENTS, WHICH, ServedEnvironment
+from trioengine.testing.fuzz.served import WHICH, ServedEnvironment
 from trioengine.testing.fuzz.watching import Cancels, CrashLog, when_full, with_room
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_peer import Mood
@@ -67,7 +67,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
 
     # ---- clients --------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: len(self.present) <= MAX_CLIENTS)
+    @precondition(lambda self: self.may_connect)
     @recorded()
     def connect(self) -> None:
         self._connect()

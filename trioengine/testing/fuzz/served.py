@@ -106,6 +106,11 @@ class ServedEnvironment(Environment, Generic[Client]):
         return [client for client in self.clients if not client.stream.closed]
 
     @property
+    def may_connect(self) -> bool:
+        """Whether there are no more than one too many; asked for most often."""
+        return len(self.clients) <= MAX_CLIENTS or len(self.present) <= MAX_CLIENTS
+
+    @property
     def speakers(self) -> list[Client]:
         """Those that can send."""
         return [client for client in self.targets if client.can_send]
