@@ -166,6 +166,9 @@ class _ServerEnd(trio.abc.HalfCloseableStream):
         await trio.lowlevel.checkpoint()
 
     async def aclose(self) -> None:
+        if self.closed:  # by its owner, before trio closes it by force
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return
         self.is_over = self.closed = True
         self.inbox.close()
         await trio.lowlevel.checkpoint()

@@ -46,7 +46,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     def connect(self) -> None:
         self._connect()
 
-    @precondition(lambda self: self.speakers)
+    @precondition(lambda self: self.has_speakers)
     @recorded(
         which=WHICH,
         prompt=st.sampled_from(PROMPTS),
@@ -69,7 +69,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         if rounds:
             self._flow(rounds)
 
-    @precondition(lambda self: self.speakers)
+    @precondition(lambda self: self.has_speakers)
     @recorded(which=WHICH, how=st.sampled_from(SWITCHES), rounds=st.sampled_from((0, 0, 6, 12)))
     def switch(self, which: int, how: str, rounds: int) -> None:
         """An operator puts the engine to sleep, or wakes it, and may not wait for the answer."""

@@ -72,7 +72,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
     def connect(self) -> None:
         self._connect()
 
-    @precondition(lambda self: self.speakers)
+    @precondition(lambda self: self.has_speakers)
     @recorded(
         which=WHICH,
         prompt=st.sampled_from(PROMPTS),
@@ -87,7 +87,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
         if rounds:
             self._flow(rounds)
 
-    @precondition(lambda self: self.speakers)
+    @precondition(lambda self: self.has_speakers)
     @recorded(which=WHICH, text=st.sampled_from(("", "b")), rounds=st.sampled_from((0, 0, 6, 9)))
     def ask_beside(self, which: int, text: str, rounds: int) -> None:
         """A response beside the conversation, from it or from a text alone; how far it gets is given."""
@@ -95,7 +95,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
         if rounds:
             self._flow(rounds)
 
-    @precondition(lambda self: self.speakers)
+    @precondition(lambda self: self.has_speakers)
     @recorded(which=WHICH, what=st.sampled_from(SENDS))
     def send(self, which: int, what: str) -> None:
         """One event, whatever is in progress."""

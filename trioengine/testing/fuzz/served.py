@@ -116,6 +116,10 @@ class ServedEnvironment(Environment, Generic[Client]):
         return [client for client in self.targets if client.can_send]
 
     @property
+    def has_speakers(self) -> bool:
+        return any(client.can_send for client in self.clients)
+
+    @property
     def targets(self) -> list[Client]:
         """The clients that have not gone: first those with an answer in progress, then the latest."""
         latest_first = [client for client in self.clients[::-1] if client.mood is not Mood.GONE]
