@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
 
 from hypothesis.errors import HypothesisException
 from hypothesis.stateful import RuleBasedStateMachine
 
+from trioengine.actors import gate
+from trioengine.core.lifecycle import SessionLifecycle
 from trioengine.testing.fuzz.program import Program
 from trioengine.testing.fuzz.rare import Rare
 
@@ -26,7 +30,9 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.program = Program(type(self).__name__)
         self.rare = Rare()
-        self.rare.begin()
+        self._watching = ExitStack()
+        self._watch(SessionLifecycle, "apply", self.rare.of_sessions)
+        self._watch(gate, "next_power", self.rare.of_power)
         self.finding: Finding | None = None
         self.on_end: Callable[[Machine], None] | None = None  # told of the machine, whatever its end was
         self._interrupted = False
@@ -42,6 +48,12 @@ class Machine(RuleBasedStateMachine):
     def checksum(self) -> str:
         """Equal in two runs that took the same steps."""
         return ""
+
+    def _watch(self, owner: Any, name: str, mutate: Callable[[Any], Any]) -> None:
+        """Until the end the attribute is `mutate(attribute)`."""
+        original = owner.__dict__[name]
+        self._watching.callback(setattr, owner, name, original)
+        setattr(owner, name, mutate(original))
 
     def _finish(self) -> None:
         """The end of a program in which nothing was found: everybody goes, and nothing may be left."""
@@ -65,7 +77,7 @@ class Machine(RuleBasedStateMachine):
             try:
                 self._try(self._close)
             finally:
-                self.rare.end()
+                self._watching.close()
                 if self.on_end is not None:
                     self.on_end(self)
         if is_new:

@@ -6,10 +6,8 @@ Every transition of the lifecycle tables that is taken is one of them, by its na
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import ExitStack
 from typing import Any
 
-from trioengine.actors import gate
 from trioengine.core.lifecycle import (
     POWER_TRANSITIONS,
     SESSION_TRANSITIONS,
@@ -20,30 +18,20 @@ from trioengine.core.lifecycle import (
     PowerEvent,
     SessionLifecycle,
 )
-from trioengine.testing.mutants.mutant import replacing
 
 
 class Rare:
-    """Counts how often each state was reached, from `begin` to `end`."""
+    """Counts how often each state was reached. The methods `of_…` watch the lifecycle tables."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self._watching = ExitStack()
-
-    def begin(self) -> None:
-        """Watch the lifecycle tables."""
-        self._watching.enter_context(replacing(SessionLifecycle, "apply", self._watch_sessions))
-        self._watching.enter_context(replacing(gate, "next_power", self._watch_power))
-
-    def end(self) -> None:
-        """Watch them no longer."""
-        self._watching.close()
 
     def saw(self, state: str) -> None:
         """A state was reached."""
         self.counts[state] += 1
 
-    def _watch_sessions(self, apply: Any) -> Any:
+    def of_sessions(self, apply: Any) -> Any:
+        """For `SessionLifecycle.apply`."""
         counts = self.counts
 
         def watched(lifecycle: SessionLifecycle, event: Event) -> Any:
@@ -54,7 +42,9 @@ class Rare:
 
         return watched
 
-    def _watch_power(self, next_power: Any) -> Any:
+    def of_power(self, next_power: Any) -> Any:
+        """For `gate.next_power`."""
+
         def watched(power: Power, event: PowerEvent) -> Any:
             following = next_power(power, event)
             self.saw(power_state(power, event))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import trio
@@ -23,7 +22,6 @@ from trioengine.testing.fuzz.admissions import Admissions
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.oracles import Troubles, check_decided, check_limits
-from trioengine.testing.mutants.mutant import replacing
 from trioengine.testing.sim_loop import SimLoop
 from trioengine.testing.simulated_worker import SIGSEGV, Health, SimulatedWorker
 from trioengine.testing.simulation import Simulation
@@ -72,7 +70,6 @@ class World(Machine):
         self.troubles = Troubles(poisoned=self.simulation.poisoned)
         self.harmed: list[SimulatedWorker] = []  # those that cannot be asked to end well
         self.served: set[SimulatedWorker] = set()  # those that were READY while the engine was open
-        self._watching = ExitStack()
         self.admissions = Admissions(self.loop.crashes)
         self._watch(WaitingLine, "wait", self.admissions.in_order)
         self._watch(Gate, "admit_session", self.admissions.of_sessions)
@@ -198,14 +195,8 @@ class World(Machine):
             for state in ("num_preemptions", "prefix_cache_hits"):
                 if getattr(statistics, state):
                     self.rare.saw(state.replace("_", " "))
-        try:
-            self.loop.close()
-        finally:
-            self._watching.close()
+        self.loop.close()
         self._raise_crash()
-
-    def _watch(self, owner: Any, name: str, mutate: Callable[[Any], Any]) -> None:
-        self._watching.enter_context(replacing(owner, name, mutate))
 
     def _excuse_shutdown(self) -> None:
         self.troubles.closing = True

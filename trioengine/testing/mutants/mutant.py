@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from trioengine.core.lifecycle import SESSION_TRANSITIONS, Attachment, Event, Phase, Transition
@@ -27,20 +26,19 @@ class Mutant:
         return failure is not None and re.search(self.shows, f"{type(failure).__name__}: {failure}") is not None
 
 
-@contextmanager
-def replacing(owner: Any, name: str, mutate: Callable[[Any], Any]) -> Iterator[None]:
-    """The attribute is `mutate(attribute)`."""
-    original = owner.__dict__[name]
-    setattr(owner, name, mutate(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
 def replaced(owner: Any, name: str, mutate: Callable[[Any], Any]) -> Callable[[], AbstractContextManager[None]]:
     """The attribute becomes `mutate(attribute)`."""
-    return partial(replacing, owner, name, mutate)
+
+    @contextmanager
+    def active() -> Iterator[None]:
+        original = owner.__dict__[name]
+        setattr(owner, name, mutate(original))
+        try:
+            yield
+        finally:
+            setattr(owner, name, original)
+
+    return active
 
 
 def rewritten(
