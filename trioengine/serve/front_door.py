@@ -211,7 +211,7 @@ def _bad_handshake(request: Request, seen: bytes, websocket: AcceptedWebSocket) 
         message = "a WebSocket's handshake is HTTP/1.1, and has no body"
         return problem_response(400, Problem(INVALID_REQUEST, "bad_request", message))
     try:
-        websocket.receive(seen)
+        websocket.receive_handshake(seen)
         key = base64.b64decode(request.header(b"sec-websocket-key") or b"", validate=True)
     except UnicodeError:
         return problem_response(400, Problem(INVALID_REQUEST, "bad_request", "the handshake's headers must be ASCII"))

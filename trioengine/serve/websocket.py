@@ -26,12 +26,12 @@ class AcceptedWebSocket(WebSocketConnection):
             receive_buffer_size=READ_SIZE,
         )
 
-    def receive(self, seen: bytes) -> None:
-        """The handshake, which was read already. Raises wsproto's ProtocolError, or UnicodeError, if it is none."""
+    def receive_handshake(self, seen: bytes) -> None:
+        """Take what was read already. Raises wsproto's ProtocolError, or UnicodeError, if it is none."""
         self._protocol.receive_data(seen)
 
     async def open(self, nursery: trio.Nursery) -> WebSocketRequest:
-        """What was received so proposes; what follows it is read in this nursery."""
+        """The proposal in the handshake that was received; what follows it is read in this nursery."""
         nursery.start_soon(self._reader_task)
         return await self._get_request()
 

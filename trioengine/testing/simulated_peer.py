@@ -166,7 +166,7 @@ class _ServerEnd(trio.abc.HalfCloseableStream):
         await trio.lowlevel.checkpoint()
 
     async def aclose(self) -> None:
-        if self.closed:  # by its owner, before trio closes it by force
+        if self.closed:  # by its owner, before trio closes it by force: a Cancelled that is swallowed costs time
             await trio.lowlevel.cancel_shielded_checkpoint()
             return
         self.is_over = self.closed = True

@@ -13,7 +13,7 @@ MAX_BESIDE = 4  # at a time
 
 
 class Beside:
-    """They run in the nursery that `run_in` was given; cancelling it ends their engine sessions at once."""
+    """Responses run in the nursery that `run_in` was given; cancelling it ends their engine sessions at once."""
 
     def __init__(self, answering: Answering, label: str) -> None:
         self._answering = answering

@@ -91,7 +91,7 @@ class RealtimeConnection:
                 work.start_soon(self._handle, inbox, work.cancel_scope)
                 work.start_soon(self._responder.run)
                 work.start_soon(tell_states, self._engine, self._outbox)
-                await self._asked_to_close()
+                await self._everything_said()
                 work.cancel_scope.cancel()
             with trio.move_on_after(CLOSE_TIMEOUT):
                 await self._websocket.aclose(self._close_code, self._close_reason)
@@ -149,8 +149,8 @@ class RealtimeConnection:
                 self._note_departure()
                 raise trio.TooSlowError
 
-    async def _asked_to_close(self) -> None:
-        """Until nothing is left to say."""
+    async def _everything_said(self) -> None:
+        """Until the server closes, and nothing is left to say to the client but goodbye."""
         await self._closing.wait()
         await self._outbox.flushed()
         while self._active:

@@ -16,7 +16,8 @@ from trioengine.serve.problem import Problem
 from trioengine.serve.websocket import AcceptedWebSocket
 
 ROOM = 1 << 16  # characters that may be unsent before whoever has more to say waits
-PART = 1 << 16  # characters that are sent at once, and have their time: several events, or a part of one
+PART = 1 << 16  # characters; what is longer is sent in parts, each of which has its time
+AT_ONCE = 1 << 12  # characters of small events that go together: a slow client soon has room again, and its pings
 
 
 def new_id(prefix: str) -> str:
@@ -97,9 +98,9 @@ class Outbox:
             self._changes.notify()
 
     def _next(self) -> list[TextMessage]:
-        """As many as are no longer than a part together, and one at least."""
+        """As many as may be sent at once, and one at least."""
         messages = [self._unsent.popleft()]
         size = len(messages[0].data)
-        while self._unsent and (size := size + len(self._unsent[0].data)) <= PART:
+        while self._unsent and (size := size + len(self._unsent[0].data)) <= AT_ONCE:
             messages.append(self._unsent.popleft())
         return messages

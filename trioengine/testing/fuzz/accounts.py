@@ -1,6 +1,6 @@
 """What the books of an engine must say in the end, by what its callers were told: every request, every refusal.
 
-Each method that watches is a `mutate` for `replaced`.
+Each method that watches is a `mutate` for `Machine._watch`.
 """
 
 from __future__ import annotations

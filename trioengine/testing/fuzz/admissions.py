@@ -1,6 +1,6 @@
 """Who is let in and who is turned away, watched at the gate and in its lines, whoever asks.
 
-Each method is a `mutate` for `replaced`; what is seen wrong is added to the crashes.
+Each method is a `mutate` for `Machine._watch`; what is seen wrong is added to the crashes.
 """
 
 from __future__ import annotations

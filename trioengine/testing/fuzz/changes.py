@@ -1,7 +1,7 @@
 """Sleeps, wakes and updates that were asked for, and what the engine must be after them.
 
 The model knows what was asked for, in which order, and what came of it; not how. Each method that watches is a `mutate`
-for `replaced`.
+for `Machine._watch`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ SENDS = (
     *("cancel", "cancel", "respond", "say", "delete", "instruct", "odd", "ping"),
     *("cancel", "truncate", "cancel beside", "cancel beside"),
 )
-ROOM = 1024  # characters of an outbox, so that few events fill it
+ROOM, AT_ONCE = 1024, 512  # characters of an outbox, so that few events fill it, and not all of them go at once
 
 
 class RealtimeMachine(ServedEnvironment[RealtimeClient]):
@@ -43,6 +43,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
         for module in (connection, answering):
             self._watch(module, "logger", lambda _: CrashLog(self.loop.crashes))
         self._watch(outbox, "ROOM", lambda _: ROOM)
+        self._watch(outbox, "AT_ONCE", lambda _: AT_ONCE)
         is_full = functools.partial(self.rare.saw, "an outbox is full")
         self._watch(Outbox, "put", when_full(ROOM, is_full))
         self._watch(Outbox, "put_delta", with_room(self.loop.crashes, ROOM))

@@ -107,7 +107,7 @@ class ServedEnvironment(Environment, Generic[Client]):
 
     @property
     def may_connect(self) -> bool:
-        """Whether there are no more than one too many; asked for most often."""
+        """Whether there are no more than one too many; the cheap look comes first, as it is asked before every rule."""
         return len(self.clients) <= MAX_CLIENTS or len(self.present) <= MAX_CLIENTS
 
     @property

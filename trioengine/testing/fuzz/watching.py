@@ -1,6 +1,6 @@
 """What is watched inside the server while a machine runs, where a look at rest would come too late, or made to fail.
 
-Each is a `mutate` for `replaced`; what it sees wrong is added to the crashes.
+Each is a `mutate` for `Machine._watch`; what it sees wrong is added to the crashes.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ LINK_MUTANTS = (
         "F45",
         "a writer is cancelled, and tears a frame",
         replaced(Link, "write", _cancel_the_writer),
-        shows="still on the worker|the worker holds sessions|in flight|broke the protocol|wait for ever",
+        shows="still on the worker|the worker holds sessions|in flight|broke the protocol|wait for ever|ended with -9",
     ),
     Mutant(
         "F46",
