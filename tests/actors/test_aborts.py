@@ -6,8 +6,8 @@ from expectations import GREEDY, LONG, chat, everything_is_given_back, reference
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import FinishReason, RequestRejected, SessionBusy, SessionEnded
-from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import StopSession
+from trioengine.core.outcome import Cause
 from trioengine.testing import simulated_engine, toy_answer
 
 

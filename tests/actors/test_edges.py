@@ -19,7 +19,8 @@ from trioengine import (
     connect,
     open_engine,
 )
-from trioengine.core.lifecycle import Cause, Power
+from trioengine.core.lifecycle import Power
+from trioengine.core.outcome import Cause
 from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.toy_model import IM_END

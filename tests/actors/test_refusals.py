@@ -7,8 +7,9 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig, EngineOverloaded, RequestRejected, SamplingParams, SessionBusy
 from trioengine.core.codec import encode
-from trioengine.core.lifecycle import Cause, Phase
+from trioengine.core.lifecycle import Phase
 from trioengine.core.messages import AddMessage
+from trioengine.core.outcome import Cause
 from trioengine.testing import simulated_engine, toy_answer
 
 

@@ -6,8 +6,9 @@ from expectations import GREEDY, everything_is_given_back, generated, reference,
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig, SamplingParams, TransitionFailed, WorkerLost
-from trioengine.core.lifecycle import Cause, Power
+from trioengine.core.lifecycle import Power
 from trioengine.core.messages import AddMessage, FinishReason
+from trioengine.core.outcome import Cause
 from trioengine.testing import simulated_engine, toy_answer
 from trioengine.testing.toy_model import toy_logprobs
 

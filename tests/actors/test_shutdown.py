@@ -8,8 +8,9 @@ from expectations import GREEDY, LONG, orders_are_kept
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import Engine, EngineClosed, EngineConfig, EngineOverloaded, FinishReason, ModelError, WorkerLost
-from trioengine.core.lifecycle import Cause, Power
+from trioengine.core.lifecycle import Power
 from trioengine.core.messages import EndSession, Fatal, FatalCode
+from trioengine.core.outcome import Cause
 from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 

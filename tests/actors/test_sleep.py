@@ -8,8 +8,9 @@ from expectations import GREEDY, LONG, everything_is_given_back, generated, refe
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineAsleep, TransitionFailed
-from trioengine.core.lifecycle import Cause, Power
+from trioengine.core.lifecycle import Power
 from trioengine.core.messages import FinishReason, Sleep
+from trioengine.core.outcome import Cause
 from trioengine.core.tag import Tag
 from trioengine.testing import simulated_engine
 

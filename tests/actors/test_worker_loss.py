@@ -8,7 +8,8 @@ from expectations import FAILING, GREEDY, LONG, chat, everything_is_given_back
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig, EngineOverloaded, WorkerLost
-from trioengine.core.lifecycle import Cause, Power
+from trioengine.core.lifecycle import Power
+from trioengine.core.outcome import Cause
 from trioengine.testing import simulated_engine, toy_answer
 from trioengine.testing.simulated_worker import Behaviour
 

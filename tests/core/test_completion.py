@@ -6,8 +6,8 @@ import pytest
 
 from trioengine.core.completion import Chunk, Completion
 from trioengine.core.ledger import Ledger, Stand
-from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import FinishReason, Usage
+from trioengine.core.outcome import Cause
 
 
 def test_a_chunk_and_a_completion_are_values():

@@ -23,7 +23,8 @@ from trioengine import (
     WorkerLost,
     open_engine,
 )
-from trioengine.core.lifecycle import Cause, Power
+from trioengine.core.lifecycle import Power
+from trioengine.core.outcome import Cause
 
 PATIENCE = 300  # seconds; a guard against hanging, far beyond what is needed
 ORPHAN_PATIENCE = 60  # for what takes milliseconds

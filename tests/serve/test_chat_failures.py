@@ -6,7 +6,8 @@ from clients import CHAT, Clients, chat, events_of, where_a_loss_fails
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig
-from trioengine.core.lifecycle import Cause, PowerEvent
+from trioengine.core.lifecycle import PowerEvent
+from trioengine.core.outcome import Cause
 from trioengine.testing import simulated_engine
 
 LONG = {"max_tokens": 400}

@@ -14,7 +14,7 @@ from trioengine import (
     SamplingParams,
     connect,
 )
-from trioengine.core.lifecycle import Cause
+from trioengine.core.outcome import Cause
 from trioengine.testing import simulated_engine
 
 

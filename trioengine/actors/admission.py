@@ -16,8 +16,9 @@ from trioengine.actors.generation import Generation
 from trioengine.actors.waiting_line import NOT_NOW
 from trioengine.actors.worker_session import Posting
 from trioengine.core.errors import FrameTooLarge, RequestRejected
-from trioengine.core.lifecycle import Cause, Phase
+from trioengine.core.lifecycle import Phase
 from trioengine.core.messages import AddMessage
+from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.text.answer import Answer
 from trioengine.text.conversation import Prepared, prompt_length

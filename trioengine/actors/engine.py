@@ -21,7 +21,8 @@ from trioengine.actors.session import Session
 from trioengine.actors.states import States
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded
-from trioengine.core.lifecycle import Cause, Phase, Power, PowerEvent
+from trioengine.core.lifecycle import Phase, Power, PowerEvent
+from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.conversation import Prompt

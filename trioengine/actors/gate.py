@@ -20,8 +20,9 @@ from trioengine.actors.waiting_line import NOT_NOW, WaitingLine
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, InvariantError
 from trioengine.core.ledger import Ledger, Stand
-from trioengine.core.lifecycle import Cause, Power, PowerEvent, next_power
+from trioengine.core.lifecycle import Power, PowerEvent, next_power
 from trioengine.core.messages import FinishReason
+from trioengine.core.outcome import Cause
 
 
 class Gate:

@@ -10,8 +10,8 @@ from trioengine.actors.request_times import RequestTimes
 from trioengine.core.completion import Chunk as Chunk
 from trioengine.core.completion import Completion as Completion
 from trioengine.core.ledger import Stand
-from trioengine.core.lifecycle import Cause, Outcome
 from trioengine.core.messages import FinishReason, Logprobs, TokensRow, Usage
+from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.text.answer import Answer
 from trioengine.text.conversation import Prepared, Prompt

@@ -12,7 +12,7 @@ import trio
 from trioengine.actors.changes import Changes
 from trioengine.core.completion import Chunk, Completion
 from trioengine.core.errors import RequestRejected
-from trioengine.core.lifecycle import Cause, Outcome
+from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.sampling_params import SamplingParams
 
 _NOT_ENTERED = "the generation was not entered: use `async with session.generate(...)`"

@@ -21,8 +21,9 @@ from trioengine.actors.session_state import SessionState
 from trioengine.actors.worker_session import Posting
 from trioengine.core.errors import EngineClosed, EngineError, SessionBusy, SessionEnded
 from trioengine.core.ledger import Stand
-from trioengine.core.lifecycle import Cause, Event, Outcome, Phase
+from trioengine.core.lifecycle import Event, Phase
 from trioengine.core.messages import FinishReason
+from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.text.conversation import Conversation, Prompt
 

@@ -13,8 +13,9 @@ from trioengine.actors.link import Link
 from trioengine.actors.worker_session import Posting, WorkerSession
 from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.ledger import Stand
-from trioengine.core.lifecycle import Action, Attachment, Cause, Event, Outcome, Phase, SessionLifecycle
+from trioengine.core.lifecycle import Action, Attachment, Event, Phase, SessionLifecycle
 from trioengine.core.messages import AddMessage, FinishReason, RequestFailed, TokensRow
+from trioengine.core.outcome import Cause, Outcome
 from trioengine.text.conversation import Conversation
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ from trioengine.actors.link import Link
 from trioengine.actors.session import Session
 from trioengine.actors.session_state import SessionState
 from trioengine.core.errors import EngineError
-from trioengine.core.lifecycle import Cause, Phase
+from trioengine.core.lifecycle import Phase
 from trioengine.core.messages import RequestFailed, SessionEnded, Tokens
+from trioengine.core.outcome import Cause
 
 Args = TypeVarTuple("Args")
 

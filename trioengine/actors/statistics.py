@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from trioengine.core.lifecycle import Cause, Power
+from trioengine.core.lifecycle import Power
 from trioengine.core.messages import FinishReason
+from trioengine.core.outcome import Cause
 
 if TYPE_CHECKING:
     from trioengine.actors.gate import Gate

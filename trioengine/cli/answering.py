@@ -12,7 +12,7 @@ from trioengine.cli.sessions import AnyGeneration, AnySession, local_session
 from trioengine.core.completion import Completion
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import RequestRejected
-from trioengine.core.lifecycle import Cause
+from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
 
 

@@ -9,8 +9,8 @@ from trioengine.actors.readable import Readable
 from trioengine.client.prompt import Message
 from trioengine.core.completion import Chunk, Completion
 from trioengine.core.errors import EngineError
-from trioengine.core.lifecycle import Cause, Outcome
 from trioengine.core.messages import Usage
+from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

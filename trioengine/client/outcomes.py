@@ -6,8 +6,8 @@ from typing import Any
 
 from trioengine.client.problems import abort_cause, error_of
 from trioengine.core.errors import EngineError
-from trioengine.core.lifecycle import Cause, Outcome
 from trioengine.core.messages import FinishReason, Usage
+from trioengine.core.outcome import Cause, Outcome
 
 
 def outcome_of(response: dict[str, Any], cause: Cause | None, problem: EngineError | None) -> Outcome:

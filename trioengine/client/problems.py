@@ -21,7 +21,7 @@ from trioengine.core.errors import (
     TransitionFailed,
     WorkerLost,
 )
-from trioengine.core.lifecycle import Cause
+from trioengine.core.outcome import Cause
 
 GOING_AWAY = 1001
 

@@ -23,8 +23,8 @@ from trioengine.client.outcomes import length_of, outcome_of, usage_of
 from trioengine.client.problems import error_of
 from trioengine.client.prompt import Message, chat_messages, rendered, response_fields
 from trioengine.core.errors import EngineAsleep, EngineError, EngineOverloaded, SessionBusy, SessionEnded
-from trioengine.core.lifecycle import Cause, Outcome
 from trioengine.core.messages import FinishReason
+from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import FinishReason, Logprobs, Usage
+from trioengine.core.outcome import Cause
 
 
 @dataclass(frozen=True, slots=True)

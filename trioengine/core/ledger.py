@@ -13,8 +13,8 @@ from __future__ import annotations
 import enum
 
 from trioengine.core.errors import InvariantError
-from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import FinishReason
+from trioengine.core.outcome import Cause
 
 
 class Stand(enum.Enum):

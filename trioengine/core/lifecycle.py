@@ -32,8 +32,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from trioengine.core.errors import EngineError, LocalProtocolError
-from trioengine.core.messages import FinishReason
+from trioengine.core.errors import LocalProtocolError
 
 
 class Phase(enum.Enum):
@@ -333,25 +332,3 @@ def next_power(power: Power, event: PowerEvent) -> Power:
     if following is None:
         raise LocalProtocolError(f"{event.value} while the engine is {power.value}")
     return following
-
-
-class Cause(enum.Enum):
-    """Who aborted a request, or ended a session."""
-
-    CLIENT = "client"
-    DISCONNECT = "disconnect"
-    TIMEOUT = "timeout"
-    SLEEP = "sleep"
-    ABORT_ALL = "abort_all"
-    SHUTDOWN = "shutdown"
-    STALLED = "stalled"
-    ERROR = "error"  # of a session: its actor crashed
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a request ended: `cause` is set for ABORT, `error` for ERROR."""
-
-    finish_reason: FinishReason
-    cause: Cause | None = None
-    error: EngineError | None = None

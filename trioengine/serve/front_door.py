@@ -206,7 +206,10 @@ class FrontDoor:
 
 
 def _bad_handshake(request: Request, seen: bytes, websocket: AcceptedWebSocket) -> Response | None:
-    """Why this cannot become a WebSocket, if so; else it has read what was seen of it."""
+    """Why this cannot become a WebSocket, if so; else it has read what was seen of it.
+
+    What wsproto refuses here would make trio-websocket wait for ever, or crash.
+    """
     if request.has_body or request.http_version < b"1.1":  # others on the way would see no WebSocket in what follows
         message = "a WebSocket's handshake is HTTP/1.1, and has no body"
         return problem_response(400, Problem(INVALID_REQUEST, "bad_request", message))

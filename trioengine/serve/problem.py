@@ -15,7 +15,7 @@ from trioengine.core.errors import (
     TransitionFailed,
     WorkerLost,
 )
-from trioengine.core.lifecycle import Cause
+from trioengine.core.outcome import Cause
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"

@@ -17,7 +17,8 @@ from trioengine.actors.ports import Ports
 from trioengine.core.bounds import brief
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, InvalidConfig
-from trioengine.core.lifecycle import Cause, PowerEvent
+from trioengine.core.lifecycle import PowerEvent
+from trioengine.core.outcome import Cause
 from trioengine.core.serve_config import ServeConfig
 from trioengine.serve.access import Access
 from trioengine.serve.departures import Departures

@@ -89,7 +89,7 @@ class SimulatedClient(SimulatedPeer):
         """What follows the server's answer, if that has come and is not a refusal."""
         self._head += data
         head, end, rest = self._head.partition(b"\r\n\r\n")
-        if not end or self._refused:
+        if not end:
             return b""
         self.accepted = head.startswith(ACCEPTED)
         self._refused = not self.accepted

@@ -10,8 +10,8 @@ from functools import partial
 from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Completion, Generation
 from trioengine.core.errors import EngineError, RequestRejected
-from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import FinishReason
+from trioengine.core.outcome import Cause
 from trioengine.serve.http import Request, Response
 from trioengine.serve.in_flight import InFlight
 from trioengine.serve.log_fields import SESSION

@@ -12,7 +12,7 @@ from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
 from trioengine.core.errors import EngineError
-from trioengine.core.lifecycle import Cause
+from trioengine.core.outcome import Cause
 from trioengine.serve.in_flight import InFlight
 from trioengine.serve.log_fields import REQUEST_ID, about
 from trioengine.serve.problem import problem_of

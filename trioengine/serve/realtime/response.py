@@ -9,8 +9,8 @@ from typing import Any
 
 from trioengine.actors.generation import Completion, Generation
 from trioengine.actors.session import Session
-from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import FinishReason, Usage
+from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.serve.problem import Problem, RequestAborted, problem_of
 from trioengine.serve.realtime.items import Item, Items, ItemStatus, Role

@@ -15,8 +15,8 @@ from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
 from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded
-from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import FinishReason
+from trioengine.core.outcome import Cause
 
 
 class Accounts:

@@ -18,7 +18,7 @@ from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Chunk, Completion, Generation
 from trioengine.actors.session import Session
 from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded
-from trioengine.core.lifecycle import Cause, Outcome
+from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.refusals import FOR_A_REQUEST, check_not_admitted, check_refused
 

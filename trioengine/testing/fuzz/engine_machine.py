@@ -21,7 +21,7 @@ from trioengine.core.errors import (
     SessionBusy,
     WorkerLost,
 )
-from trioengine.core.lifecycle import Cause
+from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.callers import UNPREPARED, Holder, Reader, Style, Turn
 from trioengine.testing.fuzz.environment import Environment

@@ -15,8 +15,8 @@ from hypothesis.stateful import precondition
 
 from trioengine.actors.supervisor import Supervisor
 from trioengine.core.connection import Connection
-from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import Fatal, FatalCode
+from trioengine.core.outcome import Cause
 from trioengine.testing.fuzz.oracles import check_books, check_call, check_farewell, check_stopped
 from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.fuzz.world import World

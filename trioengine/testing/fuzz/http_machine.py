@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
-from trioengine.core.lifecycle import Cause, Phase
+from trioengine.core.lifecycle import Phase
+from trioengine.core.outcome import Cause
 from trioengine.serve.in_flight import InFlight
 from trioengine.testing.fuzz.http_client import HttpClient
 from trioengine.testing.fuzz.oracles import check_worker

@@ -13,6 +13,7 @@ from trioengine.actors import gate
 from trioengine.core.lifecycle import SessionLifecycle
 from trioengine.testing.fuzz.program import Program
 from trioengine.testing.fuzz.rare import Rare
+from trioengine.testing.mutants.mutant import replaced
 
 
 class Finding(Exception):
@@ -51,9 +52,7 @@ class Machine(RuleBasedStateMachine):
 
     def _watch(self, owner: Any, name: str, mutate: Callable[[Any], Any]) -> None:
         """Until the end the attribute is `mutate(attribute)`."""
-        original = owner.__dict__[name]
-        self._watching.callback(setattr, owner, name, original)
-        setattr(owner, name, mutate(original))
+        self._watching.enter_context(replaced(owner, name, mutate)())
 
     def _finish(self) -> None:
         """The end of a program in which nothing was found: everybody goes, and nothing may be left."""

@@ -25,8 +25,9 @@ from trioengine.core.errors import (
     SessionEnded,
     WorkerLost,
 )
-from trioengine.core.lifecycle import Cause, Phase
+from trioengine.core.lifecycle import Phase
 from trioengine.core.messages import FinishReason
+from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.callers import UNPREPARED, Call, Holder, Reader, Turn
 from trioengine.testing.simulated_worker import SimulatedWorker

@@ -12,7 +12,8 @@ from hypothesis.stateful import precondition
 from trioengine.actors.gate import Gate
 from trioengine.actors.power import PowerActor
 from trioengine.core.errors import EngineAsleep, TransitionFailed
-from trioengine.core.lifecycle import Cause, Power
+from trioengine.core.lifecycle import Power
+from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.callers import Style
 from trioengine.testing.fuzz.changes import UNFIT, Change, Changes

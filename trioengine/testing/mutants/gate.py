@@ -13,8 +13,8 @@ from trioengine.actors.gate import Gate
 from trioengine.actors.session import Session
 from trioengine.actors.waiting_line import WaitingLine
 from trioengine.core.ledger import Ledger, Stand
-from trioengine.core.lifecycle import Cause
 from trioengine.core.messages import FinishReason
+from trioengine.core.outcome import Cause
 from trioengine.testing.mutants.mutant import Mutant, replaced, together
 
 

@@ -1,0 +1,31 @@
+"""How a request ended, and by whom if it was aborted."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from trioengine.core.errors import EngineError
+from trioengine.core.messages import FinishReason
+
+
+class Cause(enum.Enum):
+    """Who aborted a request, or ended a session."""
+
+    CLIENT = "client"
+    DISCONNECT = "disconnect"
+    TIMEOUT = "timeout"
+    SLEEP = "sleep"
+    ABORT_ALL = "abort_all"
+    SHUTDOWN = "shutdown"
+    STALLED = "stalled"
+    ERROR = "error"  # of a session: its actor crashed
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a request ended: `cause` is set for ABORT, `error` for ERROR."""
+
+    finish_reason: FinishReason
+    cause: Cause | None = None
+    error: EngineError | None = None
