@@ -17,7 +17,7 @@ from trioengine.testing.mutants import MUTANTS
 
 RUNS = {  # seed and programs: those that reach what can be reached soonest
     "EngineMachine": (0, 400),
-    "PowerMachine": (2, 500),
+    "PowerMachine": (6, 450),
     "RealtimeMachine": (3, 400),
     "HttpMachine": (0, 300),
 }
@@ -60,6 +60,7 @@ MOMENTS = (
     "while it is prepared",
     "before the worker has seen ADD_SESSION",
     "after the outcome, before it is read",
+    "crosses the finish",
 )
 WHILE_A_RESPONSE_IS_ACTIVE = frozenset(
     f"{how} while a response is active"

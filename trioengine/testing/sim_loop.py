@@ -104,12 +104,12 @@ class SimLoop:
     @property
     def steps(self) -> int:
         """Of tasks, until now."""
-        return self._picks.steps
+        return len(self._picks.names)
 
     @property
     def trace(self) -> int:
         """A checksum over the names of all tasks that ran, in order."""
-        return self._picks.trace
+        return zlib.crc32(";".join(self._picks.names).encode())
 
     def start_soon(self, function: Callable[..., Awaitable[Any]], *args: Any, name: str) -> None:
         """Start a task; its crash is collected, and disturbs nobody."""
@@ -195,16 +195,14 @@ class _Picks:
 
     def __init__(self) -> None:
         self.first = 0
-        self.steps = 0
-        self.trace = 0
+        self.names: list[str] = []  # of the tasks that took a step
 
     def shuffle(self, batch: list[trio.lowlevel.Task]) -> None:
         if not batch:
             return
         first = self.first % len(batch)
         batch[:] = [*batch[first:], *batch[:first]]  # they were in the order of their start
-        self.steps += len(batch)
-        self.trace = zlib.crc32(";".join([task.name for task in batch]).encode(), self.trace)
+        self.names += [task.name for task in batch]
         batch.reverse()
 
 

@@ -44,6 +44,7 @@ from trioengine.text.conversation import Conversation
 Task = TypeVar("Task", Holder, Reader)
 
 AUDIT_TIMEOUT = 10.0
+SHORT = 12  # rounds in which a request for one token ends, if nothing is in its way
 PROMPTS = ("a", "to be", "be or not be or not be or", "<|im_end|>", "", UNPREPARED)
 HISTORIES: tuple[tuple[Turn, ...], ...] = ((), (("user", "a"), ("assistant", "b")))
 WHICH = st.integers(0, 3)
@@ -114,6 +115,20 @@ class EngineMachine(Environment):
         params = SamplingParams(max_tokens=20, stop=(stop,) if stop else ())
         self._read(which, Style(style), params, prompt=prompt, keep_partial=keep_partial, timeout=timeout, wait=wait)
 
+    @precondition(lambda self: self.open_holders)
+    @recorded(which=WHICH, what=st.sampled_from(("abort", "cancel", "end")))
+    def cross(self, which: int, what: str) -> None:
+        """A short request is stopped when the worker has finished it, and the engine does not know yet."""
+        reader = self._read(which, Style.ALL, SamplingParams(max_tokens=1), prompt="a")
+        for _ in range(SHORT):
+            self._flow(1)
+            if reader.over or (reader.entered and self._last_words):
+                break
+        if what == "end":
+            reader.holder.end()
+        else:
+            self._stop(reader, what)
+
     @recorded(what=st.sampled_from(("ask", "audit", "ready", "cancel")), wait=st.booleans(), which=WHICH)
     def call(self, what: str, wait: bool, which: int) -> None:
         """`engine.generate` with a session of its own, `check_invariants`, `ready`; or one of these is cancelled."""
@@ -157,7 +172,9 @@ class EngineMachine(Environment):
     @recorded(which=WHICH, what=st.sampled_from(("abort", "cancel", "go on", "abort by id", "fail")))
     def stop_reading(self, which: int, what: str) -> None:
         """Also of a request that is over; the latest is the first to be chosen."""
-        reader = pick(_latest_first(self.readers), which)
+        self._stop(pick(_latest_first(self.readers), which), what)
+
+    def _stop(self, reader: Reader, what: str) -> None:
         generation = reader.generation
         has_id = generation is not None and generation._request_id is not None
         if what == "cancel":
@@ -243,6 +260,11 @@ class EngineMachine(Environment):
     def running_readers(self) -> list[Reader]:
         return [reader for reader in self.readers if not reader.over]
 
+    @property
+    def _last_words(self) -> bool:
+        """Whether the worker has finished all that it was asked for, and what it said has not arrived."""
+        return self.worker is not None and not self.worker.step_loop.has_work and len(self.worker.to_engine) > 0
+
     def _read(
         self,
         which: int,
@@ -253,13 +275,14 @@ class EngineMachine(Environment):
         keep_partial: bool = False,
         timeout: float | None = None,
         wait: bool = True,
-    ) -> None:
+    ) -> Reader:
         idle = [holder for holder in self.open_holders if not holder.is_busy]
         holder = pick(idle if which < 3 and idle else self.open_holders, which)
         reader = Reader(holder, prompt, params, style, keep_partial, timeout, wait)
         holder.readers.append(reader)
         self.readers.append(reader)
         self.loop.start_soon(reader.run, name=f"reader-{len(self.readers)}")
+        return reader
 
     def _open(self, wait: bool) -> None:
         holder = Holder(self.engine, wait)
@@ -277,6 +300,8 @@ class EngineMachine(Environment):
             self.rare.saw(f"{what} before the worker has seen ADD_SESSION")
         elif generation.outcome is not None:
             self.rare.saw(f"{what} after the outcome, before it is read")
+        elif self._last_words:
+            self.rare.saw(f"{what} crosses the finish")
 
     def _check_blocked(self) -> None:
         super()._check_blocked()

@@ -22,7 +22,7 @@ from trioengine.testing.fuzz.program import Program
 from trioengine.testing.fuzz.trimming import trimmed
 
 BATCH = 50  # programs between two looks at the clock
-COLLECT_AFTER = 5_000  # objects: those of a few programs, which are still in the cache
+COLLECT_AFTER = 20_000  # objects: those of a dozen programs
 
 
 @dataclass(frozen=True)
