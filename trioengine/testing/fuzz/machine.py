@@ -13,6 +13,7 @@ from trioengine.actors import gate
 from trioengine.core.lifecycle import SessionLifecycle
 from trioengine.testing.fuzz.program import Program
 from trioengine.testing.fuzz.rare import Rare
+from trioengine.testing.fuzz.swarm import Swarm
 from trioengine.testing.mutants.mutant import replaced
 
 
@@ -29,6 +30,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self._rules_strategy = Swarm(self, self._rules_strategy.rules)  # type: ignore[assignment]
         self.program = Program(type(self).__name__)
         self.rare = Rare()
         self._watching = ExitStack()

@@ -73,7 +73,8 @@ SESSION_MUTANTS = (
             Event.ABORT,
             Transition(Phase.IDLE, _A, (Action.POST_STOP_SESSION, Action.SETTLE_ABORTED)),
         ),
-        shows="not the session's|in flight|committed was|wait for ever|the model's is|was ended by Cause.ERROR",
+        shows="not the session's|in flight|committed was|rows come after"
+        "|wait for ever|the model's is|was ended by Cause.ERROR",
     ),
     Mutant(
         "F8",
