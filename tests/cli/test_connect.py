@@ -141,7 +141,7 @@ def test_a_variable_for_other_commands_is_not(capsys, monkeypatch):
     ("url", "exit_code", "said"),
     [
         ("ws://127.0.0.1:1", 1, "cannot connect to 127.0.0.1:1"),
-        ("somewhere", 2, "error: --connect must be an address like ws://"),
+        ("somewhere", 2, "error: --connect must be an address like http://localhost:8000 or ws://"),
     ],
 )
 def test_no_server(capsys, url, exit_code, said):

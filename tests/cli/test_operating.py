@@ -128,7 +128,7 @@ def test_a_path_before_the_servers_own(server, capsys):
     ("url", "code", "message"),
     [
         ("http://127.0.0.1:1", 1, "cannot connect to 127.0.0.1:1"),
-        ("somewhere", 2, "error: --connect must be an address like ws://"),
+        ("somewhere", 2, "error: --connect must be an address like http://localhost:8000 or ws://"),
     ],
 )
 def test_no_server(capsys, url, code, message):
