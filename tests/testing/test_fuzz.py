@@ -17,7 +17,7 @@ from trioengine.testing.mutants import MUTANTS
 
 RUNS = {  # seed and programs: those that reach what can be reached soonest
     "EngineMachine": (0, 400),
-    "PowerMachine": (6, 450),
+    "PowerMachine": (0, 450),
     "RealtimeMachine": (0, 400),
     "HttpMachine": (0, 300),
 }
@@ -60,7 +60,6 @@ MOMENTS = (
     "while it is prepared",
     "before the worker has seen ADD_SESSION",
     "after the outcome, before it is read",
-    "crosses the finish",
 )
 WHILE_A_RESPONSE_IS_ACTIVE = frozenset(
     f"{how} while a response is active"
@@ -70,6 +69,7 @@ REACHED = {
     "PowerMachine": TABLE_STATES - OUT_OF_REACH,
     "EngineMachine": {
         *(f"{what} {moment}" for what in ("abort", "cancel") for moment in MOMENTS),
+        *(f"{what} crosses the finish" for what in ("abort", "cancel", "end")),
         "fail while it is prepared",
         "a history is replaced",
         "a history is replaced in the middle of a request",

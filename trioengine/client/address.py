@@ -68,4 +68,6 @@ class Address:
 
 
 def _no_address(url: object) -> InvalidConfig:
-    return InvalidConfig.of("url", f"must be an address like http://localhost:8000 or ws://localhost:8000, got {url!r:.200}")
+    return InvalidConfig.of(
+        "url", f"must be an address like http://localhost:8000 or ws://localhost:8000, got {url!r:.200}"
+    )

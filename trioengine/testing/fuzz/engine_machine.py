@@ -44,7 +44,7 @@ from trioengine.text.conversation import Conversation
 Task = TypeVar("Task", Holder, Reader)
 
 AUDIT_TIMEOUT = 10.0
-SHORT = 12  # rounds in which a request for one token ends, if nothing is in its way
+ROUNDS_TO_FINISH = 12  # of a request for one token, if nothing is in its way
 PROMPTS = ("a", "to be", "be or not be or not be or", "<|im_end|>", "", UNPREPARED)
 HISTORIES: tuple[tuple[Turn, ...], ...] = ((), (("user", "a"), ("assistant", "b")))
 WHICH = st.integers(0, 3)
@@ -115,19 +115,34 @@ class EngineMachine(Environment):
         params = SamplingParams(max_tokens=20, stop=(stop,) if stop else ())
         self._read(which, Style(style), params, prompt=prompt, keep_partial=keep_partial, timeout=timeout, wait=wait)
 
-    @precondition(lambda self: self.open_holders)
-    @recorded(which=WHICH, what=st.sampled_from(("abort", "cancel", "end")))
+    @precondition(lambda self: self.worker is not None and any(not holder.is_busy for holder in self.open_holders))
+    @recorded(which=st.integers(0, 2), what=st.sampled_from(("abort", "cancel", "end")))
     def cross(self, which: int, what: str) -> None:
-        """A short request is stopped when the worker has finished it, and the engine does not know yet."""
+        """A short request is stopped when the worker has finished it, and the engine does not know yet.
+
+        If that does not come about soon, it goes on.
+        """
         reader = self._read(which, Style.ALL, SamplingParams(max_tokens=1), prompt="a")
-        for _ in range(SHORT):
-            self._flow(1)
-            if reader.over or (reader.entered and self._last_words):
-                break
+        if not self._flow_to_the_finish(reader):
+            return
+        self.rare.saw(f"{what} crosses the finish")
         if what == "end":
             reader.holder.end()
         else:
             self._stop(reader, what)
+
+    def _flow_to_the_finish(self, reader: Reader) -> bool:
+        was_there = False
+        for _ in range(ROUNDS_TO_FINISH):
+            self._flow(1)
+            generation, worker = reader.generation, self.worker
+            if reader.over or generation is None or worker is None:
+                return False
+            is_there = reader.entered and generation.request_id in worker.step_loop.requests
+            if was_there and not is_there:
+                return generation.outcome is None and len(worker.to_engine) > 0
+            was_there = is_there
+        return False
 
     @recorded(what=st.sampled_from(("ask", "audit", "ready", "cancel")), wait=st.booleans(), which=WHICH)
     def call(self, what: str, wait: bool, which: int) -> None:
@@ -260,11 +275,6 @@ class EngineMachine(Environment):
     def running_readers(self) -> list[Reader]:
         return [reader for reader in self.readers if not reader.over]
 
-    @property
-    def _last_words(self) -> bool:
-        """Whether the worker has finished all that it was asked for, and what it said has not arrived."""
-        return self.worker is not None and not self.worker.step_loop.has_work and len(self.worker.to_engine) > 0
-
     def _read(
         self,
         which: int,
@@ -300,8 +310,6 @@ class EngineMachine(Environment):
             self.rare.saw(f"{what} before the worker has seen ADD_SESSION")
         elif generation.outcome is not None:
             self.rare.saw(f"{what} after the outcome, before it is read")
-        elif self._last_words:
-            self.rare.saw(f"{what} crosses the finish")
 
     def _check_blocked(self) -> None:
         super()._check_blocked()

@@ -1,7 +1,7 @@
-"""Which rule comes next: each program leaves out some rules (Groce et al., Swarm Testing, ISSTA 2012).
+"""Which rule comes next: most programs leave out some rules (Groce et al., Swarm Testing, ISSTA 2012).
 
-Hypothesis does the same for any features that there may be, and asks for them by name before each rule. Of rules alone
-it takes less: a program says once which it leaves out, and a rule is one choice. Shrinking brings those left out back.
+Hypothesis asks by name, before each rule, whether it is left out. Here a program says it once, and each rule is one
+choice among those that can run.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+from hypothesis.errors import InvalidDefinition
 from hypothesis.internal.conjecture.data import ConjectureData
 from hypothesis.stateful import Rule, RuleBasedStateMachine
 from hypothesis.strategies import SearchStrategy
 
 NextRule: TypeAlias = tuple[Rule, dict[str, Any]]  # with its arguments by name
 
-_ODDS = 255  # p is a number of these
-_TRIES = 8  # until all rules are asked whether they can run
+_SHARES = 255  # a rule is left out with a probability of 0/255 to 254/255, the same for all of a program
 
 
 class Swarm(SearchStrategy[NextRule]):
-    """For one program: draws the rules that its machine runs, one after the other."""
+    """For one program: draws the rules that its machine runs, one after the other; its arguments are no Bundles.
+
+    Those left out run where no other can; if all were, none is.
+    """
 
     def __init__(self, machine: RuleBasedStateMachine, rules: Sequence[Rule]) -> None:
         """`rules` are the machine's, the simple ones first: shrinking goes towards the first."""
@@ -30,23 +33,15 @@ class Swarm(SearchStrategy[NextRule]):
         self._enabled: Sequence[Rule] = ()
 
     def do_draw(self, data: ConjectureData) -> NextRule:
+        """Raises InvalidDefinition if no rule can run."""
         if not self._enabled:
-            p_disabled = data.draw_integer(0, _ODDS - 1) / _ODDS
+            p_disabled = data.draw_integer(0, _SHARES - 1) / _SHARES
             self._enabled = [rule for rule in self._rules if not data.draw_boolean(p_disabled)] or self._rules
-        rule = self._next(data)
+        able = self._able(self._enabled) or self._able(self._rules)
+        if not able:
+            raise InvalidDefinition(f"no rule of {self._machine} can run")
+        rule = able[data.draw_integer(0, len(able) - 1)]
         return rule, {name: data.draw(strategy) for name, strategy in rule.arguments.items()}
 
-    def _next(self, data: ConjectureData) -> Rule:
-        for _ in range(_TRIES):
-            rule = _pick(data, self._enabled)
-            if self._can_run(rule):
-                return rule
-        able = [rule for rule in self._enabled if self._can_run(rule)]
-        return _pick(data, able or [rule for rule in self._rules if self._can_run(rule)])
-
-    def _can_run(self, rule: Rule) -> bool:
-        return all(holds(self._machine) for holds in rule.preconditions)
-
-
-def _pick(data: ConjectureData, rules: Sequence[Rule]) -> Rule:
-    return rules[data.draw_integer(0, len(rules) - 1)]
+    def _able(self, rules: Sequence[Rule]) -> list[Rule]:
+        return [rule for rule in rules if all(holds(self._machine) for holds in rule.preconditions)]

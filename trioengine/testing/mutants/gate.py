@@ -98,7 +98,8 @@ GATE_MUTANTS = (
         together(
             replaced(Session, "__aenter__", _open_under_the_lock), replaced(Session, "__aexit__", _leave_under_the_lock)
         ),
-        shows=r"(wait for ever|goes on)[\s\S]*(lock\.acquire|_LOCKED)|the worker holds sessions|slots are taken|has not ended",
+        shows=r"(wait for ever|goes on)[\s\S]*(lock\.acquire|_LOCKED)|the worker holds sessions|slots are taken"
+        r"|has not ended",
     ),
     Mutant(
         "F28",

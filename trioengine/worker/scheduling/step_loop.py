@@ -88,6 +88,11 @@ class StepLoop:
         """The live sessions."""
         return frozenset(self._sessions)
 
+    @property
+    def requests(self) -> tuple[int, ...]:
+        """The requests in flight, in no order that means anything."""
+        return self._scheduler.requests
+
     def statistics(self) -> WorkerStatistics:
         """The counts now."""
         return self._scheduler.statistics(len(self._sessions))
