@@ -1,6 +1,7 @@
 """`trioengine sleep`, `wake` and `status`, with a server on a simulated worker."""
 
 import json
+import re
 
 import pytest
 from operated import served
@@ -122,6 +123,12 @@ def test_a_path_before_the_servers_own(server, capsys):
     """As behind a proxy; here nobody takes it away."""
     assert run(["status", "--connect", f"{server[0]}/below/v1"]) == 2
     assert capsys.readouterr().err == "trioengine: error: there is no /below/v1/is_sleeping\n"
+
+
+def test_no_tls(server, capsys):
+    url = server[0].replace("ws:", "https:")
+    assert run(["status", "--connect", url]) == 1
+    assert re.search(r"the connection to 127\.0\.0\.1:\d+ failed: .*SSL", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,7 @@ def test_unknown_rules_and_machines_are_named():
         (("outage", {"way": "no such outage"}), "outage cannot be given way='no such outage'"),
         (("advance", {"seconds": -5.0}), "advance cannot be given seconds=-5.0"),
         (("tick", {"passes": 0, "order": 0}), "tick cannot be given passes=0"),
+        (("flow", {"rounds": 10**9}), "flow cannot be given rounds=1000000000"),
         (("flow", {"rounds": "x"}), "flow cannot be given rounds='x'"),
         (("flow", {"rounds": True}), "flow cannot be given rounds=True"),
         (("flow", {"rounds": "1"}), "flow cannot be given rounds='1'"),

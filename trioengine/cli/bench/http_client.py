@@ -51,7 +51,8 @@ class Address:
         except ConnectionLost as exc:
             raise BackendError(str(exc)) from exc
         except (OSError, trio.BrokenResourceError, trio.ClosedResourceError) as exc:
-            raise BackendError(f"the connection to {self.host} failed: {exc}") from exc
+            reason = exc if str(exc) else exc.__cause__  # trio's own says nothing of a TLS error
+            raise BackendError(f"the connection to {self.host} failed: {reason}") from exc
 
 
 class Response:

@@ -20,6 +20,7 @@ T = TypeVar("T")
 Step: TypeAlias = tuple[str, dict[str, Any]]  # a rule, and its arguments by name
 
 PACKAGES = ("trioengine", "trio", "trio-websocket", "wsproto", "hypothesis")  # whose versions may matter
+MOST_RULES = 100  # of a program: trimming makes one of several, and adds their numbers up
 ENVIRONMENT_RULES = frozenset({"tick", "flow", "settle", "move", "carry"})  # they do not count
 
 
@@ -156,13 +157,16 @@ def _rule_of(machine: Any, program: Program, index: int) -> Rule:
 
 
 def _may_draw(strategy: Any, value: object) -> bool:
-    """False for a value that the strategy does not draw, as far as that is easily told; trimming adds integers up."""
+    """False for a value that the strategy does not draw, nor trimming makes of such, as far as that is easily told."""
     strategy = getattr(strategy, "wrapped_strategy", strategy)
     match type(strategy).__name__:
         case "BooleansStrategy":
             return isinstance(value, bool)
         case "IntegersStrategy":
-            return type(value) is int and (strategy.start is None or value >= strategy.start)
+            start, end = strategy.start, strategy.end
+            return (
+                type(value) is int and (start is None or value >= start) and (end is None or value <= end * MOST_RULES)
+            )
         case "SampledFromStrategy" if not strategy._transformations:
             return any(type(value) is type(element) and value == element for element in strategy.elements)
     return True
