@@ -2,14 +2,7 @@
 
 from pathlib import Path
 
-from trioengine.core.lifecycle import (
-    POWER_TRANSITIONS,
-    SESSION_TRANSITIONS,
-    Event,
-    Phase,
-    Power,
-    PowerEvent,
-)
+from trioengine.core.lifecycle import POWER_TRANSITIONS, SESSION_TRANSITIONS, Event, Phase, Power, PowerEvent
 
 PAGE = Path(__file__).with_name("lifecycle.md")
 

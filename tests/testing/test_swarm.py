@@ -85,7 +85,7 @@ def test_hypothesis_asks_the_swarm(machines):
 
 def test_the_simple_rules_come_first():
     machine = Four()
-    assert [rule.function.__name__ for rule in machine._rules_strategy._rules] == ["b", "never", "a", "c"]
+    assert [rule.function.__name__ for rule in machine._rules_strategy.rules] == ["b", "never", "a", "c"]
     machine.teardown()
 
 

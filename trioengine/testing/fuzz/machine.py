@@ -31,7 +31,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         # hypothesis' own name, and private: tests/testing/test_swarm.py says so if it changes
-        self._rules_strategy = Swarm(self, self._rules_strategy.rules)  # type: ignore[assignment]
+        self._rules_strategy = Swarm(self)
         self.program = Program(type(self).__name__)
         self.rare = Rare()
         self._watching = ExitStack()

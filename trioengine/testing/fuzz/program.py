@@ -163,10 +163,10 @@ def _may_draw(strategy: Any, value: object) -> bool:
         case "BooleansStrategy":
             return isinstance(value, bool)
         case "IntegersStrategy":
+            if type(value) is not int:
+                return False
             start, end = strategy.start, strategy.end
-            return (
-                type(value) is int and (start is None or value >= start) and (end is None or value <= end * MOST_RULES)
-            )
+            return (start is None or value >= start) and (end is None or value <= end * MOST_RULES)
         case "SampledFromStrategy" if not strategy._transformations:
             return any(type(value) is type(element) and value == element for element in strategy.elements)
     return True

@@ -227,7 +227,7 @@ class StepLoop:
         return Audited(
             audit=message.audit,
             sessions=tuple(sorted(self._sessions)),
-            requests=tuple(sorted(self._scheduler.requests)),
+            requests=tuple(sorted(self.requests)),
             kv_blocks_total=blocks.num_blocks,
             kv_blocks_free=blocks.num_free,
             kv_blocks_cached=blocks.num_cached,
