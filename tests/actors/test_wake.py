@@ -111,7 +111,7 @@ async def test_the_log_tells_what_was_done_and_what_was_not(autojump_clock, simu
     await engine.wake()
     assert caplog.messages == [
         "sleep at level 2 (keep): the engine is asleep, with weights 1",
-        "a worker has started (asleep): toy on cpu",
+        "a worker has started (asleep): toy on cpu, simulated kernels",
         "wake of weights failed: told not to wake",
         "wake of kv_cache and weights: the engine is awake, with weights 1",
     ]

@@ -14,6 +14,7 @@ from trioengine.cli.doctor.machine import Machine
 from trioengine.cli.doctor.part import Part, Severity, fatal, warning
 from trioengine.cli.doctor.software import versions, worker
 from trioengine.hub.known_models import SMOLLM2
+from trioengine.worker.probe import MARK
 
 GIB = 1 << 30
 
@@ -175,6 +176,19 @@ def test_a_package_that_is_missing(monkeypatch):
 )
 def test_a_torch_that_is_broken(program, why):
     assert messages(worker([sys.executable, "-c", program])) == [(Severity.FATAL, why)]
+
+
+@pytest.mark.parametrize(
+    ("device", "compiler", "expected"),
+    [
+        ("cpu", "/usr/bin/g++", []),
+        ("cuda", None, []),
+        ("cpu", None, [(Severity.WARNING, "there is no C++ compiler: torch's kernels are used, which take longer")]),
+    ],
+)
+def test_a_machine_without_a_compiler(device, compiler, expected):
+    found = json.dumps({"device": device, "compiler": compiler})
+    assert messages(worker([sys.executable, "-c", f"print({MARK!r} + {found!r})"])) == expected
 
 
 def test_a_report(capsys):

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from trioengine.core.errors import ModelError
+from trioengine.hub.home import trioengine_home
 from trioengine.hub.known_models import KNOWN_MODELS, SMOLLM2
-from trioengine.hub.pull import located, models_home, pull, resolve
+from trioengine.hub.pull import located, pull, resolve
 
 # ---- names and paths -----------------------------------------------------------------------------------------------
 
@@ -27,13 +28,13 @@ def test_a_known_name_in_any_case_is_its_pulled_file(tmp_path, monkeypatch):
 
 def test_where_models_lie(monkeypatch):
     monkeypatch.setenv("TRIOENGINE_HOME", "/models")
-    assert models_home() == Path("/models")
+    assert trioengine_home() == Path("/models")
     monkeypatch.setenv("TRIOENGINE_HOME", "")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert models_home() == Path("/caches/trioengine")
+    assert trioengine_home() == Path("/caches/trioengine")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/users/me")
-    assert models_home() == Path("/users/me/.cache/trioengine")
+    assert trioengine_home() == Path("/users/me/.cache/trioengine")
 
 
 def test_files_and_directories(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from torch_driver import generate, load
 
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.tag import ALL_TAGS, Tag
+from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.layers import linear
 from trioengine.worker.models.llama import LlamaModel, wanted_tensors
 from trioengine.worker.weights import open_checkpoint
@@ -187,12 +188,12 @@ def test_a_start_asleep_takes_no_memory(path):
 def test_a_model_runs_on_after_its_weights_were_moved(tiny_llama, tmp_path, monkeypatch, variant):
     """Without oneDNN's own layout a layer holds what the reader gave it, as on every device but the CPU."""
     monkeypatch.setattr(linear, "_can_pack", lambda dtype: False)
-    runner = load(tiny_llama.write(tmp_path, variant), kv_cache_memory=KV_BYTES)
+    runner = load(tiny_llama.write(tmp_path, variant), kv_cache_memory=KV_BYTES, kernels="torch")
     checkpoint = open_checkpoint(str(tmp_path))
     wanted = wanted_tensors(checkpoint.config)
     reader = WeightReader(checkpoint, wanted, torch.float32, torch.device("cpu"), lambda done, total: None)
     with torch.inference_mode():
-        model = LlamaModel(checkpoint.config, reader, 256)
+        model = LlamaModel(checkpoint.config, reader, TorchKernels(checkpoint.config.num_heads), 256)
     checkpoint.close()
     expected = answer(runner, tiny_llama.PROMPT)
     runner._weights._state = type(runner._weights._state)(model, reader.in_use())

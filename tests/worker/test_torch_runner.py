@@ -5,12 +5,12 @@ import random
 
 import pytest
 import torch
-from torch_driver import generate, load, reference
+from torch_driver import generate, load, needs_compiler, reference
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.worker.layers import attention
+from trioengine.worker.kernels import torch_attention
 from trioengine.worker.runner.kv_cache import KVCache
 from trioengine.worker.runner.model_runner import TorchModelRunner
 from trioengine.worker.runner.model_spec import choose_device, choose_dtype
@@ -26,18 +26,21 @@ def variant(request):
     return request.param
 
 
-@pytest.fixture
-def runner(tiny_llama, tmp_path, variant):
-    return load(tiny_llama.write(tmp_path, variant), kv_cache_memory=4 << 20)
-
-
-@pytest.fixture(params=[0, 1 << 20], ids=["fused", "products"])
+@pytest.fixture(params=["native", "fused", "products"])
 def kernels(request, monkeypatch):
-    """How prefills attend to their context; large ones in torch's fused kernel."""
-    monkeypatch.setattr(attention, "_SCORES_BYTES", request.param)
+    """In C++, and torch's: its fused kernel is for large prefills."""
+    if request.param == "native":
+        needs_compiler()
+        return "native"
+    monkeypatch.setattr(torch_attention, "_SCORES_BYTES", 0 if request.param == "fused" else 1 << 20)
+    return "torch"
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.fixture
+def runner(tiny_llama, tmp_path, variant, kernels):
+    return load(tiny_llama.write(tmp_path, variant), kv_cache_memory=4 << 20, kernels=kernels)
+
+
 @pytest.mark.parametrize("budget", [2048, 33, 7, 1])
 def test_greedy_is_that_of_transformers(tiny_llama, runner, variant, budget):
     params = SamplingParams(temperature=0.0, max_tokens=48, seed=0, ignore_eos=True, logprobs=0)
@@ -54,10 +57,9 @@ def test_logprob_is_that_of_transformers(tiny_llama, runner, variant):
     assert token.logprobs == pytest.approx({VARIANTS[variant]["output"][0]: VARIANTS[variant]["logprob"]}, abs=1e-4)
 
 
-@pytest.mark.usefixtures("kernels")
-def test_batches_of_every_kind(tiny_llama, tmp_path):
+def test_batches_of_every_kind(tiny_llama, tmp_path, kernels):
     """Lengths of every kind together, with prefix cache and preemption: each answer is the one it has alone."""
-    runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20, block_size=4)
+    runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20, block_size=4, kernels=kernels)
     rng = random.Random(0)
     prompts = [[rng.randrange(200) for _ in range(rng.choice([1, 2, 3, 4, 5, 30, 70]))] for _ in range(24)]
     prompts += [prompts[-1] + [5], prompts[-1] + [6, 7]]
@@ -80,16 +82,16 @@ def test_what_a_prompt_shares_with_one_before_is_copied(tiny_llama, tmp_path, nu
     assert statistics.prefix_cache_hits == num_shared
 
 
-def test_bfloat16_runs(tiny_llama, tmp_path):
-    runner = load(tiny_llama.write(tmp_path, "plain"), dtype="bfloat16", kv_cache_memory=4 << 20)
+def test_bfloat16_runs(tiny_llama, tmp_path, kernels):
+    runner = load(tiny_llama.write(tmp_path, "plain"), dtype="bfloat16", kv_cache_memory=4 << 20, kernels=kernels)
     answers, _ = generate(runner, [tiny_llama.PROMPT, tiny_llama.PROMPT[:5]], 8)
     assert [len(answer) for answer in answers] == [8, 8]
     assert answers[0][0] == VARIANTS["plain"]["output"][0]
 
 
-def test_what_lay_in_a_block_does_not_matter(tiny_llama, tmp_path):
+def test_what_lay_in_a_block_does_not_matter(tiny_llama, tmp_path, kernels):
     """A sequence that went bad leaves nan in its blocks; the next ones there, and its neighbours, do not see it."""
-    runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20)
+    runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20, kernels=kernels)
     with torch.inference_mode():
         for tensor in runner.cache.layers:
             tensor.fill_(math.nan)
@@ -98,9 +100,9 @@ def test_what_lay_in_a_block_does_not_matter(tiny_llama, tmp_path):
     assert answers[0] == VARIANTS["plain"]["output"]
 
 
-def test_a_bad_row_fails_alone(tiny_llama, tmp_path):
+def test_a_bad_row_fails_alone(tiny_llama, tmp_path, kernels):
     """Weights of one token are nan: who uses it fails, who does not goes on."""
-    runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20)
+    runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20, kernels=kernels)
     with torch.inference_mode():
         runner.model._embedding[198] = math.nan
     good = Sequence(0, 10, list(tiny_llama.PROMPT), 90, GREEDY, frozenset(), block_table=[0, 1, 2, 3, 4, 5])

@@ -1,10 +1,14 @@
 """Run prompts through the real scheduler and the torch runner, without a worker around them."""
 
 import json
+import os
 from pathlib import Path
+
+import pytest
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.worker.kernels.compiler import find_compiler
 from trioengine.worker.runner.model_runner import TorchModelRunner
 from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.scheduler import Scheduler
@@ -15,6 +19,12 @@ DATA = Path(__file__).parents[1] / "data"
 
 def reference(name):
     return json.loads((DATA / name).read_text())
+
+
+def needs_compiler():
+    """Skip the test where there is no C++ compiler; in CI there must be one."""
+    if find_compiler() is None and os.environ.get("CI") != "true":
+        pytest.skip("no C++ compiler")
 
 
 def load(path, dtype="float32", on_progress=lambda done, total: None, **config):

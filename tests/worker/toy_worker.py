@@ -32,6 +32,7 @@ class CountingRunner:
         self.model_type = "toy"
         self.device = "cpu"
         self.dtype = "float32"
+        self.kernels = "torch"
         self.vocab_size = VOCAB_SIZE
         self.max_model_len = 512
         self.kv_blocks_total = 128

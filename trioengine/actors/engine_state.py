@@ -148,7 +148,7 @@ class EngineState:
             self.gate.change_power(PowerEvent.READY)
         self.gate.notify()
         state = "ready" if self.gate.power is Power.AWAKE else f"a worker has started ({self.gate.power.value})"
-        logger.info("%s: %s on %s", state, self.config.model, limits.device)
+        logger.info("%s: %s on %s, %s kernels", state, self.config.model, limits.device, limits.kernels)
         asked, has = self.config.max_model_len, limits.max_model_len
         if asked is not None and asked > has:
             logger.warning("max_model_len: asked for %d, the model and its KV cache have %d", asked, has)

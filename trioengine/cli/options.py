@@ -44,6 +44,7 @@ _HELP = {
     "gpu_memory_utilization": "Share of a GPU's memory, without --kv-cache-memory.",
     "enable_prefix_caching": "Use again what was computed for prompts that begin alike.",
     "num_threads": "Threads of the worker; without it torch's own choice.",
+    "kernels": "auto, native (in C++, on a CPU where there is a compiler) or torch.",
     "startup_timeout": "Seconds without progress while the worker loads.",
     "step_timeout": "Seconds that one step may take.",
     "unresponsive_timeout": "Seconds that the worker may leave a ping unanswered.",

@@ -49,6 +49,7 @@ class WorkerConfig:
     enable_prefix_caching: bool = True
     num_threads: int | None = None  # None: torch's own choice
     weight_version: int = 1  # of what lies at model_path, as the engine counts
+    kernels: str = "auto"  # auto, native, torch
     asleep: tuple[Tag, ...] = ()  # what is not to be loaded before a WAKE says so
 
 
@@ -74,6 +75,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     num_threads: int | None = None
+    kernels: str = "auto"  # native, in C++, on a CPU where there is a compiler, else torch
     startup_timeout: float = 120.0  # without progress while the worker loads
     step_timeout: float = 300.0  # one step longer than that is death
     unresponsive_timeout: float = 10.0  # no answer to a PING for that long is death
@@ -92,6 +94,8 @@ class EngineConfig:
             raise InvalidConfig.of("device", f"must be auto, cpu, cuda or cuda:N, got {brief(self.device)}")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise InvalidConfig.of("dtype", f"must be auto, float32 or bfloat16, got {brief(self.dtype)}")
+        if self.kernels not in ("auto", "native", "torch"):
+            raise InvalidConfig.of("kernels", f"must be auto, native or torch, got {brief(self.kernels)}")
         if self.on_worker_loss not in ("resume", "fail"):
             raise InvalidConfig.of("on_worker_loss", f"must be resume or fail, got {brief(self.on_worker_loss)}")
         if not isinstance(self.enable_prefix_caching, bool):
@@ -138,6 +142,7 @@ class EngineConfig:
             gpu_memory_utilization=self.gpu_memory_utilization,
             enable_prefix_caching=self.enable_prefix_caching,
             num_threads=self.num_threads,
+            kernels=self.kernels,
         )
 
 

@@ -152,6 +152,7 @@ class Ready:
     kv_blocks_total: int
     block_size: int
     weight_version: int = 1
+    kernels: str = "torch"  # or native
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from trioengine.core.errors import ModelError
 from trioengine.hub.fetch_failure import hub_failure, pip_failure
+from trioengine.hub.home import expanded, shown, trioengine_home
 from trioengine.hub.known_models import KNOWN_MODELS, KnownModel
 
 Progress = Callable[[int, int], None]
@@ -58,21 +59,21 @@ def located(model: str) -> Path | None:
         raise ModelError("the model's name is empty")  # and not the directory that we are in
     if model.lower() in KNOWN_MODELS:
         return None
-    path = _expanded(model)
+    path = expanded(model)
     try:
         if path.is_dir():
             return _model_directory(path)
         if path.is_file():
             return _model_file(path)
     except OSError as exc:
-        raise ModelError(f"{_shown(model)}: {exc.strerror}") from exc
+        raise ModelError(f"{shown(model)}: {exc.strerror}") from exc
     if model.lower().endswith(".gguf") or (model.startswith((".", "/", "~")) and os.sep in model):
-        raise ModelError(f"{_shown(model)}: no such file or directory")
+        raise ModelError(f"{shown(model)}: no such file or directory")
     if _HUB_ID.fullmatch(model):
         return None
     names = ", ".join(sorted(KNOWN_MODELS))
     raise ModelError(
-        f"unknown model {_shown(model)}: MODEL may be a known name ({names}), a .gguf file, a directory with "
+        f"unknown model {shown(model)}: MODEL may be a known name ({names}), a .gguf file, a directory with "
         "config.json and safetensors, or a Hugging Face hub id (org/name)"
     )
 
@@ -85,8 +86,8 @@ def pull(model: str | KnownModel, progress: Progress | None = None) -> Path:
     """
     known = model if isinstance(model, KnownModel) else KNOWN_MODELS.get(model.lower())
     if known is None:
-        raise ModelError(f"unknown model {_shown(str(model))}: known are {', '.join(sorted(KNOWN_MODELS))}")
-    home = models_home()
+        raise ModelError(f"unknown model {shown(str(model))}: known are {', '.join(sorted(KNOWN_MODELS))}")
+    home = trioengine_home()
     target = home / known.location
     with ExitStack() as stack:
         with _explained(known, home):
@@ -111,35 +112,16 @@ def pull(model: str | KnownModel, progress: Progress | None = None) -> Path:
     return target
 
 
-def models_home() -> Path:
-    """Where pulled models lie: $TRIOENGINE_HOME, else `trioengine` in the user's cache directory."""
-    if home := os.environ.get("TRIOENGINE_HOME"):
-        return _expanded(home).absolute()
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else _expanded("~/.cache")).absolute() / "trioengine"
-
-
 def name_of(path: Path) -> str | None:
     """The known model whose pulled file this is."""
     try:
-        home = models_home()
+        home = trioengine_home()
     except ModelError:
         return None
     return next((known.name for known in KNOWN_MODELS.values() if path == home / known.location), None)
 
 
 # ---- paths and hub ids ---------------------------------------------------------------------------------------------
-
-
-def _expanded(path: str) -> Path:
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as exc:  # no home directory, or no such user
-        raise ModelError(f"{_shown(path)}: {exc}") from exc
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= 200 else text[:200] + "…")
 
 
 def _model_directory(path: Path) -> Path:

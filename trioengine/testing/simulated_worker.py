@@ -292,6 +292,7 @@ class SimulatedWorker:
             model_type="toy",
             device="cpu",
             dtype="float32",
+            kernels="simulated",
             vocab_size=VOCAB_SIZE,
             max_model_len=limits.max_sequence_len,
             kv_blocks_total=limits.kv_blocks_total,

@@ -45,6 +45,8 @@ class LoadedRunner(ModelRunner, Protocol):
     @property
     def dtype(self) -> str: ...
     @property
+    def kernels(self) -> str: ...
+    @property
     def vocab_size(self) -> int: ...
     @property
     def max_model_len(self) -> int: ...
@@ -118,6 +120,7 @@ def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callabl
             kv_blocks_total=runner.kv_blocks_total,
             block_size=runner.block_size,
             weight_version=config.weight_version,
+            kernels=runner.kernels,
         )
     )
     return step_loop

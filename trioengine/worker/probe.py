@@ -15,6 +15,7 @@ def main() -> None:
     """Import what a worker imports, and choose as it chooses."""
     import torch
 
+    from trioengine.worker.kernels.compiler import find_compiler
     from trioengine.worker.runner.model_spec import choose_device, choose_dtype
 
     device = choose_device("auto")
@@ -24,6 +25,7 @@ def main() -> None:
         "dtype": str(choose_dtype("auto", device)).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "compiler": find_compiler(),
         "cuda": torch.version.cuda,
         "gpus": [
             {"name": torch.cuda.get_device_name(index), "free_bytes": free, "total_bytes": total}

@@ -11,9 +11,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from trioengine.hub.home import trioengine_home
 from trioengine.hub.known_models import SMOLLM2
 from trioengine.hub.model_files import read_model
-from trioengine.hub.pull import models_home
 from trioengine.text.tokenizer import Tokenizer
 
 _PLAIN = """
@@ -40,7 +40,7 @@ class Prompts:
     @classmethod
     def find(cls) -> Prompts:
         """By the default model's tokenizer if its file is on this machine; blocks for less than a second."""
-        path: Path = models_home() / SMOLLM2.location
+        path: Path = trioengine_home() / SMOLLM2.location
         if not path.is_file():
             return cls([f" {word}" for word in _PLAIN.split()], Length.WORDS)
         model = read_model(path)

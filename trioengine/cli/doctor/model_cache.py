@@ -11,8 +11,8 @@ from typing import Any
 
 from trioengine.cli.doctor.part import Part, Problem, fatal, warning
 from trioengine.core.errors import ModelError
+from trioengine.hub.home import trioengine_home
 from trioengine.hub.known_models import KNOWN_MODELS, SMOLLM2, KnownModel
-from trioengine.hub.pull import models_home
 
 _CHUNK = 1 << 20
 _HOME = "TRIOENGINE_HOME"
@@ -21,7 +21,7 @@ _HOME = "TRIOENGINE_HOME"
 def model_cache() -> Part:
     """Reads every model that is there, to compare its checksum: about half a second each."""
     try:
-        home = models_home()
+        home = trioengine_home()
     except ModelError as exc:
         return Part(problems=(fatal(str(exc), f"set {_HOME} to a directory"),))
     models = {known.name: _model(home / known.location, known) for known in KNOWN_MODELS.values()}

@@ -8,13 +8,13 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import trioengine
 from trioengine import __version__
-from trioengine.cli.doctor.part import Part, Problem, fatal
+from trioengine.cli.doctor.part import Part, Problem, fatal, warning
 from trioengine.worker.probe import MARK
 
 PACKAGES = ("trio", "trio-websocket", "h11", "msgpack", "tokenizers", "jinja2", "gguf", "safetensors", "numpy", "torch")
@@ -75,12 +75,18 @@ def worker(command: Sequence[str] = PROBE) -> Part:
         return Part(problems=(fatal(f"importing torch takes longer than {PROBE_TIMEOUT:g} s", "look at the disk"),))
     facts = _found(ended.stdout.decode("utf-8", "replace"))
     if ended.returncode == 0 and facts is not None:
-        return Part(facts)
+        return Part(facts, tuple(_kernel_problems(facts)))
     complaint = ended.stderr.decode("utf-8", "replace").strip().splitlines()
     why = complaint[-1] if complaint else f"exit status {ended.returncode}"
     if ended.returncode < 0:
         why = f"killed by signal {-ended.returncode}"
     return Part(problems=(fatal(f"a worker cannot start: {why}", _INSTALL_TORCH),))
+
+
+def _kernel_problems(facts: dict[str, Any]) -> Iterator[Problem]:
+    if facts["device"] == "cpu" and facts["compiler"] is None:
+        what = "there is no C++ compiler: torch's kernels are used, which take longer"
+        yield warning(what, "install g++ (Debian: apt install g++)")
 
 
 def _environment() -> dict[str, str]:

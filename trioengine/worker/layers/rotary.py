@@ -52,23 +52,10 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 class RotaryTable:
-    """Cosines and sines of all positions."""
+    """Cosines and sines of all positions, each for both halves of a head."""
 
     def __init__(self, frequencies: Tensor, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
         cos, sin = angles.cos(), angles.sin()
-        # The sine carries the rotation's sign: turning is two products, of the vector and of its swapped halves.
-        table = torch.cat((cos, cos, -sin, sin), dim=-1)
-        self._table = table.to(device=device, dtype=dtype)  # [max_positions, 2 * head_dim]
-
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines of some positions: two [num_tokens, 1, head_dim]."""
-        cos, sin = self._table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
-        return cos, sin
-
-
-def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn every head of [num_tokens, num_heads, head_dim], in place; a view will do."""
-    tokens, count, size = heads.shape
-    swapped = heads.view(tokens, count, 2, size // 2).flip(2).view(tokens, count, size)
-    torch.addcmul(heads * cos, swapped, sin, out=heads)
+        table = torch.cat((cos, cos, -sin, sin), dim=-1)  # the sine carries the rotation's sign
+        self.table = table.to(device=device, dtype=dtype)  # [max_positions, 2 * head_dim]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from trioengine.worker.layers.attention import Attention
+from trioengine.worker.kernels.kernels import Attention, Kernels, RMSNorm
 from trioengine.worker.layers.linear import Linear, make_linear
-from trioengine.worker.layers.norm import Norm, make_rms_norm
-from trioengine.worker.layers.rotary import RotaryTable, inverse_frequencies, rotate_
+from trioengine.worker.layers.rotary import RotaryTable, inverse_frequencies
 from trioengine.worker.models.llama_config import LlamaConfig
 from trioengine.worker.runner.batch import ForwardBatch
 from trioengine.worker.weights.reader import WeightReader
@@ -60,10 +60,10 @@ def _projections(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, int], bo
 class LlamaLayer:
     """The weights of one decoder layer; projections that share their input are one."""
 
-    input_norm: Norm
+    input_norm: RMSNorm
     qkv: Linear
     output: Linear
-    post_attention_norm: Norm
+    post_attention_norm: RMSNorm
     gate_up: Linear
     down: Linear
 
@@ -71,13 +71,14 @@ class LlamaLayer:
 class LlamaModel:
     """The forward pass. The residual stream is kept in float32, whatever the dtype of the weights."""
 
-    def __init__(self, config: LlamaConfig, weights: WeightReader, max_model_len: int) -> None:
+    def __init__(self, config: LlamaConfig, weights: WeightReader, kernels: Kernels, max_model_len: int) -> None:
         """Read the weights, one layer at a time."""
         self.config = config
+        self._kernels = kernels
         self._embedding = weights.tensor("model.embed_tokens.weight")
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
         self._head = make_linear(self._embedding) if config.tie_word_embeddings else weights.linear("lm_head")
-        self._norm = make_rms_norm(weights.tensor("model.norm.weight"), config.rms_norm_eps, self.dtype)
+        self._norm = RMSNorm(weights.tensor("model.norm.weight").float(), config.rms_norm_eps)
         frequencies = inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
         if weights.has(_FREQUENCY_DIVISORS):
             frequencies = frequencies / weights.tensor(_FREQUENCY_DIVISORS).float().cpu()
@@ -86,38 +87,34 @@ class LlamaModel:
 
     def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
         """Compute the batch and store its keys and values: logits [num_samples, vocab_size] of the sampled rows."""
-        cos, sin = self._rotary.at(batch.positions)
-        hidden = F.embedding(batch.token_ids, self._embedding).float()  # [num_tokens, hidden_size]
+        kernels = self._kernels
+        delta = F.embedding(batch.token_ids, self._embedding)  # [num_tokens, hidden_size]
+        hidden = torch.zeros_like(delta, dtype=torch.float32)
         for index, layer in enumerate(self._layers):
-            attended = self._attend(index, layer, layer.input_norm(hidden), cos, sin, attention)
+            attended = self._attend(index, layer, kernels.add_norm(hidden, delta, layer.input_norm), batch, attention)
             if layer is self._layers[-1]:  # beyond the last keys and values, nobody asks for the other rows
                 hidden, attended = (rows.index_select(0, batch.sample_rows) for rows in (hidden, attended))
-            hidden.add_(layer.output(attended))
-            hidden.add_(_mlp(layer, layer.post_attention_norm(hidden)))
-        return self._head(self._norm(hidden))
+            delta = layer.output(attended)
+            gate_up = layer.gate_up(kernels.add_norm(hidden, delta, layer.post_attention_norm))
+            delta = layer.down(kernels.silu_and_multiply(gate_up))
+        return self._head(kernels.add_norm(hidden, delta, self._norm))
 
     def _attend(
-        self, index: int, layer: LlamaLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attention: Attention
+        self, index: int, layer: LlamaLayer, hidden: Tensor, batch: ForwardBatch, attention: Attention
     ) -> Tensor:
         config = self.config
         rotated = config.num_heads + config.num_kv_heads
         heads = layer.qkv(hidden).view(-1, rotated + config.num_kv_heads, config.head_dim)
-        rotate_(heads[:, :rotated], cos, sin)
-        return attention.forward(index, heads[:, : config.num_heads], heads[:, config.num_heads :])
-
-
-def _mlp(layer: LlamaLayer, hidden: Tensor) -> Tensor:
-    gate, up = layer.gate_up(hidden).chunk(2, dim=-1)
-    return layer.down(F.silu(gate).mul_(up))
+        self._kernels.rotate_(heads, rotated, self._rotary, batch.positions)
+        return attention.forward(index, heads)
 
 
 def _read_layer(config: LlamaConfig, prefix: str, weights: WeightReader) -> LlamaLayer:
     def linear(has_bias: bool, *names: str) -> Linear:
         return weights.linear(*(prefix + name for name in names), has_bias=has_bias)
 
-    def norm(name: str) -> Norm:
-        weight = weights.tensor(f"{prefix}{name}.weight")
-        return make_rms_norm(weight, config.rms_norm_eps, weight.dtype)
+    def norm(name: str) -> RMSNorm:
+        return RMSNorm(weights.tensor(f"{prefix}{name}.weight").float(), config.rms_norm_eps)
 
     attention, mlp = config.attention_bias, config.mlp_bias
     return LlamaLayer(

@@ -7,7 +7,6 @@ import torch
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.tag import ALL_TAGS, Tag
-from trioengine.worker.layers.attention import TorchAttention
 from trioengine.worker.loop import OnProgress
 from trioengine.worker.models.llama import LlamaModel
 from trioengine.worker.runner.batch import make_batch
@@ -29,6 +28,7 @@ class TorchModelRunner:
         self._cache: KVCache | None = None  # None: it sleeps
         self.model_type = spec.model.model_type
         self.device = str(spec.device)
+        self.kernels = spec.kernels.name
         self.dtype = str(spec.dtype).removeprefix("torch.")
         self.vocab_size = spec.model.vocab_size
         self.max_model_len = spec.max_model_len  # tokens; never more than the KV cache holds
@@ -67,8 +67,7 @@ class TorchModelRunner:
         with torch.inference_mode():
             cache.copy_blocks(output.copies)
             batch = make_batch(output, self.block_size, model.device)
-            attention = TorchAttention(batch, cache, model.config.num_heads)
-            logits = model.forward(batch, attention)
+            logits = model.forward(batch, self._spec.kernels.attention(batch, cache))
             return sample(logits, [entry.sequence for entry in output.scheduled if entry.samples])
 
     def sleep(self) -> None:

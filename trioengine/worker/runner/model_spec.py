@@ -11,6 +11,8 @@ import torch
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
+from trioengine.worker.kernels.choose import choose_kernels
+from trioengine.worker.kernels.kernels import Kernels
 from trioengine.worker.models.llama import optional_tensors, wanted_tensors
 from trioengine.worker.models.llama_config import LlamaConfig
 from trioengine.worker.runner.kv_cache import KVCache, count_blocks
@@ -30,6 +32,7 @@ class ModelSpec:
     max_model_len: int  # tokens; never more than the KV cache holds
     num_blocks: int
     block_size: int
+    kernels: Kernels
 
     @staticmethod
     def read(config: WorkerConfig) -> ModelSpec:
@@ -42,7 +45,8 @@ class ModelSpec:
         num_blocks = count_blocks(config, model, dtype, device)
         limits = (model.max_position_embeddings, num_blocks * config.block_size, config.max_model_len)
         max_model_len = min(limit for limit in limits if limit is not None)
-        return ModelSpec(model, device, dtype, max_model_len, num_blocks, config.block_size)
+        kernels = choose_kernels(config.kernels, model, dtype, device, config.block_size)
+        return ModelSpec(model, device, dtype, max_model_len, num_blocks, config.block_size, kernels)
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[Checkpoint]:

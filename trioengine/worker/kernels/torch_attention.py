@@ -1,9 +1,8 @@
-"""Attention over the paged KV cache: the interface, and the plain-torch backend that others are checked against."""
+"""Attention over the paged KV cache in plain torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,18 +16,6 @@ _GATHER_BYTES = 3 << 20  # keys and values gathered at a time, so that they are 
 _SCORES_BYTES = (
     1 << 20
 )  # of a prefill: on the CPU, two products and a softmax are faster up to here than torch's kernel
-
-
-class Attention(Protocol):
-    """One step's attention: a backend lays out the batch once, and then runs every layer."""
-
-    def forward(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
-        """Store the new keys and values, and attend to the context.
-
-        query [num_tokens, num_heads, head_dim]; key_value [num_tokens, 2 * num_kv_heads, head_dim], keys first;
-        returns [num_tokens, num_heads * head_dim].
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +42,7 @@ class _Prefill:
 
 
 class TorchAttention:
-    """Attention in plain torch: blocks are gathered into dense keys and values, a few sequences at a time."""
+    """Blocks are gathered into dense keys and values, a few sequences at a time."""
 
     def __init__(self, batch: ForwardBatch, cache: KVCache, num_heads: int) -> None:
         self._cache = cache
@@ -145,7 +132,9 @@ class TorchAttention:
 
     # ---- every layer ----
 
-    def forward(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+    def forward(self, layer: int, heads: Tensor) -> Tensor:
+        num_heads = self._kv_heads * self._group_size
+        query, key_value = heads[:, :num_heads], heads[:, num_heads:]
         cache = self._cache.layers[layer]
         if self._fresh is not None:
             cache.index_fill_(0, self._fresh, 0.0)
@@ -157,8 +146,8 @@ class TorchAttention:
             result[group.start : group.stop] = self._decode(group, query[group.start : group.stop], cache)
         for prefill in self._prefills:
             rows = slice(prefill.start, prefill.stop)
-            heads = self._prefill(prefill, query[rows], key_value[rows], cache)
-            result[rows].view(heads.shape).copy_(heads)
+            attended = self._prefill(prefill, query[rows], key_value[rows], cache)
+            result[rows].view(attended.shape).copy_(attended)
         return result
 
     def _gather(self, cache: Tensor, rows: Tensor, pairs: int) -> tuple[Tensor, Tensor]:

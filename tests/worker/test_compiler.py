@@ -1,0 +1,181 @@
+"""Compiling kernels: once for all, beside the models, and what is said where it does not work."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch_driver import generate, load, needs_compiler
+
+from trioengine.core.errors import ModelError
+from trioengine.worker.kernels.compiler import CompilerMissing, KernelsUnavailable, load_library
+
+SOURCE = 'extern "C" int answer() { return ANSWER; }'
+COUNTING = '#!/bin/sh\necho "$@" >> {log}\nexec {compiler} "$@"\n'
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    needs_compiler()
+    monkeypatch.setenv("TRIOENGINE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "kernels"
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "source.cpp"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.fixture
+def compilations(tmp_path, monkeypatch):
+    """How often the compiler has made an object file so far."""
+    log = tmp_path / "log"
+    use_compiler(tmp_path, monkeypatch, COUNTING.format(log=log, compiler=shutil.which("g++")))
+    return lambda: sum(" -c " in line for line in log.read_text().splitlines())
+
+
+def use_compiler(tmp_path, monkeypatch, script):
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    (directory / "g++").write_text(script)
+    (directory / "g++").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
+
+
+def test_compiled_once(source, home, compilations):
+    assert load_library(source, {"ANSWER": 42}).answer() == 42
+    assert load_library(source, {"ANSWER": 42}).answer() == 42
+    assert compilations() == 1
+    assert [path.suffix for path in home.iterdir()] == [".so"]
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+
+
+def test_each_for_its_macros_and_its_source(source, home, compilations):
+    assert [load_library(source, {"ANSWER": number}).answer() for number in (1, 2, 1)] == [1, 2, 1]
+    source.write_text(SOURCE.replace("ANSWER;", "ANSWER + 1;"))
+    assert load_library(source, {"ANSWER": 1}).answer() == 2
+    assert compilations() == 3
+    assert len(list(home.iterdir())) == 3
+
+
+def test_another_version_of_the_compiler(source, tmp_path, home, monkeypatch):
+    """Its macros tell: so do those of another CPU, whose home this may be, too."""
+    load_library(source, {"ANSWER": 1})
+    use_compiler(tmp_path, monkeypatch, f'#!/bin/sh\nexec {shutil.which("g++")} -D__NEW__ "$@"\n')
+    before = set(home.iterdir())
+    load_library(source, {"ANSWER": 1})
+    assert len(set(home.iterdir()) - before) == 1
+
+
+def test_many_at_once(source, home):
+    """Each loads a whole library, whoever has made it."""
+    answers = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(load_library(source, {"ANSWER": 7}).answer())) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [7] * 4
+    assert [path.suffix for path in home.iterdir()] == [".so"]
+
+
+def test_a_home_that_cannot_be_made(source, tmp_path, monkeypatch, compilations):
+    """Compiled at every start, then."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRIOENGINE_HOME", str(tmp_path / "file"))
+    assert load_library(source, {"ANSWER": 3}).answer() == 3
+    assert load_library(source, {"ANSWER": 3}).answer() == 3
+    assert compilations() == 2
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_no_user(source, monkeypatch):
+    monkeypatch.setenv("TRIOENGINE_HOME", "~nobody-of-that-name/x")
+    assert load_library(source, {"ANSWER": 4}).answer() == 4
+
+
+def test_no_compiler(source, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(CompilerMissing, match=r"there is no C\+\+ compiler; install g\+\+"):
+        load_library(source, {"ANSWER": 1})
+
+
+def test_a_source_that_is_wrong(source, home):
+    source.write_text("int x = y;")
+    with pytest.raises(KernelsUnavailable, match=r"g\+\+ fails: .*source.cpp:1:9: error: .*y.* was not declared"):
+        load_library(source, {})
+    assert list(home.iterdir()) == []
+
+
+def test_a_compiler_that_fails(source, tmp_path, monkeypatch):
+    use_compiler(tmp_path, monkeypatch, "#!/bin/sh\necho 'no licence' >&2\nexit 3\n")
+    with pytest.raises(KernelsUnavailable, match=r"g\+\+ fails: no licence"):
+        load_library(source, {})
+
+
+def test_a_compiler_that_cannot_be_run(source, tmp_path, monkeypatch):
+    use_compiler(tmp_path, monkeypatch, "#!/nonexistent\n")
+    with pytest.raises(KernelsUnavailable, match=r"the compiler does not run: .*No such file"):
+        load_library(source, {})
+
+
+def test_a_library_that_lacks_something(source, monkeypatch):
+    """As where torch has another OpenMP than GCC's."""
+    source.write_text('extern "C" int missing(); extern "C" int answer() { return missing(); }')
+    with pytest.raises(KernelsUnavailable, match=r"cannot be loaded: .*undefined symbol: missing"):
+        load_library(source, {})
+
+
+def test_threads_are_those_of_torch(source):
+    """OpenMP's runtime is the one that torch has loaded, so there is one set of threads, as large as torch says."""
+    source.write_text('#include <omp.h>\nextern "C" int answer() { return omp_get_max_threads(); }')
+    threads = torch.get_num_threads()
+    library = load_library(source, {})
+    try:
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            assert library.answer() == number
+    finally:
+        torch.set_num_threads(threads)
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    assert len({line.split()[-1] for line in maps.splitlines() if "libgomp" in line}) == 1
+
+
+# ---- the runner ----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_compiler_the_kernels_are_those_of_torch(path, prompt, monkeypatch, capfd):
+    expected = generate(load(path), [prompt], 8)
+    monkeypatch.setenv("PATH", "")
+    runner = load(path)
+    assert runner.kernels == "torch"
+    assert generate(runner, [prompt], 8) == expected
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(
+        ModelError, match=r"no native kernels: there is no C\+\+ compiler; .*use --kernels auto or torch"
+    ):
+        load(path, kernels="native")
+
+
+def test_a_compiler_that_fails_is_told(path, tmp_path, monkeypatch, capfd):
+    use_compiler(tmp_path, monkeypatch, "#!/bin/sh\necho 'error: no space left' >&2\nexit 1\n")
+    assert load(path).kernels == "torch"
+    assert "trioengine: no native kernels, torch's are slower: " in capfd.readouterr().err
+
+
+def test_a_library_lives_on_without_its_file(source, home):
+    library = load_library(source, {"ANSWER": 5})
+    for path in home.iterdir():
+        path.unlink()
+    assert isinstance(library, ctypes.CDLL)
+    assert library.answer() == 5

@@ -1,0 +1,280 @@
+"""The kernels in C++ against formulas in float64, on the layouts that a step may have."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch_driver import needs_compiler
+
+from trioengine.core.errors import InvariantError, ModelError
+from trioengine.worker.kernels.choose import choose_kernels
+from trioengine.worker.kernels.kernels import RMSNorm
+from trioengine.worker.kernels.native_kernels import NativeKernels
+from trioengine.worker.kernels.torch_kernels import TorchKernels
+from trioengine.worker.layers.rotary import RotaryTable
+from trioengine.worker.runner.batch import ForwardBatch
+from trioengine.worker.runner.kv_cache import KVCache
+
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+SHAPES = [  # heads, heads of keys and values, head_dim, block_size
+    (9, 3, 64, 16),
+    (4, 4, 128, 32),
+    (8, 1, 16, 4),
+    (6, 2, 40, 7),
+    (5, 1, 8, 16),
+    (2, 1, 256, 16),
+]
+
+
+@pytest.fixture(autouse=True)
+def _compiler():
+    needs_compiler()
+
+
+@pytest.fixture(params=TOLERANCES, ids=str)
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    with torch.inference_mode():
+        yield
+
+
+def make(shape=SHAPES[0], dtype=torch.float32):
+    heads, kv_heads, head_dim, block_size = shape
+    return NativeKernels(heads, kv_heads, head_dim, dtype, block_size)
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(found, expected, dtype):
+    assert found.dtype == dtype
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+class Step:
+    """Sequences of (new, context) tokens in a cache whose unused memory is nan, and their attention in float64."""
+
+    def __init__(self, shape, dtype, lengths, scale=1.0):
+        self.heads, self.kv_heads, self.head_dim, block_size = shape
+        counts = [-(-context // block_size) for _, context in lengths]
+        blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist()
+        tables = np.zeros((len(lengths), max(counts)), dtype=np.int64)
+        layer = torch.full((sum(counts), 2 * self.kv_heads, block_size, self.head_dim), math.nan, dtype=dtype)
+        tokens = sum(new for new, _ in lengths)
+        self.tokens = randn(tokens, self.heads + 2 * self.kv_heads, self.head_dim, dtype=dtype) * scale
+        slots, self.contexts, row = [], [], 0
+        for index, (new, context) in enumerate(lengths):
+            tables[index, : counts[index]] = [blocks.pop() for _ in range(counts[index])]
+            at = [int(tables[index, p // block_size]) * block_size + p % block_size for p in range(context)]
+            before = randn(context - new, 2 * self.kv_heads, self.head_dim, dtype=dtype, seed=index) * scale
+            for slot, held in zip(at, before, strict=False):
+                layer[slot // block_size, :, slot % block_size] = held
+            slots += at[context - new :]
+            self.contexts.append(torch.cat((before, self.tokens[row : row + new, self.heads :])))
+            row += new
+        self.cache = KVCache(len(layer), block_size, self.kv_heads, (layer,))
+        query_lens, context_lens = np.array(lengths).T
+        nothing = torch.empty(0, dtype=torch.int64)
+        self.batch = ForwardBatch(
+            token_ids=nothing,
+            positions=nothing,
+            slot_mapping=torch.tensor(slots),
+            sample_rows=nothing,
+            block_tables=tables,
+            query_lens=query_lens,
+            context_lens=context_lens,
+            num_decodes=sum(new == 1 for new, _ in lengths),
+            block_size=block_size,
+        )
+
+    def expected(self):
+        results, row = [], 0
+        for new, held in zip(self.batch.query_lens.tolist(), self.contexts, strict=True):
+            query = self.tokens[row : row + new, : self.heads].double()
+            keys, values = (
+                half.double().repeat_interleave(self.heads // self.kv_heads, dim=1) for half in held.chunk(2, dim=1)
+            )
+            scores = torch.einsum("nhd,chd->hnc", query, keys) * self.head_dim**-0.5
+            later = torch.arange(len(held)) > torch.arange(len(held) - new, len(held))[:, None]
+            weights = scores.masked_fill(later, -math.inf).softmax(dim=-1)
+            results.append(torch.einsum("hnc,chd->nhd", weights, values).flatten(1))
+            row += new
+        return torch.cat(results)
+
+    def run(self, kernels):
+        return kernels.attention(self.batch, self.cache).forward(0, self.tokens)
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+LENGTHS = [  # (new tokens, tokens of context with them); those with one new token first
+    [(1, 1)],
+    [(1, 300), (1, 64), (1, 65), (1, 16), (1, 2)],
+    [(5, 5)],
+    [(130, 130)],
+    [(40, 100)],
+    [(1, 129), (1, 7), (33, 33), (2, 200), (70, 90), (3, 3)],
+]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention(shape, dtype, lengths):
+    step = Step(shape, dtype, lengths)
+    assert_close(step.run(make(shape, dtype)), step.expected(), dtype)
+
+
+def test_new_keys_and_values_are_stored():
+    """Where the slots say, and nothing else is written."""
+    step = Step(SHAPES[0], torch.float32, [(1, 20), (3, 18)])
+    before = step.cache.layers[0].clone()
+    step.run(make())
+    flat = step.cache.layers[0].transpose(1, 2).flatten(0, 1)  # [slots, 2 * kv_heads, head_dim]
+    slots = step.batch.slot_mapping
+    assert torch.equal(flat[slots], step.tokens[:, step.heads :])
+    expected = before.transpose(1, 2).flatten(0, 1)
+    expected[slots] = flat[slots]
+    torch.testing.assert_close(flat, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 10.0])
+def test_scores_of_every_size(scale):
+    """All alike, and so far apart that one key takes all: no overflow, and the largest may come first or last."""
+    step = Step(SHAPES[0], torch.float32, [(1, 200), (90, 200)], scale)
+    found, expected = step.run(make()), step.expected()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4 * max(scale, 1e-3))
+
+
+def test_the_largest_score_comes_last():
+    """Every piece of the keys has larger scores than the one before: the sums are scaled down each time."""
+    step = Step(SHAPES[0], torch.float32, [(1, 300)])
+    step.tokens.fill_(1.0)
+    step.contexts[0][:] = (torch.arange(300) / 30 - 5)[:, None, None]
+    step.tokens[0, step.heads :] = step.contexts[0][-1]
+    table = step.batch.block_tables[0]
+    for position in range(299):
+        step.cache.layers[0][int(table[position // 16]), :, position % 16] = step.contexts[0][position]
+    assert_close(step.run(make()), step.expected(), torch.float32)
+
+
+def test_what_is_not_finite_stays_in_its_sequence():
+    step = Step(SHAPES[0], torch.float32, [(1, 40), (1, 30), (20, 60)])
+    step.tokens[1, 0, 0] = math.nan  # a query
+    found = step.run(make())
+    assert found[1, :64].isnan().all()
+    assert found[1, 64:].isfinite().all()
+    assert found[[0, *range(2, 22)]].isfinite().all()
+    step.tokens[1, 0, 0] = 0.0
+    step.tokens[0, step.heads, 0] = math.nan  # a key
+    found = step.run(make())
+    assert found[0, :192].isnan().all()
+    assert found[1:].isfinite().all()
+
+
+def test_one_thread_and_many_agree():
+    step = Step(SHAPES[0], torch.bfloat16, LENGTHS[-1])
+    kernels, threads = make(SHAPES[0], torch.bfloat16), torch.get_num_threads()
+    found = step.run(kernels)
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(step.run(kernels), found)
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ---- the others ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 48, 576])
+@pytest.mark.parametrize("rows", [0, 1, 37])
+def test_add_norm(rows, size, dtype):
+    hidden, delta, norm = randn(rows, size), randn(rows, size, dtype=dtype, seed=1), RMSNorm(randn(size, seed=2), 1e-5)
+    total = hidden.double() + delta.double()
+    expected = total * norm.weight / (total.square().mean(dim=-1, keepdim=True) + norm.epsilon).sqrt()
+    assert_close(make(dtype=dtype).add_norm(hidden, delta, norm), expected, dtype)
+    assert_close(hidden, total, torch.float32)
+
+
+@pytest.mark.parametrize("size", [1, 16, 40, 1536])
+@pytest.mark.parametrize("rows", [0, 1, 37])
+def test_silu_and_multiply(rows, size, dtype):
+    gate_up = randn(rows, 2 * size, dtype=dtype) * 3
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert_close(make(dtype=dtype).silu_and_multiply(gate_up), gate * gate.sigmoid() * up, dtype)
+
+
+def test_silu_at_the_ends():
+    gates = [-1e30, -100.0, -88.0, 0.0, 88.0, 1e30, math.inf, math.nan]
+    found = make().silu_and_multiply(torch.tensor([[*gates, *[1.0] * 8]]))[0]
+    torch.testing.assert_close(found[:7], torch.tensor([0, 0, 0, 0, 88.0, 1e30, math.inf]), rtol=1e-6, atol=1e-8)
+    assert found[7].isnan()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rotate(shape, dtype):
+    """The first heads turn as torch's do, the others stay."""
+    heads, kv_heads, head_dim, _ = shape
+    rotary = RotaryTable(torch.rand(head_dim // 2), 100, dtype, torch.device("cpu"))
+    tokens, positions = (
+        randn(9, heads + 2 * kv_heads, head_dim, dtype=dtype),
+        torch.tensor([0, 99, 5, 5, 1, 2, 3, 4, 50]),
+    )
+    found, expected = tokens.clone(), tokens.double()
+    make(shape, dtype).rotate_(found, heads + kv_heads, rotary, positions)
+    exact = RotaryTable.__new__(RotaryTable)
+    exact.table = rotary.table.double()
+    TorchKernels(heads).rotate_(expected, heads + kv_heads, exact, positions)
+    assert_close(found, expected, dtype)
+    assert torch.equal(found[:, heads + kv_heads :], tokens[:, heads + kv_heads :])
+
+
+def test_to_bfloat16_as_torch_rounds():
+    """To the nearest, ties to even; what is too large becomes infinite. The norm of ones is its weight."""
+    ties = torch.arange(1 << 16, dtype=torch.int32) << 16 | 0x8000
+    weight = torch.cat((ties - 1, ties, ties + 1)).view(torch.float32)
+    hidden, delta = torch.ones(1, len(weight)), torch.zeros(1, len(weight), dtype=torch.bfloat16)
+    found = make(dtype=torch.bfloat16).add_norm(hidden, delta, RMSNorm(weight, 0.0))[0]
+    torch.testing.assert_close(found, weight.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+# ---- which kernels there are -----------------------------------------------------------------------------------------
+
+
+def test_a_tensor_of_another_layout_is_refused():
+    kernels = make(dtype=torch.bfloat16)
+    with pytest.raises(InvariantError, match=r"torch\.float32 in strides \(32, 1\), not torch\.bfloat16"):
+        kernels.silu_and_multiply(randn(4, 32))
+    with pytest.raises(InvariantError, match=r"in strides \(1, 4\)"):
+        kernels.silu_and_multiply(randn(32, 4, dtype=torch.bfloat16).t())
+
+
+class Model:
+    num_heads, num_kv_heads, head_dim = 9, 3, 64
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "found"),
+    [
+        ("auto", "cpu", "native"),
+        ("native", "cpu", "native"),
+        ("torch", "cpu", "torch"),
+        ("auto", "cuda", "torch"),
+        ("torch", "cuda", "torch"),
+    ],
+)
+def test_choice(asked, device, found):
+    assert choose_kernels(asked, Model(), torch.float32, torch.device(device), 16).name == found
+
+
+def test_native_kernels_on_a_gpu():
+    with pytest.raises(ModelError, match="no native kernels: they are for the CPU, not for cuda; use --kernels auto"):
+        choose_kernels("native", Model(), torch.float32, torch.device("cuda"), 16)
