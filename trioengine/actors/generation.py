@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -90,6 +91,9 @@ class Generation(Readable["Session"]):
         self.times = RequestTimes(session.observers)
         self._logprobs: list[Logprobs] = []
         self._mailbox = _Mailbox()
+        # Instead of waking the reader, which takes longer than most readers do with a token: called in the step in
+        # which there is something to read, must not wait, and may `take` it. False: the reader is to be woken.
+        self.offer: Callable[[], bool] = _decline
 
     def __repr__(self) -> str:
         state = self.stand.value if self.outcome is None else self.outcome.finish_reason.value
@@ -117,7 +121,7 @@ class Generation(Readable["Session"]):
     def _has_unread(self) -> bool:
         return bool(self._mailbox)
 
-    def _take(self) -> Chunk:
+    def take(self) -> Chunk:
         return self._mailbox.take(with_logprobs=self.params.logprobs is not None)
 
     # ---- what the session tells it; synchronous ---------------------------------------------------------------
@@ -137,12 +141,16 @@ class Generation(Readable["Session"]):
         if row.logprobs is not None:
             self._mailbox.logprobs.extend(row.logprobs[: delta.num_tokens])
             self._logprobs.extend(row.logprobs[: delta.num_tokens])
-        self._changes.notify()
         if delta.stopped:
             return Outcome(FinishReason.STOP)
         if row.finish_reason is FinishReason.ABORT:
             return Outcome(FinishReason.ABORT, self.abort_cause)
         return Outcome(row.finish_reason) if row.finish_reason is not None else None
+
+    def tell_reader(self) -> None:
+        """Rows were received; who has an outcome was told already."""
+        if self.outcome is None and not self.offer():
+            self._changes.notify()
 
     @property
     def num_tokens(self) -> int:
@@ -163,3 +171,7 @@ class Generation(Readable["Session"]):
         """It ran to its end: the observers hear how long it took."""
         assert self.prepared is not None and self.answer is not None, "rows come after the commit"
         self.times.finish(len(self.prepared.token_ids), len(self.answer.token_ids))
+
+
+def _decline() -> bool:
+    return False

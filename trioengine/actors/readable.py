@@ -68,7 +68,7 @@ class Readable(abc.ABC, Generic[S]):
     def _has_unread(self) -> bool: ...
 
     @abc.abstractmethod
-    def _take(self) -> Chunk:
+    def take(self) -> Chunk:
         """What is unread, as one chunk."""
 
     @abc.abstractmethod
@@ -143,7 +143,7 @@ class Readable(abc.ABC, Generic[S]):
         finally:
             self._is_being_read = False
         if self._has_unread:
-            return self._take()
+            return self.take()
         if self.outcome is not None and self.outcome.error is not None:
             raise copy(self.outcome.error)
         raise StopAsyncIteration

@@ -90,6 +90,11 @@ class SessionState(abc.ABC):
             self._finish()
         self._engine.replays.on_progress(self, generation)
 
+    def tell_reader(self) -> None:
+        """All rows of the step are where they belong: what is done with them may take a while."""
+        if self.generation is not None:
+            self.generation.tell_reader()
+
     def on_failed(self, message: RequestFailed) -> None:
         """REQUEST_FAILED."""
         generation = self._in_flight()

@@ -112,6 +112,9 @@ class Sessions:
     def on_tokens(self, message: Tokens) -> None:
         for row in message.rows:
             self._tell(row.session, Session.on_row, row)
+        for row in message.rows:
+            if row.session in self._by_id:
+                self._tell(row.session, Session.tell_reader)
 
     def on_failed(self, message: RequestFailed) -> None:
         self._tell(message.session, Session.on_failed, message)

@@ -83,7 +83,7 @@ class Generation(Readable["Session"]):
     def _has_unread(self) -> bool:
         return bool(self._unread)
 
-    def _take(self) -> Chunk:
+    def take(self) -> Chunk:
         text, self._unread = "".join(self._unread), []
         return Chunk(text, ())
 

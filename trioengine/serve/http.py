@@ -203,7 +203,7 @@ class HttpConnection:
         """
         path, is_sent = request.path, False
         async with trio.open_nursery() as nursery:
-            body = Body(self._sender.send_all, nursery.cancel_scope, self._limits.send_timeout)
+            body = Body(self._sender, nursery, self._limits.send_timeout)
             nursery.start_soon(self._watch, body)
             response: Response | StreamingResponse | None = await answered(path, handler(request))
             del request

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from typing import Protocol, TypeAlias
 
 import trio
 
@@ -39,6 +42,17 @@ def address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+Bytes: TypeAlias = bytes | bytearray | memoryview
+
+
+class PromptStream(Protocol):
+    """A stream that can say at once how much it takes; a socket can, too."""
+
+    def send_now(self, data: Bytes) -> int:
+        """How many bytes were taken; 0 also where it is broken, which `send_all` then says."""
+        ...
+
+
 class Sender:
     """Sends on a stream, for one task at a time.
 
@@ -48,22 +62,30 @@ class Sender:
 
     def __init__(self, stream: trio.abc.SendStream) -> None:
         self._stream = stream
-        self._socket = stream.socket if isinstance(stream, trio.SocketStream) else None
+        self.send_now = _sends_now(stream)  # how many bytes are taken at once
 
-    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+    async def send_all(self, data: Bytes) -> None:
         """Send all of it, or raise what the stream does."""
-        sent = self._send_now(data)
+        sent = self.send_now(data)
         if sent < len(data):
             await self._stream.send_all(memoryview(data)[sent:])
 
-    def _send_now(self, data: bytes | bytearray | memoryview) -> int:
-        """How many bytes were taken."""
-        if self._socket is None:
-            return 0
-        try:
-            return os.write(self._socket.fileno(), data)  # it does not block: trio made it so
-        except OSError:  # it is full, or broken, which the stream then says
-            return 0
+
+def _sends_now(stream: trio.abc.SendStream) -> Callable[[Bytes], int]:
+    if isinstance(stream, trio.SocketStream):
+        return partial(_write, stream.socket)
+    return getattr(stream, "send_now", _take_nothing)
+
+
+def _write(sock: trio.socket.SocketType, data: Bytes) -> int:
+    try:
+        return os.write(sock.fileno(), data)  # it does not block: trio made it so
+    except OSError:  # it is full, or broken, which the stream then says
+        return 0
+
+
+def _take_nothing(data: Bytes) -> int:
+    return 0
 
 
 async def linger(stream: trio.abc.Stream) -> None:

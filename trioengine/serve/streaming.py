@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import trio
 
-from trioengine.serve.sockets import CHUNK
+from trioengine.serve.sockets import CHUNK, Sender
 
 if TYPE_CHECKING:
     from trioengine.serve.http import Response
@@ -29,20 +29,20 @@ class Body:
     reads nothing for `send_timeout` seconds is gone, too.
     """
 
-    def __init__(
-        self, send_all: Callable[[bytes], Awaitable[None]], scope: trio.CancelScope, send_timeout: float
-    ) -> None:
+    def __init__(self, sender: Sender, nursery: trio.Nursery, send_timeout: float) -> None:
+        """The nursery is cancelled when the client departs."""
         self.begun = False  # the head was sent: what is wrong from here on must be told in the body
         self.departed: Exception | None = None  # why the client is served no more
         self.on_departure: Callable[[], object] = _nothing
-        self._send_all = send_all
-        self._scope = scope
+        self._sender = sender
+        self._nursery = nursery
         self._send_timeout = send_timeout  # seconds; a client that reads nothing for so long is gone
         self._first_frame: Frame = bytes
         self._frame: Frame = bytes
         self._keep_alive = b""
         self._since = trio.current_time()  # when a send began, or the last one ended
         self._sending = False
+        self._num_waiting = 0  # tasks that send what they have when that is done
         self._over = False
         self._sent = trio.Event()
 
@@ -58,33 +58,47 @@ class Body:
         if self.departed is None:
             self.departed = reason
             self.on_departure()
-        self._scope.cancel()
+        self._nursery.cancel_scope.cancel()
 
     async def send(self, piece: bytes) -> None:
         """Send a piece that is not empty, in one write if it is short. Whoever cancels it has torn the body."""
-        while self._sending:  # something that keeps the stream alive
-            self._sent = trio.Event()
-            await self._sent.wait()
-        frame = self._frame if self.begun else self._first_frame
-        self._sending, self._since, self.begun = True, trio.current_time(), True
+        self._num_waiting += 1
         try:
-            data = frame(piece)
-            if len(data) > CHUNK:
-                await self._send_slices(data)
-            else:
-                await self._send_all(data)
+            while self._sending:  # something that keeps the stream alive, or the rest of a piece
+                self._sent = trio.Event()
+                await self._sent.wait()
+        finally:
+            self._num_waiting -= 1
+        frame = self._frame if self.begun else self._first_frame
+        self._sending, self.begun = True, True
+        await self._send_all(frame(piece))
+
+    @property
+    def can_send_now(self) -> bool:
+        """Whether the stream has begun, and nothing stands before the next piece."""
+        return self.begun and not (self._sending or self._num_waiting or self._over or self.departed)
+
+    def send_now(self, piece: bytes) -> None:
+        """Send a piece while `can_send_now`; what the socket does not take at once follows as soon as it does."""
+        data = self._frame(piece)
+        sent = self._sender.send_now(data)
+        self._since = trio.current_time()
+        if sent < len(data):
+            self._sending = True
+            self._nursery.start_soon(self._send_all, data[sent:])
+
+    async def _send_all(self, data: bytes) -> None:
+        """In slices, each of which has its time: a client that reads slowly is no client that does not read."""
+        try:
+            for start in range(0, len(data), CHUNK):
+                self._since = trio.current_time()
+                await self._sender.send_all(data[start : start + CHUNK])
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             self.depart(Disconnected("it closed the connection"))
             await trio.sleep_forever()
         finally:
             self._sending, self._since = False, trio.current_time()
             self._sent.set()
-
-    async def _send_slices(self, data: bytes) -> None:
-        """Each has its time: a client that reads slowly is no client that does not read."""
-        for start in range(0, len(data), CHUNK):
-            self._since = trio.current_time()
-            await self._send_all(data[start : start + CHUNK])
 
     def forgo(self) -> None:
         """There is a whole response instead: nothing is sent here."""

@@ -9,6 +9,7 @@ from contextlib import suppress
 import trio
 from trio.testing import MemoryReceiveStream
 
+from trioengine.serve.sockets import Bytes
 from trioengine.testing.wire import Wire, WireEnd
 
 PORTION, BUFFERED = 512, 1024  # bytes that a write moves at once, and that lie between the two
@@ -150,10 +151,19 @@ class _ServerEnd(trio.abc.HalfCloseableStream):
             raise trio.BrokenResourceError("connection reset by peer")
         return data
 
-    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+    async def send_all(self, data: Bytes) -> None:
         if self.is_over:
             raise trio.ClosedResourceError("this end was closed")
         await WireEnd(self._peer.to_client, PORTION, self._broken).send_all(data)
+
+    def send_now(self, data: Bytes) -> int:
+        """As `PromptStream`: a socket takes what there is room for."""
+        wire = self._peer.to_client
+        if self.is_over or self._broken() is not None:
+            return 0
+        room = max(0, BUFFERED - len(wire))
+        wire.put(bytes(data[:room]))
+        return min(room, len(data))
 
     def _broken(self) -> str | None:
         return "connection reset by peer" if self._peer.mood is Mood.GONE else None

@@ -76,11 +76,20 @@ class _Answer:
 
     async def _send_all(self, generation: Generation, body: Body) -> None:
         frames = ChatFrames(self._shape, include_usage=self._include_usage)
+
+        def send_now() -> bool:
+            if not body.can_send_now:
+                return False
+            if delta := frames.delta(generation.take()):
+                body.send_now(delta)
+            return True
+
         opening = frames.opening
         async for chunk in generation:
             if delta := frames.delta(chunk):
                 await body.send(opening + delta)
                 opening = b""
+                generation.offer = send_now
         await body.send(opening + frames.end(_finished(generation)))
 
     @asynccontextmanager
