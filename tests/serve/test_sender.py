@@ -56,6 +56,18 @@ async def test_nothing_of_a_full_socket_is_lost(pair):
             pass
 
 
+async def test_what_is_taken_at_once(pair):
+    ours, theirs = pair
+    send_now = Sender(ours).send_now
+    taken = send_now(LONG)
+    assert 0 < taken < len(LONG)
+    assert send_now(b"more") == 0
+    assert await read(theirs, taken) == LONG[:taken]
+    assert send_now(b"more") == 4
+    await theirs.aclose()
+    assert send_now(b"more") == 0
+
+
 async def test_errors_are_the_streams(pair):
     ours, theirs = pair
     await theirs.aclose()

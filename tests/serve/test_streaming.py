@@ -1,6 +1,7 @@
 """Streamed responses by themselves: pieces, silences, and handlers that do not keep to the rules."""
 
 import logging
+import socket
 
 import pytest
 import trio
@@ -10,8 +11,10 @@ from trio.testing import lockstep_stream_pair, memory_stream_pair, wait_all_task
 
 from trioengine.serve.http import json_response
 from trioengine.serve.problem import ClientError
-from trioengine.serve.sockets import CHUNK
-from trioengine.serve.streaming import KEEP_ALIVE, StreamingResponse
+from trioengine.serve.sockets import CHUNK, Sender
+from trioengine.serve.streaming import KEEP_ALIVE, Body, StreamingResponse
+
+LONG = bytes(range(256)) * 50_000
 
 
 @pytest.fixture
@@ -214,3 +217,83 @@ async def test_who_answers_is_told_of_a_departure_first(autojump_clock, connect)
     await client.stream.aclose()
     await told.wait()
     assert log == ["departed", "cancelled"]
+
+
+# ---- pieces that are sent without waiting ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def streaming():
+    """A body that has begun, on a socket with little room, and the client's end."""
+    ours, theirs = trio.socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+    async with trio.SocketStream(ours) as server, trio.SocketStream(theirs) as client, trio.open_nursery() as nursery:
+        body = Body(Sender(server), nursery, send_timeout=10.0)
+        body.open(bytes, bytes, b".")
+        assert not body.can_send_now  # its head is another's to send
+        await body.send(b"first ")
+        yield body, client
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_piece_is_sent_at_once(streaming):
+    body, client = streaming
+    assert body.can_send_now
+    with trio.testing.assert_no_checkpoints():
+        body.send_now(b"second ")
+        body.send_now(b"third")
+    assert await client.receive_some() == b"first second third"
+
+
+async def test_what_does_not_fit_follows_before_all_else(streaming):
+    """Nothing is sent at once while a piece is on its way, or another task is to send the next one."""
+    body, client = streaming
+    body.send_now(LONG)
+    could_send = []
+
+    class Look(trio.abc.Instrument):
+        def before_task_step(self, task):
+            could_send.append(body.can_send_now)
+
+    async def send_behind():
+        await body.send(b"behind")
+        trio.lowlevel.remove_instrument(look)
+
+    trio.lowlevel.add_instrument(look := Look())
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(send_behind)
+        received = bytearray()
+        while not received.endswith(b"behind"):
+            received += await client.receive_some()
+    assert received == b"first " + LONG + b"behind"
+    assert set(could_send) == {False}
+    assert body.can_send_now
+
+
+async def test_a_client_that_does_not_read_the_rest_is_gone(autojump_clock):
+    ours, theirs = trio.socket.socketpair()
+    with theirs:
+        async with trio.SocketStream(ours) as server, trio.open_nursery() as nursery:
+            body = Body(Sender(server), nursery, send_timeout=10.0)
+            body.open(bytes, bytes, b".")
+            await body.send(b"first")
+            body.send_now(LONG)
+            nursery.start_soon(body.watch)
+    assert nursery.cancel_scope.cancel_called
+    assert str(body.departed) == "it does not read"
+    assert not body.can_send_now
+
+
+async def test_a_client_that_closes_before_the_rest_is_gone():
+    ours, theirs = trio.socket.socketpair()
+    departures = []
+    async with trio.SocketStream(ours) as server, trio.open_nursery() as nursery:
+        body = Body(Sender(server), nursery, send_timeout=10.0)
+        body.open(bytes, bytes, b"")
+        body.on_departure = lambda: departures.append("told")
+        await body.send(b"first")
+        body.send_now(LONG)
+        theirs.close()
+    assert nursery.cancel_scope.cancel_called
+    assert departures == ["told"]
+    assert str(body.departed) == "it closed the connection"

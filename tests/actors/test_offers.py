@@ -1,0 +1,62 @@
+"""A reader that takes what comes in the step in which it comes, instead of being woken."""
+
+import pytest
+from expectations import LONG, everything_is_given_back, reference
+
+
+async def test_what_is_taken_wakes_nobody(autojump_clock, simulated):
+    """The reader gets what was declined, and the end; nothing is lost, or comes twice."""
+    engine, simulation = simulated
+    pieces, read = [], []
+
+    def offer():
+        if len(pieces) == 3:
+            return False
+        pieces.append(generation.take())
+        return True
+
+    async with engine.open_session() as session, session.generate([1, 2, 3], LONG) as generation:
+        generation.offer = offer
+        async for chunk in generation:
+            read.append(chunk)
+            pieces.append(chunk)
+    assert [id for piece in pieces for id in piece.token_ids] == reference(engine, [1, 2, 3], LONG)
+    assert "".join(piece.text for piece in pieces) == generation.completion.text
+    assert 1 <= len(read) <= 2  # what was declined, and perhaps what came with the end
+    await everything_is_given_back(engine, simulation)
+
+
+async def test_an_offer_comes_when_the_whole_step_is_routed(autojump_clock, simulated):
+    """So that what is done with one answer's tokens does not hold up another's."""
+    engine, _ = simulated
+    seen = []
+    async with engine.open_session() as one, engine.open_session() as other:
+        async with one.generate([1, 2, 3], LONG) as first, other.generate([4, 5], LONG) as second:
+
+            def offer():
+                seen.append((first.num_tokens, second.num_tokens))
+                return False
+
+            first.offer = second.offer = offer
+            await first.settled.wait()
+            await second.settled.wait()
+    together = [counts for counts in seen if all(0 < count < 199 for count in counts)]
+    assert len(together) > 100
+    assert all(together.count(counts) == 2 for counts in set(together))
+
+
+async def test_a_crash_ends_its_session_alone(autojump_clock, simulated, caplog):
+    engine, simulation = simulated
+
+    def crash():
+        raise ValueError("a bug")
+
+    async with engine.open_session() as session, engine.open_session() as other:
+        async with other.generate([4, 5], LONG) as sound:
+            with pytest.raises(Exception, match="a bug"):
+                async with session.generate([1, 2, 3], LONG) as generation:
+                    generation.offer = crash
+                    await generation.result()
+            assert list((await sound.result()).token_ids) == reference(engine, [4, 5], LONG)
+    assert "a bug" in caplog.text
+    await everything_is_given_back(engine, simulation)
