@@ -12,7 +12,7 @@ from trio.testing import lockstep_stream_pair, memory_stream_pair, wait_all_task
 from trioengine.serve.http import json_response
 from trioengine.serve.problem import ClientError
 from trioengine.serve.sockets import CHUNK, Sender
-from trioengine.serve.streaming import KEEP_ALIVE, Body, StreamingResponse
+from trioengine.serve.streaming import KEEP_ALIVE, Body, Disconnected, StreamingResponse
 
 LONG = bytes(range(256)) * 50_000
 
@@ -297,3 +297,17 @@ async def test_a_client_that_closes_before_the_rest_is_gone():
     assert nursery.cancel_scope.cancel_called
     assert departures == ["told"]
     assert str(body.departed) == "it closed the connection"
+
+
+async def test_a_client_that_is_gone_is_told_nothing_more():
+    """Not even why it is: an answer that is aborted for its sake has an error to tell."""
+    ours, theirs = trio.socket.socketpair()
+    async with trio.SocketStream(theirs) as client:
+        async with trio.SocketStream(ours) as server, trio.open_nursery() as nursery:
+            body = Body(Sender(server), nursery, send_timeout=10.0)
+            body.open(bytes, bytes, b"")
+            await body.send(b"first")
+            body.depart(Disconnected("it closed the connection"))
+            await body.send(b"second")
+        assert await client.receive_some() == b"first"
+        assert await client.receive_some() == b""

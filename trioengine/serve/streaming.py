@@ -61,9 +61,13 @@ class Body:
         self._nursery.cancel_scope.cancel()
 
     async def send(self, piece: bytes) -> None:
-        """Send a piece that is not empty, in one write if it is short. Whoever cancels it has torn the body."""
+        """Send a piece that is not empty, in one write if it is short.
+
+        Cancelled before, it sends nothing, as when the client has departed; whoever cancels it later has torn the body.
+        """
         self._num_waiting += 1
         try:
+            await trio.lowlevel.checkpoint_if_cancelled()
             while self._sending:  # something that keeps the stream alive, or the rest of a piece
                 self._sent = trio.Event()
                 await self._sent.wait()
