@@ -16,7 +16,7 @@ async def test_what_is_taken_wakes_nobody(autojump_clock, simulated):
         return True
 
     async with engine.open_session() as session, session.generate([1, 2, 3], LONG) as generation:
-        generation.offer = offer
+        generation.offer_to(offer)
         async for chunk in generation:
             read.append(chunk)
             pieces.append(chunk)
@@ -37,7 +37,8 @@ async def test_an_offer_comes_when_the_whole_step_is_routed(autojump_clock, simu
                 seen.append((first.num_tokens, second.num_tokens))
                 return False
 
-            first.offer = second.offer = offer
+            first.offer_to(offer)
+            second.offer_to(offer)
             await first.settled.wait()
             await second.settled.wait()
     together = [counts for counts in seen if all(0 < count < 199 for count in counts)]
@@ -55,7 +56,7 @@ async def test_a_crash_ends_its_session_alone(autojump_clock, simulated, caplog)
         async with other.generate([4, 5], LONG) as sound:
             with pytest.raises(Exception, match="a bug"):
                 async with session.generate([1, 2, 3], LONG) as generation:
-                    generation.offer = crash
+                    generation.offer_to(crash)
                     await generation.result()
             assert list((await sound.result()).token_ids) == reference(engine, [4, 5], LONG)
     assert "a bug" in caplog.text

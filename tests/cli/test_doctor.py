@@ -179,15 +179,15 @@ def test_a_torch_that_is_broken(program, why):
 
 
 @pytest.mark.parametrize(
-    ("device", "compiler", "expected"),
+    ("device", "kernels", "expected"),
     [
-        ("cpu", "/usr/bin/g++", []),
-        ("cuda", None, []),
-        ("cpu", None, [(Severity.WARNING, "there is no C++ compiler: torch's kernels are used, which take longer")]),
+        ("cpu", "native", []),
+        ("cuda", "torch", []),
+        ("cpu", "torch", [(Severity.WARNING, "torch's kernels are used, which take longer: there is no compiler")]),
     ],
 )
-def test_a_machine_without_a_compiler(device, compiler, expected):
-    found = json.dumps({"device": device, "compiler": compiler})
+def test_a_machine_without_a_compiler(device, kernels, expected):
+    found = json.dumps({"device": device, "kernels": kernels, "no_native_kernels": "there is no compiler"})
     assert messages(worker([sys.executable, "-c", f"print({MARK!r} + {found!r})"])) == expected
 
 

@@ -70,7 +70,7 @@ EVERY_MESSAGE = [
     UpdateWeights("other.gguf", 2),
     Shutdown(),
     Loading(1, 2),
-    Ready("llama", "cpu", "float32", 100, 64, 8, 16),
+    Ready("llama", "cpu", "float32", 100, 64, 8, 16, "torch"),
     Tokens((row(), row(2, 2, last=True)), STATISTICS),
     RequestFailed(1, 1, "code", "wörds"),
     SessionEnded(1, STATISTICS),
@@ -89,7 +89,7 @@ class Pair:
     def __init__(self, max_model_len=64):
         self.engine, self.worker = Connection(Role.ENGINE), Connection(Role.WORKER)
         self.down(Configure(WorkerConfig("m")))
-        self.up(Ready("llama", "cpu", "float32", 100, max_model_len, 8, 16))
+        self.up(Ready("llama", "cpu", "float32", 100, max_model_len, 8, 16, "torch"))
 
     def down(self, *messages):
         self._move(self.engine, self.worker, messages)

@@ -194,7 +194,7 @@ def test_what_the_peer_may_not_send_breaks_the_connection_for_good(messages):
         Audited(1, (), (), 8, 8, 0, 0),
         Pong(1, 1, Activity.IDLE, 0.0),
         Loading(1, 2),
-        Ready("llama", "cpu", "float32", 100, 64, 8, 16),
+        Ready("llama", "cpu", "float32", 100, 64, 8, 16, "torch"),
     ],
     ids=lambda message: WIRE_NAMES[type(message)],
 )

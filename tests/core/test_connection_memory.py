@@ -110,7 +110,7 @@ def test_an_answer_belongs_to_its_question(change, answer):
 def test_a_worker_that_starts_asleep():
     engine = Connection(Role.ENGINE)
     engine.send(Configure(WorkerConfig("m", asleep=(KV,))))
-    engine.receive_data(unchecked(Ready("llama", "cpu", "float32", 100, 64, 8, 16)))
+    engine.receive_data(unchecked(Ready("llama", "cpu", "float32", 100, 64, 8, 16, "torch")))
     assert engine.next_message() is not None
     with pytest.raises(LocalProtocolError, match="sleeps"):
         engine.send(AddSession(1))

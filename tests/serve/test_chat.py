@@ -4,12 +4,15 @@ import gc
 import json
 import logging
 
+import trio
 from clients import CHAT, chat, events_of
 from trio.testing import wait_all_tasks_blocked
 
+from trioengine.actors.generation import Generation
 from trioengine.serve.http import Request
 from trioengine.serve.openai.chat import _Answer
 from trioengine.serve.openai.chat_request import ChatRequest
+from trioengine.serve.streaming import Body
 from trioengine.testing import toy_answer
 from trioengine.testing.toy_model import toy_logprobs
 
@@ -279,3 +282,31 @@ async def test_nothing_of_it_is_logged(autojump_clock, clients, caplog):
     await clients.chat("a secret", stream=True)
     await clients.chat("a secret")
     assert "secret" not in caplog.text
+
+
+async def test_nothing_of_a_stream_waits_for_the_garbage_collector(autojump_clock, clients):
+    gc.collect()
+    gc.disable()
+    try:
+        await clients.chat("a", stream=True, max_tokens=20)
+        assert not [entry for entry in gc.get_objects() if type(entry) in (_Answer, Body, Generation)]
+    finally:
+        gc.enable()
+
+
+async def test_a_token_that_a_socket_takes_wakes_no_task(autojump_clock, clients, monkeypatch):
+    """The head with the first piece is sent by the stream's task, and the end, perhaps with the last piece."""
+    by_the_task = []
+
+    async def send(self, piece, send=Body.send):
+        by_the_task.append(piece)
+        await send(self, piece)
+
+    monkeypatch.setattr(Body, "send", send)
+    ours, theirs = trio.socket.socketpair()
+    async with clients.connect(trio.SocketStream(ours), trio.SocketStream(theirs)) as client:
+        await client.send("POST", CHAT, chat("hello", stream=True, max_tokens=20, ignore_eos=True))
+        await client.head()
+        events = events_of(await client.rest())
+    assert len(events) > 20
+    assert len(by_the_task) <= 3

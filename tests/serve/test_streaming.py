@@ -311,3 +311,19 @@ async def test_a_client_that_is_gone_is_told_nothing_more():
             await body.send(b"second")
         assert await client.receive_some() == b"first"
         assert await client.receive_some() == b""
+
+
+async def test_what_is_sent_at_once_is_no_silence(autojump_clock):
+    """Nothing keeps a stream alive that lives."""
+    ours, theirs = trio.socket.socketpair()
+    async with trio.SocketStream(theirs) as client, trio.SocketStream(ours) as server, trio.open_nursery() as nursery:
+        body = Body(Sender(server), nursery, send_timeout=60.0)
+        body.open(bytes, bytes, b".")
+        await body.send(b"0")
+        nursery.start_soon(body.watch)
+        for number in range(1, 6):
+            await trio.sleep(KEEP_ALIVE * 0.6)
+            body.send_now(b"%d" % number)
+        await trio.sleep(KEEP_ALIVE * 1.2)
+        assert await client.receive_some() == b"012345."
+        nursery.cancel_scope.cancel()

@@ -93,7 +93,7 @@ def test_a_whole_life(worker: Worker) -> None:
     engine = worker.engine
     engine.send(Configure(WorkerConfig("toy")))
     assert [engine.receive(), engine.receive()] == [Loading(1, 2), Loading(2, 2)]
-    assert engine.receive() == Ready("toy", "cpu", "float32", 1000, 512, 128, 16)
+    assert engine.receive() == Ready("toy", "cpu", "float32", 1000, 512, 128, 16, "torch")
     engine.send(AddSession(1), request(1, 7, [4, 5]))
     rows = []
     for _ in range(3):

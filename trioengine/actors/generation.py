@@ -65,6 +65,7 @@ class Generation(Readable["Session"]):
     the outcome aborts the request: its turn is taken back at once (`keep_partial` keeps what came until then), and
     leaving waits until the worker has let go of it. When the scope is cancelled, leaving does the same but does not
     wait. Cancelling a read loses nothing: the next read goes on.
+
     """
 
     def __init__(
@@ -91,9 +92,7 @@ class Generation(Readable["Session"]):
         self.times = RequestTimes(session.observers)
         self._logprobs: list[Logprobs] = []
         self._mailbox = _Mailbox()
-        # Instead of waking the reader, which takes longer than most readers do with a token: called in the step in
-        # which there is something to read, must not wait, and may `take` it. False: the reader is to be woken.
-        self.offer: Callable[[], bool] = _decline
+        self._offer: Callable[[], bool] = _decline
 
     def __repr__(self) -> str:
         state = self.stand.value if self.outcome is None else self.outcome.finish_reason.value
@@ -124,6 +123,15 @@ class Generation(Readable["Session"]):
     def take(self) -> Chunk:
         return self._mailbox.take(with_logprobs=self.params.logprobs is not None)
 
+    def offer_to(self, take: Callable[[], bool]) -> None:
+        """Until there is an outcome, call this in the step in which something came to be read: nobody need be woken.
+
+        It must not wait. True: it has called `take`; False: the reader is to be woken. An exception in it ends the
+        session as a crash does.
+        """
+        if self.outcome is None:
+            self._offer = take
+
     # ---- what the session tells it; synchronous ---------------------------------------------------------------
 
     def receive(self, row: TokensRow) -> Outcome | None:
@@ -148,9 +156,14 @@ class Generation(Readable["Session"]):
         return Outcome(row.finish_reason) if row.finish_reason is not None else None
 
     def tell_reader(self) -> None:
-        """Rows were received; who has an outcome was told already."""
-        if self.outcome is None and not self.offer():
+        """Rows were received."""
+        if not self._offer():
             self._changes.notify()
+
+    def decide(self, outcome: Outcome) -> None:
+        """The first outcome is the outcome, which the reader is told of itself."""
+        self._offer = _decline
+        super().decide(outcome)
 
     @property
     def num_tokens(self) -> int:

@@ -113,8 +113,7 @@ class Sessions:
         for row in message.rows:
             self._tell(row.session, Session.on_row, row)
         for row in message.rows:
-            if row.session in self._by_id:
-                self._tell(row.session, Session.tell_reader)
+            self._tell(row.session, Session.tell_reader)
 
     def on_failed(self, message: RequestFailed) -> None:
         self._tell(message.session, Session.on_failed, message)

@@ -151,8 +151,8 @@ class Ready:
     max_model_len: int  # tokens of prompt and answer together; never more than the KV cache holds
     kv_blocks_total: int
     block_size: int
+    kernels: str  # native or torch
     weight_version: int = 1
-    kernels: str = "torch"  # or native
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,11 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import trio
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
 
 USER_TIMEOUT = 20.0  # seconds that sent bytes may stay unacknowledged
 LINGER_TIMEOUT = 2.0
@@ -34,23 +36,12 @@ def peer(stream: trio.abc.Stream) -> str | None:
         name = stream.socket.getpeername()
     except OSError:  # it is gone already
         return None
-    return address(*name[:2])
+    return address(*name[:2]) if isinstance(name, tuple) else None  # a socket of another kind
 
 
 def address(host: str, port: int) -> str:
     """As in a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-Bytes: TypeAlias = bytes | bytearray | memoryview
-
-
-class PromptStream(Protocol):
-    """A stream that can say at once how much it takes; a socket can, too."""
-
-    def send_now(self, data: Bytes) -> int:
-        """How many bytes were taken; 0 also where it is broken, which `send_all` then says."""
-        ...
 
 
 class Sender:
@@ -72,6 +63,7 @@ class Sender:
 
 
 def _sends_now(stream: trio.abc.SendStream) -> Callable[[Bytes], int]:
+    """A stream that is no socket may have a method `send_now` of its own, as a simulated one has."""
     if isinstance(stream, trio.SocketStream):
         return partial(_write, stream.socket)
     return getattr(stream, "send_now", _take_nothing)

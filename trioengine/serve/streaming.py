@@ -80,7 +80,7 @@ class Body:
     @property
     def can_send_now(self) -> bool:
         """Whether the stream has begun, and nothing stands before the next piece."""
-        return self.begun and not (self._sending or self._num_waiting or self._over or self.departed)
+        return self.begun and not (self._sending or self._num_waiting or self.departed)
 
     def send_now(self, piece: bytes) -> None:
         """Send a piece while `can_send_now`; what the socket does not take at once follows as soon as it does."""

@@ -157,7 +157,7 @@ class _ServerEnd(trio.abc.HalfCloseableStream):
         await WireEnd(self._peer.to_client, PORTION, self._broken).send_all(data)
 
     def send_now(self, data: Bytes) -> int:
-        """As `PromptStream`: a socket takes what there is room for."""
+        """As a socket: what there is room for is taken at once, and nothing where it is broken."""
         wire = self._peer.to_client
         if self.is_over or self._broken() is not None:
             return 0

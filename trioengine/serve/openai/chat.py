@@ -77,7 +77,7 @@ class _Answer:
     async def _send_all(self, generation: Generation, body: Body) -> None:
         frames = ChatFrames(self._shape, include_usage=self._include_usage)
 
-        def send_now() -> bool:
+        def take_and_send() -> bool:
             if not body.can_send_now:
                 return False
             if delta := frames.delta(generation.take()):
@@ -89,7 +89,7 @@ class _Answer:
             if delta := frames.delta(chunk):
                 await body.send(opening + delta)
                 opening = b""
-                generation.offer = send_now
+                generation.offer_to(take_and_send)
         await body.send(opening + frames.end(_finished(generation)))
 
     @asynccontextmanager

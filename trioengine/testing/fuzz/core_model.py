@@ -17,7 +17,9 @@ REFUSED = Action.SETTLE_REFUSED, FinishReason.ERROR
 LOST = Action.SETTLE_LOST, FinishReason.ERROR
 SETTLEMENTS = {settlement[0]: settlement for settlement in (ABORTED, REFUSED, LOST)}
 
-READY = messages.Ready("model", "cpu", "float32", vocab_size=8, max_model_len=64, kv_blocks_total=0, block_size=8)
+READY = messages.Ready(
+    "model", "cpu", "float32", vocab_size=8, max_model_len=64, kv_blocks_total=0, block_size=8, kernels="none"
+)
 USAGE = messages.Usage(0, 0, 0)
 STATISTICS = messages.WorkerStatistics(*[0] * 11)
 

@@ -2,8 +2,8 @@
 // keys and values), TILE_SIZE (tokens of queries at a time), BLOCK_SIZE (tokens in a KV block).
 //
 // All is computed in float32, 16 numbers at a time, in GCC's vector extension: two, four or more instructions where the
-// CPU has no registers of 64 bytes. Not compiled with -ffast-math: what is not finite in one row stays there, and must
-// be seen.
+// CPU has no registers of 64 bytes. Not compiled with -ffast-math: what is not finite must be seen, in its sequence and in
+// no other.
 
 #include <algorithm>
 #include <cmath>
@@ -81,10 +81,9 @@ inline float largest(Floats v) {
     return result;
 }
 
-// e to the x by Cephes' expf: 2 to the n times a polynomial. Off by some 2 units of the last place, within what float32
-// holds; nan stays nan.
+// e to the x by Cephes' expf: 2 to the n times a polynomial. Off by some 2 units of the last place; beyond the range of
+// float32's normal numbers 0 or infinity, and nan of nan.
 inline Floats exponential(Floats x) {
-    x = x < -87.0f ? all(-87.0f) : x > 88.0f ? all(88.0f) : x;
     const Floats shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2 ** 23: rounds, and leaves n in the low bits
     const Floats n = shifted - 12582912.0f;
     const Floats f = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -92,7 +91,8 @@ inline Floats exponential(Floats x) {
     for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
         p = p * f + c;
     p = p * f * f + f + 1.0f;
-    return (Floats)((Words)p + ((Words)shifted << 23));
+    const Floats inside = (Floats)((Words)p + ((Words)shifted << 23));
+    return x < -87.0f ? Floats{} : x <= 88.0f ? inside : x + all(INFINITY);
 }
 
 template <int STEP>  // swaps the blocks off the diagonal, in every square of 2 * STEP lanes
@@ -239,10 +239,10 @@ class TileAttention {
         Floats top = all(largest_[r]);
         for (int g = 0; g < groups; g++)
             top = larger(top, lane + g * LANES < seen ? scores_[r][g] : all(-INFINITY));
-        const float now = largest(top);
+        const float now = largest(top), base = now == -INFINITY ? 0 : now;
         Floats total{};
         for (int g = 0; g < groups; g++) {
-            scores_[r][g] = lane + g * LANES < seen ? exponential(scores_[r][g] - now) : Floats{};
+            scores_[r][g] = lane + g * LANES < seen ? exponential(scores_[r][g] - base) : Floats{};
             total += scores_[r][g];
         }
         if (now > largest_[r]) {

@@ -18,7 +18,8 @@ from trioengine.worker.runner.kv_cache import KVCache
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _ELEMENTS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
-_TILE_BYTES = 24 << 10  # of queries in float32: half of a first-level cache
+_TILE_BYTES = 72 << 10  # of queries, scores and results, in float32
+_KEYS, _LANES = 64, 16  # as in native.cpp
 _ADDRESS, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
     "add_norm": (_ADDRESS, _ADDRESS, _ADDRESS, _FLOAT, _COUNT, _COUNT, _ADDRESS),
@@ -37,7 +38,8 @@ class NativeKernels:
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int) -> None:
         """Compiled now, if never before; KernelsUnavailable says what is missing."""
         self.group_size = num_heads // num_kv_heads
-        self.tile_size = max(1, _TILE_BYTES // (4 * head_dim * self.group_size))  # tokens
+        row_bytes = 4 * (2 * -(-head_dim // _LANES) * _LANES + _KEYS)
+        self.tile_size = max(1, _TILE_BYTES // (row_bytes * self.group_size))  # tokens
         self.dtype = dtype
         macros: dict[str, str | int] = {
             "ELEMENT": _ELEMENTS[dtype],
