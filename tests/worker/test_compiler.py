@@ -121,12 +121,6 @@ def test_nowhere_to_compile(source, tmp_path, monkeypatch):
         load_library(source, {})
 
 
-def test_a_compiler_that_makes_nothing(source, tmp_path, monkeypatch):
-    use_compiler(tmp_path, monkeypatch, "#!/bin/sh\nexit 0\n")
-    with pytest.raises(KernelsUnavailable, match=r"cannot be loaded: .*kernels\.so"):
-        load_library(source, {})
-
-
 def test_no_source(tmp_path):
     with pytest.raises(KernelsUnavailable, match=r"nothing can be compiled: .*nothing\.cpp"):
         load_library(tmp_path / "nothing.cpp", {})
@@ -150,15 +144,18 @@ def test_a_source_that_is_wrong(source, home):
     assert not home.exists()
 
 
-def test_a_compiler_that_fails(source, tmp_path, monkeypatch):
-    use_compiler(tmp_path, monkeypatch, "#!/bin/sh\necho 'no licence' >&2\nexit 3\n")
-    with pytest.raises(KernelsUnavailable, match=r"g\+\+ fails: no licence"):
-        load_library(source, {})
-
-
-def test_a_compiler_that_cannot_be_run(source, tmp_path, monkeypatch):
-    use_compiler(tmp_path, monkeypatch, "#!/nonexistent\n")
-    with pytest.raises(KernelsUnavailable, match=r"g\+\+ does not run: .*No such file"):
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("#!/bin/sh\necho 'no licence' >&2\nexit 3\n", r"g\+\+ fails: no licence"),
+        ("#!/bin/sh\nexit 3\n", r"g\+\+ fails: exit status 3"),
+        ("#!/bin/sh\nexit 0\n", r"cannot be loaded: .*kernels\.so"),
+        ("#!/nonexistent\n", r"g\+\+ does not run: .*No such file"),
+    ],
+)
+def test_a_compiler_that_does_not_work(source, tmp_path, monkeypatch, script, why):
+    use_compiler(tmp_path, monkeypatch, script)
+    with pytest.raises(KernelsUnavailable, match=why):
         load_library(source, {})
 
 

@@ -172,7 +172,7 @@ class Generation(Readable["Session"]):
 
     def note_weights(self, version: int) -> None:
         """Tokens came that were computed with these."""
-        if self.weight_versions[-1:] != [version]:
+        if not self.weight_versions or self.weight_versions[-1] != version:
             self.weight_versions.append(version)
 
     def flush(self) -> None:

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii  # what dumps does with a string, without its preparations
 from typing import Any
 
 from trioengine.actors.generation import Chunk, Completion
@@ -65,9 +66,11 @@ class ChatFrames:
 
     def delta(self, chunk: Chunk) -> bytes:
         """What a chunk adds; b"" where there is nothing to tell yet."""
-        if not chunk.logprobs:
-            return self._text_before + json.dumps(chunk.text).encode() + self._text_after if chunk.text else b""
-        return self._frame({"content": chunk.text}, self._shape.logprobs(chunk.logprobs))
+        if chunk.logprobs:
+            return self._frame({"content": chunk.text}, self._shape.logprobs(chunk.logprobs))
+        if not chunk.text:
+            return b""
+        return self._text_before + encode_basestring_ascii(chunk.text).encode() + self._text_after
 
     def end(self, completion: Completion) -> bytes:
         """The finish reason, the usage where it is asked for, and the end."""

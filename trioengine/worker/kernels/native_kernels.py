@@ -31,7 +31,7 @@ _ARGUMENTS = {
 
 
 class NativeKernels:
-    """One library, and the calls into it, during which other threads run."""
+    """The calls into native.cpp, during which other threads run."""
 
     name = "native"
 
@@ -48,29 +48,29 @@ class NativeKernels:
             "TILE_SIZE": self.tile_size,
             "BLOCK_SIZE": block_size,
         }
-        self.library = load_library(_SOURCE, macros)
+        self.native = load_library(_SOURCE, macros)
         for name, types in _ARGUMENTS.items():
-            function = getattr(self.library, name)
+            function = getattr(self.native, name)
             function.argtypes, function.restype = types, None
 
     def add_norm(self, hidden: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
         rows, size = hidden.shape
         result = torch.empty_like(delta)
         addresses = (_address(hidden, torch.float32), _address(delta, self.dtype), _address(norm.weight, torch.float32))
-        self.library.add_norm(*addresses, norm.epsilon, rows, size, result.data_ptr())
+        self.native.add_norm(*addresses, norm.epsilon, rows, size, result.data_ptr())
         return result
 
     def rotate_(self, heads: Tensor, count: int, rotary: RotaryTable, positions: Tensor) -> None:
         tokens, all_heads, _ = heads.shape
         table = _address(rotary.table, self.dtype)
-        self.library.rotate(
+        self.native.rotate(
             _address(heads, self.dtype), tokens, all_heads, count, table, _address(positions, torch.int64)
         )
 
     def silu_and_multiply(self, gate_up: Tensor) -> Tensor:
         rows, size = gate_up.shape
         result = gate_up.new_empty((rows, size // 2))
-        self.library.silu_and_multiply(_address(gate_up, self.dtype), rows, size // 2, result.data_ptr())
+        self.native.silu_and_multiply(_address(gate_up, self.dtype), rows, size // 2, result.data_ptr())
         return result
 
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:
@@ -91,8 +91,8 @@ class _NativeAttention:
         tokens, _, head_dim = heads.shape
         result = heads.new_empty((tokens, kernels.group_size * kv_heads * head_dim))
         at, cache = _address(heads, kernels.dtype), _address(self._cache.layers[layer], kernels.dtype)
-        kernels.library.store(at, tokens, kv_heads, self._slots.data_ptr(), cache)
-        kernels.library.attend(
+        kernels.native.store(at, tokens, kv_heads, self._slots.data_ptr(), cache)
+        kernels.native.attend(
             at,
             kv_heads,
             cache,

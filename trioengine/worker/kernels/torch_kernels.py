@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.nn.functional import silu
 
 from trioengine.worker.kernels.kernels import Attention, RMSNorm
 from trioengine.worker.kernels.torch_attention import TorchAttention
@@ -39,7 +39,7 @@ class TorchKernels:
 
     def silu_and_multiply(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return silu(gate).mul_(up)
 
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:
         return TorchAttention(batch, cache, self._num_heads)
