@@ -134,12 +134,12 @@ class Generation(Readable["Session"]):
 
     # ---- what the session tells it; synchronous ---------------------------------------------------------------
 
-    def receive(self, row: TokensRow) -> Outcome | None:
+    def receive(self, row: TokensRow, now: float) -> Outcome | None:
         """Take a row's tokens into the answer. The outcome, if it is the last row, or completes a stop string."""
         answer = self.answer
         assert answer is not None, "rows come after the commit"
         if row.finish_reason is not FinishReason.ABORT:
-            self.times.on_tokens(row.usage, are_first=not answer.token_ids)
+            self.times.on_tokens(now, row.usage, are_first=not answer.token_ids)
         if row.finish_reason is None:
             delta = answer.feed(row.token_ids)
         else:

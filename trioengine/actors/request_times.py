@@ -22,9 +22,8 @@ class RequestTimes:
     def begin(self) -> None:
         self._began = trio.current_time()
 
-    def on_tokens(self, usage: Usage | None, *, are_first: bool) -> None:
+    def on_tokens(self, now: float, usage: Usage | None, *, are_first: bool) -> None:
         """A part of the answer came."""
-        now = trio.current_time()
         if are_first:
             self._first = now
             for observer in self._observers:

@@ -72,23 +72,25 @@ class SessionState(abc.ABC):
 
     # ---- what the worker says -------------------------------------------------------------------------------------
 
-    def on_row(self, row: TokensRow) -> None:
-        """A row of a step."""
+    def on_row(self, row: TokensRow, now: float) -> None:
+        """A row of a step, which came at `now`."""
         self.worker_session.receive(row.token_ids)
         generation = self._in_flight()
-        if generation.stand is Stand.WAITING:
+        is_first = generation.stand is Stand.WAITING
+        if is_first:  # since it was attached; while it is, the weights do not change
             self._move(generation, Stand.RUNNING)
+            if row.token_ids and generation.outcome is None:
+                generation.note_weights(self._engine.weights.version)
         if generation.usage is None:
             generation.usage = row.usage
-        if row.token_ids and generation.outcome is None:
-            generation.note_weights(self._engine.weights.version)
-        if generation.outcome is None and (outcome := generation.receive(row)) is not None:
+        if generation.outcome is None and (outcome := generation.receive(row, now)) is not None:
             self._conclude(generation, outcome)
             if row.finish_reason is None and self.phase in (Phase.RUNNING, Phase.SUSPENDED):
                 self._apply(Event.ABORT)
         if row.finish_reason is not None:
             self._finish()
-        self._engine.replays.on_progress(self, generation)
+        if is_first:
+            self._engine.replays.on_progress(self, generation)
 
     def tell_reader(self) -> None:
         """All rows of the step are where they belong: what is done with them may take a while."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeVarTuple
 
+import trio
+
 from trioengine.actors.link import Link
 from trioengine.actors.session import Session
 from trioengine.actors.session_state import SessionState
@@ -110,8 +112,9 @@ class Sessions:
     # ---- what the worker says -------------------------------------------------------------------------------------
 
     def on_tokens(self, message: Tokens) -> None:
+        now = trio.current_time()
         for row in message.rows:
-            self._tell(row.session, Session.on_row, row)
+            self._tell(row.session, Session.on_row, row, now)
         for row in message.rows:
             self._tell(row.session, Session.tell_reader)
 

@@ -33,6 +33,7 @@ class _Mismatch(Exception):
 class _Converter(NamedTuple):
     pack: Callable[[Any], Any]
     unpack: Callable[[Any], Any]
+    plain: frozenset[type] = frozenset()  # what is of these types is packed, and unpacked, as it is
 
 
 def encode(message: Message) -> bytes:
@@ -77,7 +78,7 @@ def _exactly(kind: type) -> _Converter:
             raise _Mismatch(f"expected {kind.__name__}, got {type(value).__name__}")
         return value
 
-    return _Converter(lambda value: value, unpack)
+    return _Converter(lambda value: value, unpack, frozenset({kind}))
 
 
 def _unpack_float(value: Any) -> float:
@@ -107,6 +108,7 @@ def _optional(inner: _Converter) -> _Converter:
     return _Converter(
         lambda value: None if value is None else inner.pack(value),
         lambda value: None if value is None else inner.unpack(value),
+        inner.plain | {types.NoneType},
     )
 
 
@@ -140,18 +142,35 @@ def _enum(kind: type[enum.Enum]) -> _Converter:
 
 def _dataclass(cls: type) -> _Converter:
     fields = _fields(cls)
-    names = [name for name, _ in fields]
-    converters = [converter for _, converter in fields]
+    # for the types of all fields, as packed: those whose values are not plain. There is a row for each token
+    conversions: dict[tuple[type, ...], list[tuple[int, Callable[[Any], Any]]]] = {}
 
     def pack(value: Any) -> list[Any]:
         return [converter.pack(getattr(value, name)) for name, converter in fields]
 
     def unpack(value: Any) -> Any:
-        if type(value) is not list or len(value) != len(converters):
-            raise _Mismatch(f"expected {cls.__name__} as an array of {len(names)}")
-        return cls(*[converter.unpack(entry) for converter, entry in zip(converters, value, strict=True)])
+        if type(value) is not list or len(value) != len(fields):
+            raise _Mismatch(f"expected {cls.__name__} as an array of {len(fields)}")
+        shape = tuple(map(type, value))
+        known = conversions.get(shape)
+        wanted = _conversions(fields, shape) if known is None else known
+        for index, convert in wanted:
+            value[index] = convert(value[index])
+        if known is None:  # and legal: there are few of these
+            conversions[shape] = wanted
+        return cls(*value)
 
     return _Converter(pack, unpack)
+
+
+def _conversions(
+    fields: list[tuple[str, _Converter]], shape: tuple[type, ...]
+) -> list[tuple[int, Callable[[Any], Any]]]:
+    return [
+        (index, converter.unpack)
+        for index, ((_, converter), kind) in enumerate(zip(fields, shape, strict=True))
+        if kind not in converter.plain
+    ]
 
 
 def _converter(annotation: Any) -> _Converter:
@@ -166,7 +185,7 @@ def _converter(annotation: Any) -> _Converter:
     if origin is Mapping:
         return _map_of(_converter(args[0]), _converter(args[1]))
     if annotation is float:
-        return _Converter(float, _unpack_float)
+        return _Converter(float, _unpack_float, frozenset({float}))
     if annotation in (int, str, bool):
         return _exactly(annotation)
     if issubclass(annotation, enum.Enum):

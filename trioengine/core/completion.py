@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trioengine.core.messages import FinishReason, Logprobs, Usage
 from trioengine.core.outcome import Cause
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """What came since the last chunk; `logprobs` holds one `{token_id: logprob}` a token, if asked for.
 
     Of a server that is reached over the network there are no token ids: they are ().

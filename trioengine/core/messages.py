@@ -169,7 +169,7 @@ class Usage:
 Logprobs: TypeAlias = Mapping[int, float]  # of one position: {token_id: logprob}, the chosen token first
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # there is one for each token: to make a frozen one takes four times as long
 class TokensRow:
     """One sequence's part of a step; its last row has `finish_reason`, its first and its last row have `usage`."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trioengine.core.messages import TokenIds, token_ids
 from trioengine.core.sampling_params import SamplingParams
@@ -12,8 +12,7 @@ from trioengine.text.stop_strings import StopMatcher
 from trioengine.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """What some tokens added: `num_tokens` of them were taken, all of them unless a stop string was completed."""
 
     text: str

@@ -15,8 +15,8 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.is_byte_level else None
+        self._token_bytes = tokenizer.ordinary_bytes if skip_special_tokens else tokenizer.token_bytes
         self._skip_special_tokens = skip_special_tokens
         self._context: list[int] = []  # ids whose text was given, kept for what follows them
         self._pending: list[int] = []  # ids whose text was not
@@ -29,8 +29,7 @@ class Detokenizer:
     def feed(self, ids: Iterable[int]) -> str:
         """The text that these ids complete."""
         if self._decoder is not None:
-            skip, token_bytes = self._skip, self._tokenizer.token_bytes
-            return self._decoder.decode(b"".join([token_bytes(id) for id in ids if id not in skip]))
+            return self._decoder.decode(b"".join(map(self._token_bytes, ids)))
         return "".join([self._feed_one(token_id) for token_id in ids])
 
     def flush(self) -> str:

@@ -44,7 +44,9 @@ class Tokenizer:
         self.vocab_size = min(max(vocabulary.values(), default=-1) + 1, vocab_size)
         # of the text that a token stands for
         self.max_token_bytes = max((len(token.encode()) for token in vocabulary), default=1)
-        self._bytes: dict[int, bytes] = {}
+        # what one token stands for, b"" for an unknown id, and for a special one; only for a byte-level tokenizer
+        self.token_bytes: Callable[[int], bytes] = _Table(self._bytes_of).__getitem__
+        self.ordinary_bytes: Callable[[int], bytes] = _Table(self._ordinary_bytes_of).__getitem__
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
 
@@ -135,13 +137,24 @@ class Tokenizer:
         """Whether a token is a string of bytes, whatever stands beside it."""
         return isinstance(self._tokenizer.decoder, decoders.ByteLevel)
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for; b"" for an unknown id. Only for a byte-level tokenizer."""
-        known = self._bytes.get(token_id)
-        if known is None:
-            token = self._tokenizer.id_to_token(token_id)
-            known = self._bytes[token_id] = b"" if token is None else _to_bytes(token)
-        return known
+    def _bytes_of(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        return b"" if token is None else _to_bytes(token)
+
+    def _ordinary_bytes_of(self, token_id: int) -> bytes:
+        return b"" if token_id in self.special_ids else self.token_bytes(token_id)
+
+
+class _Table(dict[int, bytes]):
+    """The bytes of each token that was asked for: a look at them is one of a dict."""
+
+    def __init__(self, find: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._find = find
+
+    def __missing__(self, token_id: int) -> bytes:
+        found = self[token_id] = self._find(token_id)
+        return found
 
 
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
