@@ -32,31 +32,6 @@ class Losses:
     is_new: bool = False  # it has not gone on since the last one
 
 
-class _Mailbox:
-    """Unread deltas, merged into one."""
-
-    __slots__ = ("logprobs", "text", "token_ids")
-
-    def __init__(self) -> None:
-        self.text: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[Logprobs] = []
-
-    def __bool__(self) -> bool:
-        return bool(self.token_ids or self.text)
-
-    def add(self, text: str) -> None:
-        if text:
-            self.text.append(text)
-
-    def take(self, *, with_logprobs: bool) -> Chunk:
-        chunk = Chunk("".join(self.text), tuple(self.token_ids), tuple(self.logprobs) if with_logprobs else None)
-        self.text.clear()
-        self.token_ids.clear()
-        self.logprobs.clear()
-        return chunk
-
-
 class Generation(Readable["Session"]):
     """One request: `async with session.generate(...) as generation: async for chunk in generation`.
 
@@ -65,8 +40,24 @@ class Generation(Readable["Session"]):
     the outcome aborts the request: its turn is taken back at once (`keep_partial` keeps what came until then), and
     leaving waits until the worker has let go of it. When the scope is cancelled, leaving does the same but does not
     wait. Cancelling a read loses nothing: the next read goes on.
-
     """
+
+    __slots__ = (
+        "_logprobs",
+        "_num_read",
+        "_offer",
+        "_unread_text",
+        "abort_cause",
+        "answer",
+        "losses",
+        "prepared",
+        "prompt",
+        "resolved",
+        "stand",
+        "times",
+        "usage",
+        "weight_versions",
+    )
 
     def __init__(
         self,
@@ -90,8 +81,9 @@ class Generation(Readable["Session"]):
         self.weight_versions: list[int] = []
         self.losses = Losses()
         self.times = RequestTimes(session.observers)
-        self._logprobs: list[Logprobs] = []
-        self._mailbox = _Mailbox()
+        self._logprobs: list[Logprobs] = []  # one a token, if asked for
+        self._num_read = 0  # of the answer's tokens
+        self._unread_text: list[str] = []
         self._offer: Callable[[], bool] = _decline
 
     def __repr__(self) -> str:
@@ -118,10 +110,15 @@ class Generation(Readable["Session"]):
 
     @property
     def _has_unread(self) -> bool:
-        return bool(self._mailbox)
+        return self._num_read < self.num_tokens or bool(self._unread_text)
 
     def take(self) -> Chunk:
-        return self._mailbox.take(with_logprobs=self.params.logprobs is not None)
+        answer = self.answer
+        assert answer is not None, "nothing comes before the commit"
+        first, self._num_read = self._num_read, len(answer.token_ids)
+        text, self._unread_text = "".join(self._unread_text), []
+        logprobs = tuple(self._logprobs[first:]) if self.params.logprobs is not None else None
+        return Chunk(text, tuple(answer.token_ids[first:]), logprobs)
 
     def offer_to(self, take: Callable[[], bool]) -> None:
         """Until there is an outcome, call this in the step in which something came to be read: nobody need be woken.
@@ -144,10 +141,8 @@ class Generation(Readable["Session"]):
             delta = answer.feed(row.token_ids)
         else:
             delta = answer.finish(row.token_ids, ended_by_token=row.finish_reason is FinishReason.STOP)
-        self._mailbox.add(delta.text)
-        self._mailbox.token_ids.extend(row.token_ids[: delta.num_tokens])
+        self._add_text(delta.text)
         if row.logprobs is not None:
-            self._mailbox.logprobs.extend(row.logprobs[: delta.num_tokens])
             self._logprobs.extend(row.logprobs[: delta.num_tokens])
         if delta.stopped:
             return Outcome(FinishReason.STOP)
@@ -178,7 +173,11 @@ class Generation(Readable["Session"]):
     def flush(self) -> None:
         """No more rows will come: what a stop string or a character held back belongs to the tokens that came."""
         if self.answer is not None:
-            self._mailbox.add(self.answer.flush())
+            self._add_text(self.answer.flush())
+
+    def _add_text(self, text: str) -> None:
+        if text:
+            self._unread_text.append(text)
 
     def tell_times(self) -> None:
         """It ran to its end: the observers hear how long it took."""

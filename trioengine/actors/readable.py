@@ -41,6 +41,22 @@ class Readable(abc.ABC, Generic[S]):
     While another task enters it, reading waits.
     """
 
+    __slots__ = (
+        "_changes",
+        "_entered",
+        "_is_being_read",
+        "_may_have_more",
+        "_request_id",
+        "_session",
+        "deadline",
+        "entering",
+        "keep_partial",
+        "outcome",
+        "params",
+        "settled",
+        "wait",
+    )
+
     def __init__(
         self, session: S, params: SamplingParams | None, *, keep_partial: bool, deadline: float, wait: bool
     ) -> None:

@@ -41,6 +41,18 @@ class Session(SessionState):
     free when the worker has answered (`await session.ended()`).
     """
 
+    __slots__ = (
+        "_deadline",
+        "_entered",
+        "_initial_history",
+        "_released",
+        "_wait",
+        "_waiting",
+        "_wake",
+        "end_cause",
+        "label",
+    )
+
     def __init__(
         self,
         engine: EngineState,

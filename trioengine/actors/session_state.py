@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 class SessionState(abc.ABC):
     """What Session, its handle and task, is built on."""
 
+    __slots__ = ("_conversation", "_engine", "_gate", "_lifecycle", "generation", "id", "observers", "worker_session")
+
     def __init__(self, engine: EngineState) -> None:
         self.id: int | None = None  # minted when entered
         self.generation: Generation | None = None  # its request, until it is settled

@@ -24,6 +24,8 @@ class Posting:
 class WorkerSession:
     """The worker's side of a session. The table in `core.lifecycle` says when to post what."""
 
+    __slots__ = ("_held", "_link", "_observers", "_told_at")
+
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._link: Link | None = None  # of the attachment
         self._held: TokenIds = token_ids()  # what the attachment is known to hold

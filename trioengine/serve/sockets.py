@@ -51,6 +51,8 @@ class Sender:
     much. So `send_all` is a checkpoint only where it has to wait, and its caller needs another.
     """
 
+    __slots__ = ("_stream", "send_now")
+
     def __init__(self, stream: trio.abc.SendStream) -> None:
         self._stream = stream
         self.send_now = _sends_now(stream)  # how many bytes are taken at once

@@ -29,6 +29,23 @@ class Body:
     reads nothing for `send_timeout` seconds is gone, too.
     """
 
+    __slots__ = (
+        "_first_frame",
+        "_frame",
+        "_keep_alive",
+        "_num_waiting",
+        "_nursery",
+        "_over",
+        "_send_timeout",
+        "_sender",
+        "_sending",
+        "_sent",
+        "_since",
+        "begun",
+        "departed",
+        "on_departure",
+    )
+
     def __init__(self, sender: Sender, nursery: trio.Nursery, send_timeout: float) -> None:
         """The nursery is cancelled when the client departs."""
         self.begun = False  # the head was sent: what is wrong from here on must be told in the body

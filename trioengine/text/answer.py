@@ -23,6 +23,8 @@ class Delta(NamedTuple):
 class Answer:
     """Takes tokens and gives text; the deltas add up to `text`, the tokens taken to `token_ids`."""
 
+    __slots__ = ("_detokenizer", "_end_token_ids", "_matcher", "_min_tokens", "_pieces", "token_ids")
+
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, eos_token_ids: Iterable[int]) -> None:
         self.token_ids: TokenIds = token_ids()
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)

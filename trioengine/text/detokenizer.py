@@ -13,30 +13,45 @@ _MAX_PENDING = 16  # tokens that a character of a tokenizer with byte fallback c
 class Detokenizer:
     """The texts given add up to what the tokenizer decodes from all the ids at once."""
 
+    __slots__ = (
+        "_context",
+        "_is_byte_level",
+        "_pending",
+        "_rest",
+        "_skip_special_tokens",
+        "_token_bytes",
+        "_tokenizer",
+    )
+
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.is_byte_level else None
-        self._token_bytes = tokenizer.ordinary_bytes if skip_special_tokens else tokenizer.token_bytes
         self._skip_special_tokens = skip_special_tokens
-        self._context: list[int] = []  # ids whose text was given, kept for what follows them
-        self._pending: list[int] = []  # ids whose text was not
+        self._is_byte_level = tokenizer.is_byte_level
+        self._token_bytes = tokenizer.ordinary_bytes if skip_special_tokens else tokenizer.token_bytes
+        self._rest = b""  # of a byte-level tokenizer: the beginning of a character
+        self._context: list[int] = []  # of any other: ids whose text was given, kept for what follows them
+        self._pending: list[int] = []  # and ids whose text was not
 
     @property
     def is_pending(self) -> bool:
         """Whether ids were fed whose text is not given yet."""
-        return bool(self._decoder.getstate()[0]) if self._decoder is not None else bool(self._pending)
+        return bool(self._rest or self._pending)
 
     def feed(self, ids: Iterable[int]) -> str:
         """The text that these ids complete."""
-        if self._decoder is not None:
-            return self._decoder.decode(b"".join(map(self._token_bytes, ids)))
+        if self._is_byte_level:
+            data = self._rest + b"".join(map(self._token_bytes, ids))
+            text, num_decoded = codecs.utf_8_decode(data, "replace")
+            self._rest = data[num_decoded:]
+            return text
         return "".join([self._feed_one(token_id) for token_id in ids])
 
     def flush(self) -> str:
         """What is left when no more ids come: U+FFFD for a character that was never completed."""
-        if self._decoder is not None:
-            return self._decoder.decode(b"", final=True)
-        return self._give() if self._pending else ""
+        if self._pending:
+            return self._give()
+        rest, self._rest = self._rest, b""
+        return rest.decode(errors="replace")
 
     def _feed_one(self, token_id: int) -> str:
         """Decode the new ids behind some that came before: a tokenizer may join or strip at the borders."""

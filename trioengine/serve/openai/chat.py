@@ -76,20 +76,13 @@ class _Answer:
 
     async def _send_all(self, generation: Generation, body: Body) -> None:
         frames = ChatFrames(self._shape, include_usage=self._include_usage)
-
-        def take_and_send() -> bool:
-            if not body.can_send_now:
-                return False
-            if delta := frames.delta(generation.take()):
-                body.send_now(delta)
-            return True
-
+        reader = _Reader(generation, frames, body)
         opening = frames.opening
         async for chunk in generation:
             if delta := frames.delta(chunk):
                 await body.send(opening + delta)
                 opening = b""
-                generation.offer_to(take_and_send)
+                generation.offer_to(reader.take_and_send)
         await body.send(opening + frames.end(_finished(generation)))
 
     @asynccontextmanager
@@ -112,6 +105,24 @@ class _Answer:
     def _take_messages(self) -> Sequence[Mapping[str, str]]:
         messages, self._messages = self._messages, ()
         return messages
+
+
+class _Reader:
+    """Sends what is offered of a generation."""
+
+    __slots__ = ("_body", "_frames", "_generation")
+
+    def __init__(self, generation: Generation, frames: ChatFrames, body: Body) -> None:
+        self._generation = generation
+        self._frames = frames
+        self._body = body
+
+    def take_and_send(self) -> bool:
+        if not self._body.can_send_now:
+            return False
+        if delta := self._frames.delta(self._generation.take()):
+            self._body.send_now(delta)
+        return True
 
 
 def _finished(generation: Generation) -> Completion:

@@ -53,6 +53,17 @@ class ChatShape:
 class ChatFrames:
     """The frames of one stream. What is the same in all of them is rendered once."""
 
+    __slots__ = (
+        "_after",
+        "_before",
+        "_include_usage",
+        "_shape",
+        "_text_after",
+        "_text_before",
+        "_usage_before",
+        "opening",
+    )
+
     def __init__(self, shape: ChatShape, *, include_usage: bool) -> None:
         self._shape = shape
         self._include_usage = include_usage
