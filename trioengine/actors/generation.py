@@ -1,4 +1,4 @@
-"""A generation: one request as its reader sees it, with a mailbox that merges what was not read yet."""
+"""A generation: one request as its reader sees it, in chunks that merge what was not read yet."""
 
 from __future__ import annotations
 

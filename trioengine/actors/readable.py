@@ -42,6 +42,7 @@ class Readable(abc.ABC, Generic[S]):
     """
 
     __slots__ = (
+        "__weakref__",
         "_changes",
         "_entered",
         "_is_being_read",

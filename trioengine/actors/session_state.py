@@ -25,7 +25,17 @@ if TYPE_CHECKING:
 class SessionState(abc.ABC):
     """What Session, its handle and task, is built on."""
 
-    __slots__ = ("_conversation", "_engine", "_gate", "_lifecycle", "generation", "id", "observers", "worker_session")
+    __slots__ = (
+        "__weakref__",
+        "_conversation",
+        "_engine",
+        "_gate",
+        "_lifecycle",
+        "generation",
+        "id",
+        "observers",
+        "worker_session",
+    )
 
     def __init__(self, engine: EngineState) -> None:
         self.id: int | None = None  # minted when entered
@@ -78,11 +88,11 @@ class SessionState(abc.ABC):
         """A row of a step, which came at `now`."""
         self.worker_session.receive(row.token_ids)
         generation = self._in_flight()
-        is_first = generation.stand is Stand.WAITING
-        if is_first:  # since it was attached; while it is, the weights do not change
+        is_next = generation.stand is Stand.RUNNING  # after one of the same attachment, of which it adds only tokens
+        if generation.stand is Stand.WAITING:
             self._move(generation, Stand.RUNNING)
-            if row.token_ids and generation.outcome is None:
-                generation.note_weights(self._engine.weights.version)
+        if not is_next and row.token_ids and generation.outcome is None:
+            generation.note_weights(self._engine.weights.version)
         if generation.usage is None:
             generation.usage = row.usage
         if generation.outcome is None and (outcome := generation.receive(row, now)) is not None:
@@ -91,7 +101,7 @@ class SessionState(abc.ABC):
                 self._apply(Event.ABORT)
         if row.finish_reason is not None:
             self._finish()
-        if is_first:
+        if not is_next:
             self._engine.replays.on_progress(self, generation)
 
     def tell_reader(self) -> None:
