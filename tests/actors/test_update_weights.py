@@ -74,6 +74,18 @@ async def test_what_becomes_of_a_stream(autojump_clock, simulated, mode, asleep)
         assert any(ids[at:] == rest for at, rest in zip(switches, goes_on, strict=True))
 
 
+async def test_rows_that_come_after_a_request_was_suspended_count(autojump_clock, simulated):
+    engine, _ = simulated
+    for turn in range(60):  # at one of them its first row is on its way when it is suspended
+        before = engine.weights
+        async with engine.open_session() as session, session.generate("one", LONG) as generation:
+            await trio.sleep(turn / 2000)
+            await engine.update_weights(f"new {turn}", mode="keep")
+            completion = await generation.result()
+        assert completion.token_ids[0] == answer_of(engine, before.path, chat("one"), LONG)[0]
+        assert completion.weight_versions == (before.version, before.version + 1)
+
+
 @pytest.mark.parametrize("asleep", [False, True])
 async def test_what_does_not_fit_changes_nothing(autojump_clock, simulated, asleep):
     engine, _ = simulated

@@ -16,6 +16,8 @@ def test_a_chunk_and_a_completion_are_values():
     assert completion == dataclasses.replace(completion)
     with pytest.raises(dataclasses.FrozenInstanceError):
         completion.text = "ho"
+    with pytest.raises(AttributeError):
+        Chunk("hi", (7, 8)).text = "ho"
 
 
 def test_an_abort_is_counted_by_its_cause():

@@ -11,7 +11,7 @@ from trioengine.actors.request_times import RequestTimes
 from trioengine.core.completion import Chunk as Chunk
 from trioengine.core.completion import Completion as Completion
 from trioengine.core.ledger import Stand
-from trioengine.core.messages import FinishReason, Logprobs, TokensRow, Usage
+from trioengine.core.messages import FinishReason, Logprobs, TokensRow, Usage, token_ids
 from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.text.answer import Answer
@@ -113,12 +113,11 @@ class Generation(Readable["Session"]):
         return self._num_read < self.num_tokens or bool(self._unread_text)
 
     def take(self) -> Chunk:
-        answer = self.answer
-        assert answer is not None, "nothing comes before the commit"
-        first, self._num_read = self._num_read, len(answer.token_ids)
+        ids = self.answer.token_ids if self.answer is not None else token_ids()
+        first, self._num_read = self._num_read, len(ids)
         text, self._unread_text = "".join(self._unread_text), []
         logprobs = tuple(self._logprobs[first:]) if self.params.logprobs is not None else None
-        return Chunk(text, tuple(answer.token_ids[first:]), logprobs)
+        return Chunk(text, tuple(ids[first:]), logprobs)
 
     def offer_to(self, take: Callable[[], bool]) -> None:
         """Until there is an outcome, call this in the step in which something came to be read: nobody need be woken.

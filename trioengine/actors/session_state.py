@@ -88,7 +88,7 @@ class SessionState(abc.ABC):
         """A row of a step, which came at `now`."""
         self.worker_session.receive(row.token_ids)
         generation = self._in_flight()
-        is_next = generation.stand is Stand.RUNNING  # after one of the same attachment, of which it adds only tokens
+        is_next = generation.stand is Stand.RUNNING  # after another one of the same attachment
         if generation.stand is Stand.WAITING:
             self._move(generation, Stand.RUNNING)
         if not is_next and row.token_ids and generation.outcome is None:

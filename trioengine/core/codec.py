@@ -142,7 +142,7 @@ def _enum(kind: type[enum.Enum]) -> _Converter:
 
 def _dataclass(cls: type) -> _Converter:
     fields = _fields(cls)
-    # for the types of all fields, as packed: those whose values are not plain. There is a row for each token
+    # by the types of all fields, as packed: what is not plain. A token is a row, most of whose fields are
     conversions: dict[tuple[type, ...], list[tuple[int, Callable[[Any], Any]]]] = {}
 
     def pack(value: Any) -> list[Any]:
@@ -156,7 +156,7 @@ def _dataclass(cls: type) -> _Converter:
         wanted = _conversions(fields, shape) if known is None else known
         for index, convert in wanted:
             value[index] = convert(value[index])
-        if known is None:  # and legal: there are few of these
+        if known is None:  # and converted: there are few of these
             conversions[shape] = wanted
         return cls(*value)
 

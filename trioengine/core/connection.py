@@ -231,6 +231,8 @@ class Connection:
                 raise blame("TOKENS: a row ends in an error, which is REQUEST_FAILED's to say")
             if row.token_ids and not 0 <= min(row.token_ids) <= max(row.token_ids) < self._vocab_size:
                 raise blame(f"TOKENS: a token beyond the vocabulary of {self._vocab_size}")
+            if not row.token_ids and row.finish_reason is None:
+                raise blame("TOKENS: a row has no token, and is not the last one")
             if row.finish_reason is not None and row.usage is None:
                 raise blame("TOKENS: a last row has no usage")
             if row.finish_reason is not None:

@@ -44,8 +44,9 @@ class Tokenizer:
         self.vocab_size = min(max(vocabulary.values(), default=-1) + 1, vocab_size)
         # of the text that a token stands for
         self.max_token_bytes = max((len(token.encode()) for token in vocabulary), default=1)
-        # what one token stands for, b"" for an unknown id, and for a special one; only for a byte-level tokenizer
+        # what one token stands for, b"" for an unknown id; only for a byte-level tokenizer
         self.token_bytes: Callable[[int], bytes] = _Table(self._bytes_of).__getitem__
+        # the same, but b"" for a special one
         self.ordinary_bytes: Callable[[int], bytes] = _Table(self._ordinary_bytes_of).__getitem__
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
