@@ -19,6 +19,7 @@ from trioengine.core.errors import EngineError
 from trioengine.core.serve_config import ServeConfig
 from trioengine.hub.pull import located
 from trioengine.serve.descriptors import raise_limit
+from trioengine.serve.huge_pages import use_huge_pages
 from trioengine.serve.server import serve
 from trioengine.serve.signals import obey_signals
 
@@ -57,22 +58,24 @@ async def _serve(
             run = serving if bars is None else partial(serving, on_progress=bars.download, on_load=bars.loading)
             server = await nursery.start(_and_then_cancel, run, nursery.cancel_scope)
             nursery.start_soon(obey_signals, server, shutdown_timeout)
-            nursery.start_soon(_calm_garbage_collector_when_ready, server.engine)
+            nursery.start_soon(_settle_down_when_ready, server.engine)
             for address in server.addresses:
                 logger.info("listening on http://%s", address)
     logger.info("stopped")
 
 
-async def _calm_garbage_collector_when_ready(engine: Engine) -> None:
-    """What is there by then stays: the collector need not look at it time and again, nor as often for what comes.
+async def _settle_down_when_ready(engine: Engine) -> None:
+    """What is there by then stays: it may lie in huge pages, and the collector need not look at it time and again.
 
-    Streams make little garbage with cycles, and many objects: every 700 of them it would look at all of the young.
+    Nor need it look as often for what comes: streams make little garbage with cycles, and many objects, every 700 of
+    which it would look at all of the young.
     """
     with suppress(EngineError):  # an engine that cannot run ends the server, which says so
         await engine.ready()
         gc.collect()
         gc.freeze()
         gc.set_threshold(*COLLECT_AFTER)
+        use_huge_pages()
 
 
 async def _and_then_cancel(
