@@ -40,4 +40,4 @@ def full_mappings(smaps: Iterable[str]) -> Iterator[tuple[int, int]]:
 
 
 def _collapse(page: int) -> bool:
-    return ctypes.CDLL(None).madvise(ctypes.c_void_p(page), ctypes.c_size_t(HUGE_PAGE), _MADV_COLLAPSE) == 0
+    return bool(ctypes.CDLL(None).madvise(ctypes.c_void_p(page), ctypes.c_size_t(HUGE_PAGE), _MADV_COLLAPSE) == 0)
