@@ -22,6 +22,7 @@ from typing import Any
 
 from trioengine.core.codec import LENGTH, decode, encode
 from trioengine.core.errors import FrameTooLarge, LocalProtocolError, ProtocolError, RemoteProtocolError
+from trioengine.core.frames import FrameBuffer
 from trioengine.core.messages import (
     WIRE_NAMES,
     AddMessage,
@@ -94,7 +95,7 @@ class Connection:
         self._audits: deque[int] = deque()
         self._ping: int | None = None
         self._power = PowerOrder()
-        self._buffer = bytearray()
+        self._frames = FrameBuffer()
         self._broken: RemoteProtocolError | None = None
 
     @property
@@ -129,7 +130,7 @@ class Connection:
 
     def receive_data(self, data: bytes | bytearray) -> None:
         """Take bytes as they came from the pipe, in any portions."""
-        self._buffer += data
+        self._frames.add(data)
 
     def next_message(self) -> Message | None:
         """The next whole message, or None when more bytes are needed. Raises RemoteProtocolError, then always."""
@@ -144,18 +145,12 @@ class Connection:
     @property
     def has_partial_frame(self) -> bool:
         """Whether bytes are left that are no whole message: at the end of the stream, a torn frame."""
-        return bool(self._buffer)
+        return bool(self._frames)
 
     def _next_message(self) -> Message | None:
-        if len(self._buffer) < LENGTH.size:
+        payload = self._frames.next_payload(self.max_frame_bytes)
+        if payload is None:
             return None
-        (length,) = LENGTH.unpack_from(self._buffer)
-        if length > self.max_frame_bytes:
-            raise RemoteProtocolError(f"a frame claims {length} bytes, the limit is {self.max_frame_bytes}")
-        if len(self._buffer) < LENGTH.size + length:
-            return None
-        payload = bytes(memoryview(self._buffer)[LENGTH.size : LENGTH.size + length])
-        del self._buffer[: LENGTH.size + length]
         message = decode(payload)
         if (type(message) in DOWNWARDS) is (self.role is Role.ENGINE):
             raise RemoteProtocolError(f"{WIRE_NAMES[type(message)]} came the wrong way")
