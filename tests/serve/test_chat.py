@@ -93,18 +93,18 @@ async def test_a_stream_with_usage(autojump_clock, clients):
 
 
 async def test_a_chunk_is_sent_at_once_for_each_step(autojump_clock, clients):
-    """With the head comes the first delta; each piece holds whole events."""
+    """With the head comes the first delta, with the last one the end; each piece holds whole events."""
     async with clients.connect() as client:
         await client.send("POST", CHAT, chat(stream=True))
         await client.head()
         pieces = []
         while (piece := await client.piece()) is not None:
             pieces.append(events_of(piece))
-    contents = [[event["choices"][0]["delta"].get("content") for event in piece] for piece in pieces[:-1]]
-    assert len(contents) == 5
+    assert pieces[-1].pop() == "[DONE]"
+    contents = [[event["choices"][0]["delta"].get("content") for event in piece] for piece in pieces]
     assert contents[0][0] == ""
-    assert all(len(piece) == 1 for piece in contents[1:])
-    assert pieces[-1][-1] == "[DONE]"
+    assert [len(piece) for piece in contents] == [2, 1, 1, 1, 2]
+    assert contents[-1][0] and contents[-1][1] is None
 
 
 async def test_texts_are_any_unicode(autojump_clock, clients):

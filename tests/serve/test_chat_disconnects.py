@@ -211,7 +211,6 @@ async def test_silence_is_broken(autojump_clock):
             (40 + KEEP_ALIVE, True),
             (40 + 2 * KEEP_ALIVE, True),
             (80, False),
-            (80, False),
         ]
         events = events_of(b"".join(piece for _, piece in pieces))
         assert events[0]["choices"][0]["delta"]["role"] == "assistant"

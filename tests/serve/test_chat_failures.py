@@ -129,7 +129,7 @@ async def test_a_bug_in_the_middle(autojump_clock, clients, caplog, monkeypatch)
     async with clients.connect() as client:
         await first_piece(client)
         (session,) = clients.engine._sessions
-        monkeypatch.setattr(session.generation, "_unread_text", None)
+        monkeypatch.setattr(session.generation, "_num_texts_read", "x")
         *_, error, done = await rest(client)
         assert (error["error"]["code"], done) == ("internal_error", "[DONE]")
         assert error["error"]["message"] == "internal error"

@@ -12,14 +12,13 @@ BYTES = toy_model().tokenizer  # a token is a byte
 
 
 def read(text, **params):
-    """The text of all deltas, and whether a stop string was completed."""
+    """The text, and whether a stop string was completed."""
     answer = Answer(BYTES, SamplingParams(max_tokens=100, **params), ())
     for token_id in text.encode():
-        delta = answer.feed(token_ids([token_id]))
-        if delta.stopped:
+        if answer.feed(token_ids([token_id])):
             return answer.text, True
-    rest = answer.finish(token_ids(), ended_by_token=False)
-    return answer.text, rest.stopped
+    stopped = answer.finish(token_ids(), ended_by_token=False)
+    return answer.text, stopped
 
 
 def test_a_stop_string_may_begin_before_min_tokens_and_end_after():

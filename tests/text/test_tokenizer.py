@@ -184,7 +184,7 @@ def test_a_tokenizer_json_that_is_none():
 
 
 def test_unknown_ids_are_no_text():
-    assert BYTES.token_bytes(10_000) == b""
+    assert BYTES.bytes_of([10_000]) == b""
     assert BYTES.max_token_bytes >= len("<|endoftext|>")
 
 

@@ -11,7 +11,7 @@ from trioengine.actors.request_times import RequestTimes
 from trioengine.core.completion import Chunk as Chunk
 from trioengine.core.completion import Completion as Completion
 from trioengine.core.ledger import Stand
-from trioengine.core.messages import FinishReason, Logprobs, TokensRow, Usage, token_ids
+from trioengine.core.messages import FinishReason, Logprobs, TokensRow, Usage
 from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.text.answer import Answer
@@ -44,9 +44,9 @@ class Generation(Readable["Session"]):
 
     __slots__ = (
         "_logprobs",
-        "_num_read",
+        "_num_texts_read",
+        "_num_tokens_read",
         "_offer",
-        "_unread_text",
         "abort_cause",
         "answer",
         "losses",
@@ -82,8 +82,8 @@ class Generation(Readable["Session"]):
         self.losses = Losses()
         self.times = RequestTimes(session.observers)
         self._logprobs: list[Logprobs] = []  # one a token, if asked for
-        self._num_read = 0  # of the answer's tokens
-        self._unread_text: list[str] = []
+        self._num_tokens_read = 0  # of the answer
+        self._num_texts_read = 0
         self._offer: Callable[[], bool] = _decline
 
     def __repr__(self) -> str:
@@ -110,14 +110,24 @@ class Generation(Readable["Session"]):
 
     @property
     def _has_unread(self) -> bool:
-        return self._num_read < self.num_tokens or bool(self._unread_text)
+        answer = self.answer
+        return answer is not None and (
+            self._num_tokens_read < len(answer.token_ids) or self._num_texts_read < len(answer.texts)
+        )
 
     def take(self) -> Chunk:
-        ids = self.answer.token_ids if self.answer is not None else token_ids()
-        first, self._num_read = self._num_read, len(ids)
-        text, self._unread_text = "".join(self._unread_text), []
-        logprobs = tuple(self._logprobs[first:]) if self.params.logprobs is not None else None
-        return Chunk(text, tuple(ids[first:]), logprobs)
+        first, text = self._num_tokens_read, self.take_text()
+        ids = tuple(self.answer.token_ids[first:]) if self.answer is not None else ()
+        return Chunk(text, ids, tuple(self._logprobs[first:]) if self.params.logprobs is not None else None)
+
+    def take_text(self) -> str:
+        """What is unread, as its text alone."""
+        answer = self.answer
+        if answer is None:
+            return ""
+        texts = answer.texts[self._num_texts_read :]
+        self._num_tokens_read, self._num_texts_read = len(answer.token_ids), len(answer.texts)
+        return "".join(texts)
 
     def offer_to(self, take: Callable[[], bool]) -> None:
         """Until there is an outcome, call this in the step in which something came to be read: nobody need be woken.
@@ -137,13 +147,12 @@ class Generation(Readable["Session"]):
         if row.finish_reason is not FinishReason.ABORT:
             self.times.on_tokens(now, row.usage, are_first=not answer.token_ids)
         if row.finish_reason is None:
-            delta = answer.feed(row.token_ids)
+            stopped = answer.feed(row.token_ids)
         else:
-            delta = answer.finish(row.token_ids, ended_by_token=row.finish_reason is FinishReason.STOP)
-        self._add_text(delta.text)
+            stopped = answer.finish(row.token_ids, ended_by_token=row.finish_reason is FinishReason.STOP)
         if row.logprobs is not None:
-            self._logprobs.extend(row.logprobs[: delta.num_tokens])
-        if delta.stopped:
+            self._logprobs.extend(row.logprobs[: len(answer.token_ids) - len(self._logprobs)])
+        if stopped:
             return Outcome(FinishReason.STOP)
         if row.finish_reason is FinishReason.ABORT:
             return Outcome(FinishReason.ABORT, self.abort_cause)
@@ -172,11 +181,7 @@ class Generation(Readable["Session"]):
     def flush(self) -> None:
         """No more rows will come: what a stop string or a character held back belongs to the tokens that came."""
         if self.answer is not None:
-            self._add_text(self.answer.flush())
-
-    def _add_text(self, text: str) -> None:
-        if text:
-            self._unread_text.append(text)
+            self.answer.flush()
 
     def tell_times(self) -> None:
         """It ran to its end: the observers hear how long it took."""

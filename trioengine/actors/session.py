@@ -71,7 +71,7 @@ class Session(SessionState):
         self._entered = False
         self._waiting: set[Generation] = set()  # those on their way in
         self._released = trio.Event()
-        self._wake = trio.Event()  # for the task: a deadline was set, or the end has come
+        self._wake = trio.Event()  # for the task: a request has a deadline, or the end has come
 
     def __repr__(self) -> str:
         label = f" {self.label!r}" if self.label is not None else ""
@@ -190,7 +190,8 @@ class Session(SessionState):
         generation.request_id = self._gate.admit_request()
         self.generation = generation
         self._apply(Event.RESERVE)
-        self._wake.set()
+        if generation.deadline < math.inf:
+            self._wake.set()
 
     def commit(self, generation: Generation, posting: Posting) -> None:
         """Hand the prepared request to the worker."""

@@ -190,7 +190,7 @@ class SessionState(abc.ABC):
         self._cut_short(generation, generation.abort_cause)
         outcome = generation.outcome
         assert outcome is not None, "just decided"
-        if outcome.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+        if outcome.is_complete:
             generation.tell_times()
             self._engine.request_finished()
         self.generation = None

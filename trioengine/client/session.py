@@ -318,7 +318,7 @@ class Session:
         if generation.outcome is not None:
             return
         is_partial = outcome.finish_reason is FinishReason.ABORT and generation.keep_partial and generation.text != ""
-        generation.is_kept = is_partial or outcome.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        generation.is_kept = is_partial or outcome.is_complete
         if generation.is_kept and generation.answer_id is not None:
             messages = [*generation.messages, {"role": "assistant", "content": generation.text}]
             self._conversation.commit(messages, [*generation.item_ids, generation.answer_id])

@@ -29,3 +29,8 @@ class Outcome:
     finish_reason: FinishReason
     cause: Cause | None = None
     error: EngineError | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer came to its own end."""
+        return self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)

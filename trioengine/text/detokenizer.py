@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from trioengine.text.tokenizer import Tokenizer
 
@@ -14,12 +14,12 @@ class Detokenizer:
     """The texts given add up to what the tokenizer decodes from all the ids at once."""
 
     __slots__ = (
+        "_bytes_of",
         "_context",
         "_is_byte_level",
         "_pending",
         "_rest",
         "_skip_special_tokens",
-        "_token_bytes",
         "_tokenizer",
     )
 
@@ -27,7 +27,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._is_byte_level = tokenizer.is_byte_level
-        self._token_bytes = tokenizer.ordinary_bytes if skip_special_tokens else tokenizer.token_bytes
+        self._bytes_of = tokenizer.ordinary_bytes_of if skip_special_tokens else tokenizer.bytes_of
         self._rest = b""  # of a byte-level tokenizer: the beginning of a character
         self._context: list[int] = []  # of any other: ids whose text was given, kept for what follows them
         self._pending: list[int] = []  # and ids whose text was not
@@ -37,10 +37,10 @@ class Detokenizer:
         """Whether ids were fed whose text is not given yet."""
         return bool(self._rest or self._pending)
 
-    def feed(self, ids: Iterable[int]) -> str:
+    def feed(self, ids: Sequence[int]) -> str:
         """The text that these ids complete."""
         if self._is_byte_level:
-            data = self._rest + b"".join(map(self._token_bytes, ids))
+            data = self._rest + self._bytes_of(ids)
             text, num_decoded = codecs.utf_8_decode(data, "replace")
             self._rest = data[num_decoded:]
             return text

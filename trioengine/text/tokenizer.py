@@ -8,7 +8,7 @@ them here.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -44,10 +44,7 @@ class Tokenizer:
         self.vocab_size = min(max(vocabulary.values(), default=-1) + 1, vocab_size)
         # of the text that a token stands for
         self.max_token_bytes = max((len(token.encode()) for token in vocabulary), default=1)
-        # what one token stands for, b"" for an unknown id; only for a byte-level tokenizer
-        self.token_bytes: Callable[[int], bytes] = _Table(self._bytes_of).__getitem__
-        # the same, but b"" for a special one
-        self.ordinary_bytes: Callable[[int], bytes] = _Table(self._ordinary_bytes_of).__getitem__
+        self._token_bytes, self._ordinary_bytes = self._tables(vocabulary)
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
 
@@ -138,24 +135,29 @@ class Tokenizer:
         """Whether a token is a string of bytes, whatever stands beside it."""
         return isinstance(self._tokenizer.decoder, decoders.ByteLevel)
 
-    def _bytes_of(self, token_id: int) -> bytes:
-        token = self._tokenizer.id_to_token(token_id)
-        return b"" if token is None else _to_bytes(token)
+    def bytes_of(self, ids: Sequence[int]) -> bytes:
+        """What these tokens stand for, nothing for an unknown id; only for a byte-level tokenizer."""
+        return _joined(self._token_bytes, ids)
 
-    def _ordinary_bytes_of(self, token_id: int) -> bytes:
-        return b"" if token_id in self.special_ids else self.token_bytes(token_id)
+    def ordinary_bytes_of(self, ids: Sequence[int]) -> bytes:
+        """As `bytes_of`, without the special tokens."""
+        return _joined(self._ordinary_bytes, ids)
+
+    def _tables(self, vocabulary: Mapping[str, int]) -> tuple[list[bytes], list[bytes]]:
+        """By id, so that a streamed token costs one look: what each token stands for, and without the special ones."""
+        if not self.is_byte_level:
+            return [], []
+        table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+        for token, token_id in vocabulary.items():
+            table[token_id] = _to_bytes(token)
+        return table, [b"" if id in self.special_ids else data for id, data in enumerate(table)]
 
 
-class _Table(dict[int, bytes]):
-    """The bytes of each token that was asked for: a look at them is one of a dict."""
-
-    def __init__(self, find: Callable[[int], bytes]) -> None:
-        super().__init__()
-        self._find = find
-
-    def __missing__(self, token_id: int) -> bytes:
-        found = self[token_id] = self._find(token_id)
-        return found
+def _joined(table: Sequence[bytes], ids: Sequence[int]) -> bytes:
+    try:
+        return b"".join(map(table.__getitem__, ids))
+    except IndexError:  # a model may know ids that its tokenizer does not
+        return b"".join([table[id] for id in ids if id < len(table)])
 
 
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
@@ -220,6 +222,6 @@ _BYTE_OF = _byte_alphabet()
 
 def _to_bytes(token: str) -> bytes:
     try:
-        return bytes([_BYTE_OF[character] for character in token])
+        return bytes(map(_BYTE_OF.__getitem__, token))
     except KeyError:  # an added token is plain text
         return token.encode()

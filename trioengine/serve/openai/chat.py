@@ -77,13 +77,17 @@ class _Answer:
     async def _send_all(self, generation: Generation, body: Body) -> None:
         frames = ChatFrames(self._shape, include_usage=self._include_usage)
         reader = _Reader(generation, frames, body)
-        opening = frames.opening
+        unsent = frames.opening
         async for chunk in generation:
-            if delta := frames.delta(chunk):
-                await body.send(opening + delta)
-                opening = b""
+            delta = frames.delta(chunk)
+            if generation.outcome is not None and generation.outcome.is_complete:
+                unsent += delta
+                break
+            if delta:
+                await body.send(unsent + delta)
+                unsent = b""
                 generation.offer_to(reader.take_and_send)
-        await body.send(opening + frames.end(_finished(generation)))
+        await body.send(unsent + frames.end(_finished(generation)))
 
     @asynccontextmanager
     async def _generation(self, body: Body) -> AsyncIterator[Generation]:
@@ -110,17 +114,20 @@ class _Answer:
 class _Reader:
     """Sends what is offered of a generation."""
 
-    __slots__ = ("_body", "_frames", "_generation")
+    __slots__ = ("_body", "_frames", "_generation", "_has_logprobs")
 
     def __init__(self, generation: Generation, frames: ChatFrames, body: Body) -> None:
         self._generation = generation
+        self._has_logprobs = generation.params.logprobs is not None
         self._frames = frames
         self._body = body
 
     def take_and_send(self) -> bool:
         if not self._body.can_send_now:
             return False
-        if delta := self._frames.delta(self._generation.take()):
+        frames, generation = self._frames, self._generation
+        delta = frames.delta(generation.take()) if self._has_logprobs else frames.text(generation.take_text())
+        if delta:
             self._body.send_now(delta)
         return True
 

@@ -18,6 +18,7 @@ from trioengine.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+_UNFINISHED = b', "logprobs": null, "finish_reason": null}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +73,28 @@ class ChatFrames:
         self._usage_before = f'data: {head}, "choices": [], "usage": '.encode()
         self._after = b'], "usage": null}\n\n' if include_usage else b"]}\n\n"
         self._text_before = self._before + b'{"content": '
-        self._text_after = b'}, "logprobs": null, "finish_reason": null}' + self._after
-        self.opening = self._frame({"role": "assistant", "content": ""})
+        self._text_after = b"}" + _UNFINISHED + self._after
+        self.opening = self._before + b'{"role": "assistant", "content": ""}' + _UNFINISHED + self._after
 
     def delta(self, chunk: Chunk) -> bytes:
         """What a chunk adds; b"" where there is nothing to tell yet."""
-        if chunk.logprobs:
-            return self._frame({"content": chunk.text}, self._shape.logprobs(chunk.logprobs))
-        if not chunk.text:
-            return b""
-        return self._text_before + encode_basestring_ascii(chunk.text).encode() + self._text_after
+        if not chunk.logprobs:
+            return self.text(chunk.text)
+        logprobs = json.dumps(self._shape.logprobs(chunk.logprobs))
+        rest = f'{encode_basestring_ascii(chunk.text)}}}, "logprobs": {logprobs}, "finish_reason": null}}'
+        return self._text_before + rest.encode() + self._after
+
+    def text(self, text: str) -> bytes:
+        """As `delta`, of a text without log-probabilities."""
+        return self._text_before + encode_basestring_ascii(text).encode() + self._text_after if text else b""
 
     def end(self, completion: Completion) -> bytes:
         """The finish reason, the usage where it is asked for, and the end."""
         usage = b""
         if self._include_usage:
             usage = self._usage_before + json.dumps(usage_json(completion.usage)).encode() + b"}\n\n"
-        return self._frame({}, finish_reason=completion.finish_reason.value) + usage + DONE
-
-    def _frame(self, delta: dict[str, str], logprobs: Any = None, finish_reason: str | None = None) -> bytes:
-        rest = f', "logprobs": {json.dumps(logprobs)}, "finish_reason": {json.dumps(finish_reason)}}}'
-        return self._before + (json.dumps(delta) + rest).encode() + self._after
+        finish = f'{{}}, "logprobs": null, "finish_reason": "{completion.finish_reason.value}"}}'
+        return self._before + finish.encode() + self._after + usage + DONE
 
 
 def error_frames(problem: Problem) -> bytes:

@@ -25,7 +25,7 @@ def _position(position: Logprobs, top: int, tokenizer: Tokenizer) -> dict[str, A
 
 def _token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
     if tokenizer.is_byte_level:
-        data = tokenizer.token_bytes(token_id)
+        data = tokenizer.bytes_of((token_id,))
         text = data.decode(errors="replace")
     else:
         text = tokenizer.decode([token_id], skip_special_tokens=False)
