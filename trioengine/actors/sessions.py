@@ -113,10 +113,17 @@ class Sessions:
 
     def on_tokens(self, message: Tokens) -> None:
         now = trio.current_time()
-        for row in message.rows:
-            self._tell(row.session, Session.on_row, row, now)
-        for row in message.rows:
-            self._tell(row.session, Session.tell_reader)
+        sessions = [self._by_id[row.session] for row in message.rows]
+        for session, row in zip(sessions, message.rows, strict=True):
+            try:
+                session.on_row(row, now)
+            except Exception as exc:
+                session.crash(exc)
+        for session in sessions:
+            try:
+                session.tell_reader()
+            except Exception as exc:
+                session.crash(exc)
 
     def on_failed(self, message: RequestFailed) -> None:
         self._tell(message.session, Session.on_failed, message)

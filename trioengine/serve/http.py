@@ -240,7 +240,7 @@ class HttpConnection:
     def _first_frame(self, response: StreamingResponse, piece: bytes) -> bytes:
         """The first piece of its body as bytes, after the head."""
         headers = [(b"content-type", response.content_type), *response.headers]
-        return self._head(response.status, headers) + (self._h11.send(h11.Data(data=piece)) or b"")
+        return self._head(response.status, headers) + self._frame(piece)
 
     @property
     def _frame(self) -> Frame:

@@ -17,6 +17,7 @@ from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
 
 _FIRST, _ESCAPE = 0x100000, "\U0010fffd"  # plane 16, private use; what a content has of it is escaped
+_PRIVATE = re.compile("[\U00100000-\U0010fffd]")
 _PROTECTED = re.compile(f"{_ESCAPE}(.)|[\U00100000-\U0010fffc]", re.DOTALL)
 
 
@@ -28,7 +29,7 @@ class ChatTokenizer:
         self._template = template
         self._specials = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self._placeholders = {text: chr(_FIRST + index) for index, text in enumerate(self._specials)}
-        self._unsafe = re.compile("|".join([*map(re.escape, self._specials), "[\U00100000-\U0010fffd]"]))
+        self._special = re.compile("|".join(map(re.escape, self._specials)) or "(?!)")
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; special tokens in it are parsed, none is added."""
@@ -65,7 +66,8 @@ class ChatTokenizer:
 
     def protect(self, content: str) -> str:
         """The content with nothing special in it."""
-        return self._unsafe.sub(self._hide, content)
+        escaped = _PRIVATE.sub(lambda match: _ESCAPE + match.group(), content)
+        return self._special.sub(lambda match: self._placeholders[match.group()], escaped)
 
     def _protect_all(self, value: Any) -> Any:
         """Every string in it, however deep, keys too: a template may print names or arguments as well as contents."""
@@ -76,10 +78,6 @@ class ChatTokenizer:
         if isinstance(value, Sequence):
             return [self._protect_all(entry) for entry in value]
         return value
-
-    def _hide(self, match: re.Match[str]) -> str:
-        text = match.group()
-        return self._placeholders.get(text) or _ESCAPE + text
 
     def _restore(self, text: str) -> str:
         return _PROTECTED.sub(lambda match: match.group(1) or self._shown(match.group()), text)
