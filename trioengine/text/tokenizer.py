@@ -20,8 +20,8 @@ from trioengine.core.errors import ModelError
 from trioengine.core.messages import TokenIds, token_ids
 
 CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
-# characters, or token ids. What is longer goes through the calls for batches, which let other threads run meanwhile;
-# the others keep the GIL, and are cheaper by some microseconds
+# token ids. More are decoded by the call for batches, which lets other threads run meanwhile; the other one keeps the
+# GIL, and is cheaper by some microseconds
 _LONG = 1 << 12
 
 
@@ -94,9 +94,10 @@ class Tokenizer:
 
     def encode_ordinary(self, text: str) -> list[int]:
         """Token ids of a text in which nothing is special."""
-        if len(text) > _LONG:
-            return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids) if text else []
+        if not text:
+            return []
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)  # alone knows no offsets
+        return list(encoding.ids)
 
     def encode_pieces(self, text: str, restore: Callable[[str], str]) -> TokenIds:
         """As `encode`, but each piece between special tokens goes through `restore` first."""
