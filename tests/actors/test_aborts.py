@@ -124,6 +124,25 @@ async def test_a_timeout_is_an_abort(autojump_clock, simulated):
             session.generate("one", timeout=-1)
 
 
+async def test_each_request_of_a_session_has_its_own_deadline(autojump_clock, simulated):
+    """Whatever the one before it had: none, a later one, an earlier one, or one that passes while this one runs."""
+    engine, _ = simulated
+    async with engine.open_session() as session:
+        for before in (None, 100, 0.5):
+            for timeout in (None, 100, 0.1):
+                session.replace_history([])
+                async with session.generate([1, 2, 3], GREEDY, timeout=before) as generation:
+                    assert (await generation.result()).cause is None
+                began = trio.current_time()
+                async with session.generate([1, 2, 3], LONG, timeout=timeout) as generation:
+                    completion = await generation.result()
+                took = trio.current_time() - began
+                if timeout == 0.1:
+                    assert (completion.cause, took) == (Cause.TIMEOUT, pytest.approx(0.1, abs=0.03))
+                else:
+                    assert (completion.cause, took > 1) == (None, True)
+
+
 async def test_abort_all_and_by_id(autojump_clock, simulated):
     engine, _ = simulated
     async with engine.open_session() as first, engine.open_session() as second:

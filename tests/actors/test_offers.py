@@ -3,6 +3,8 @@
 import pytest
 from expectations import LONG, everything_is_given_back, reference
 
+from trioengine import SamplingParams
+
 
 async def test_what_is_taken_wakes_nobody(autojump_clock, simulated):
     """The reader gets what was declined, and the end; nothing is lost, or comes twice."""
@@ -24,6 +26,23 @@ async def test_what_is_taken_wakes_nobody(autojump_clock, simulated):
     assert "".join(piece.text for piece in pieces) == generation.completion.text
     assert 1 <= len(read) <= 2  # what was declined, and perhaps what came with the end
     await everything_is_given_back(engine, simulation)
+
+
+async def test_a_text_that_is_taken_alone_is_read(autojump_clock, simulated):
+    """Its tokens and log-probabilities come with no chunk any more."""
+    engine, _ = simulated
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)
+    async with engine.open_session() as session, session.generate([1, 2, 3], params) as generation:
+        first = await anext(generation)
+        taken = []
+        generation.offer_to(lambda: taken.append(generation.take_text()) or len(taken) < 10)
+        rest = [chunk async for chunk in generation]
+    completion = generation.completion
+    assert "".join([first.text, *taken, *(chunk.text for chunk in rest)]) == completion.text
+    num_read = sum(len(chunk.token_ids) for chunk in rest)
+    assert 0 < num_read < 19
+    assert completion.token_ids[-num_read:] == tuple(id for chunk in rest for id in chunk.token_ids)
+    assert completion.logprobs[-num_read:] == tuple(entry for chunk in rest for entry in chunk.logprobs)
 
 
 async def test_an_offer_comes_when_the_whole_step_is_routed(autojump_clock, simulated):

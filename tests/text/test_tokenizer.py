@@ -184,8 +184,17 @@ def test_a_tokenizer_json_that_is_none():
 
 
 def test_unknown_ids_are_no_text():
-    assert BYTES.bytes_of([10_000]) == b""
+    assert BYTES.bytes_of([10_000]) == BYTES.ordinary_bytes_of([10_000]) == b""
+    assert BYTES.bytes_of([97, 10_000, 98]) == b"ab"
     assert BYTES.max_token_bytes >= len("<|endoftext|>")
+
+
+def test_a_vocabulary_with_holes_and_with_more_than_the_model_knows():
+    raw = RawTokenizer(models.BPE(vocab={"a": 0, "b": 1, "d": 3, "far": 200_000_000}, merges=[]))
+    raw.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer.from_json(raw.to_str(), vocab_size=4)
+    assert tokenizer.bytes_of([0, 2, 3, 200_000_000, 5, 1]) == b"adb"
+    assert tokenizer.vocab_size == 4
 
 
 LONG_IDS = [*b"hello world "] * 50_000

@@ -116,12 +116,13 @@ class Generation(Readable["Session"]):
         )
 
     def take(self) -> Chunk:
-        first, text = self._num_tokens_read, self.take_text()
+        first = self._num_tokens_read
+        text = self.take_text()
         ids = tuple(self.answer.token_ids[first:]) if self.answer is not None else ()
         return Chunk(text, ids, tuple(self._logprobs[first:]) if self.params.logprobs is not None else None)
 
     def take_text(self) -> str:
-        """What is unread, as its text alone."""
+        """What is unread, as its text alone: its tokens are read with it."""
         answer = self.answer
         if answer is None:
             return ""
@@ -150,7 +151,7 @@ class Generation(Readable["Session"]):
             stopped = answer.feed(row.token_ids)
         else:
             stopped = answer.finish(row.token_ids, ended_by_token=row.finish_reason is FinishReason.STOP)
-        if row.logprobs is not None:
+        if row.logprobs is not None:  # those of the tokens that were taken
             self._logprobs.extend(row.logprobs[: len(answer.token_ids) - len(self._logprobs)])
         if stopped:
             return Outcome(FinishReason.STOP)

@@ -112,6 +112,7 @@ class Sessions:
     # ---- what the worker says -------------------------------------------------------------------------------------
 
     def on_tokens(self, message: Tokens) -> None:
+        """The rows of a step. Not by `_tell`: every token comes through here."""
         now = trio.current_time()
         sessions = [self._by_id[row.session] for row in message.rows]
         for session, row in zip(sessions, message.rows, strict=True):

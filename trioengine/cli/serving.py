@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 from collections.abc import Coroutine
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -37,7 +36,6 @@ def serve_until_told(
     """Serve until SIGINT or SIGTERM. Raises EngineError when it cannot."""
     configure_logs(log_level, as_json=log_json)
     raise_limit()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads share batches, and prompts come alone
     located(config.model)  # what can be no model is refused before anything listens
     run = partial(serve, config, serve_config)
     trio.run(_serve, run, serve_config.shutdown_timeout, nullcontext() if log_json else _bars())

@@ -26,6 +26,7 @@ def integer(value: Any, low: int, high: int) -> int:
 def number(value: Any, low: float, high: float, *, above: bool = False) -> float:
     """The bounds are allowed, or only the upper one where it must be `above`; nan, infinity and bools are out."""
     try:
+        # float first: an abstract class takes its time
         is_number = isinstance(value, (float, numbers.Real)) and not isinstance(value, bool)
         converted = float(value) if is_number else math.nan
     except OverflowError:  # an integer that no float holds

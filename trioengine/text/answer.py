@@ -12,7 +12,7 @@ from trioengine.text.tokenizer import Tokenizer
 
 
 class Answer:
-    """Takes tokens and gives text: `token_ids` are those taken, `texts` what they added one after another."""
+    """Makes text of tokens: `token_ids` are those taken, `texts` what they added one after another."""
 
     __slots__ = ("_detokenizer", "_end_token_ids", "_matcher", "_min_tokens", "texts", "token_ids")
 
@@ -29,18 +29,24 @@ class Answer:
         return "".join(self.texts)
 
     def feed(self, ids: TokenIds) -> bool:
-        """Take tokens, up to the one that completes a stop string: whether one does."""
+        """Take tokens, up to the one that completes a stop string. Returns whether one did."""
         if self._matcher is None:
             self.token_ids.extend(ids)
-            return self._add(self._detokenizer.feed(ids))
+            self._add(self._detokenizer.feed(ids))
+            return False
         for token_id in ids:
             self.token_ids.append(token_id)
-            if self._add(*self._match(self._matcher, self._detokenizer.feed((token_id,)))):
+            text, stopped = self._match(self._matcher, self._detokenizer.feed((token_id,)))
+            self._add(text)
+            if stopped:
                 return True
         return False
 
     def finish(self, ids: TokenIds, *, ended_by_token: bool) -> bool:
-        """Take the last tokens, and give what was held back; an end token is kept out of the text."""
+        """Take the last tokens, and give what was held back; an end token is kept out of the text.
+
+        Returns whether a stop string was completed.
+        """
         ended = ended_by_token and len(ids) > 0 and ids[-1] in self._end_token_ids
         if self.feed(ids[:-1] if ended else ids) or self.flush():
             return True
@@ -49,19 +55,19 @@ class Answer:
         return False
 
     def flush(self) -> bool:
-        """Give what is held back when no more tokens come: whether it completes a stop string."""
-        text = self._detokenizer.flush()
-        if self._matcher is None:
-            return self._add(text)
-        text, stopped = self._match(self._matcher, text)
-        return self._add(text if stopped else text + self._matcher.flush(), stopped)
+        """Give what is held back, when no more tokens come. Returns whether that completed a stop string."""
+        text, stopped = self._detokenizer.flush(), False
+        if self._matcher is not None:
+            text, stopped = self._match(self._matcher, text)
+            text += "" if stopped else self._matcher.flush()
+        self._add(text)
+        return stopped
 
     def _match(self, matcher: StopMatcher, piece: str) -> tuple[str, bool]:
         if len(self.token_ids) < self._min_tokens:
             return matcher.pass_over(piece), False
         return matcher.feed(piece)
 
-    def _add(self, text: str, stopped: bool = False) -> bool:
+    def _add(self, text: str) -> None:
         if text:
             self.texts.append(text)
-        return stopped

@@ -20,8 +20,8 @@ from trioengine.core.errors import ModelError
 from trioengine.core.messages import TokenIds, token_ids
 
 CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
-# token ids. More are decoded by the call for batches, which lets other threads run meanwhile; the other one keeps the
-# GIL, and is cheaper by some microseconds
+# characters, or token ids. What is longer goes through the calls for batches, which let other threads run meanwhile;
+# the others keep the GIL, which a busy thread would give back after milliseconds only
 _LONG = 1 << 12
 
 
@@ -94,10 +94,9 @@ class Tokenizer:
 
     def encode_ordinary(self, text: str) -> list[int]:
         """Token ids of a text in which nothing is special."""
-        if not text:
-            return []
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)  # alone knows no offsets
-        return list(encoding.ids)
+        if len(text) > _LONG:
+            return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids) if text else []
 
     def encode_pieces(self, text: str, restore: Callable[[str], str]) -> TokenIds:
         """As `encode`, but each piece between special tokens goes through `restore` first."""
@@ -148,9 +147,10 @@ class Tokenizer:
         """By id, so that a streamed token costs one look: what each token stands for, and without the special ones."""
         if not self.is_byte_level:
             return [], []
-        table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+        table = [b""] * self.vocab_size
         for token, token_id in vocabulary.items():
-            table[token_id] = _to_bytes(token)
+            if token_id < self.vocab_size:
+                table[token_id] = _to_bytes(token)
         return table, [b"" if id in self.special_ids else data for id, data in enumerate(table)]
 
 

@@ -81,7 +81,7 @@ class _Answer:
         async for chunk in generation:
             delta = frames.delta(chunk)
             if generation.outcome is not None and generation.outcome.is_complete:
-                unsent += delta
+                unsent += delta  # the end goes along
                 break
             if delta:
                 await body.send(unsent + delta)

@@ -18,7 +18,6 @@ from trioengine.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-_UNFINISHED = b', "logprobs": null, "finish_reason": null}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +72,15 @@ class ChatFrames:
         self._usage_before = f'data: {head}, "choices": [], "usage": '.encode()
         self._after = b'], "usage": null}\n\n' if include_usage else b"]}\n\n"
         self._text_before = self._before + b'{"content": '
-        self._text_after = b"}" + _UNFINISHED + self._after
-        self.opening = self._before + b'{"role": "assistant", "content": ""}' + _UNFINISHED + self._after
+        self._text_after = b'}, "logprobs": null, "finish_reason": null}' + self._after
+        self.opening = self._frame('{"role": "assistant", "content": ""}')
 
     def delta(self, chunk: Chunk) -> bytes:
         """What a chunk adds; b"" where there is nothing to tell yet."""
         if not chunk.logprobs:
             return self.text(chunk.text)
-        logprobs = json.dumps(self._shape.logprobs(chunk.logprobs))
-        rest = f'{encode_basestring_ascii(chunk.text)}}}, "logprobs": {logprobs}, "finish_reason": null}}'
-        return self._text_before + rest.encode() + self._after
+        delta = json.dumps({"content": chunk.text})
+        return self._frame(delta, logprobs=json.dumps(self._shape.logprobs(chunk.logprobs)))
 
     def text(self, text: str) -> bytes:
         """As `delta`, of a text without log-probabilities."""
@@ -93,8 +91,12 @@ class ChatFrames:
         usage = b""
         if self._include_usage:
             usage = self._usage_before + json.dumps(usage_json(completion.usage)).encode() + b"}\n\n"
-        finish = f'{{}}, "logprobs": null, "finish_reason": "{completion.finish_reason.value}"}}'
-        return self._before + finish.encode() + self._after + usage + DONE
+        return self._frame("{}", finish_reason=f'"{completion.finish_reason.value}"') + usage + DONE
+
+    def _frame(self, delta: str, *, logprobs: str = "null", finish_reason: str = "null") -> bytes:
+        """Of JSON."""
+        shown = f'{delta}, "logprobs": {logprobs}, "finish_reason": {finish_reason}}}'
+        return self._before + shown.encode() + self._after
 
 
 def error_frames(problem: Problem) -> bytes:
