@@ -169,7 +169,7 @@ def chat(
     """Talk to a model.
 
     On a terminal Ctrl+C stops an answer, and what came of it stays in the conversation. An empty line, Ctrl+D, or
-    Ctrl+C where a line is awaited, ends the chat.
+    Ctrl+C where a line is awaited, ends the chat. Of a pipe each line that is not empty is a message.
     """
     from trioengine.cli.chatting import hold_chat
     from trioengine.cli.sessions import local_session, remote_session

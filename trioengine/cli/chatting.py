@@ -39,8 +39,10 @@ async def _hold_chat(open_session: OpenSession, params: SamplingParams) -> None:
 
 
 async def converse(session: AnySession, lines: Lines, params: SamplingParams) -> None:
-    """Answer each line until an empty one; of a line that cannot be answered stderr says why."""
-    while question := await _ask(lines):
+    """Answer each line that is not empty; of one that cannot be answered stderr says why."""
+    while (question := await _ask(lines)) is not None:
+        if not question:
+            continue
         try:
             check_prompt(question)
             await answer(session, question, params)
@@ -48,8 +50,10 @@ async def converse(session: AnySession, lines: Lines, params: SamplingParams) ->
             complain(f"error: {exc}")
 
 
-async def _ask(lines: Lines) -> str:
-    """A line; "" at the end of the input."""
-    if os.isatty(STDIN):
+async def _ask(lines: Lines) -> str | None:
+    """A line; None at the end: that of the input, or an empty line of one who types."""
+    is_typed = os.isatty(STDIN)
+    if is_typed:
         await write("> ")
-    return (await lines.next()).strip()
+    line = await lines.next()
+    return None if line is None or (is_typed and not line.strip()) else line.strip()

@@ -30,8 +30,8 @@ class Lines:
         self._fd = fd
         self._rest = bytearray()
 
-    async def next(self) -> str:
-        """A line without its end; "" for an empty one, and at the end of the input.
+    async def next(self) -> str | None:
+        """A line without its end; None at the end of the input.
 
         Raises RequestRejected for a line that is too long; there is no next one then.
         """
@@ -40,6 +40,8 @@ class Lines:
             searched = len(self._rest)
             data = await trio.to_thread.run_sync(os.read, self._fd, _CHUNK, abandon_on_cancel=True)
             if not data:
+                if not self._rest:
+                    return None
                 end = searched
                 break
             self._rest += data
