@@ -31,9 +31,8 @@ class ChatTokenizer:
         self._placeholders = {text: chr(_FIRST + index) for index, text in enumerate(self._specials)}
         special = list(map(re.escape, self._specials))
         self._special = re.compile("|".join(special) or "(?!)")
-        self._unsafe = re.compile(
-            "|".join([*special, _PRIVATE.pattern])
-        )  # thirty times as slow as the special ones alone
+        # thirty times as slow: `re` has no first characters to look for
+        self._unsafe = re.compile("|".join([*special, _PRIVATE.pattern]))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; special tokens in it are parsed, none is added."""
