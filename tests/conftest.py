@@ -16,6 +16,16 @@ settings.load_profile("deterministic")
 
 def pytest_addoption(parser):
     parser.addoption("--sessions", type=int, default=100, help="how many sessions the soak has")
+    parser.addoption("--slow", action="store_true", help="run the tests that take minutes, too")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave the tests marked `slow` out, unless --slow asks for them."""
+    if config.getoption("--slow"):
+        return
+    slow = [item for item in items if "slow" in item.keywords]
+    items[:] = [item for item in items if "slow" not in item.keywords]
+    config.hook.pytest_deselected(items=slow)
 
 
 @pytest.fixture(scope="session")
