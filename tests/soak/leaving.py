@@ -7,16 +7,29 @@ import random
 import socket
 import struct
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import trio
-from trio_websocket import WebSocketConnection, wrap_client_stream
+from trio_websocket import ConnectionClosed, HandshakeError, WebSocketConnection, wrap_client_stream
+
+from trioengine.actors.nursery import open_unwrapped_nursery
 
 PROMPTS = ("Hi", "Name a colour.", "Count to ten.", "Tell me a story about a small red boat on a lake.")
 MAX_TOKENS = (1, 2, 8, 32)
+HTTP_WAYS = ("stays", "closes", "resets", "is silent", "closes at once", "half-closes")
+WEBSOCKET_WAYS = ("stays", "stays", "closes", "resets", "is silent", "closes at once", "cancels")
+ABORTING_HTTP_WAYS = ("closes", "resets", "closes at once", "half-closes")
+ABORTING_WEBSOCKET_WAYS = ("closes", "resets", "closes at once")
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST, and forgets what was not sent
+
+
+Client = Callable[[trio.SocketStream, random.Random], Awaitable[None]]
+
+
+class Refused(Exception):
+    """The server has no worker at the moment, or sleeps."""
 
 
 class Kept:
@@ -35,11 +48,17 @@ class Kept:
 
 @dataclass
 class Soak:
-    """What many clients do to one server. The same seed gives the same clients, if not the same moments."""
+    """Clients of one server. The same seed gives the same clients, though not the same moments.
+
+    With `aborting` every client leaves before its answer is complete, half of them over HTTP, and a server that refuses
+    or loses them is no failure: those are counted in `refused`, and others take their places.
+    """
 
     port: int
     model: str
     seed: int = 0
+    aborting: bool = False
+    refused: int = 0
     seen: Counter[str] = field(default_factory=Counter)  # how they left
     kept: Kept = field(default_factory=Kept)
 
@@ -53,7 +72,10 @@ class Soak:
             for number in numbers:
                 choose = random.Random(f"{self.seed}-{number}")
                 client = choose.choice((self._chat, self._chat, self._realtime, self._realtime))
-                await client(choose)
+                if self.aborting:
+                    await self._abort(self._chat if number % 2 else self._realtime, choose)
+                else:
+                    await self._connect(client, choose)
                 over += 1
                 after(over)
 
@@ -62,13 +84,33 @@ class Soak:
                 nursery.start_soon(clients)
         await self.kept.close()
 
+    async def _connect(self, client: Client, choose: random.Random) -> None:
+        stream = await trio.open_tcp_stream("127.0.0.1", self.port)
+        try:
+            await client(stream, choose)
+        except BaseException:
+            await trio.aclose_forcefully(stream)
+            raise
+
+    async def _abort(self, client: Client, choose: random.Random) -> None:
+        """One client that leaves a request behind; again while the server refuses it."""
+        while True:
+            try:
+                return await self._connect(client, choose)
+            except (Refused, ConnectionClosed, HandshakeError, trio.BrokenResourceError):
+                self.refused += 1
+                await trio.sleep(0.1)
+
+    def _max_tokens(self, choose: random.Random) -> int:
+        """So many that a client which aborts is gone before the last of them."""
+        return 300 if self.aborting else choose.choice(MAX_TOKENS)
+
     # ---- HTTP -----------------------------------------------------------------------------------------------------
 
-    async def _chat(self, choose: random.Random) -> None:
+    async def _chat(self, stream: trio.SocketStream, choose: random.Random) -> None:
         streaming = choose.random() < 0.6
-        way = choose.choice(("stays", "closes", "resets", "is silent", "closes at once", "half-closes"))
+        way = choose.choice(ABORTING_HTTP_WAYS if self.aborting else HTTP_WAYS)
         self.seen[f"HTTP {'stream' if streaming else 'whole'}: {way}"] += 1
-        stream = await trio.open_tcp_stream("127.0.0.1", self.port)
         await stream.send_all(self._request(choose, streaming))
         if way == "stays":
             answer = await self._read_all(stream)
@@ -84,7 +126,8 @@ class Soak:
             {
                 "model": self.model,
                 "messages": [{"role": "user", "content": choose.choice(PROMPTS)}],
-                "max_tokens": choose.choice(MAX_TOKENS),
+                "max_tokens": self._max_tokens(choose),
+                "ignore_eos": self.aborting,
                 "stream": streaming,
             }
         ).encode()
@@ -103,7 +146,10 @@ class Soak:
             await trio.sleep(choose.uniform(0.0, 0.3))
             return
         for _ in range(choose.randrange(4)):
-            if not await stream.receive_some(300):
+            piece = await stream.receive_some(300)
+            if self.aborting and piece.startswith((b"HTTP/1.1 503", b"HTTP/1.1 429")):
+                raise Refused
+            if not piece:
                 return
 
     async def _leave(self, stream: trio.SocketStream, way: str) -> None:
@@ -119,18 +165,19 @@ class Soak:
 
     # ---- WebSocket ------------------------------------------------------------------------------------------------
 
-    async def _realtime(self, choose: random.Random) -> None:
-        way = choose.choice(("stays", "stays", "closes", "resets", "is silent", "closes at once", "cancels"))
+    async def _realtime(self, stream: trio.SocketStream, choose: random.Random) -> None:
+        way = choose.choice(ABORTING_WEBSOCKET_WAYS if self.aborting else WEBSOCKET_WAYS)
         self.seen[f"WebSocket: {way}"] += 1
-        stream = await trio.open_tcp_stream("127.0.0.1", self.port)
         async with self._websocket(stream) as websocket:
-            for _ in range(choose.randrange(1, 3)):
+            for _ in range(1 if self.aborting else choose.randrange(1, 3)):
                 await self._ask(websocket, choose)
                 if way in ("stays", "cancels"):
                     await self._until_done(websocket, cancels=way == "cancels")
             if way not in ("stays", "cancels", "closes at once"):
                 for _ in range(choose.randrange(12)):
-                    await websocket.get_message()
+                    event = json.loads(await websocket.get_message())
+                    if self.aborting and event["type"] == "error":
+                        raise Refused
             if way in ("resets", "is silent"):
                 await self._leave(stream, way)
             else:
@@ -138,7 +185,7 @@ class Soak:
 
     @asynccontextmanager
     async def _websocket(self, stream: trio.SocketStream) -> AsyncIterator[WebSocketConnection]:
-        async with trio.open_nursery() as nursery:
+        async with open_unwrapped_nursery() as nursery:
             websocket = await wrap_client_stream(nursery, stream, "localhost", "/v1/realtime")
             yield websocket  # ConnectionClosed here is the server's fault
             nursery.cancel_scope.cancel()  # its reader: who is silent answers no ping
@@ -147,7 +194,7 @@ class Soak:
         content = [{"type": "input_text", "text": choose.choice(PROMPTS)}]
         item = {"type": "message", "role": "user", "content": content}
         await websocket.send_message(json.dumps({"type": "conversation.item.create", "item": item}))
-        response = {"max_output_tokens": choose.choice(MAX_TOKENS)}
+        response = {"max_output_tokens": self._max_tokens(choose), "ignore_eos": self.aborting}
         await websocket.send_message(json.dumps({"type": "response.create", "response": response}))
 
     async def _until_done(self, websocket: WebSocketConnection, *, cancels: bool) -> None:

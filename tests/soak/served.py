@@ -16,11 +16,11 @@ PATIENCE = 60  # seconds for what takes milliseconds
 class Served:
     """`trioengine serve` as a process, on a free port."""
 
-    def __init__(self, model: Path, log: Path) -> None:
+    def __init__(self, model: Path, log: Path, *more: str) -> None:
         self.log = log
         options = "--port 0 --max-model-len 512 --kv-cache-memory 33554432 --max-num-seqs 8 --served-model-name m"
         options += " --num-threads 1"  # two that wait for each other are many times slower on a busy machine
-        command = [sys.executable, "-m", "trioengine.cli", "serve", str(model), *options.split()]
+        command = [sys.executable, "-m", "trioengine.cli", "serve", str(model), *options.split(), *more]
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(command, stderr=stderr)
         self.port = int(self._wait_for(r"listening on http://127\.0\.0\.1:(\d+)"))
