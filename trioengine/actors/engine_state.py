@@ -105,9 +105,9 @@ class EngineState:
         self._sessions.remove(session)
         self.gate.free_session()
 
-    def request_finished(self) -> None:
-        """A request ran to its end."""
-        self._supervisor.request_finished()
+    def request_served(self) -> None:
+        """A request ended, and the worker that reported it had computed tokens for it."""
+        self._supervisor.request_served()
 
     # ---- workers --------------------------------------------------------------------------------------------------
 
