@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -93,6 +94,10 @@ class EngineState:
         return statistics_of(self.gate, self._supervisor, self._worker_counts, kv_blocks_total)
 
     # ---- sessions -------------------------------------------------------------------------------------------------
+
+    def opening(self, session: Session) -> AbstractContextManager[None]:
+        """Within, a session waits for its slot."""
+        return self._sessions.opening(session)
 
     def adopt(self, session: Session) -> None:
         """A session was opened: its task begins."""
