@@ -104,7 +104,9 @@ async def test_the_gate_is_closed_from_the_first_step(autojump_clock, simulated)
     """Also for what is being prepared then, and where the call waits behind another change."""
     engine, _ = simulated
     async with engine.open_session() as session, trio.open_nursery() as nursery:
-        engine._power.sleep(1, "abort", None)  # all that engine.sleep() does before its first checkpoint
+        engine._power.sleep(
+            1, "abort", None, keep_waiting=False
+        )  # all that engine.sleep() does before its first checkpoint
         assert engine.power.power is Power.AWAKE
         with pytest.raises(EngineAsleep, match="about to sleep"):
             async with session.generate("one", GREEDY):

@@ -10,6 +10,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineClosed, EngineConfig, EngineOverloaded, FinishReason, SamplingParams, SessionEnded
 from trioengine.actors.waiting_line import WaitingLine
+from trioengine.core.outcome import Cause
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 
@@ -58,7 +59,8 @@ async def test_who_asks_again_and_again_starves_nobody(autojump_clock):
 
 @pytest.mark.parametrize("way", ["abort", "end", "cancel", "timeout"])
 async def test_who_leaves_the_line_passes_its_turn_on(autojump_clock, way):
-    """In whatever way the first one goes: the second gets the slot, and the books know nothing of the first."""
+    """In whatever way the first one goes: the second gets the slot. One that left is counted as aborted, one whose time
+    was over as refused."""
     async with simulated_engine(ONE_SLOT) as (engine, _), trio.open_nursery() as nursery:
         leaving = trio.CancelScope()
         told = {"end": SessionEnded, "timeout": EngineOverloaded}.get(way)
@@ -83,7 +85,11 @@ async def test_who_leaves_the_line_passes_its_turn_on(autojump_clock, way):
             await running.result()
         while engine.statistics().finished < 2:
             await engine.gate.changed()
-        assert engine.statistics().received == 2
+        statistics = engine.statistics()
+        aborted = int(way != "timeout")
+        assert (statistics.received, statistics.aborted, statistics.rejected) == (2 + aborted, aborted, 1 - aborted)
+        assert statistics.abort_causes[Cause.CLIENT] == aborted
+        engine.gate.check()
         session.end()
 
 
@@ -102,11 +108,13 @@ async def test_a_session_that_ends_tells_its_request_at_once(autojump_clock):
 
             nursery.start_soon(enter)
             await wait_all_tasks_blocked()
-            rejected, began = engine.statistics().rejected, trio.current_time()
-            second.end()
+            before, began = engine.statistics(), trio.current_time()
+            second.end(Cause.DISCONNECT)
             await told.wait()
+            after = engine.statistics()
             assert trio.current_time() == began
-            assert engine.statistics().rejected == rejected + 1
+            assert (after.rejected, after.aborted) == (before.rejected, before.aborted + 1)
+            assert after.abort_causes[Cause.DISCONNECT] == 1
 
 
 @pytest.mark.parametrize("config", [ONE_SLOT, ONE_SESSION])
@@ -178,7 +186,7 @@ async def test_requests_that_wait_through_a_restart_keep_their_order(autojump_cl
 
 
 @pytest.mark.parametrize("waits_longer", [True, False])
-async def test_all_that_is_in_flight_is_aborted_and_who_waits_gets_the_slot(autojump_clock, waits_longer):
+async def test_all_that_is_in_flight_is_aborted_and_who_is_kept_in_line_gets_the_slot(autojump_clock, waits_longer):
     """Whether the waiting request's session is older than the aborted one's or not."""
     async with (
         simulated_engine(ONE_SLOT) as (engine, _),
@@ -197,7 +205,7 @@ async def test_all_that_is_in_flight_is_aborted_and_who_waits_gets_the_slot(auto
             await wait_all_tasks_blocked()
             nursery.start_soon(ask, waiting, SHORT)
             await wait_all_tasks_blocked()
-            engine.abort_all()
+            assert engine.abort_all(keep_waiting=True) == 1
         assert outcomes == {running: FinishReason.ABORT, waiting: FinishReason.LENGTH}
 
 

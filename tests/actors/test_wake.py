@@ -110,6 +110,8 @@ async def test_the_log_tells_what_was_done_and_what_was_not(autojump_clock, simu
         await engine.wake(["weights"])
     await engine.wake()
     assert caplog.messages == [
+        "sleep at level 2 (keep): begins; requests in flight: 0, sessions: 0",
+        "sleep at level 2 (keep): requests aborted: 0, suspended: 0; sessions detached: 0",
         "sleep at level 2 (keep): the engine is asleep, with weights 1",
         "a worker has started (asleep): toy on cpu, simulated kernels",
         "wake of weights failed: told not to wake",

@@ -54,7 +54,7 @@ CHAT_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "min_tokens", "max_tokens"),
     *("ignore_eos", "logit_bias", "skip_special_tokens", "response_format", "tools", "tool_choice", "modalities"),
     *("max_completion_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "service_tier"),
-    *("store", "safety_identifier", "prompt_cache_key"),
+    *("store", "safety_identifier", "prompt_cache_key", "request_id"),
 )
 ITEM = ("item", ("id", "object", "type", "status", "role", "content"))
 SESSION = ("instructions", "max_output_tokens", "temperature", "stop", "logit_bias", "tools", "type", "truncation")
@@ -131,7 +131,16 @@ async def test_any_fields_of_a_chat_completion(autojump_clock, fields):
 @FEW
 @given(path=st.sampled_from(("/tokenize", "/detokenize", "/abort_request")), data=st.data())
 async def test_any_fields_of_the_other_routes(autojump_clock, path, data):
-    names = ("prompt", "messages", "tokens", "add_special_tokens", "return_token_strs", "request_id", "abort_all")
+    names = (
+        "prompt",
+        "messages",
+        "tokens",
+        "add_special_tokens",
+        "return_token_strs",
+        "request_id",
+        "abort_all",
+        "keep_waiting",
+    )
     async with open_clients() as clients:
         answer = await clients.request("POST", path, data.draw(objects(names)))
         assert answer.status in (200, 400), answer.body

@@ -7,7 +7,7 @@ import trio
 from clients import CHAT, Clients, chat, events_of
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineConfig
+from trioengine import EngineConfig, SamplingParams
 from trioengine.core.errors import InvariantError
 from trioengine.core.outcome import Cause
 from trioengine.serve.http import json_response
@@ -15,6 +15,7 @@ from trioengine.serve.routes import Role, get, route_of
 from trioengine.testing import simulated_engine
 from trioengine.text.tokenizer import Tokenizer
 
+ENDLESS = SamplingParams(max_tokens=400, ignore_eos=True)
 MODEL = {"id": "toy", "object": "model", "owned_by": "trioengine", "max_model_len": 512}
 
 
@@ -146,6 +147,8 @@ REFUSED = [
     ("/abort_request", {"abort_all": 1}, 400, "invalid_type", "abort_all"),
     ("/abort_request", {"abort_all": False}, 400, "invalid_value", "request_id"),
     ("/abort_request", {"id": "x"}, 400, "unsupported_parameter", "id"),
+    ("/abort_request", {"abort_all": True, "keep_waiting": "no"}, 400, "invalid_type", "keep_waiting"),
+    ("/abort_request", {"request_id": "x", "keep_waiting": True}, 400, "invalid_value", "keep_waiting"),
 ]
 
 
@@ -274,15 +277,69 @@ async def test_abort_a_response(autojump_clock, clients):
         assert (await client.ask("and now?", max_output_tokens=3))["status"] == "incomplete"
 
 
-async def test_abort_one_that_is_whole(autojump_clock, clients):
-    """Its client hears of its id only with the answer."""
+@pytest.mark.parametrize("where", ["header", "body"])
+async def test_abort_one_that_is_whole(autojump_clock, clients, where):
+    """Its client hears of our id only with the answer, and has chosen one."""
     async with clients.connect() as client:
-        await client.send("POST", CHAT, chat(max_tokens=400))
+        more = {"request_id": "my own"} if where == "body" else {}
+        headers = {"x-request-id": "mine"} if where == "header" else {}
+        id = "my own" if where == "body" else "mine"
+        await client.send("POST", CHAT, chat(max_tokens=400, **more), **headers)
         await wait_all_tasks_blocked()
-        (id,) = clients.server.in_flight._generations
         assert (await clients.request("POST", "/abort_request", {"request_id": id})).json == {"aborted": 1}
+        assert (await clients.request("POST", "/abort_request", {"request_id": id})).json == {"aborted": 0}
         answer = await client.answer()
         assert (answer.status, answer.error["code"]) == (500, "aborted")
+        assert not len(clients.server.in_flight)
+
+
+async def test_abort_all_of_one_id(autojump_clock, clients):
+    """Requests of several clients may have the same one, in the header or in the body."""
+    async with clients.connect() as one, clients.connect() as other, clients.connect() as third:
+        await one.send("POST", CHAT, chat(max_tokens=400), **{"x-request-id": "same"})
+        await other.send("POST", CHAT, chat(max_tokens=400, request_id="same"), **{"x-request-id": "same"})
+        await third.send("POST", CHAT, chat(max_tokens=3, request_id="different"))
+        await wait_all_tasks_blocked()
+        assert (await clients.request("POST", "/abort_request", {"request_id": "same"})).json == {"aborted": 2}
+        assert [(await client.answer()).status for client in (one, other, third)] == [500, 500, 200]
+        assert not len(clients.server.in_flight)
+
+
+async def test_an_id_that_its_client_did_not_choose(autojump_clock, clients):
+    """The one that the response has in its header."""
+    async with clients.connect() as client:
+        await client.send("POST", CHAT, chat("hello", stream=True, max_tokens=400))
+        id = (await client.head())[1]["x-request-id"]
+        assert (await clients.request("POST", "/abort_request", {"request_id": id})).json == {"aborted": 1}
+        assert events_of(await client.rest())[-2]["error"]["code"] == "aborted"
+
+
+async def test_each_request_of_a_connection_has_its_own_id(autojump_clock, clients):
+    async with clients.connect() as client:
+        for id in ("first", "second"):
+            await client.send("POST", CHAT, chat(max_tokens=400), **{"x-request-id": id})
+            await wait_all_tasks_blocked()
+            other = "first" if id == "second" else "second"
+            assert (await clients.request("POST", "/abort_request", {"request_id": other})).json == {"aborted": 0}
+            assert (await clients.request("POST", "/abort_request", {"request_id": id})).json == {"aborted": 1}
+            assert (await client.answer()).error["code"] == "aborted"
+
+
+@pytest.mark.parametrize("keep_waiting", [False, True])
+async def test_abort_all_and_the_line(autojump_clock, keep_waiting):
+    """A program that embeds the engine waits in line beside the server's requests."""
+    config = EngineConfig(model="toy", max_num_seqs=1, max_num_queued_reqs=0)
+    async with simulated_engine(config) as (engine, simulation), trio.open_nursery() as nursery:
+        clients = Clients(engine, simulation, nursery)
+        for _ in range(3):
+            nursery.start_soon(lambda: engine.generate("hello", ENDLESS, wait=True))
+        await wait_all_tasks_blocked()
+        answer = await clients.request("POST", "/abort_request", {"abort_all": True, "keep_waiting": keep_waiting})
+        assert answer.json == {"aborted": 1 if keep_waiting else 3}
+        sleeping = "/sleep?keep_waiting=" + str(keep_waiting).lower()
+        assert (await clients.request("POST", sleeping)).status == 200
+        assert len(engine.gate.requests) == (1 if keep_waiting else 0)
+        nursery.cancel_scope.cancel()
 
 
 async def test_abort_all(autojump_clock, clients):

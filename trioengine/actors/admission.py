@@ -39,28 +39,33 @@ class Admission:
 
     async def run(self) -> None:
         """Raises why the request is refused. An abort on the way ends this early, without an error."""
-        session, generation = self._session, self._generation
+        session, generation, has_ended = self._session, self._generation, False
         with generation.entering:
-            with trio.move_on_at(generation.deadline):
-                while session.phase is Phase.STOPPING and session.generation is not None:
-                    await session.generation.settled.wait()
-            if session.phase is Phase.STOPPING:
-                session.abort_request(generation, Cause.TIMEOUT)
-                return
-            reserve = partial(session.reserve, generation)
-            await self._gate.admit(self._gate.requests, reserve, wait=generation.wait, deadline=generation.deadline)
             try:
+                await self._reserve()
                 await self._prepare()
                 await self._commit()
             except Exception as exc:
                 session.refuse(generation, exc)
                 raise
             except BaseException:
-                session.abort_request(generation, Cause.CLIENT)
+                has_ended = generation.outcome is None and session.end_cause is not None  # the session, in the line
+                session.abort_request(generation, session.end_cause or Cause.CLIENT)
                 raise
-        if generation.outcome is None and generation.entering.cancelled_caught:  # the session ended
-            self._gate.ledger.reject()
+        if has_ended:
             session.check_idle()
+
+    async def _reserve(self) -> None:
+        """Wait for a slot, if asked to, and take it."""
+        session, generation = self._session, self._generation
+        await session.open_for_request()
+        with trio.move_on_at(generation.deadline):
+            while session.phase is Phase.STOPPING and session.generation is not None:
+                await session.generation.settled.wait()
+        if session.phase is Phase.STOPPING:
+            session.abort_request(generation, Cause.TIMEOUT)
+        reserve = partial(session.reserve, generation)
+        await self._gate.admit(self._gate.requests, reserve, wait=generation.wait, deadline=generation.deadline)
 
     @property
     def _is_over(self) -> bool:
@@ -68,10 +73,10 @@ class Admission:
         return self._session.generation is not self._generation
 
     async def _prepare(self) -> None:
-        generation, prompt = self._generation, self._generation.prompt
-        if self._is_over or prompt is None:
+        generation = self._generation
+        if self._is_over:
             return
-        generation.prompt = None
+        prompt, generation.prompt = generation.prompt, None
         conversation = self._session.conversation
         conversation.check_length(prompt, self._engine.limits.max_model_len)
         if prompt_length(prompt) + conversation.size > self._engine.ports.thread_threshold:

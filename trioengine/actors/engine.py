@@ -127,22 +127,40 @@ class Engine(EngineState):
         return Session(self, label=label, history=history, wait=wait)
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, timeout: float | None = None, wait: bool = False
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        wait: bool = False,
+        label: str | None = None,
     ) -> Completion:
-        """One answer, in a session of its own. Errors, timeout and wait as in Session.generate."""
+        """One answer, in a session of its own. Errors, timeout, wait and label as in Session.generate."""
         deadline = deadline_after(timeout)
-        session = Session(self, label=None, history=None, wait=wait, deadline=deadline)
-        generation = Generation(session, prompt, params, keep_partial=False, deadline=deadline, wait=wait)
-        async with session, generation:
-            return await generation.result()
+        session = Session(self, label=label, history=None, wait=wait, deadline=deadline, opens_with_request=True)
+        generation = Generation(session, prompt, params, keep_partial=False, deadline=deadline, wait=wait, label=label)
+        try:
+            async with generation:
+                return await generation.result()
+        finally:
+            session.end()
 
-    def abort(self, request_id: int) -> bool:
-        """Abort a request by its id; False if it is not in flight (it may have finished)."""
-        return self._sessions.abort(request_id, Cause.CLIENT)
+    def abort(self, request: int | str) -> int:
+        """Abort the request of this id, or every request of this label, in flight or in line.
 
-    def abort_all(self, cause: Cause = Cause.ABORT_ALL) -> None:
-        """Abort every request in flight, those in preparation, too. Sessions stay."""
-        self._sessions.abort_all(cause)
+        Returns how many this call aborts: 0 where there is none, or where all were aborted before or have an outcome.
+        A finish that is on its way wins.
+        """
+        return self._sessions.abort(request, Cause.CLIENT)
+
+    def abort_all(self, cause: Cause = Cause.ABORT_ALL, *, keep_waiting: bool = False) -> int:
+        """Abort every request in flight, in preparation or in line, and return how many this call aborts.
+
+        With `keep_waiting` those in line stay there, and get the slots of the aborted ones. Open sessions stay; a
+        session that waits for its slot raises SessionEnded where it is entered, unless those in line are kept.
+        """
+        num_waiting = 0 if keep_waiting else self._sessions.abort_waiting(cause)  # before a slot is theirs
+        return num_waiting + self._sessions.abort_all(cause)
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Admit nothing more, and wait for what is in flight; after `timeout` seconds abort the rest.
@@ -171,7 +189,9 @@ class Engine(EngineState):
         while self.gate.ledger.in_flight:
             await self.gate.changed()
 
-    async def sleep(self, level: int = 1, *, mode: str = "abort", timeout: float | None = None) -> None:
+    async def sleep(
+        self, level: int = 1, *, mode: str = "abort", timeout: float | None = None, keep_waiting: bool = False
+    ) -> None:
         """Give the worker's memory back: the KV cache, and the weights. Level 1 keeps these in host memory.
 
         At level 2 a worker that is there exits, and a fresh one, asleep, takes its place; to wake, the weights are
@@ -180,13 +200,15 @@ class Engine(EngineState):
         Nothing is admitted from the first step of the call until everything is awake again: new sessions and requests
         raise EngineAsleep, or wait. `mode` is for the requests in flight: `abort` ends them with cause `sleep`; `wait`
         lets them finish, for `timeout` seconds at most; with `keep` they pause, and go on after `wake`. What is being
-        prepared is aborted in every mode. Sessions keep their conversation.
+        prepared is aborted in every mode. `abort` also ends what waits in line in that step, unless `keep_waiting`:
+        requests end with cause `sleep`, sessions that wait for their slot raise SessionEnded. Sessions keep their
+        conversation.
 
         Raises RequestRejected for an unknown level or mode, and TransitionFailed where it cannot be done: while the
         engine loads or drains, or to level 1 from level 2. Where the engine sleeps at this level, it only ends, with
         `abort`, what was kept. Cancelled, the caller does not wait any more, and the engine falls asleep all the same.
         """
-        await self._power.sleep(level, mode, timeout).wait()
+        await self._power.sleep(level, mode, timeout, keep_waiting=keep_waiting).wait()
 
     async def wake(self, tags: Collection[str] | None = None, *, reload: bool = True) -> None:
         """Take memory back: all of it, or `weights` or `kv_cache` alone. Requests are admitted when all is back.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -94,6 +95,10 @@ class EngineState:
 
     # ---- sessions -------------------------------------------------------------------------------------------------
 
+    def opening(self, session: Session) -> AbstractContextManager[None]:
+        """Within, a session waits for its slot."""
+        return self._sessions.opening(session)
+
     def adopt(self, session: Session) -> None:
         """A session was opened: its task begins."""
         assert self._nursery is not None, "sessions are admitted while the nursery is open"
@@ -105,9 +110,9 @@ class EngineState:
         self._sessions.remove(session)
         self.gate.free_session()
 
-    def request_finished(self) -> None:
-        """A request ran to its end."""
-        self._supervisor.request_finished()
+    def request_served(self) -> None:
+        """A request ended, and the worker that reported it had computed tokens for it."""
+        self._supervisor.request_served()
 
     # ---- workers --------------------------------------------------------------------------------------------------
 

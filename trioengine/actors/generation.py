@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trioengine.actors.readable import Readable
 from trioengine.actors.request_times import RequestTimes
 from trioengine.core.completion import Chunk as Chunk
 from trioengine.core.completion import Completion as Completion
+from trioengine.core.errors import RequestRejected
 from trioengine.core.ledger import Stand
 from trioengine.core.messages import FinishReason, Logprobs, TokensRow, Usage
 from trioengine.core.outcome import Cause, Outcome
@@ -49,6 +50,7 @@ class Generation(Readable["Session"]):
         "_offer",
         "abort_cause",
         "answer",
+        "label",
         "losses",
         "prepared",
         "prompt",
@@ -68,9 +70,14 @@ class Generation(Readable["Session"]):
         keep_partial: bool,
         deadline: float,
         wait: bool,
+        label: str | None = None,
     ) -> None:
         super().__init__(session, params, keep_partial=keep_partial, deadline=deadline, wait=wait)
-        self.prompt: Prompt | None = prompt  # dropped once it is prepared
+        if not (label is None or isinstance(label, str)):
+            shown = type(label).__name__
+            raise RequestRejected("invalid_value", f"label must be a string, got {shown}", param="label")
+        self.label = label
+        self.prompt: Any = prompt  # of any type, until it is prepared; then it is dropped
         # The session's part: it alone writes these.
         self.stand = Stand.PREPARING
         self.prepared: Prepared | None = None
@@ -89,6 +96,10 @@ class Generation(Readable["Session"]):
     def __repr__(self) -> str:
         state = self.stand.value if self.outcome is None else self.outcome.finish_reason.value
         return f"<Generation {self._request_id} {state}>"
+
+    def is_called(self, name: int | str) -> bool:
+        """Whether this is its id or its label."""
+        return name == (self.label if isinstance(name, str) else self._request_id)
 
     def _answer(self, outcome: Outcome) -> Completion:
         answer = self.answer
@@ -173,6 +184,11 @@ class Generation(Readable["Session"]):
     def num_tokens(self) -> int:
         """That were delivered."""
         return len(self.answer.token_ids) if self.answer is not None else 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer came to its own end (stop or length)."""
+        return self.outcome is not None and self.outcome.is_complete
 
     def note_weights(self, version: int) -> None:
         """Tokens came that were computed with these."""

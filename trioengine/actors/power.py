@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from trioengine.actors.closure import Closure
 from trioengine.actors.gate import Gate
 from trioengine.actors.link import Link
 from trioengine.actors.power_change import Leniency, Mode, PowerChange, Weights, leniency_of, level_of, path_of, tags_of
@@ -61,7 +62,8 @@ class PowerActor:
         self._replays = replays
         self._supervisor = supervisor
         self._check_model = check_model
-        self._queue: deque[PowerChange] = deque()
+        self._queue: deque[PowerChange] = deque()  # the first one is being made
+        self._closure = Closure(gate.ledger)
         self._finishing = False  # requests in flight, before a sleep or an update
         self._waits_for_worker = False  # for a change that is made asleep, or in place of one that retires
         self._is_over = False
@@ -98,8 +100,8 @@ class PowerActor:
 
     # ---- what users ask; the first step of each is the whole of it ------------------------------------------------
 
-    def sleep(self, level: int, mode: str, timeout: float | None) -> PowerChange:
-        level, leniency = level_of(level), leniency_of(mode, timeout)
+    def sleep(self, level: int, mode: str, timeout: float | None, *, keep_waiting: bool) -> PowerChange:
+        level, leniency = level_of(level), leniency_of(mode, timeout, keep_waiting=keep_waiting)
         return self._ask_to_close(f"sleep at level {level}", leniency, lambda: self._sleep(level, leniency))
 
     def wake(self, tags: Collection[str] | None, *, reload: bool) -> PowerChange:
@@ -113,10 +115,13 @@ class PowerActor:
 
     def _ask_to_close(self, name: str, leniency: Leniency, make: Callable[[], Awaitable[None]]) -> PowerChange:
         change = self._ask(PowerChange(f"{name} ({leniency.mode.value})", make, closes_gate=True))
+        self._closure.begin()
         self._gate.begin_pending()
-        self._sessions.abort_phase(Phase.PREPARING, Cause.SLEEP)
+        if leniency.aborts_waiting:
+            change.num_aborted += self._sessions.abort_waiting(Cause.SLEEP)
+        change.num_aborted += self._sessions.abort_phase(Phase.PREPARING, Cause.SLEEP)
         if leniency.mode is Mode.ABORT and self._gate.power in (Power.FALLING_ASLEEP, Power.UPDATING):
-            self._sessions.abort_all(Cause.SLEEP)  # it does not wait for one before it that lets requests finish
+            change.num_aborted += self._sessions.abort_all(Cause.SLEEP)  # nor does one before it wait for them
         return change
 
     def _ask(self, change: PowerChange) -> PowerChange:
@@ -141,6 +146,7 @@ class PowerActor:
             self._is_over = True
             while self._queue:
                 self._end(self._queue[0], TransitionFailed("the engine is closed"))
+            self._closure.end()
 
     async def _make(self, change: PowerChange) -> None:
         try:
@@ -158,18 +164,20 @@ class PowerActor:
         change.done.set()
         if failure is None:
             state = self._gate.power.value.replace("_", " ")
-            logger.info("%s: the engine is %s, with weights %d", change.name, state, self.weights.version)
+            change.log("the engine is %s, with weights %d", state, self.weights.version)
         else:
             logger.warning("%s failed: %s", change.name, failure)
         if change.closes_gate:
             self._gate.end_pending()
+        if not (self.memory.asleep or self._gate.num_pending):
+            self._closure.end()
 
     # ---- the changes ----------------------------------------------------------------------------------------------
 
     async def _sleep(self, level: int, leniency: Leniency) -> None:
         self.memory.check_sleep(level)
         if self.memory.asleep and leniency.mode is Mode.ABORT:
-            self._sessions.abort_phase(Phase.SUSPENDED, Cause.SLEEP)
+            self._queue[0].num_aborted += self._sessions.abort_phase(Phase.SUSPENDED, Cause.SLEEP)
         if self.memory.sleeps_at(level):
             self.memory = self.memory.slept(level)
             return
@@ -235,7 +243,7 @@ class PowerActor:
         try:
             await self._check_files(path, Power.ASLEEP)
             if leniency.mode is Mode.ABORT:
-                self._sessions.abort_phase(Phase.SUSPENDED, Cause.SLEEP)
+                self._queue[0].num_aborted += self._sessions.abort_phase(Phase.SUSPENDED, Cause.SLEEP)
             await self._load(path, Power.ASLEEP)
         except TransitionFailed:
             if self._gate.power is Power.ASLEEP:
@@ -258,19 +266,24 @@ class PowerActor:
     def _begin(self, event: PowerEvent, leniency: Leniency) -> None:
         self._finishing = leniency.mode is Mode.WAIT and not self.memory.asleep
         self._gate.change_power(event)
+        ledger = self._gate.ledger
+        self._queue[0].log("begins; requests in flight: %d, sessions: %d", ledger.in_flight, ledger.sessions)
 
     async def _quiesce(self, leniency: Leniency) -> None:
         """Until the worker holds no session; requests in flight have ended by then, or are suspended."""
         expected, ledger = self._gate.power, self._gate.ledger
         if self._finishing:
+            self._queue[0].log("waits for requests in flight: %d, timeout: %s", ledger.in_flight, leniency.timeout)
             with trio.move_on_after(float("inf") if leniency.timeout is None else leniency.timeout):
                 while ledger.in_flight:
                     await self._wait(expected)
             self._finishing = False
         if leniency.mode is not Mode.KEEP and not self.memory.asleep:
-            self._sessions.abort_all(Cause.SLEEP)
-        self._sessions.detach_all()
+            self._queue[0].num_aborted += self._sessions.abort_all(Cause.SLEEP)
+        num_detached = self._sessions.detach_all()
         self._replays.forget_suspects()
+        counts = (self._queue[0].num_aborted, ledger.suspended, num_detached)
+        self._queue[0].log("requests aborted: %d, suspended: %d; sessions detached: %d", *counts)
         while self._sessions.any_on_worker:
             await self._wait(expected)
 

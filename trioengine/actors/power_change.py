@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from trioengine.core.config import MAX_SECONDS
 from trioengine.core.errors import RequestRejected, TransitionFailed
 from trioengine.core.tag import ALL_TAGS, Tag
 
+logger = logging.getLogger("trioengine")
 MAX_PATH = 4096  # characters
 
 
@@ -31,6 +33,7 @@ class Leniency(NamedTuple):
 
     mode: Mode
     timeout: float | None
+    aborts_waiting: bool = False  # requests and sessions that wait for a slot
 
 
 class Weights(NamedTuple):
@@ -49,6 +52,11 @@ class PowerChange:
     closes_gate: bool
     done: trio.Event = field(default_factory=trio.Event)
     failure: TransitionFailed | None = None
+    num_aborted: int = 0  # requests
+
+    def log(self, message: str, *values: object) -> None:
+        """At INFO, under its name."""
+        logger.info(f"%s: {message}", self.name, *values)
 
     async def wait(self) -> None:
         """Until it is done; raises TransitionFailed if it failed. Cancelled, the change goes on."""
@@ -64,11 +72,13 @@ def level_of(level: object) -> int:
         raise _rejected("level", str(exc)) from None
 
 
-def leniency_of(mode: object, timeout: object) -> Leniency:
+def leniency_of(mode: object, timeout: object, *, keep_waiting: object = True) -> Leniency:
     if mode not in [each.value for each in Mode]:
         raise _rejected("mode", f"must be abort, wait or keep, got {brief(mode)}")
+    if not isinstance(keep_waiting, bool):
+        raise _rejected("keep_waiting", f"must be True or False, got {brief(keep_waiting)}")
     if timeout is None:
-        return Leniency(Mode(mode), None)
+        return Leniency(Mode(mode), None, aborts_waiting=mode == Mode.ABORT.value and not keep_waiting)
     if mode != Mode.WAIT.value:
         raise _rejected("timeout", f"is for mode wait, not {mode}")
     try:

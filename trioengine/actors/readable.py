@@ -27,8 +27,8 @@ class Owner(Protocol):
     def leave(self, generation: Any) -> None:
         """The reader goes."""
 
-    def abort_request(self, generation: Any, cause: Cause) -> None:
-        """The reader wants no more of it."""
+    def abort_request(self, generation: Any, cause: Cause) -> bool:
+        """The reader wants no more of it. Returns whether this call aborts it."""
 
 
 S = TypeVar("S", bound=Owner)
@@ -114,9 +114,12 @@ class Readable(abc.ABC, Generic[S]):
             raise copy(self.outcome.error)
         return self._answer(self.outcome)
 
-    def abort(self) -> None:
-        """Ask for the end of this request; harmless when it has one. A finish that is on its way wins."""
-        self._session.abort_request(self, Cause.CLIENT)
+    def abort(self) -> bool:
+        """Ask for the end of this request; harmless when it has one. A finish that is on its way wins.
+
+        Returns whether this call aborts it: False where it has an outcome, or was aborted before.
+        """
+        return self._session.abort_request(self, Cause.CLIENT)
 
     async def result(self) -> Completion:
         """Read to the end and return the whole answer. Raises the typed error of a failed request."""

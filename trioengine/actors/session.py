@@ -45,6 +45,8 @@ class Session(SessionState):
         "_deadline",
         "_entered",
         "_initial_history",
+        "_opening",
+        "_opens_with_request",
         "_released",
         "_wait",
         "_waiting",
@@ -61,6 +63,7 @@ class Session(SessionState):
         history: Sequence[dict[str, Any]] | None,
         wait: bool,
         deadline: float = math.inf,
+        opens_with_request: bool = False,
     ) -> None:
         super().__init__(engine)
         self.label = label
@@ -68,8 +71,10 @@ class Session(SessionState):
         self._initial_history = history
         self._wait = wait
         self._deadline = deadline  # of the admission
+        self._opens_with_request = opens_with_request  # by its one request, and is not entered itself
         self._entered = False
-        self._waiting: set[Generation] = set()  # those on their way in
+        self._opening = trio.CancelScope()  # abort_all and a sleep end the wait for a slot
+        self._waiting: dict[Generation, None] = {}  # requests on their way in, in their order
         self._released = trio.Event()
         self._wake = trio.Event()  # for the task: a request has a deadline, or the end has come
 
@@ -88,15 +93,28 @@ class Session(SessionState):
         if self._entered:
             raise RuntimeError("a session is entered once")
         self._entered = True
-        await self._gate.admit(self._gate.sessions, self._open, wait=self._wait, deadline=self._deadline)
+        try:
+            with self._opening:
+                await self._open()
+        except trio.Cancelled:
+            self._gate.ledger.reject()
+            raise
+        if self.id is None:
+            self._gate.ledger.reject()
+            raise self._ended_by(self.end_cause)
+        return self
+
+    async def _open(self) -> None:
+        """Take a session slot. Raises the refusal, or RequestRejected for a bad history; cancelled, it has no slot."""
+        with self._engine.opening(self):
+            await self._gate.admit(self._gate.sessions, self._begin, wait=self._wait, deadline=self._deadline)
         try:
             self._conversation = Conversation(self._engine.tokenizer, self._initial_history)
         except BaseException:
             self.end()
             raise
-        return self
 
-    def _open(self) -> None:
+    def _begin(self) -> None:
         """Take a session slot, and begin."""
         self.id = self._gate.admit_session()
         self._engine.adopt(self)
@@ -114,16 +132,18 @@ class Session(SessionState):
         keep_partial: bool = False,
         timeout: float | None = None,
         wait: bool = False,
+        label: str | None = None,
     ) -> Generation:
         """A request, to be entered. `prompt` is a user message, chat messages, or token ids.
 
         `timeout` in seconds runs from this call to the outcome, and aborts. With `wait` the request waits (within
         `timeout`, and in the order of arrival) where the engine restarts, sleeps or is full, instead of raising
         EngineOverloaded or EngineAsleep; without it, it never gets ahead of those who wait. Entering raises SessionBusy
-        while another request runs, SessionEnded, EngineClosed, and RequestRejected for a bad prompt.
+        while another request runs, SessionEnded, EngineClosed, and RequestRejected for a bad prompt. `label` is the
+        caller's name for the request, by which `engine.abort` ends it; it need not be unique.
         """
         deadline = deadline_after(timeout)
-        return Generation(self, prompt, params, keep_partial=keep_partial, deadline=deadline, wait=wait)
+        return Generation(self, prompt, params, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label)
 
     def replace_history(self, messages: Sequence[dict[str, Any]]) -> None:
         """Make these messages the conversation. Raises SessionBusy while a request runs, RequestRejected if bad."""
@@ -176,11 +196,16 @@ class Session(SessionState):
     async def start(self, generation: Generation) -> None:
         """Generation.__aenter__."""
         generation.times.begin()
-        self._waiting.add(generation)
+        self._waiting[generation] = None
         try:
             await Admission(self._engine, self, generation).run()
         finally:
-            self._waiting.discard(generation)
+            del self._waiting[generation]
+
+    async def open_for_request(self) -> None:
+        """Open a session that is opened by its one request."""
+        if self._opens_with_request:
+            await self._open()
 
     def reserve(self, generation: Generation) -> None:
         """Take a request slot. Raises why there is none for this request."""
@@ -214,24 +239,51 @@ class Session(SessionState):
         if self.end_cause is Cause.SHUTDOWN:
             raise EngineClosed("the engine is closed")
         if self.end_cause is not None:
-            raise SessionEnded(f"the session has ended ({self.end_cause.value})", cause=self.end_cause.value)
+            raise self._ended_by(self.end_cause)
         if self.phase is not Phase.IDLE:
             raise SessionBusy(f"the session is busy: its request is {self.phase.value}")
 
-    # ---- the request's reader -------------------------------------------------------------------------------------
+    def _ended_by(self, cause: Cause | None) -> SessionEnded:
+        assert cause is not None, "it has ended"
+        return SessionEnded(f"the session has ended ({cause.value})", cause=cause.value)
 
-    def abort_request(self, generation: Generation, cause: Cause) -> None:
-        """Abort this request if it has no outcome yet; a finish on its way wins, and the first cause."""
+    # ---- aborts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def requests(self) -> list[Generation]:
+        """Its request in flight, and those on their way in."""
+        in_flight = [] if self.generation is None or self.generation in self._waiting else [self.generation]
+        return [*in_flight, *self._waiting]
+
+    def abort_request(self, generation: Generation, cause: Cause) -> bool:
+        """Abort this request if it has no outcome yet; a finish on its way wins, and the first cause.
+
+        Returns whether this call aborts it: False where it has an outcome, or was aborted before.
+        """
         if generation.outcome is not None:
-            return
+            return False
         if self.generation is generation:
-            if self.phase in (Phase.PREPARING, Phase.RUNNING, Phase.SUSPENDED):
+            is_first = self.phase in (Phase.PREPARING, Phase.RUNNING, Phase.SUSPENDED)
+            if is_first:
                 generation.abort_cause = cause
             self._apply(Event.ABORT)
-        else:  # it waits to be admitted: the books know nothing of it
-            generation.request_id = self._gate.mint()
-            generation.decide(Outcome(FinishReason.ABORT, cause))
-            generation.settle()
+            return is_first
+        generation.request_id = self._gate.mint()
+        generation.decide(Outcome(FinishReason.ABORT, cause))
+        if generation in self._waiting:  # else it was not entered: the books do not have it
+            self._gate.ledger.leave_line(cause)
+        generation.settle()
+        return True
+
+    def abort_waiting(self, cause: Cause) -> int:
+        """Abort all of it that waits for a slot: its requests, and its own opening. Returns how many requests."""
+        if self.id is None and not self._opens_with_request:
+            self.end_cause = cause
+            self._opening.cancel()
+        waiting = [generation for generation in self._waiting if generation is not self.generation]
+        return sum(self.abort_request(generation, cause) for generation in waiting)
+
+    # ---- the request's reader -------------------------------------------------------------------------------------
 
     def leave(self, generation: Generation) -> None:
         """The reader goes: without an outcome, the turn is taken back (or kept in part) at once."""

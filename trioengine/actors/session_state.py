@@ -99,6 +99,9 @@ class SessionState(abc.ABC):
             self._conclude(generation, outcome)
             if row.finish_reason is None and self.phase in (Phase.RUNNING, Phase.SUSPENDED):
                 self._apply(Event.ABORT)
+        is_over = row.finish_reason is not None or generation.is_complete
+        if is_over and (is_next or row.token_ids):
+            self._engine.request_served()
         if row.finish_reason is not None:
             self._finish()
         if not is_next:
@@ -192,7 +195,6 @@ class SessionState(abc.ABC):
         assert outcome is not None, "just decided"
         if outcome.is_complete:
             generation.tell_times()
-            self._engine.request_finished()
         self.generation = None
         generation.settle()
         self._engine.replays.on_progress(self, generation)

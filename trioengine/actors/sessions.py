@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVarTuple
 
 import trio
@@ -23,6 +24,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self._by_id: dict[int, Session] = {}
+        self._opening: dict[Session, None] = {}  # without a slot, and so without an id, in the order of their arrival
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -30,6 +32,15 @@ class Sessions:
     def __iter__(self) -> Iterator[Session]:
         """As they are now: telling one may end it."""
         return iter(list(self._by_id.values()))
+
+    @contextmanager
+    def opening(self, session: Session) -> Iterator[None]:
+        """Within, a session waits for its slot."""
+        self._opening[session] = None
+        try:
+            yield
+        finally:
+            del self._opening[session]
 
     def add(self, session: Session) -> None:
         assert session.id is not None, "only an entered session is added"
@@ -66,26 +77,35 @@ class Sessions:
         for session in self:
             session.end(cause)
 
-    def abort(self, request_id: int, cause: Cause) -> bool:
-        """Abort a request; False if none of the sessions has it in flight."""
-        for session in self:
-            generation = session.generation
-            if generation is not None and generation.request_id == request_id:
-                session.abort_request(generation, cause)
-                return True
-        return False
+    def abort(self, request: int | str, cause: Cause) -> int:
+        """Abort the request of this id, or all of this label, in line or in flight; returns how many this call ends."""
+        found = [
+            (session, generation)
+            for session in (*self._opening, *self)
+            for generation in session.requests
+            if generation.is_called(request)
+        ]
+        return sum(session.abort_request(generation, cause) for session, generation in found)
 
-    def abort_all(self, cause: Cause) -> None:
-        """Abort every request in flight; those that get the slots of the aborted ones go on."""
+    def abort_all(self, cause: Cause) -> int:
+        """Abort every request in flight; those that get the slots of the aborted ones go on.
+
+        Returns how many this call aborts.
+        """
         in_flight = [(session, session.generation) for session in self if session.generation is not None]
-        for session, generation in in_flight:
-            session.abort_request(generation, cause)
+        return sum(session.abort_request(generation, cause) for session, generation in in_flight)
 
-    def abort_phase(self, phase: Phase, cause: Cause) -> None:
-        """Abort the requests that are in this phase."""
+    def abort_waiting(self, cause: Cause) -> int:
+        """Abort all that waits for a slot; returns how many requests that were."""
+        return sum(session.abort_waiting(cause) for session in [*self._opening, *self])
+
+    def abort_phase(self, phase: Phase, cause: Cause) -> int:
+        """Abort the requests that are in this phase, and return how many there were."""
+        count = 0
         for session in self:
             if session.phase is phase and session.generation is not None:
-                session.abort_request(session.generation, cause)
+                count += session.abort_request(session.generation, cause)
+        return count
 
     # ---- requests that outlive an attachment ----------------------------------------------------------------------
 
@@ -94,10 +114,12 @@ class Sessions:
         assert session.id is not None, "only an entered session is attached"
         self._tell(session.id, Session.detach)
 
-    def detach_all(self) -> None:
-        """The worker is to forget every session."""
+    def detach_all(self) -> int:
+        """The worker is to forget every session. Returns how many it was not told to end before."""
+        count = len(self.attached)
         for session in self:
             self.detach(session)
+        return count
 
     def resume(self, session: Session, link: Link) -> None:
         """Let its suspended request go on."""

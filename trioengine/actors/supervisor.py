@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("trioengine")
 LAST_FRAMES_TIMEOUT = 0.2  # seconds, from the worker's death
 TERMINATE_TIMEOUT = 1.0  # seconds from SIGTERM to SIGKILL, within the shutdown's deadline
+FORGET_AFTER = 300.0  # seconds of an incarnation's life, after which the deaths before it do not count
 KILL_TIMEOUT = 1.0  # seconds from SIGKILL to giving it up, beyond that deadline; the kernel may delay a death
 
 
@@ -48,7 +49,7 @@ class Incarnation:
     def __init__(self, engine: EngineState, process: WorkerProcess) -> None:
         self.link = Link(process)
         self.process = process
-        self.ready = False
+        self.ready_at = math.inf  # on trio's clock
         self.reason: str | None = None  # why we killed it
         self.fatal: Fatal | None = None  # what it said last
         self.is_retiring = False
@@ -82,6 +83,16 @@ class Incarnation:
                 self.process.kill()
                 with trio.move_on_after(KILL_TIMEOUT, shield=True):
                     await self.process.wait()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has said READY."""
+        return self.ready_at < math.inf
+
+    @property
+    def has_lived(self) -> bool:
+        """Whether it was READY for `FORGET_AFTER` seconds, and was not killed for hanging or breaking the protocol."""
+        return self.reason is None and trio.current_time() - self.ready_at >= FORGET_AFTER
 
     @property
     def is_responsive(self) -> bool:
@@ -133,7 +144,7 @@ class Incarnation:
                 self._last_progress = trio.current_time()
                 self._engine.on_loading(message)
             case Ready():
-                self.ready, self._is_loading = True, False
+                self.ready_at, self._is_loading = trio.current_time(), False
                 self._engine.on_ready(message, self.link)
             case Fatal():
                 self.fatal = message
@@ -183,7 +194,7 @@ class Supervisor:
         self.last_loss: EngineError | None = None
         self._engine = engine
         self._config = engine.config
-        self._deaths = 0  # without a finished request since
+        self._deaths = 0  # in a row, of workers that were of no use
         self._shutdown = trio.Event()
         self._scope = trio.CancelScope(shield=True)
 
@@ -207,8 +218,8 @@ class Supervisor:
         """Whether a worker that was told to retire is still there."""
         return self.current is not None and self.current.is_retiring
 
-    def request_finished(self) -> None:
-        """A request ran to its end: the worker is worth restarting."""
+    def request_served(self) -> None:
+        """A request got tokens from this worker and ended by itself or by its reader: the count of deaths restarts."""
         self._deaths = 0
 
     async def run(self) -> None:
@@ -249,6 +260,8 @@ class Supervisor:
             error = _loss(incarnation, process.reap())
             self.retired += incarnation.is_retiring
             incarnation.link.lose()
+            if incarnation.has_lived:
+                self._deaths = 0
             self._on_worker_lost(error)
         if incarnation.is_retiring or self._shutdown.is_set():
             return incarnation.is_retiring
@@ -261,7 +274,7 @@ class Supervisor:
     async def _back_off(self) -> None:
         if self._deaths >= self._config.max_restarts:
             last = self.last_loss
-            raise WorkerLost(f"the worker died {self._deaths} times without finishing a request; {last}") from last
+            raise WorkerLost(f"the worker died {self._deaths} times without serving a request; {last}") from last
         delays = self._config.restart_delays
         delay = delays[min(max(self._deaths - 1, 0), len(delays) - 1)]
         self._engine.gate.retry_after = delay + 1.0

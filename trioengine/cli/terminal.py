@@ -52,7 +52,7 @@ class Terminal:
 
 
 @asynccontextmanager
-async def stopped_by_interrupt(stop: Callable[[], None]) -> AsyncIterator[None]:
+async def stopped_by_interrupt(stop: Callable[[], object]) -> AsyncIterator[None]:
     """Ctrl+C in the body is a call of `stop`; SIGTERM ends the body, and is then what it was outside of it."""
     ends: list[int] = []
 

@@ -217,11 +217,16 @@ class Session:
 
     # ---- the request's reader -------------------------------------------------------------------------------------
 
-    def abort_request(self, generation: Generation, cause: Cause) -> None:
-        """Abort this request if it has no outcome yet; a finish on its way wins, and the first cause."""
-        if generation.outcome is None:
-            generation.abort_cause = generation.abort_cause or cause
-            self._cancel(generation)
+    def abort_request(self, generation: Generation, cause: Cause) -> bool:
+        """Abort this request if it has no outcome yet; a finish on its way wins, and the first cause.
+
+        Returns whether this call aborts it.
+        """
+        if generation.is_stopping:
+            return False
+        generation.abort_cause = cause
+        self._cancel(generation)
+        return True
 
     def leave(self, generation: Generation) -> None:
         """The reader goes: without an outcome, the turn is taken back (or kept in part) at once."""

@@ -4,8 +4,10 @@
     in_flight = preparing + waiting + running + suspended
 
 What has ended is counted by its finish reason (finished: stop or length), what was aborted also by its cause.
-Refusals at the door are counted apart as `rejected`. A session holds a session slot from its opening until the worker
-has let go of it, a request a request slot until the worker is done with it, whatever became of its reader.
+A request that left the line for a slot (aborted, cancelled, its session ended) is received and aborted in one entry.
+Refusals at the door are counted apart as `rejected`, and so are sessions that left the line for their slot. A session
+holds a session slot from its opening until the worker has let go of it, a request a request slot until the worker is
+done with it, whatever became of its reader.
 """
 
 from __future__ import annotations
@@ -81,6 +83,12 @@ class Ledger:
     def receive(self) -> None:
         self.received += 1
         self._stands[Stand.PREPARING] += 1
+
+    def leave_line(self, cause: Cause) -> None:
+        """A request that waited for a slot is aborted without one."""
+        self.received += 1
+        self.finish_reasons[FinishReason.ABORT] += 1
+        self.abort_causes[cause] += 1
 
     def move(self, before: Stand, after: Stand) -> None:
         self._stands[before] -= 1

@@ -1,35 +1,37 @@
-"""The requests in flight, by the ids that their clients know: of chat completions and of responses."""
+"""The requests in flight, by the ids that their clients know: the server's, and those that a client has chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from trioengine.actors.generation import Generation
 
 
 class InFlight:
-    """Those of one server."""
+    """Requests of one server; an id that clients choose may be that of several."""
 
     def __init__(self) -> None:
-        self._generations: dict[str, Generation] = {}
+        self._generations: dict[str, list[Generation]] = {}  # none is empty
 
     def __len__(self) -> int:
+        """How many ids are known."""
         return len(self._generations)
 
     @contextmanager
-    def running(self, id: str, generation: Generation) -> Iterator[None]:
-        """Known by this id in the block."""
-        self._generations[id] = generation
+    def running(self, ids: Iterable[str], generation: Generation) -> Iterator[None]:
+        """Within, the request is known by these ids, of which some may be the same."""
+        names = tuple(dict.fromkeys(ids))
+        for id in names:
+            self._generations.setdefault(id, []).append(generation)
         try:
             yield
         finally:
-            del self._generations[id]
+            for id in names:
+                self._generations[id].remove(generation)
+                if not self._generations[id]:
+                    del self._generations[id]
 
-    def abort(self, id: str) -> bool:
-        """Ask for the end of a request; False if there is none of this id, or its outcome is decided."""
-        generation = self._generations.get(id)
-        if generation is None or generation.outcome is not None:
-            return False
-        generation.abort()
-        return True
+    def abort(self, id: str) -> int:
+        """Abort the requests of this id, and return how many this call aborts."""
+        return sum(generation.abort() for generation in self._generations.get(id, ()))

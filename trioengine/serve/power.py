@@ -33,9 +33,13 @@ class PowerSwitch:
         self._checkpoints = checkpoints
 
     async def sleep(self, request: Request) -> Response:
-        given = parameters_of(request, ("level", "mode", "timeout"))
+        given = parameters_of(request, ("level", "mode", "timeout", "keep_waiting"))
         level, mode = int(one_of(given, "level", _LEVELS)), one_of(given, "mode", _MODES)
-        await self._engine.sleep(level, mode=mode, timeout=number_in(given, "timeout", 0, MAX_SECONDS))
+        timeout, keep_waiting = (
+            number_in(given, "timeout", 0, MAX_SECONDS),
+            flag_in(given, "keep_waiting", default=False),
+        )
+        await self._engine.sleep(level, mode=mode, timeout=timeout, keep_waiting=keep_waiting)
         return self._state()
 
     async def wake_up(self, request: Request) -> Response:

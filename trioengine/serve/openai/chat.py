@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -14,7 +14,7 @@ from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
 from trioengine.serve.http import Request, Response
 from trioengine.serve.in_flight import InFlight
-from trioengine.serve.log_fields import SESSION
+from trioengine.serve.log_fields import REQUEST_ID, SESSION
 from trioengine.serve.openai.chat_request import ChatRequest, parse_chat_request
 from trioengine.serve.openai.chat_response import KEEP_ALIVE, ChatFrames, ChatShape, error_frames
 from trioengine.serve.problem import ClientError, RequestAborted, problem_of
@@ -51,6 +51,7 @@ class _Answer:
         self._messages: Sequence[Mapping[str, str]] = chat.messages
         self._params = chat.params
         self._include_usage = chat.include_usage
+        self._chosen_id = chat.request_id
         self._shape = ChatShape(model, engine.model.tokenizer, chat.params.logprobs)
 
     async def whole(self, body: Body) -> Response:
@@ -97,7 +98,7 @@ class _Answer:
             async with self._engine.open_session(label=self._shape.id) as session:
                 body.on_departure = partial(session.end, Cause.DISCONNECT)
                 generation = session.generate(self._take_messages(), self._params)
-                with self._in_flight.running(self._shape.id, generation):
+                with self._in_flight.running(self._ids, generation):
                     async with generation:
                         yield generation
         except RequestRejected as exc:
@@ -105,6 +106,11 @@ class _Answer:
                 raise
             message = exc.message.replace("prompt", "messages", 1)
             raise RequestRejected(exc.code, message, param="messages") from None
+
+    @property
+    def _ids(self) -> Iterator[str]:
+        """By which the request may be aborted: its own, that of the header X-Request-Id, and that of its body."""
+        return filter(None, (self._shape.id, REQUEST_ID.get(), self._chosen_id))
 
     def _take_messages(self) -> Sequence[Mapping[str, str]]:
         messages, self._messages = self._messages, ()

@@ -29,7 +29,8 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {  # what these may say: nothing else is
     "store": (False,),
 }
 _LABELS = ("user", "safety_identifier", "prompt_cache_key")  # for the client's own books, and of no effect here
-_OTHERS = ("messages", "model", "logprobs", "stream", "stream_options", "metadata")
+_OTHERS = ("messages", "model", "logprobs", "stream", "stream_options", "metadata", "request_id")
+MAX_ID = 128  # characters
 _FIELDS = frozenset({*_SAMPLING, *_FIXED, *_LABELS, *_OTHERS})
 _STREAM_FIXED: Mapping[str, tuple[Any, ...]] = {"include_obfuscation": (False,)}
 
@@ -42,6 +43,7 @@ class ChatRequest:
     params: SamplingParams
     stream: bool
     include_usage: bool  # in a stream
+    request_id: str | None  # the client's own, for /abort_request
 
 
 def parse_chat_request(body: bytes, model: str) -> ChatRequest:
@@ -60,7 +62,16 @@ def parse_chat_request(body: bytes, model: str) -> ChatRequest:
         params=_params(fields),
         stream=stream,
         include_usage=_include_usage(fields.get("stream_options"), stream),
+        request_id=_id_of(fields["request_id"]) if "request_id" in fields else None,
     )
+
+
+def _id_of(value: object) -> str:
+    id = text_of(value, "request_id")
+    if not 1 <= len(id) <= MAX_ID:
+        message = f"request_id must have 1 to {MAX_ID} characters, got {len(id)}"
+        raise ClientError("invalid_value", message, param="request_id")
+    return id
 
 
 def check_model(value: object, model: str) -> None:

@@ -52,7 +52,7 @@ class Answering:
             generation = session.generate(_extension(session, messages), response.order.params, keep_partial=True)
             response.session = session
             try:
-                with self._in_flight.running(response.id, generation):
+                with self._in_flight.running((response.id,), generation):
                     await _stream(session, generation, response)
             finally:
                 response.session = None

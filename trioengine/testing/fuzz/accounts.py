@@ -14,7 +14,7 @@ import trio
 from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
-from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded
+from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, SessionEnded
 from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
 
@@ -43,37 +43,40 @@ class Accounts:
         return watched
 
     def of_openings(self, aenter: Any) -> Any:
-        """For `Session.__aenter__`: who is refused a session is counted."""
+        """For `Session.__aenter__`: a session that is refused, ended or cancelled in the line is counted."""
 
         async def watched(session: Session) -> Any:
             try:
                 return await aenter(session)
-            except (EngineOverloaded, EngineAsleep, EngineClosed):
+            except (EngineOverloaded, EngineAsleep, EngineClosed, SessionEnded, trio.Cancelled):
                 self._rejected += 1
                 raise
 
         return watched
 
     def of_starts(self, start: Any) -> Any:
-        """For `Session.start`: so is who is refused a request slot; what fails with a slot has an outcome."""
+        """For `Session.start`: so is a request that is refused; all others have an outcome."""
 
         async def watched(session: Session, generation: Generation) -> None:
             try:
                 await start(session, generation)
             except EngineError:
-                self._rejected += generation._request_id not in self._admitted
+                self._rejected += generation.outcome is None
                 raise
 
         return watched
 
     def check(self, engine: Engine) -> None:
-        """Everybody has left: every request that was admitted, every cause and every refusal is in the books, once."""
+        """Everybody has left: every request, every cause and every refusal is in the books, once."""
         admitted = [generation for generation in self.generations if generation._request_id in self._admitted]
-        outcomes = [generation.outcome for generation in admitted]
-        reasons = Counter(outcome.finish_reason for outcome in outcomes if outcome is not None)
-        causes = Counter(outcome.cause for outcome in outcomes if outcome is not None and outcome.cause is not None)
+        undecided = [generation for generation in admitted if generation.outcome is None]
+        assert not undecided, f"they had a slot, and have no outcome: {undecided}"
+        outcomes = [generation.outcome for generation in self.generations if generation.outcome is not None]
+        reasons = Counter(outcome.finish_reason for outcome in outcomes)
+        causes = Counter(outcome.cause for outcome in outcomes if outcome.cause is not None)
         statistics = engine.statistics()
         for name, due, found in (
+            ("received", len(outcomes), statistics.received),
             ("finish_reasons", {reason: reasons[reason] for reason in FinishReason}, statistics.finish_reasons),
             ("abort_causes", {cause: causes[cause] for cause in Cause}, statistics.abort_causes),
             ("rejected", self._rejected, statistics.rejected),

@@ -17,7 +17,7 @@ import trio
 from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Chunk, Completion, Generation
 from trioengine.actors.session import Session
-from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded
+from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, SessionEnded
 from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.refusals import FOR_A_REQUEST, check_not_admitted, check_refused
@@ -70,6 +70,9 @@ class Holder:
         except (EngineOverloaded, EngineAsleep, EngineClosed) as exc:
             assert self.session is None, "only entering is refused"
             check_not_admitted(exc, self.engine, wait=self.wait)
+            self.error = exc
+        except SessionEnded as exc:
+            assert self.session is None and self.wait, "only a session in the line is ended so"
             self.error = exc
         finally:
             self.over = True

@@ -26,6 +26,7 @@ from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.callers import UNPREPARED, Holder, Reader, Style, Turn
 from trioengine.testing.fuzz.environment import Environment
 from trioengine.testing.fuzz.oracles import (
+    GOING,
     check_aborted,
     check_answer,
     check_deadline,
@@ -210,12 +211,13 @@ class EngineMachine(Environment):
     def _abort(self, reader: Reader, generation: Generation, *, by_id: bool) -> None:
         session = reader.holder.session
         is_in_flight = session is not None and session.generation is generation
+        is_going = is_in_flight and session is not None and session.phase in GOING
+        is_to_end = generation.outcome is None and (is_going or not is_in_flight)
         reader.aborted = True
-        if by_id:
-            told = self.engine.abort(generation.request_id)
-            assert told is is_in_flight, f"abort() said {told} of {generation}"
-        else:
-            generation.abort()
+        ended = self.engine.abort(generation.request_id) if by_id else generation.abort()
+        assert ended == is_to_end, f"abort() said {ended} of {generation}"
+        again = self.engine.abort(generation.request_id) if by_id else generation.abort()
+        assert not again, f"a second abort() said {again} of {generation}"
         check_aborted(reader)
 
     @precondition(lambda self: self.holders)

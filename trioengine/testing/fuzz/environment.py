@@ -17,7 +17,14 @@ from trioengine.actors.supervisor import Supervisor
 from trioengine.core.connection import Connection
 from trioengine.core.messages import Fatal, FatalCode
 from trioengine.core.outcome import Cause
-from trioengine.testing.fuzz.oracles import check_books, check_call, check_farewell, check_stopped
+from trioengine.testing.fuzz.oracles import (
+    check_books,
+    check_call,
+    check_farewell,
+    check_line,
+    check_stopped,
+    num_going,
+)
 from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.fuzz.world import World
 from trioengine.testing.simulated_worker import SIGSEGV
@@ -27,7 +34,7 @@ SLOW = 5.0  # seconds of a slow step, which harms nobody: longer than between tw
 WORKER_OUTAGES = ("hang", "stall", "slow step", "garbage", "nonsense", "close pipe", "fatal")
 HARMLESS = ("slow step",)  # of these
 STARTS = ("starts fail", "start stalls")
-OUTAGES = ("abort all", *WORKER_OUTAGES, *STARTS, "drain soon", "close", "cancel", "drain", "cancel")
+OUTAGES = ("abort all", "abort in flight", *WORKER_OUTAGES, *STARTS, "drain soon", "close", "cancel", "drain", "cancel")
 
 
 class Environment(World):
@@ -124,11 +131,8 @@ class Environment(World):
         if way in WORKER_OUTAGES and way not in HARMLESS:
             self._harm()
         match way:
-            case "abort all":
-                self.troubles.causes.add(Cause.ABORT_ALL)
-                in_flight = {session.generation for session in self.engine._sessions if session.generation is not None}
-                self.engine.abort_all()
-                check_stopped(self.engine, in_flight)
+            case "abort all" | "abort in flight":
+                self._abort_all(keep_waiting=way == "abort in flight")
             case "starts fail":
                 self.troubles.workers = True
                 self.simulation.failing_starts = 2
@@ -158,6 +162,16 @@ class Environment(World):
                 worker.say(b"\xff" * 8)
             case "nonsense" if worker is not None:  # a frame, and no message
                 worker.say(bytes.fromhex("0300000081a16101"))
+
+    def _abort_all(self, *, keep_waiting: bool) -> None:
+        self.troubles.causes.add(Cause.ABORT_ALL)
+        in_flight = {session.generation for session in self.engine._sessions if session.generation is not None}
+        due = num_going(self.engine, with_waiting=not keep_waiting)
+        ended = self.engine.abort_all(keep_waiting=keep_waiting)
+        assert ended == due, f"abort_all() said {ended}, and {due} were going"
+        check_stopped(self.engine, in_flight)
+        if not keep_waiting:
+            check_line(self.engine)
 
     # ---- the end --------------------------------------------------------------------------------------------------
 

@@ -102,6 +102,22 @@ def check_stopped(engine: Engine, generations: AbstractSet[Generation | None]) -
         assert not goes_on, f"all were aborted, and it goes on: {session}"
 
 
+def check_line(engine: Engine) -> None:
+    """Right after all in the lines were aborted: nobody waits."""
+    gate = engine.gate
+    assert not len(gate.requests) and not len(gate.sessions), f"all were aborted, and {len(gate.requests)} wait in line"
+
+
+def num_going(engine: Engine, *, with_waiting: bool) -> int:
+    """How many requests an abort of all is to end: without an outcome, and not aborted before."""
+    return sum(
+        generation.outcome is None and (generation is not session.generation or session.phase in GOING)
+        for session in (*engine._sessions._opening, *engine._sessions)
+        for generation in session.requests
+        if with_waiting or generation is session.generation
+    )
+
+
 def check_reader(reader: Reader, max_model_len: int, troubles: Troubles) -> None:
     """A request that is over: one outcome, and the text that the model gives for its history, as far as it goes.
 
@@ -203,6 +219,8 @@ def check_holder(holder: Holder, troubles: Troubles) -> None:
     """A session whose scope was left has ended; its history is what its requests committed, in their order."""
     session = holder.session
     if session is None:
+        if isinstance(holder.error, SessionEnded):
+            assert Cause(holder.error.cause) in troubles.causes, f"nobody ended it in the line, and {holder.error!r}"
         return
     assert not holder.left or session.end_cause is not None, f"{session} was left and has not ended"
     match session.end_cause:

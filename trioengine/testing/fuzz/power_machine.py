@@ -18,12 +18,14 @@ from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.callers import Style
 from trioengine.testing.fuzz.changes import UNFIT, Change, Changes
 from trioengine.testing.fuzz.engine_machine import WHICH, EngineMachine
+from trioengine.testing.fuzz.oracles import check_line
 from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.fuzz.world import CONFIG
 from trioengine.testing.simulated_worker import Health
 from trioengine.testing.toy_model import TOY_PATH
 
 MODES = st.sampled_from(("abort", "wait", "keep", "keep", "wait soon"))
+SLEEP_MODES = st.sampled_from(("abort", "wait", "keep", "keep", "wait soon", "abort in flight"))
 CHANGES = ("sleep", "wake", "update")  # calls
 ATTEMPTS = 6  # to wake in the end: a worker may be lost on the way
 
@@ -36,6 +38,7 @@ class PowerMachine(EngineMachine):
     def __init__(self) -> None:
         super().__init__()
         self.changes = Changes()
+        self._watch(PowerActor, "sleep", self._abort_the_lines)
         self._watch(PowerActor, "sleep", self.changes.of_sleeps)
         self._watch(PowerActor, "wake", self.changes.of_wakes)
         self._watch(PowerActor, "update_weights", self.changes.of_updates)
@@ -45,7 +48,7 @@ class PowerMachine(EngineMachine):
 
     # ---- who runs the engine --------------------------------------------------------------------------------------
 
-    @recorded(level=st.sampled_from((1, 2)), mode=MODES, turns=st.sampled_from((0, 0, 1, 8, 20)))
+    @recorded(level=st.sampled_from((1, 2)), mode=SLEEP_MODES, turns=st.sampled_from((0, 0, 1, 8, 20)))
     def sleep(self, level: int, mode: str, turns: int) -> None:
         """What the worker says in its last turns is on its way then."""
         for _ in range(turns):
@@ -54,7 +57,10 @@ class PowerMachine(EngineMachine):
                 self.worker.receive()
                 self.worker.turn()
         timeout = self._excuse_aborts(mode)
-        call = functools.partial(self.engine.sleep, level, mode=mode.split()[0], timeout=timeout)
+        keep_waiting = mode == "abort in flight"
+        call = functools.partial(
+            self.engine.sleep, level, mode=mode.split()[0], timeout=timeout, keep_waiting=keep_waiting
+        )
         self._call("sleep", call, (TransitionFailed,))
 
     @recorded(tags=st.sampled_from((None, None, "weights", "kv_cache")), reload=st.sampled_from((True, True, False)))
@@ -98,6 +104,17 @@ class PowerMachine(EngineMachine):
         if mode != "keep":
             self.troubles.sleeps_abort = True
         return 0.5 if mode == "wait soon" else None
+
+    def _abort_the_lines(self, sleep: Any) -> Any:
+        """For `PowerActor.sleep`: one that aborts leaves nobody in the lines, unless it is to keep them."""
+
+        def watched(actor: PowerActor, level: int, mode: str, timeout: float | None, *, keep_waiting: bool) -> Any:
+            change = sleep(actor, level, mode, timeout, keep_waiting=keep_waiting)
+            if mode == "abort" and not keep_waiting:
+                check_line(self.engine)
+            return change
+
+        return watched
 
     def _open_only(self, admit: Any) -> Any:
         """For `Gate.admit_request` and `admit_session`: nobody is admitted while something sleeps, or is to."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from trioengine.actors.generation import Generation
 from trioengine.serve.in_flight import InFlight
 from trioengine.serve.realtime.client_events import ClientEvent, ResponseCancel
 from trioengine.serve.realtime.connection import RealtimeConnection
@@ -103,20 +104,26 @@ def _to_cancel(connection: RealtimeConnection, event: ResponseCancel) -> Respons
     return next(found, None)
 
 
+def _is_stopping(generation: Generation) -> bool:
+    session = generation._session
+    return session.generation is generation and session.phase not in GOING
+
+
 def stopping(crashes: Crashes, saw: Callable[[bool], None]) -> Callable[[Any], Any]:
     """For `InFlight.abort`: what goes on is stopped in the same step, and it is said whether anything was."""
 
     def mutate(abort: Any) -> Any:
-        def watched(in_flight: InFlight, id: str) -> bool:
-            generation = in_flight._generations.get(id)
-            is_there = generation is not None and generation.outcome is None
-            told: bool = abort(in_flight, id)
-            if told is not is_there:
-                crashes.append(AssertionError(f"an operator was told {told} of {generation}"))
-            session = None if generation is None else generation._session
-            if session is not None and session.generation is generation and session.phase in GOING:
-                crashes.append(AssertionError(f"an operator has aborted it, and it goes on: {session}"))
-            saw(told)
+        def watched(in_flight: InFlight, id: str) -> int:
+            generations = list(in_flight._generations.get(id, ()))
+            due = sum(generation.outcome is None and not _is_stopping(generation) for generation in generations)
+            told: int = abort(in_flight, id)
+            if told != due:
+                crashes.append(AssertionError(f"an operator was told {told} of {generations}"))
+            for generation in generations:
+                session = generation._session
+                if session.generation is generation and session.phase in GOING:
+                    crashes.append(AssertionError(f"an operator has aborted it, and it goes on: {session}"))
+            saw(told > 0)
             return told
 
         return watched

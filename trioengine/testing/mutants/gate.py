@@ -11,6 +11,7 @@ import trio
 from trioengine.actors.engine import Engine
 from trioengine.actors.gate import Gate
 from trioengine.actors.session import Session
+from trioengine.actors.sessions import Sessions
 from trioengine.actors.waiting_line import WaitingLine
 from trioengine.core.ledger import Ledger, Stand
 from trioengine.core.messages import FinishReason
@@ -47,6 +48,14 @@ def _serve_nobody(serve: Any) -> Any:
             serve(self)
 
     return mutant
+
+
+def _abort_none(self: Sessions, cause: Cause) -> int:
+    return 0
+
+
+def _count_none(self: Ledger, cause: Cause) -> None:
+    """The books know nothing of it."""
 
 
 class _Locked:
@@ -90,7 +99,8 @@ GATE_MUTANTS = (
         "F5",
         "ids are used again",
         replaced(Engine, "__init__", _reuse_ids),
-        shows="is not newer than|in flight|goes on|the model's|holds sessions|the prompt has|said True of|history is",
+        shows=r"is not newer than|in flight|goes on|the model's|holds sessions|the prompt has|abort\(\) said"
+        "|history is",
     ),
     Mutant(
         "F11",
@@ -112,5 +122,17 @@ GATE_MUTANTS = (
         "a slot is free, and nobody who waits is admitted",
         replaced(WaitingLine, "serve", _serve_nobody),
         shows="wait for ever|callers wait, though the first of them need not|in flight|a newcomer is admitted",
+    ),
+    Mutant(
+        "F6b",
+        "an abort of all is lost in the line for a slot",
+        replaced(Sessions, "abort_waiting", lambda _: _abort_none),
+        shows=r"abort_all\(\) said|wait in line",
+    ),
+    Mutant(
+        "F28b",
+        "a request that leaves the line is not counted",
+        replaced(Ledger, "leave_line", lambda _: _count_none),
+        shows="the books say of",
     ),
 )

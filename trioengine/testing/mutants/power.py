@@ -78,10 +78,10 @@ def _keep_the_slots(sleep: Any) -> Any:
 
 
 async def _sleep_in_the_callers_task(
-    self: Engine, level: int = 1, *, mode: str = "abort", timeout: float | None = None
+    self: Engine, level: int = 1, *, mode: str = "abort", timeout: float | None = None, keep_waiting: bool = False
 ) -> None:
     self.gate.begin_pending()
-    change = self._power.sleep(level, mode, timeout)
+    change = self._power.sleep(level, mode, timeout, keep_waiting=keep_waiting)
     await change.wait()
     self.gate.end_pending()
 

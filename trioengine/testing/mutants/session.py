@@ -17,9 +17,8 @@ _A, _D, _X = Attachment.ATTACHED, Attachment.DETACHED, Attachment.DETACHING
 
 
 def _forget_cancelled_preparation(abort_request: Any) -> Any:
-    def mutant(self: Session, generation: Generation, cause: Cause) -> None:
-        if self.phase is not Phase.PREPARING:
-            abort_request(self, generation, cause)
+    def mutant(self: Session, generation: Generation, cause: Cause) -> bool:
+        return self.phase is not Phase.PREPARING and bool(abort_request(self, generation, cause))
 
     return mutant
 
@@ -104,6 +103,6 @@ SESSION_MUTANTS = (
         "F41",
         "the end of a session strands the reader of its request",
         rewritten(Phase.ENDING, _X, Event.SESSION_ENDED, Transition(Phase.ENDED, _D, (Action.FREE_SESSION,))),
-        shows="its time is over|(readers|callers) wait for ever|in flight|said False of",
+        shows=r"its time is over|(readers|callers) wait for ever|in flight|abort\(\) said",
     ),
 )
