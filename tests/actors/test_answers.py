@@ -1,8 +1,10 @@
 """Answers, turn after turn: what comes out is what the model says, and what was said is kept."""
 
+import dataclasses
+
 import pytest
 import trio
-from expectations import GREEDY, LONG, chat, reference
+from expectations import GREEDY, LONG, chat, reference, said
 
 from trioengine import FinishReason, RequestRejected, SamplingParams
 from trioengine.core.lifecycle import Phase
@@ -103,6 +105,34 @@ async def test_turns_are_one_rendering_and_the_earlier_ones_are_cached(autojump_
             held = len(prompt) + len(completion.token_ids) - 1
             messages.append({"role": "assistant", "content": completion.text})
         assert session.history == messages
+
+
+async def test_a_turn_with_another_salt_is_computed_anew(autojump_clock, simulated):
+    """The conversation goes on, and each answer is the model's; only turns with the same salt are found."""
+    engine, simulation = simulated
+    messages, cached = [], []
+    async with engine.open_session() as session:
+        for salt in ("mine", "mine", "yours", "", "mine"):
+            async with session.generate("go on", dataclasses.replace(GREEDY, cache_salt=salt)) as generation:
+                completion = await generation.result()
+            messages += chat("go on")
+            assert list(completion.token_ids) == toy_answer(engine.tokenizer.apply_chat_template(messages), 40)
+            messages.append({"role": "assistant", "content": completion.text})
+            cached.append(completion.usage.cached_tokens > 0)
+    assert cached == [False, True, False, False, True]
+    assert all(message.base > 0 for message in said(simulation, AddMessage)[1:])
+
+
+async def test_a_resumed_request_keeps_its_salt(autojump_clock, simulated):
+    engine, simulation = simulated
+    salted = dataclasses.replace(LONG, cache_salt="mine")
+    async with engine.open_session() as session, session.generate("one", salted) as generation:
+        await anext(generation)
+        simulation.worker.kill()
+        await generation.result()
+    first, second = said(simulation, AddMessage)
+    assert (first.num_output, second.num_output > 0) == (0, True)
+    assert first.params == second.params
 
 
 async def test_a_turn_cut_by_length_is_closed_by_the_template(autojump_clock, simulated):

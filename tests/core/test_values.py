@@ -47,6 +47,7 @@ BAD_PARAMS = {
         *[{1: value} for value in NO_NUMBERS],
     ],
     "logprobs": [-1, 21, *NO_INTEGERS],
+    "cache_salt": [3, None, b"x", "x" * 257, "half \ud800"],
 }
 OPTIONAL = {"max_tokens", "seed", "logprobs", "max_model_len", "kv_cache_memory", "chunked_prefill_size", "num_threads"}
 

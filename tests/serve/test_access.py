@@ -4,7 +4,7 @@ import json
 import logging
 
 import pytest
-from clients import open_clients, read_all, status_and_body
+from clients import CHAT, chat, open_clients, read_all, status_and_body
 from trio.testing import wait_all_tasks_blocked
 from trio_websocket import HandshakeError
 
@@ -174,6 +174,21 @@ async def test_a_key_shows_nowhere(autojump_clock, caplog):
         assert "secret" not in repr(clients.server.config)
     assert "secret" not in caplog.text
     assert "GET /version 200" in caplog.text
+
+
+async def test_keys_share_nothing_in_the_prefix_cache(autojump_clock):
+    """Over WebSocket and HTTP alike; what one key has sent, it finds by both."""
+    async with open_clients(**KEYS) as clients:
+
+        async def cached(key):
+            async with clients.realtime(extra_headers=[(b"Authorization", b"Bearer " + key.encode())]) as client:
+                response = await client.ask("hello", temperature=0)
+            return response["usage"]["input_token_details"]["cached_tokens"]
+
+        assert (await cached(KEY), await cached(OTHER), await cached(ADMIN)) == (0, 0, 0)
+        assert await cached(KEY) > 0
+        answer = await clients.request("POST", CHAT, chat(), authorization=f"Bearer {OTHER}")
+        assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
 # ---- so many of a key ---------------------------------------------------------------------------------------------

@@ -171,6 +171,7 @@ async def test_parameters_reach_the_worker(autojump_clock, clients):
         "ignore_eos": True,
         "logit_bias": {"65": -1},
         "skip_special_tokens": False,
+        "cache_salt": "mine",
     }
     body = chat(**fields)
     body["max_completion_tokens"] = body.pop("max_tokens")

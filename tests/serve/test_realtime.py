@@ -59,6 +59,18 @@ async def test_the_second_turn_finds_the_first_in_the_cache(autojump_clock, clie
         assert clients.engine.statistics().sessions == 1
 
 
+async def test_a_cache_salt_is_a_setting(autojump_clock, clients):
+    """Of the session or of one response; turns with another one are computed anew."""
+    async with clients.realtime() as client:
+        await client.send("session.update", session={"cache_salt": "mine"})
+        assert (await client.until("session.updated"))["session"]["cache_salt"] == "mine"
+        cached = []
+        for options in ({}, {}, {"cache_salt": "yours"}, {"cache_salt": None}, {}):
+            response = await client.ask("hello", **GREEDY, **options)
+            cached.append(response["usage"]["input_token_details"]["cached_tokens"] > 0)
+        assert cached == [False, True, False, False, True]
+
+
 async def test_an_item_in_progress_grows(autojump_clock, clients):
     """It is what has come until then, to who retrieves it and to who refers to it."""
     async with clients.realtime() as client:

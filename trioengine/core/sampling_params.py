@@ -14,6 +14,7 @@ MAX_STOP_LENGTH = 256
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_CACHE_SALT = 256  # characters
 _INTEGERS = {
     "max_tokens": (1, MAX_COUNT),
     "top_k": (-1, MAX_COUNT),
@@ -56,6 +57,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None  # how many top alternatives to report beside the chosen token; None: none at all
     skip_special_tokens: bool = True  # in the text, not in the token ids
+    cache_salt: str = ""  # only requests with the same one share what the prefix cache holds of their prompts
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -67,6 +69,7 @@ class SamplingParams:
         self._validate_numbers()
         self._validate_stops()
         self._validate_logit_bias()
+        self._validate_cache_salt()
 
     def _validate_numbers(self) -> None:
         for name, (least, most) in _INTEGERS.items():
@@ -100,6 +103,17 @@ class SamplingParams:
             for token_id, bias in self.logit_bias.items()
         }
         self._set("logit_bias", biases)
+
+    def _validate_cache_salt(self) -> None:
+        salt = self.cache_salt
+        if (
+            not isinstance(salt, str)
+            or len(salt) > MAX_CACHE_SALT
+            or any("\ud800" <= char <= "\udfff" for char in salt)
+        ):
+            raise _invalid(
+                "cache_salt", f"must be Unicode text of at most {MAX_CACHE_SALT} characters, got {brief(salt)}"
+            )
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import NoReturn
 
 from trioengine.core.serve_config import ServeConfig
+from trioengine.serve.cache_salt import NO_SALT, CacheSalts
 from trioengine.serve.http import BadRequest, Request, problem_response
 from trioengine.serve.keys import Keys, presented
 from trioengine.serve.origins import Origins
@@ -23,17 +24,18 @@ class Access:
         self._operators = Keys(config.admin_key)
         self._users = Keys((*config.api_key, *config.admin_key))
         self._most = config.max_sessions_per_key
+        self._salts = CacheSalts()
         self._sessions: dict[bytes, int] = {}  # by the key's digest; none of them is 0
 
     @contextmanager
-    def admit(self, request: Request, role: Role) -> Iterator[None]:
-        """Within, the request is served. Raises BadRequest when it may not be."""
+    def admit(self, request: Request, role: Role) -> Iterator[bytes]:
+        """Within, the request is served, with the cache salt of its key. Raises BadRequest when it may not be."""
         reason = self.origins.refusal(request.headers)
         if reason is not None:
             _refuse(403, "forbidden", reason)
         key = self._check_key(request, role) if self._users else None
         with nullcontext() if key is None else self._session(key):
-            yield
+            yield NO_SALT if key is None else self._salts.of(key)
 
     def _check_key(self, request: Request, role: Role) -> bytes | None:
         """The key that the request counts for. An operator is never told that there are too many."""

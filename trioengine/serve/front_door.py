@@ -40,7 +40,7 @@ MAX_UNREAD = 64 << 10  # bytes of a body that no handler looks at: it may come f
 SUBPROTOCOL = "realtime"
 
 CheckUpgrade = Callable[[Request], None]  # raises ClientError
-WebSocketHandler = Callable[[AcceptedWebSocket], Awaitable[None]]
+WebSocketHandler = Callable[[AcceptedWebSocket, bytes], Awaitable[None]]  # and the cache salt of its key
 
 
 class _Places:
@@ -142,14 +142,15 @@ class FrontDoor:
         route = route_of(self._routes, request.path)
         preflight = self._access.origins.preflight(request, () if route is None else route.handlers)
         role = Role.USER if route is None else route.role
-        with self._access.admit(request, Role.ANYONE if preflight else role):
+        with self._access.admit(request, Role.ANYONE if preflight else role) as cache_salt:
+            request = dataclasses.replace(request, cache_salt=cache_salt)
             if not (request.wants_websocket and request.path == REALTIME):
                 return await self._exchange(connection, request, preflight or find(self._routes, request))
             websocket = AcceptedWebSocket(stream, self._limits.max_message_size)
             refusal = _bad_handshake(request, connection.seen, websocket) or self._bad_upgrade(request)
             if refusal is not None:
                 raise BadRequest(refusal)
-            await self._become_websocket(connection, websocket)
+            await self._become_websocket(connection, websocket, cache_salt)
             await linger(stream)
             return False
 
@@ -193,7 +194,9 @@ class FrontDoor:
         message = f"the body did not come within {self._limits.body_timeout:g} s"
         raise BadRequest(problem_response(408, Problem(INVALID_REQUEST, "request_timeout", message)))
 
-    async def _become_websocket(self, connection: HttpConnection, websocket: AcceptedWebSocket) -> None:
+    async def _become_websocket(
+        self, connection: HttpConnection, websocket: AcceptedWebSocket, cache_salt: bytes
+    ) -> None:
         async with trio.open_nursery() as nursery:
             with trio.fail_after(self._limits.handshake_timeout):
                 proposal = await websocket.open(nursery)
@@ -201,7 +204,7 @@ class FrontDoor:
                 headers = list(connection.common_headers)
                 await proposal.accept(subprotocol=subprotocol, extra_headers=headers)
                 connection.status = 101
-            await self._realtime(websocket)
+            await self._realtime(websocket, cache_salt)
             nursery.cancel_scope.cancel()
 
 

@@ -36,6 +36,7 @@ class Request:
     headers: tuple[tuple[bytes, bytes], ...]
     body: bytes = field(default=b"", repr=False)
     http_version: bytes = b"1.1"
+    cache_salt: bytes = field(default=b"", repr=False)  # of its key
 
     def header(self, name: bytes) -> bytes | None:
         """The first value of a header."""

@@ -28,6 +28,7 @@ SAMPLING = {  # the names that every protocol shares with us, and ours
         "ignore_eos",
         "logit_bias",
         "skip_special_tokens",
+        "cache_salt",
     )
 }
 _TYPES: Mapping[str, tuple[type, ...]] = {  # as JSON has them, by our names; the others are numbers
@@ -36,6 +37,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {  # as JSON has them, by our names; th
     "ignore_eos": (bool,),
     "logit_bias": (Mapping,),
     "skip_special_tokens": (bool,),
+    "cache_salt": (str,),
 }
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 

@@ -120,9 +120,9 @@ class Server:
             "/detokenize": post(tokenization.detokenize),
         }
 
-    async def _realtime(self, websocket: AcceptedWebSocket) -> None:
+    async def _realtime(self, websocket: AcceptedWebSocket, cache_salt: bytes) -> None:
         connection = RealtimeConnection(
-            Answering(self.engine, self.in_flight),
+            Answering(self.engine, self.in_flight, cache_salt),
             websocket,
             self.model_name,
             self._closing,

@@ -72,11 +72,15 @@ class Crash(Exception):
 
 
 class ToyRunner:
-    """A ModelRunner whose keys and values are `toy_value`s, in the slots that the block tables name."""
+    """A ModelRunner whose keys and values are `toy_value`s, in the slots that the block tables name.
+
+    A step that reads what a request with another cache salt has computed is an AssertionError.
+    """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._slots: dict[int, int] = {}  # what lies in a slot of the KV cache
+        self._salts: dict[int, str] = {}  # of the request that computed what lies in a slot
         self._weights: int | None = 0  # None: discarded
         self.path = TOY_PATH
         self.asleep: frozenset[Tag] = frozenset()
@@ -91,6 +95,7 @@ class ToyRunner:
 
     def sleep(self) -> None:
         self._slots.clear()
+        self._salts.clear()
         self.asleep = ALL_TAGS
 
     def wake(self, tags: frozenset[Tag]) -> None:
@@ -120,9 +125,12 @@ class ToyRunner:
         for entry in output.scheduled:
             sequence = entry.sequence
             slots = [self._slot(sequence.block_table, position) for position in range(sequence.num_tokens)]
-            for position in range(sequence.num_computed_tokens, sequence.num_computed_tokens + entry.num_new_tokens):
+            salt, computed = sequence.params.cache_salt, sequence.num_computed_tokens
+            assert all(self._salts[slot] == salt for slot in slots[:computed]), "computed under another cache salt"
+            for position in range(computed, computed + entry.num_new_tokens):
                 before = self._slots[slots[position - 1]] if position else weights
                 self._slots[slots[position]] = toy_value(sequence.token_ids[position], before)
+                self._salts[slots[position]] = salt
             if not entry.samples:
                 continue
             error = "told to fail" if sequence.request in self.fail_requests else None
@@ -135,9 +143,11 @@ class ToyRunner:
     def _copy(self, copies: tuple[BlockCopy, ...]) -> None:
         size = self._block_size
         held = [[self._slots[source * size + offset] for offset in range(count)] for source, _, count in copies]
-        for (_, target, _), values in zip(copies, held, strict=True):
+        salts = [[self._salts[source * size + offset] for offset in range(count)] for source, _, count in copies]
+        for (_, target, _), values, computed_under in zip(copies, held, salts, strict=True):
             behind = [0] * (size - len(values))
             self._slots.update(enumerate(values + behind, target * size))
+            self._salts.update(enumerate(computed_under, target * size))
 
     def _slot(self, block_table: list[int], position: int) -> int:
         return block_table[position // self._block_size] * self._block_size + position % self._block_size

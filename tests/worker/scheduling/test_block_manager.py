@@ -6,9 +6,16 @@ import pytest
 from toy_driver import sequence_of
 
 from trioengine.core.errors import InvariantError
+from trioengine.core.sampling_params import SamplingParams
 from trioengine.worker.scheduling.block_manager import BlockManager, Prefix
 from trioengine.worker.scheduling.output import BlockCopy
-from trioengine.worker.scheduling.prefix_cache import ROOT_DIGEST, PartialBlock, PrefixCache, block_digest
+from trioengine.worker.scheduling.prefix_cache import (
+    ROOT_DIGEST,
+    PartialBlock,
+    PrefixCache,
+    block_digest,
+    root_digest,
+)
 from trioengine.worker.scheduling.sequence import Sequence
 
 BLOCK_SIZE = 4
@@ -236,3 +243,31 @@ def test_integrity_notices(harm) -> None:  # type: ignore[no-untyped-def]
     harm(blocks, sequence)
     with pytest.raises(InvariantError):
         blocks.check_integrity([sequence])
+
+
+def salted(request: int, prompt: list[int], cache_salt: str) -> Sequence:
+    return sequence_of(request, prompt, SamplingParams(max_tokens=4, seed=1, cache_salt=cache_salt))
+
+
+def test_a_salt_finds_only_its_own_blocks() -> None:
+    """Neither whole blocks nor the first tokens of one."""
+    blocks = BlockManager(8, BLOCK_SIZE)
+    prompt = list(range(10))
+    first = salted(1, prompt, "a")
+    assert blocks.allocate(first, blocks.find_prefix(first))
+    compute(blocks, first)
+    for other in ("", "b", "a ", "aa"):
+        assert blocks.find_prefix(salted(2, prompt, other)) == Prefix()
+        assert blocks.find_prefix(salted(2, prompt[:3], other)) == Prefix()
+    assert len(blocks.find_prefix(salted(3, prompt, "a")).blocks) == 2
+    assert blocks.find_prefix(salted(3, prompt[:3], "a")).partial == PartialBlock(first.block_table[0], 2)
+
+
+def test_roots_and_digests_of_blocks_are_of_different_kinds() -> None:
+    """A salt cannot spell the digest of a block, nor the tokens of one."""
+    tokens = [0x41414141] * BLOCK_SIZE
+    spelled = "A" * 4 * BLOCK_SIZE
+    assert root_digest("") == ROOT_DIGEST
+    assert root_digest(spelled) != block_digest(ROOT_DIGEST, tokens)
+    assert len({root_digest(salt) for salt in ("", "a", "b", "ab", "a\0b", spelled)}) == 6
+    assert len(root_digest("a")) == len(block_digest(ROOT_DIGEST, tokens))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from toy_driver import answer
+from toy_driver import answer, params
 
 from trioengine.core.errors import RemoteProtocolError
 from trioengine.core.messages import (
@@ -143,6 +143,25 @@ def test_usage_counts_tokens_and_seconds() -> None:
     usage = bench.rows()[-1].usage
     assert usage is not None
     assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (24, 3, 20)
+
+
+def test_another_salt_finds_nothing_of_the_turns_before() -> None:
+    """The session still holds their tokens, and `base` still counts them; only what was computed is not used."""
+    bench = Bench()
+    bench.handle(AddSession(1))
+    cached = []
+    for request, salt in enumerate(("a", "a", "b", "", "b", "a"), 1):
+        held = len(bench.step_loop.held_tokens(1))
+        salted = params(3, cache_salt=salt)
+        bench.handle(message(1, request, held, [5] * (20 if request == 1 else 1), salted))
+        prompt = bench.step_loop.held_tokens(1).tolist()
+        rows = bench.rows()
+        assert [row.token_ids.tolist() for row in rows] == [[token] for token in answer(prompt, salted, 64)]
+        usage = rows[-1].usage
+        assert usage is not None
+        cached.append(usage.cached_tokens)
+    # of 20, 24, 28, 32, 36, 40 tokens: what was computed of them under the same salt, in blocks of 4
+    assert cached == [0, 20, 0, 0, 28, 24]
 
 
 def test_base_truncates() -> None:

@@ -1,8 +1,8 @@
 """Random sessions on a tiny KV cache: every token is the reference's, every block comes back.
 
 The machine keeps the engine's mirror of each session, checks each row against the toy model's answer for that mirror,
-and compares all books after every event; its runner checks what each step computes. Few blocks and few distinct prompts
-make preemption, eviction and shared prefixes common.
+and compares all books after every event; its runner checks each step, and that none reads what a request with another
+cache salt has computed. Few blocks and few distinct prompts make preemption, eviction and shared prefixes common.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ class StepLoopMachine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 3),
         ignore_eos=st.booleans(),
         stop_token_ids=st.sampled_from([(), tuple(b"a"), tuple(b"abcde")]),
+        cache_salt=st.sampled_from(["", "", "a", "b"]),
     )
     def add_message(
         self,
@@ -124,6 +125,7 @@ class StepLoopMachine(RuleBasedStateMachine):
         min_tokens: int,
         ignore_eos: bool,
         stop_token_ids: tuple[int, ...],
+        cache_salt: str,
     ) -> None:
         session = (
             data.draw(st.sampled_from(self.idle))
@@ -137,6 +139,7 @@ class StepLoopMachine(RuleBasedStateMachine):
             min_tokens=min(min_tokens, max_tokens),
             ignore_eos=ignore_eos,
             stop_token_ids=stop_token_ids,
+            cache_salt=cache_salt,
             seed=1,
         )
         self.last_request += 1

@@ -12,6 +12,7 @@ from trioengine.actors.generation import Completion, Generation
 from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
+from trioengine.serve.cache_salt import salted
 from trioengine.serve.http import Request, Response
 from trioengine.serve.in_flight import InFlight
 from trioengine.serve.log_fields import REQUEST_ID, SESSION
@@ -36,7 +37,7 @@ class ChatCompletions:
     async def __call__(self, request: Request) -> StreamingResponse:
         parse = partial(parse_chat_request, request.body, self._model)
         chat = await in_thread_if(len(request.body) > LONG_JSON, self._engine.ports, parse)
-        answer = _Answer(self._engine, self._in_flight, chat, self._model)
+        answer = _Answer(self._engine, self._in_flight, chat, self._model, request.cache_salt)
         if chat.stream:
             return StreamingResponse(answer.stream, keep_alive=KEEP_ALIVE)
         return StreamingResponse(answer.whole)
@@ -45,11 +46,11 @@ class ChatCompletions:
 class _Answer:
     """One answer on its way. The messages are let go of when the engine has them."""
 
-    def __init__(self, engine: Engine, in_flight: InFlight, chat: ChatRequest, model: str) -> None:
+    def __init__(self, engine: Engine, in_flight: InFlight, chat: ChatRequest, model: str, cache_salt: bytes) -> None:
         self._engine = engine
         self._in_flight = in_flight
         self._messages: Sequence[Mapping[str, str]] = chat.messages
-        self._params = chat.params
+        self._params = salted(chat.params, cache_salt)
         self._include_usage = chat.include_usage
         self._chosen_id = chat.request_id
         self._shape = ChatShape(model, engine.model.tokenizer, chat.params.logprobs)

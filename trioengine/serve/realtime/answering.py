@@ -13,6 +13,7 @@ from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
 from trioengine.core.errors import EngineError
 from trioengine.core.outcome import Cause
+from trioengine.serve.cache_salt import salted
 from trioengine.serve.in_flight import InFlight
 from trioengine.serve.log_fields import REQUEST_ID, about
 from trioengine.serve.problem import problem_of
@@ -37,9 +38,10 @@ def failing(response: Response) -> Iterator[None]:
 class Answering:
     """What responses are answered with; each is known by its id while it is in flight."""
 
-    def __init__(self, engine: Engine, in_flight: InFlight) -> None:
+    def __init__(self, engine: Engine, in_flight: InFlight, cache_salt: bytes) -> None:
         self.engine = engine
         self._in_flight = in_flight
+        self._cache_salt = cache_salt
 
     async def answer(self, session: Session, response: Response) -> None:
         """Make the session's history what the response goes on from, and stream its answer.
@@ -49,7 +51,8 @@ class Answering:
         with about(REQUEST_ID, response.id):
             messages = response.order.messages
             check_length(messages, self.engine.limits.max_model_len, self.engine.tokenizer)  # before they are copied
-            generation = session.generate(_extension(session, messages), response.order.params, keep_partial=True)
+            params = salted(response.order.params, self._cache_salt)
+            generation = session.generate(_extension(session, messages), params, keep_partial=True)
             response.session = session
             try:
                 with self._in_flight.running((response.id,), generation):

@@ -49,6 +49,7 @@ ROUNDS_TO_FINISH = 12  # of a request for one token, if nothing is in its way
 PROMPTS = ("a", "to be", "be or not be or not be or", "<|im_end|>", "", UNPREPARED)
 HISTORIES: tuple[tuple[Turn, ...], ...] = ((), (("user", "a"), ("assistant", "b")))
 WHICH = st.integers(0, 3)
+SALTS = ("", "", "mine")  # of the requests in turn
 
 
 class EngineMachine(Environment):
@@ -290,6 +291,7 @@ class EngineMachine(Environment):
     ) -> Reader:
         idle = [holder for holder in self.open_holders if not holder.is_busy]
         holder = pick(idle if which < 3 and idle else self.open_holders, which)
+        params = replace(params, cache_salt=SALTS[len(self.readers) % len(SALTS)])
         reader = Reader(holder, prompt, params, style, keep_partial, timeout, wait)
         holder.readers.append(reader)
         self.readers.append(reader)

@@ -70,9 +70,10 @@ def _keep_what_was_computed(forget_all: Any) -> Any:
 
 def _keep_the_slots(sleep: Any) -> Any:
     def mutant(self: ToyRunner) -> None:
-        slots = dict(self._slots)
+        slots, salts = dict(self._slots), dict(self._salts)
         sleep(self)
         self._slots.update(slots)
+        self._salts.update(salts)
 
     return mutant
 

@@ -8,6 +8,7 @@ from trioengine.core.messages import AddSession, EndSession, FinishReason, StopS
 from trioengine.testing.mutants.mutant import Mutant, replaced
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.worker.scheduling.block_manager import BlockManager
+from trioengine.worker.scheduling.prefix_cache import ROOT_DIGEST
 from trioengine.worker.scheduling.scheduler import Scheduler
 from trioengine.worker.scheduling.sequence import Sequence
 from trioengine.worker.scheduling.step_loop import StepLoop
@@ -89,6 +90,13 @@ def _by_type(turn: Any) -> Any:
     return mutant
 
 
+def _forget_the_salt(post_init: Any) -> Any:
+    def mutant(self: Sequence) -> None:
+        self.root = ROOT_DIGEST
+
+    return mutant
+
+
 WORKER_MUTANTS = (
     Mutant(
         "F3",
@@ -137,5 +145,11 @@ WORKER_MUTANTS = (
         "an end is handled before an add that came earlier: by type, not by arrival",
         replaced(SimulatedWorker, "turn", _by_type),
         shows="the engine broke the protocol: .* is not there",
+    ),
+    Mutant(
+        "F48",
+        "requests with different cache salts share blocks of the prefix cache",
+        replaced(Sequence, "__post_init__", _forget_the_salt),
+        shows="computed under another cache salt",
     ),
 )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from trioengine.core.errors import InvariantError
 from trioengine.worker.scheduling.output import BlockCopy
-from trioengine.worker.scheduling.prefix_cache import ROOT_DIGEST, PartialBlock, PrefixCache, block_digest
+from trioengine.worker.scheduling.prefix_cache import PartialBlock, PrefixCache, block_digest
 from trioengine.worker.scheduling.sequence import Sequence
 
 
@@ -179,4 +179,4 @@ class BlockManager:
         return digests[index]
 
     def _parent(self, sequence: Sequence, index: int) -> bytes:
-        return sequence.block_digests[index - 1] if index else ROOT_DIGEST
+        return sequence.block_digests[index - 1] if index else sequence.root

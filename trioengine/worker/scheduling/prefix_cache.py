@@ -1,8 +1,8 @@
 """The prefix cache: which blocks hold which prefixes, and in which order unused ones are evicted.
 
 A full block is known by a digest of its tokens and of the digest of the block before it, so that equal digests mean
-equal prefixes (the scheme of vLLM's automatic prefix caching). The first block's parent is ROOT_DIGEST; a cache salt
-or the content of an image is another root or more bytes, and nothing else here changes.
+equal prefixes (the scheme of vLLM's automatic prefix caching). The first block's parent is the root of the request's
+cache salt: requests with different salts find none of each other's blocks, neither whole nor in part.
 
 Where prefixes part within a block, as after a chat template's first words, what they share is found by the parent and
 the first token: of several blocks with these, the latest.
@@ -16,7 +16,13 @@ from collections.abc import Sequence as Items
 from hashlib import blake2b
 from typing import NamedTuple
 
-ROOT_DIGEST = b""
+ROOT_DIGEST = b""  # of requests without a cache salt
+_SALTED = b"cache salt"  # keeps the roots apart from the digests of blocks
+
+
+def root_digest(cache_salt: str) -> bytes:
+    """The parent of the first block of a request with this cache salt."""
+    return blake2b(cache_salt.encode(), digest_size=32, person=_SALTED).digest() if cache_salt else ROOT_DIGEST
 
 
 def block_digest(parent: bytes, token_ids: Items[int]) -> bytes:

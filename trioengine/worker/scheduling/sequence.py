@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.worker.scheduling.prefix_cache import root_digest
 
 
 class SequenceStatus(enum.Enum):
@@ -35,6 +36,10 @@ class Sequence:
     arrived_at: float = 0.0  # by the step loop's clock, as the next two
     started_at: float | None = None  # its first step began
     first_token_at: float | None = None
+    root: bytes = field(init=False)  # of the chain of block digests, by the cache salt
+
+    def __post_init__(self) -> None:
+        self.root = root_digest(self.params.cache_salt)
 
     @property
     def num_tokens(self) -> int:
