@@ -13,8 +13,8 @@ from urllib.parse import urlencode, urlsplit
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 60  # seconds
-OPTIONS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
---disable-component-update --disable-sync""".split()
+OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
+OPTIONS += ("--disable-background-networking", "--disable-component-update")
 PAGE = b"""<!doctype html><meta charset=utf-8><script type=module>
 const given = new URLSearchParams(location.search);
 const result = async () => {
