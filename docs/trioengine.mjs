@@ -4,151 +4,450 @@
 //   for await (const text of session.generate("Hello!", { max_output_tokens: 64, temperature: 0 })) show(text);
 //   await session.close();
 //
-// What goes wrong is thrown as a TrioengineError: it has the server's code, and the field at fault (param).
+// A turn is the question and its answer. The conversation gets the turns that ran to their end; a turn that was
+// cancelled, failed or refused leaves nothing in it. A session whose connection is lost opens another one for the next
+// question, and gives it the conversation. Errors are thrown as TrioengineError. Types: trioengine.d.ts.
+
+export const VERSION = "0.1.0"; // of the package that this file belongs to
 
 const PATH = "/v1/realtime";
 const WINDOW = 32; // events that may be unanswered; a server closes the connection at 64
-const OPEN = 1;
+const PROBE_TIMEOUT = 5000; // milliseconds
+const OPEN = 1, GOING_AWAY = 1001;
+const CLOSES = {
+  1000: "the server closed the connection",
+  1001: "the server is shutting down",
+  1006: "the connection broke off: the server died, or the network failed",
+  1008: "the server closed the connection, because too many events were unhandled",
+  1009: "the server closed the connection, because a message was too large",
+};
 
+/** `code` is the server's, or connection_lost, session_busy, session_ended; `param` the field at fault, `retryAfter`
+ *  seconds, `status` that of HTTP where the handshake was refused, `closeCode` that of a WebSocket that was closed. */
 export class TrioengineError extends Error {
-  constructor({ code, message, param = null, retry_after = null }) {
+  constructor({ code, message, param = null, retry_after = null, status = null, closeCode = null }) {
     super(message);
     this.name = "TrioengineError";
-    Object.assign(this, { code, param, retryAfter: retry_after });
+    Object.assign(this, { code, param, retryAfter: retry_after, status, closeCode });
   }
 }
 
-/** Open a session: one WebSocket. The URL is the server's, with or without /v1. Options: apiKey, model, WebSocket
- *  where there is no global one, and onState(state), which is told when the engine sleeps, is awake, … Throws a
- *  TrioengineError with the code connection_lost when the handshake fails: why, a browser tells nobody. */
-export async function connect(url, { apiKey, model, onState, WebSocket = globalThis.WebSocket } = {}) {
-  if (WebSocket === undefined) throw new TypeError("there is no WebSocket: give that of the package ws as an option");
-  const address = new URL(url.replace(/^http/, "ws"));
-  if (["", "/v1"].includes(address.pathname.replace(/\/$/, ""))) address.pathname = PATH;
-  if (model !== undefined) address.searchParams.set("model", model);
-  const protocols = ["realtime"]; // a browser's WebSocket sends no headers of ours: the key goes here, too
-  if (apiKey !== undefined) protocols.push(`openai-insecure-api-key.${apiKey}`);
-  const session = new Session(new WebSocket(address.href, protocols), onState);
-  await session.opened;
+/** Open a session. Throws a TrioengineError with the reason when the server refuses it, or cannot be reached. */
+export async function connect(url, options = {}) {
+  const session = new Session(url, options);
+  await session.open();
   return session;
 }
 
+/** A conversation with the server at `url`, with or without /v1, over one WebSocket at a time: opened by `open`, by the
+ *  first question, or by the first one after a loss. */
 export class Session {
-  id = null; // the server's
-  opened; // a promise of the server's first event
-  closed; // a promise, kept when the WebSocket is closed, by whichever side
-  #socket;
-  #onState;
-  #current = null; // the generation that the server works on
+  id = null; // the server's, of the latest connection
+  #address;
+  #options;
+  #items; // of the conversation, in its order: {id, role, text, isCommitted}
+  #settings = {};
+  #connection = null; // null: none was opened, or it was lost
+  #opening = null; // the connection that is being opened
+  #opened = null; // a promise of it
+  #running = null; // the generation that the server works on
   #latest = null; // the one asked for last
-  #promised = new Map(); // event id -> what to call with its answer
-  #unsent = [];
-  #unanswered = new Set(); // event ids
   #count = 0;
-  #loss = null;
+  #isClosed = false;
 
-  constructor(socket, onState = () => {}) {
-    this.#socket = socket;
-    this.#onState = onState;
-    this.opened = this.#promise("open");
-    this.closed = new Promise((resolve) => {
-      socket.addEventListener("close", (event) => resolve(this.#lose(event)));
-      socket.addEventListener("error", () => resolve(this.#lose({ code: 1006, reason: "it broke" })));
+  constructor(url, options = {}) {
+    if ((options.WebSocket ?? globalThis.WebSocket) === undefined) {
+      throw new TypeError("no global WebSocket: give that of the package ws as the option WebSocket");
+    }
+    this.#address = addressOf(url, options.model);
+    this.#options = options;
+    this.#items = (options.history ?? []).map(({ role, content }) => {
+      return { id: this.#newId("item"), role, text: content, isCommitted: true };
     });
-    socket.addEventListener("message", (message) => this.#told(JSON.parse(message.data)));
   }
 
-  /** Change the settings of the session: instructions, temperature, max_output_tokens, … Gives all of them. */
-  update(settings) {
-    return this.#ask("update", { type: "session.update", session: { type: "realtime", ...settings } });
+  /** The committed conversation, as chat messages. */
+  get history() {
+    return this.#items.filter((item) => item.isCommitted).map(({ role, text }) => ({ role, content: text }));
   }
 
-  /** Add a message to the conversation. Gives its item. */
+  /** Connect, if that is not done. Throws a TrioengineError with the reason when it cannot be done. */
+  async open() {
+    if (this.#connection === null) await this.#connected();
+  }
+
+  /** Change the settings of the session: instructions, temperature, max_output_tokens, … Returns all of them. */
+  async update(settings) {
+    const event = { type: "session.update", session: { type: "realtime", ...settings } };
+    const changed = await this.#ask(() => [this.#newId("update"), event]);
+    this.#settings = { ...this.#settings, ...settings };
+    return changed;
+  }
+
+  /** Add a message to the conversation. Returns its item. */
   say(text, role = "user") {
-    const part = { type: role === "assistant" ? "output_text" : "input_text", text };
-    const item = { id: `item_${this.#count + 1}`, type: "message", role, content: [part] };
-    return this.#ask("item", { type: "conversation.item.create", item });
+    return this.#ask(() => creation({ id: this.#newId("item"), role, text }));
   }
 
-  /** Ask for an answer, to this text or to what was said until now: a Generation. One at a time, except that the next
-   *  one waits for one that was cancelled. */
-  generate(text, settings = {}) {
+  /** Ask for an answer, to this text or to the conversation as it is. Throws session_busy while another question is
+   *  unanswered; one that was cancelled is waited for. With `keepPartial` the turn stays in the conversation also if it
+   *  is cancelled or fails, with the part of the answer that came. */
+  generate(text, settings = {}, { keepPartial = this.#options.keepPartial ?? false } = {}) {
     const previous = this.#latest;
     if (previous !== null && !previous.isOver && !previous.isCancelled) {
-      throw new TrioengineError({ code: "session_busy", message: "the session answers already" });
+      const message = "the session is busy with another question: wait for its answer, or cancel it";
+      throw new TrioengineError({ code: "session_busy", message });
     }
-    const generation = new Generation((generation) => this.#cancel(generation));
+    for (const param of ["conversation", "input"].filter((name) => name in settings)) {
+      throw new TrioengineError({ code: "unsupported_parameter", message: `${param} is not supported`, param });
+    }
+    const generation = new Generation(keepPartial, () => this.#cancel(generation));
     this.#latest = generation;
     if (previous === null || previous.isOver) this.#start(generation, text, settings);
     else previous.over.then(() => this.#start(generation, text, settings));
     return generation;
   }
 
-  /** Close the WebSocket; an answer in progress is lost. */
-  close() {
-    this.#socket.close(1000);
-    return this.closed;
+  /** Close the WebSocket, and open no other; a question in progress fails. */
+  async close() {
+    this.#isClosed = true;
+    const connection = this.#connection ?? this.#opening;
+    connection?.close(ended());
+    await connection?.closed;
   }
 
+  // ---- the connection
+
+  #connected() {
+    this.#opened ??= this.#connect().finally(() => {
+      this.#opening = this.#opened = null;
+    });
+    return this.#opened;
+  }
+
+  /** Open a connection, and give it the settings and the conversation. */
+  async #connect() {
+    if (this.#isClosed) throw ended();
+    const connection = new Connection(this.#address, this.#options, (event) => this.#told(event));
+    this.#opening = connection;
+    try {
+      this.id = (await connection.opened).id;
+      const session = { type: "realtime", ...this.#settings };
+      const events = this.#items.map(creation);
+      if (Object.keys(this.#settings).length > 0) {
+        events.unshift([this.#newId("update"), { type: "session.update", session }]);
+      }
+      await Promise.all(events.map(([id, event]) => connection.ask(id, event)));
+      if (connection.loss !== null) throw connection.loss;
+    } catch (error) {
+      connection.close(error);
+      throw error;
+    }
+    this.#connection = connection;
+    connection.onLoss = (error) => this.#lost(error);
+  }
+
+  #lost(error) {
+    this.#connection = null;
+    const generation = this.#running;
+    if (generation !== null) this.#finish(generation, error);
+    this.#items = this.#items.filter((item) => item.isCommitted);
+    if (!this.#isClosed) this.#options.onLoss?.(error);
+  }
+
+  /** Send an event, and return a promise of its answer. In order, where the session is connected. */
+  #ask(prepare) {
+    if (this.#connection !== null) return this.#connection.ask(...prepare());
+    return this.#connected().then(() => this.#ask(prepare));
+  }
+
+  #newId(kind) {
+    return `${kind}_${++this.#count}`;
+  }
+
+  // ---- questions
+
   #start(generation, text, settings) {
-    if (this.#loss !== null || generation.isCancelled) return generation.end(this.#loss);
-    this.#current = generation;
-    if (text !== undefined) this.say(text).catch((error) => generation.spoil(error));
-    generation.id = this.#post("respond", { type: "response.create", response: settings });
+    if (generation.isCancelled) return generation.end(null);
+    if (this.#connection === null) {
+      const retry = () => this.#start(generation, text, settings);
+      return this.#connected().then(retry, (error) => generation.end(error));
+    }
+    this.#running = generation;
+    if (text !== undefined) {
+      const id = this.#newId("item");
+      generation.itemIds.push(id);
+      const question = this.#connection.ask(...creation({ id, role: "user", text }));
+      question.catch((error) => this.#spoil(generation, error));
+    }
+    generation.id = this.#newId("ask");
+    this.#connection.post(generation.id, { type: "response.create", response: settings });
+  }
+
+  /** The server refuses the question: the response that was asked for with it answers another one. */
+  #spoil(generation, error) {
+    if (generation.isOver) return;
+    generation.fail(error);
+    this.#cancel(generation);
   }
 
   #cancel(generation) {
-    if (generation === this.#current) this.#post("cancel", { type: "response.cancel" });
+    if (generation !== this.#running) return;
+    const response = generation.response === null ? {} : { response_id: generation.response.id };
+    this.#connection.post(this.#newId("cancel"), { type: "response.cancel", ...response });
   }
 
-  // ---- what is sent
+  /** The server is done with it, or gone: decide whether its turn stays. */
+  #finish(generation, error) {
+    this.#running = null;
+    const items = this.#items.filter((item) => generation.itemIds.includes(item.id));
+    if (generation.isKept) this.#commit(generation, items);
+    else items.forEach((item) => this.#delete(item.id));
+    generation.end(error);
+  }
+
+  #commit(generation, items) {
+    for (const item of items) item.isCommitted = true;
+    const answer = items.at(-1);
+    if (answer.text !== generation.text) {
+      answer.text = generation.text;
+      const place = { item_id: answer.id, content_index: 0, text_end: [...answer.text].length };
+      this.#connection?.post(`truncate_${answer.id}`, { type: "conversation.item.truncate", ...place });
+    }
+  }
+
+  #delete(id) {
+    this.#items = this.#items.filter((item) => item.id !== id);
+    this.#connection?.post(`delete_${id}`, { type: "conversation.item.delete", item_id: id });
+  }
+
+  // ---- the server's events
+
+  #told(event) {
+    const running = this.#running;
+    const id = event.response_id ?? event.response?.id;
+    const isOurs = running !== null && id !== undefined && id === running.response?.id;
+    switch (event.type) {
+      case "conversation.item.added":
+        return this.#add(event.item, event.previous_item_id);
+      case "conversation.item.done":
+        return this.#complete(event.item);
+      case "response.created":
+        if (running?.response === null) running.response = event.response;
+        return;
+      case "response.output_item.added":
+        if (isOurs) running.itemIds.push(event.item.id);
+        return;
+      case "response.output_text.delta":
+        if (isOurs) running.add(event.delta);
+        return;
+      case "response.done":
+        if (isOurs) this.#done(running, event.response);
+        return;
+      case "engine.state":
+        return this.#options.onState?.(event.state);
+      case "error":
+        if (running !== null && event.error.event_id === running.id) this.#refused(running, event.error);
+    }
+  }
+
+  #add({ id, role }, previous) {
+    if (this.#items.some((item) => item.id === id)) return; // the server is given it again
+    const index = this.#items.findIndex((item) => item.id === previous) + 1;
+    this.#items.splice(index, 0, { id, role, text: "", isCommitted: false });
+  }
+
+  #complete({ id, content }) {
+    const item = this.#items.find((item) => item.id === id);
+    if (item === undefined || item.isCommitted) return;
+    item.text = content.map((part) => part.text).join("");
+    item.isCommitted = !this.#running?.itemIds.includes(id);
+  }
+
+  #refused(generation, problem) {
+    generation.problem = new TrioengineError(problem);
+    if (generation.response === null) this.#finish(generation, generation.problem); // else response.done follows
+  }
+
+  #done(generation, response) {
+    generation.response = response;
+    const hasFailed = response.status === "failed";
+    const error = hasFailed ? (generation.problem ?? new TrioengineError(response.status_details.error)) : null;
+    this.#finish(generation, error);
+  }
+}
+
+/** An answer: an async iterable of its texts. To leave the loop early cancels it. */
+export class Generation {
+  text = ""; // all that came, read or not
+  response = null; // the server's latest description: id, status, status_details, usage
+  isOver = false;
+  isCancelled = false;
+  over; // a promise, resolved when the server is done with it
+  // The session's part: it alone writes these.
+  id = null; // of the event that asked for it
+  itemIds = []; // of the turn: the question's, the answer's
+  problem = null; // of the error event about it
+  #keepPartial;
+  #onCancel;
+  #unread = "";
+  #error = null;
+  #isSpoiled = false;
+  #changed = signal();
+  #finished = signal();
+
+  constructor(keepPartial, onCancel) {
+    this.#keepPartial = keepPartial;
+    this.#onCancel = onCancel;
+    this.over = this.#finished.promise;
+  }
+
+  /** Stop it: nothing more is read, and (without `keepPartial`) nothing of its turn stays in the conversation. */
+  cancel() {
+    if (this.isOver || this.isCancelled) return;
+    this.isCancelled = true;
+    this.#unread = "";
+    this.#notify();
+    this.#onCancel();
+  }
+
+  /** Read to the end: {text, status, usage}. */
+  async result() {
+    for await (const _ of this);
+    await this.over;
+    const status = this.isCancelled ? "cancelled" : this.response.status;
+    return { text: this.text, status, usage: this.response?.usage ?? null };
+  }
+
+  async *[Symbol.asyncIterator]() {
+    try {
+      for (;;) {
+        if (this.#unread !== "") {
+          const text = this.#unread;
+          this.#unread = "";
+          yield text;
+        } else if (this.isCancelled) return;
+        else if (this.#error !== null) throw this.#error;
+        else if (this.isOver) return;
+        else await this.#changed.promise;
+      }
+    } finally {
+      this.cancel();
+    }
+  }
+
+  // ---- called by its session
+
+  get isKept() {
+    if (this.#isSpoiled) return false;
+    const isWhole = ["completed", "incomplete"].includes(this.response?.status) && !this.isCancelled;
+    return isWhole || (this.#keepPartial && this.text !== "");
+  }
+
+  add(text) {
+    if (this.isCancelled || this.#isSpoiled) return;
+    this.text += text;
+    this.#unread += text;
+    this.#notify();
+  }
+
+  fail(error) {
+    this.#isSpoiled = true;
+    this.#error ??= error;
+    this.#notify();
+  }
+
+  end(error) {
+    this.isOver = true;
+    this.#error ??= error;
+    this.#notify();
+    this.#finished.resolve();
+  }
+
+  #notify() {
+    this.#changed.resolve();
+    this.#changed = signal();
+  }
+}
+
+/** One WebSocket, from its handshake to its close. */
+class Connection {
+  opened; // a promise of the session that the server begins with
+  closed; // a promise, resolved when the WebSocket is closed
+  loss = null; // the error that ended it
+  onLoss = () => {};
+  #socket;
+  #onEvent;
+  #promised = new Map(); // event id -> resolve and reject of its answer
+  #unsent = [];
+  #unanswered = new Set(); // event ids
+
+  constructor(address, { apiKey, model, WebSocket = globalThis.WebSocket }, onEvent) {
+    const protocols = ["realtime"]; // a browser's WebSocket sends no headers of ours: the key goes here
+    if (apiKey !== undefined) protocols.push(`openai-insecure-api-key.${apiKey}`);
+    const socket = (this.#socket = new WebSocket(address.href, protocols));
+    this.#onEvent = onEvent;
+    this.opened = this.#promise("open");
+    let hasOpened = false;
+    socket.addEventListener("open", () => (hasOpened = true));
+    socket.addEventListener("message", (message) => this.#told(JSON.parse(message.data)));
+    const over = new Promise((resolve) => {
+      socket.addEventListener("close", resolve);
+      socket.addEventListener("error", () => resolve({ code: 1006, reason: "" }));
+    });
+    this.closed = over.then(async (close) => {
+      this.#lose(hasOpened || this.loss !== null ? lossOf(close) : await refusalOf(address, apiKey, model));
+    });
+  }
+
+  /** Send an event when its turn has come. */
+  post(id, event) {
+    if (this.loss !== null) return;
+    this.#unsent.push([id, JSON.stringify({ event_id: id, ...event })]);
+    queueMicrotask(() => this.#send());
+  }
+
+  /** Send an event, and return a promise of its answer. */
+  ask(id, event) {
+    if (this.loss !== null) return Promise.reject(this.loss);
+    this.post(id, event);
+    return this.#promise(id);
+  }
+
+  /** Close it for this reason. */
+  close(error) {
+    this.#lose(error);
+    this.#socket.close(1000);
+  }
 
   #promise(id) {
     return new Promise((resolve, reject) => this.#promised.set(id, { resolve, reject }));
   }
 
-  #ask(what, event) {
-    if (this.#loss !== null) return Promise.reject(this.#loss);
-    return this.#promise(this.#post(what, event));
-  }
-
-  #post(what, event) {
-    const id = `${what}_${++this.#count}`;
-    this.#unsent.push([id, JSON.stringify({ event_id: id, ...event })]);
-    queueMicrotask(() => this.#send());
-    return id;
-  }
-
   #send() {
     while (this.#unsent.length > 0 && this.#unanswered.size < WINDOW && this.#socket.readyState === OPEN) {
       const [id, text] = this.#unsent.shift();
-      if (this.#promised.has(id)) this.#unanswered.add(id);
+      if (!/^(ask|cancel)_/.test(id)) this.#unanswered.add(id); // the others have one answer each
       this.#socket.send(text);
     }
   }
 
-  // ---- what the server says
-
   #told(event) {
+    if (this.loss !== null) return;
+    this.#onEvent(event);
     switch (event.type) {
       case "session.created":
-        this.id = event.session.id;
         return this.#answered("open", event.session);
       case "session.updated": // events are answered in order
-        return this.#answered([...this.#unanswered].find((id) => id.startsWith("update")), event.session);
+        return this.#answered([...this.#unanswered].find((id) => id.startsWith("update_")), event.session);
       case "conversation.item.done":
-        return this.#answered(event.item.id, event.item);
-      case "response.created":
-        if (this.#current !== null) this.#current.response = event.response;
-        return;
-      case "response.output_text.delta":
-        return this.#current?.add(event.delta);
-      case "response.done":
-        return this.#done(event.response);
-      case "engine.state":
-        return this.#onState(event.state);
+        return this.#answered(`create_${event.item.id}`, event.item);
+      case "conversation.item.truncated":
+        return this.#answered(`truncate_${event.item_id}`);
+      case "conversation.item.deleted":
+        return this.#answered(`delete_${event.item_id}`);
       case "error":
-        return this.#failed(event.error);
+        return this.#answered(event.error.event_id, new TrioengineError(event.error), "reject");
     }
   }
 
@@ -159,106 +458,79 @@ export class Session {
     this.#send();
   }
 
-  #failed(problem) {
-    const error = new TrioengineError(problem);
-    const current = this.#current;
-    this.#answered(problem.event_id, error, "reject");
-    if (current === null || current.id !== problem.event_id) return;
-    current.problem = error;
-    if (current.response === null) this.#end(error); // refused; otherwise response.done follows
-  }
-
-  #done(response) {
-    const current = this.#current;
-    if (current === null) return;
-    current.response = response;
-    this.#end(response.status === "failed" ? (current.problem ?? new TrioengineError(response.status_details.error)) : null);
-  }
-
-  #end(error) {
-    const current = this.#current;
-    this.#current = null;
-    current.end(error);
-  }
-
-  #lose({ code, reason }) {
-    if (this.#loss !== null) return;
-    const message = `the connection is closed: ${code} ${reason}`;
-    this.#loss = new TrioengineError({ code: code === 1001 ? "shutting_down" : "connection_lost", message });
-    for (const { reject } of this.#promised.values()) reject(this.#loss);
+  #lose(error) {
+    if (this.loss !== null) return;
+    this.loss = error;
+    for (const { reject } of this.#promised.values()) reject(error);
     this.#promised.clear();
-    if (this.#current !== null) this.#end(this.#loss);
+    this.onLoss(error);
   }
 }
 
-/** An answer: an async iterable of its texts. Who stops reading cancels it. */
-export class Generation {
-  text = ""; // what came until now
-  response = null; // the server's last word of it: id, status, status_details, usage
-  isOver = false;
-  isCancelled = false;
-  over; // a promise, kept when the server is done with it
-  id = null; // of the event that asked for it
-  problem = null;
-  #cancel;
-  #unread = "";
-  #error = null;
-  #wake = () => {};
-  #finish;
+function addressOf(url, model) {
+  const address = new URL(url.replace(/^http/, "ws"));
+  if (["", "/v1"].includes(address.pathname.replace(/\/$/, ""))) address.pathname = PATH;
+  if (model !== undefined) address.searchParams.set("model", model);
+  return address;
+}
 
-  constructor(cancel) {
-    this.#cancel = cancel;
-    this.over = new Promise((resolve) => (this.#finish = resolve));
+/** The event that makes this item, with its id. */
+function creation({ id, role, text }) {
+  const part = { type: role === "assistant" ? "output_text" : "input_text", text };
+  return [`create_${id}`, { type: "conversation.item.create", item: { id, type: "message", role, content: [part] } }];
+}
+
+function signal() {
+  let resolve;
+  const promise = new Promise((done) => (resolve = done));
+  return { promise, resolve };
+}
+
+function ended() {
+  return new TrioengineError({ code: "session_ended", message: "the session was closed" });
+}
+
+/** The error for a WebSocket that was open and is closed. */
+function lossOf({ code, reason }) {
+  const message = `${CLOSES[code] ?? "the connection was closed"} (close code ${code}${reason && `: ${reason}`})`;
+  return new TrioengineError({ code: code === GOING_AWAY ? "shutting_down" : "connection_lost", message, closeCode: code });
+}
+
+/** The error for a handshake that failed. A browser hides its status: a request over HTTP meets the same refusal. */
+async function refusalOf(address, apiKey, model) {
+  const url = new URL(address.href.replace(/^ws/, "http"));
+  url.pathname = url.pathname.replace(/realtime$/, "models");
+  url.search = "";
+  const headers = apiKey === undefined ? {} : { authorization: `Bearer ${apiKey}` };
+  const options = () => ({ cache: "no-store", signal: AbortSignal.timeout(PROBE_TIMEOUT) });
+  try {
+    const response = await fetch(url, { headers, ...options() });
+    return refusalBy(response.status, await response.json().catch(() => ({})), model);
+  } catch {
+    const isThere = await fetch(url, { mode: "no-cors", ...options() }).then(() => true, () => false);
+    return refused(isThere ? unreadable(address) : `no server answers at ${address.host}`);
   }
+}
 
-  /** Stop it. What came until then can still be read, and stays in the conversation. */
-  cancel() {
-    if (this.isOver || this.isCancelled) return;
-    this.isCancelled = true;
-    this.#cancel(this);
+function refusalBy(status, { error, data }, model) {
+  if (status >= 400) {
+    const message = `the server refuses the connection: ${error?.message ?? "no reason given"} (HTTP status ${status})`;
+    return refused(message, { ...error, status });
   }
-
-  /** Read to the end: {text, status, usage}. */
-  async result() {
-    for await (const _ of this);
-    return { text: this.text, status: this.response?.status ?? "cancelled", usage: this.response?.usage ?? null };
+  const names = data?.map(({ id }) => id) ?? [];
+  if (model !== undefined && names.length > 0 && !names.includes(model)) {
+    const message = `model '${model}' not found; this server serves '${names.join("', '")}'`;
+    return refused(message, { code: "model_not_found", param: "model", status: 404 });
   }
+  return refused("the handshake of the WebSocket failed, though the server answers over HTTP");
+}
 
-  async *[Symbol.asyncIterator]() {
-    try {
-      for (;;) {
-        if (this.#unread !== "") {
-          const text = this.#unread;
-          this.#unread = "";
-          yield text;
-        } else if (!this.isOver) {
-          await new Promise((resolve) => (this.#wake = resolve));
-        } else if (this.#error !== null) {
-          throw this.#error;
-        } else return;
-      }
-    } finally {
-      this.cancel();
-    }
-  }
+/** The server answers, but a browser hides the answer from a page that the server does not allow. */
+function unreadable(address) {
+  const origin = globalThis.location?.origin;
+  return `${address.host} refuses the connection: it does not allow pages of ${origin} (its option --allowed-origin), or it has no free connection`;
+}
 
-  // ---- what its session tells it
-
-  add(text) {
-    this.text += text;
-    this.#unread += text;
-    this.#wake();
-  }
-
-  spoil(error) {
-    this.#error ??= error;
-    this.cancel();
-  }
-
-  end(error) {
-    this.isOver = true;
-    this.#error ??= error;
-    this.#wake();
-    this.#finish();
-  }
+function refused(message, details = {}) {
+  return new TrioengineError({ code: "connection_lost", ...details, message });
 }

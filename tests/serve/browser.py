@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 60  # seconds
+OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
+OPTIONS += ("--disable-background-networking", "--disable-component-update")
 PAGE = b"""<!doctype html><meta charset=utf-8><script type=module>
 const given = new URLSearchParams(location.search);
 const result = async () => {
@@ -32,15 +34,17 @@ def find_browser():
 
 
 class _Handler(SimpleHTTPRequestHandler):
-    """The files of the repository, the page, and the place where its result goes."""
+    """The files of the repository, the pages, and the place where their results go."""
 
-    def __init__(self, results, *connection):
+    def __init__(self, pages, results, *connection):
+        self.pages = pages
         self.results = results
         super().__init__(*connection, directory=ROOT)
 
     def do_GET(self):
-        if self.path.startswith("/?"):
-            self._respond(PAGE)
+        page = self.pages.get(urlsplit(self.path).path)
+        if page is not None:
+            self._respond(page)
         else:
             super().do_GET()
 
@@ -62,15 +66,23 @@ class _Handler(SimpleHTTPRequestHandler):
 class Page:
     """It comes from `origin`."""
 
-    def __init__(self, origin, results):
+    def __init__(self, origin, pages, results):
         self.origin = origin
+        self._pages = pages
         self._results = results
 
     def run(self, browser, profile, module, *arguments):
         """What the module's `run` gives, for these texts; `profile` is a folder for the browser."""
         query = urlencode({"module": f"/{module.relative_to(ROOT)}", "argument": arguments}, doseq=True)
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={profile}"]
-        command = [browser, *options, f"{self.origin}/?{query}"]
+        return self._open(browser, profile, f"/?{query}")
+
+    def show(self, browser, profile, path, content):
+        """The result that this page at this path posts."""
+        self._pages[path] = content.encode()
+        return self._open(browser, profile, path)
+
+    def _open(self, browser, profile, path):
+        command = [browser, *OPTIONS, f"--user-data-dir={profile}", self.origin + path]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
             try:
                 return self._results.get(timeout=TIMEOUT)
@@ -81,8 +93,8 @@ class Page:
 @contextmanager
 def served_page():
     """A page on loopback."""
-    results = queue.Queue()
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, results)) as server:
+    pages, results = {"/": PAGE}, queue.Queue()
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, pages, results)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield Page(f"http://127.0.0.1:{server.server_port}", results)
+        yield Page(f"http://127.0.0.1:{server.server_port}", pages, results)
         server.shutdown()

@@ -1,6 +1,6 @@
-// Run by test_javascript.py, in node and in a browser: a program with docs/trioengine.mjs, which gives its results.
+// Run by test_javascript.py, in node and in a browser: a program with docs/trioengine.mjs, which returns its results.
 
-import { connect } from "../../docs/trioengine.mjs";
+import { connect, Session } from "../../docs/trioengine.mjs";
 
 const options = { apiKey: "secret", model: "toy" };
 const GREEDY = { temperature: 0, max_output_tokens: 40 };
@@ -14,6 +14,20 @@ async function thrown(promise) {
   }
 }
 
+async function refused(promise) {
+  try {
+    await promise;
+  } catch (error) {
+    return [error.code, error.status, error.message];
+  }
+}
+
+/** Read this answer until its first text, then cancel it. */
+async function cancelled(generation) {
+  for await (const _ of generation) break;
+  return generation.text;
+}
+
 async function askedAside(url) {
   const session = await connect(url, options);
   try {
@@ -23,53 +37,83 @@ async function askedAside(url) {
   }
 }
 
-export async function run(url, wrongUrl) {
-  const results = {};
+async function conversation(url, results) {
   const session = await connect(url, options);
   results.id = session.id;
-
   const first = session.generate("hello", GREEDY);
   const texts = [];
   for await (const text of first) texts.push(text);
   results.first = [texts.join(""), first.text, first.response.status];
   results.second = await session.generate("and then?", GREEDY).result();
+  results.history = session.history;
+  await session.close();
+}
 
-  for await (const text of session.generate("stop", LONG)) {
-    results.partial = text;
-    break;
-  }
-  const waiting = session.generate("once more", GREEDY);
+/** What is cancelled or refused leaves nothing, here and at the server; and each answer has its own text. */
+async function takenBack(url, results) {
+  const session = await connect(url, options);
+  results.cancelledText = await cancelled(session.generate("stop", LONG));
+  const rapid = ["one", "two", "three", "four"].map((text, index) => {
+    const generation = session.generate(text, GREEDY);
+    if (index < 3) generation.cancel();
+    return generation;
+  });
   results.busy = await thrown((async () => session.generate("too many"))());
-  results.afterCancel = (await waiting.result()).status;
-
-  results.settings = (await session.update({ instructions: "be" })).instructions;
-  results.badSetting = await thrown(session.update({ temperature: -1 }));
+  results.rapid = (await Promise.all(rapid.map((generation) => generation.result()))).map(({ text, status }) => [text, status]);
   results.badRequest = await thrown(session.generate("x", { temperature: -1 }).result());
-  results.badItem = await thrown(session.say("x", "tool"));
+  results.badSettings = await thrown(session.generate("x", { temperatur: 1 }).result());
+  results.aside = await thrown((async () => session.generate("x", { conversation: "none" }))());
   results.tooLong = await thrown(session.generate("x".repeat(9999)).result());
+  results.badText = await thrown(session.generate(17, GREEDY).result());
+  results.badItem = await thrown(session.say("x", "tool"));
+  results.badSetting = await thrown(session.update({ temperature: -1 }));
+  results.afterRefusals = (await session.generate("what now?", GREEDY).result()).text;
+  results.kept = await cancelled(session.generate("keep", GREEDY, { keepPartial: true }));
+  results.afterKept = (await session.generate("what was that?", GREEDY).result()).text;
+  results.historyOfAll = session.history;
+  results.settings = (await session.update({ instructions: "be" })).instructions;
   await session.close();
   results.afterClose = await thrown(session.generate("x").result());
   results.sayAfterClose = await thrown(session.say("x"));
+}
 
+async function windowed(url, results) {
   const many = await connect(`${url}/v1`, options);
   results.many = (await Promise.all(Array.from({ length: 200 }, () => many.say("a")))).length;
   const unfinished = many.generate(undefined, LONG);
+  const readers = [unfinished.result(), unfinished.result()].map(thrown);
   await many.close();
-  results.lost = await thrown(unfinished.result());
+  results.closed = await Promise.all(readers);
+}
 
+async function asleep(url, results) {
   const states = [];
-  const told = await connect(url, { ...options, apiKey: "admin", onState: (state) => states.push(state) });
+  let wake;
+  const awake = new Promise((resolve) => (wake = resolve));
+  const onState = (state) => {
+    states.push(state);
+    if (state === "awake") wake();
+  };
+  const session = await connect(url, { ...options, apiKey: "admin", onState });
   const operate = (path) => fetch(url + path, { method: "POST", headers: { Authorization: "Bearer admin" } });
-  const kept = told.generate("hello", GREEDY);
-  await kept[Symbol.asyncIterator]().next();
+  const paused = session.generate("hello", GREEDY);
+  await paused[Symbol.asyncIterator]().next();
   const slept = await operate("/sleep?mode=keep");
   results.asleep = slept.ok ? await thrown(askedAside(url)) : slept.status;
   await operate("/wake_up");
-  results.kept = (await kept.result()).text;
+  results.paused = (await paused.result()).text;
+  await awake;
   results.states = states;
-  await told.close();
+  await session.close();
+}
 
-  results.wrongKey = (await thrown(connect(url, { apiKey: "wrong" })))?.slice(0, 2);
-  results.nobody = (await thrown(connect(wrongUrl)))?.slice(0, 2);
+export async function run(url, wrongUrl) {
+  const results = {};
+  for (const part of [conversation, takenBack, windowed, asleep]) await part(url, results);
+  results.wrongKey = await refused(connect(url, { apiKey: "wrong" }));
+  results.noKey = await refused(connect(url));
+  results.wrongModel = await refused(connect(url, { ...options, model: "other" }));
+  results.nobody = await refused(connect(wrongUrl));
+  results.later = await refused(new Session(wrongUrl).generate("x").result());
   return results;
 }

@@ -16,10 +16,10 @@ STEP_TIME = 0.001
 
 @asynccontextmanager
 async def on_loopback(**options):
-    """The server; whoever has gone must have left nothing."""
+    """The server; what has gone must have left nothing. Cancelled, it closes its connections without a word."""
     async with open_unwrapped_nursery() as nursery:
         simulation = Simulation(nursery, behaviours=[Behaviour(load_time=0, step_time=STEP_TIME)])
-        config = ServeConfig(port=0, served_model_name="toy", **options)
+        config = ServeConfig(**{"port": 0, "served_model_name": "toy"} | options)
         engine_config = EngineConfig(model="toy", max_num_seqs=8)
         server = await nursery.start(partial(serve, engine_config, config, ports=simulation.ports))
         await server.engine.ready()

@@ -14,11 +14,14 @@ from browser import find_browser, served_page
 from loopback import on_loopback
 from realtime_texts import assistant, reference, user
 
+DOCS = Path(__file__).parents[2] / "docs"
 PROGRAM = Path(__file__).with_name("javascript_client.mjs")
+LOSSES = Path(__file__).with_name("javascript_losses.mjs")
+REFUSALS = Path(__file__).with_name("javascript_refusals.mjs")
 
 
 def node_with_websocket():
-    """How to start node so that it has a WebSocket; None without such a node."""
+    """The command of a node that has a WebSocket; None without one."""
     node = shutil.which("node")
     for options in ([], ["--experimental-websocket"]) if node is not None else ():
         check = [node, *options, "-e", "process.exit(globalThis.WebSocket ? 0 : 1)"]
@@ -27,63 +30,184 @@ def node_with_websocket():
     return None
 
 
+def required_node():
+    command = node_with_websocket()
+    if command is None:
+        pytest.skip("no node with a WebSocket")
+    return command
+
+
+def required_browser():
+    browser = find_browser()
+    if browser is None:
+        pytest.skip("no Chromium")
+    return browser
+
+
 async def check(run, **options):
-    """Run the program, by a function of a server's URL and of one where nobody listens, and look at its results."""
+    """Run the program with the URLs of a server and of an unused port, and check its results."""
     with socket.create_server(("127.0.0.1", 0)) as unused:
         nobody = f"ws://127.0.0.1:{unused.getsockname()[1]}"
     async with on_loopback(api_key=("secret",), admin_key=("admin",), **options) as server:
         results = await trio.to_thread.run_sync(run, f"http://127.0.0.1:{server.port}", nobody)
         assert isinstance(results, dict), results
-        expected = partial(reference, SimpleNamespace(engine=server.engine))
-        first = expected([user("hello")])
-        check_results(results, first, expected([user("hello"), assistant(first), user("and then?")]))
+        check_results(results, partial(reference, SimpleNamespace(engine=server.engine)), nobody.partition("//")[2])
+
+
+def in_node(program, *arguments):
+    """The results of a program in node."""
+    command = required_node()
+    script = f"import {{ run }} from '{program}'; console.log(JSON.stringify(await run(...{json.dumps(arguments)})));"
+    done = subprocess.run([*command, "--input-type=module", "-e", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 async def test_in_node():
-    command = node_with_websocket()
-    if command is None:
-        pytest.skip("there is no node with a WebSocket")
-
-    def run(*urls):
-        program = f"import {{ run }} from '{PROGRAM}'; console.log(JSON.stringify(await run(...{json.dumps(urls)})));"
-        arguments = [*command, "--input-type=module", "-e", program]
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    await check(run)
+    await check(partial(in_node, PROGRAM))
 
 
 async def test_in_a_browser(tmp_path):
-    browser = find_browser()
-    if browser is None:
-        pytest.skip("there is no Chromium")
+    browser = required_browser()
     with served_page() as page:
         await check(partial(page.run, browser, tmp_path, PROGRAM), allowed_origin=(page.origin,))
 
 
-def check_results(results, first, second):
-    rejected = ["TrioengineError", "invalid_value"]
-    lost = ["TrioengineError", "connection_lost"]
+async def refused(run, **options):
+    """The error of a session beside another one."""
+    async with on_loopback(api_key=("secret",), **options) as server:
+        return await trio.to_thread.run_sync(run, f"http://127.0.0.1:{server.port}", "secret"), server.port
+
+
+@pytest.mark.parametrize(
+    ("limit", "code", "status"),
+    [("max_sessions_per_key", "too_many_sessions", 429), ("max_connections", "too_many_connections", 503)],
+)
+async def test_a_limit_of_connections_is_named(limit, code, status):
+    (count, *error, message), _ = await refused(partial(in_node, REFUSALS), **{limit: 1})
+    assert (count, error) == (1, [code, status, 1])
+    assert message.startswith("the server refuses the connection: ") and f"(HTTP status {status})" in message
+
+
+async def test_an_origin_that_is_not_allowed_is_named(tmp_path):
+    browser = required_browser()
+    with served_page() as page:
+        (count, code, status, _, message), port = await refused(partial(page.run, browser, tmp_path, REFUSALS))
+    assert (count, code, status) == (0, "connection_lost", None)
+    assert message.startswith(f"127.0.0.1:{port} refuses the connection: it does not allow pages of {page.origin} (")
+
+
+class KilledServer:
+    """A server at one port, which is killed and started again."""
+
+    def __init__(self, nursery):
+        self.nursery = nursery
+        self.port = 0
+
+    async def start(self):
+        self.scope, self.killed = trio.CancelScope(), trio.Event()
+        self.server = await self.nursery.start(self._serve)
+        self.port = self.server.port
+
+    async def kill(self):
+        self.scope.cancel()
+        await self.killed.wait()
+
+    async def _serve(self, task_status):
+        with self.scope:
+            async with on_loopback(port=self.port) as server:
+                task_status.started(server)
+                await trio.sleep_forever()
+        self.killed.set()
+
+
+async def test_a_conversation_outlives_its_connections():
+    """The server is killed during an answer, during one that is kept, and between two; then it starts again."""
+    async with trio.open_nursery() as nursery:
+        killed = KilledServer(nursery)
+        await killed.start()
+        command = [*required_node(), str(LOSSES), f"http://127.0.0.1:{killed.port}"]
+        process = await trio.lowlevel.open_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        async with process.stdin, process.stdout:
+            received = b""
+            with trio.fail_after(60):
+                while data := await process.stdout.receive_some():
+                    *lines, received = (received + data).split(b"\n")
+                    for told in map(json.loads, lines):
+                        if "order" in told:
+                            await getattr(killed, told["order"])()
+                            await process.stdin.send_all(b"\n")
+        await process.wait()
+        check_losses(told, partial(reference, SimpleNamespace(engine=killed.server.engine)), killed.port)
+        await killed.kill()
+
+
+def check_losses(told, expected, port):
+    results = told["results"]
+    history = [{"role": "system", "content": "be brief"}, user("a note"), user("hello")]
+    history += [assistant(expected(history)), user("what now?")]
+    history += [assistant(expected(history)), user("kept"), assistant(results.pop("kept"))]
+    history += [user("beside"), user("one")]
+    after_kept = expected(history)
+    broken = "the connection broke off: the server died, or the network failed (close code 1006)"
+    assert told["areDifferent"]
+    assert results == {
+        "loss": ["connection_lost", 1006, broken],
+        "refusal": ["connection_lost", None, f"no server answers at 127.0.0.1:{port}"],
+        "after": history[5]["content"],
+        "afterKept": after_kept,
+        "history": [*history, assistant(after_kept)],
+        "losses": ["connection_lost"] * 3,
+        "closed": ["session_ended", None, "the session was closed"],
+    }
+
+
+def check_results(results, expected, nobody):
+    error = "TrioengineError"
+    first = expected([user("hello")])
+    second = expected([user("hello"), assistant(first), user("and then?")])
     assert results.pop("id").startswith("sess_")
-    assert len(results.pop("partial")) > 0
     assert results.pop("second")["text"] == second
-    assert results.pop("afterCancel") in ("completed", "incomplete")
+    assert len(results.pop("cancelledText")) > 0
+    kept = results.pop("kept")
+    assert len(kept) > 0
+    four = expected([user("four")])
+    history = [user("four"), assistant(four), user("what now?")]
+    history += [assistant(expected(history)), user("keep"), assistant(kept), user("what was that?")]
+    history += [assistant(expected(history))]
+    assert results.pop("historyOfAll") == history
+    *cancelled, (text, status) = results.pop("rapid")
+    assert cancelled == [["", "cancelled"]] * 3
+    assert text == four and status in ("completed", "incomplete")
+    refused = "the server refuses the connection: "
     assert results == {
         "first": [first, first, "completed"],
-        "busy": ["TrioengineError", "session_busy", None],
+        "history": [user("hello"), assistant(first), user("and then?"), assistant(second)],
+        "busy": [error, "session_busy", None],
+        "badRequest": [error, "invalid_value", "response.temperature"],
+        "badSettings": [error, "unsupported_parameter", "response.temperatur"],
+        "aside": [error, "unsupported_parameter", "conversation"],
+        "tooLong": [error, "context_length_exceeded", "prompt"],
+        "badText": [error, "invalid_type", "item.content[0].text"],
+        "badItem": [error, "invalid_value", "item.role"],
+        "badSetting": [error, "invalid_value", "session.temperature"],
+        "afterRefusals": history[3]["content"],
+        "afterKept": history[7]["content"],
         "settings": "be",
-        "badSetting": [*rejected, "session.temperature"],
-        "badRequest": [*rejected, "response.temperature"],
-        "badItem": [*rejected, "item.role"],
-        "tooLong": ["TrioengineError", "context_length_exceeded", "prompt"],
-        "afterClose": [*lost, None],
-        "sayAfterClose": [*lost, None],
+        "afterClose": [error, "session_ended", None],
+        "sayAfterClose": [error, "session_ended", None],
         "many": 200,
-        "asleep": ["TrioengineError", "asleep", None],
-        "kept": first,
+        "closed": [[error, "session_ended", None]] * 2,
+        "asleep": [error, "asleep", None],
+        "paused": first,
         "states": ["sleeping", "awake"],
-        "lost": [*lost, None],
-        "wrongKey": lost,
-        "nobody": lost,
+        "wrongKey": ["invalid_api_key", 401, f"{refused}this key is not accepted (HTTP status 401)"],
+        "noKey": [
+            "invalid_api_key",
+            401,
+            f"{refused}this needs a key, as in Authorization: Bearer KEY (HTTP status 401)",
+        ],
+        "wrongModel": ["model_not_found", 404, "model 'other' not found; this server serves 'toy'"],
+        "nobody": ["connection_lost", None, f"no server answers at {nobody}"],
+        "later": ["connection_lost", None, f"no server answers at {nobody}"],
     }

@@ -19,9 +19,10 @@ from trioengine.core.errors import FrameTooLarge, RequestRejected
 from trioengine.core.lifecycle import Phase
 from trioengine.core.messages import AddMessage
 from trioengine.core.outcome import Cause
+from trioengine.core.overflow import prompt_limit
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.text.answer import Answer
-from trioengine.text.conversation import Prepared, prompt_length
+from trioengine.text.conversation import Prepared, least_prompt, prompt_length
 
 if TYPE_CHECKING:
     from trioengine.actors.engine_state import EngineState
@@ -78,12 +79,15 @@ class Admission:
             return
         prompt, generation.prompt = generation.prompt, None
         conversation = self._session.conversation
-        conversation.check_length(prompt, self._engine.limits.max_model_len)
+        drops = self._session.overflow == "drop_oldest_turns"
+        limit = self._engine.limits.max_model_len
+        conversation.check_length(least_prompt(prompt) if drops else prompt, limit)
+        most = prompt_limit(limit, generation.params.max_tokens) if drops else None
         if prompt_length(prompt) + conversation.size > self._engine.ports.thread_threshold:
-            prepared = await self._engine.ports.run_in_thread(conversation.prepare, prompt)
+            prepared = await self._engine.ports.run_in_thread(conversation.prepare, prompt, most)
         else:
             await trio.lowlevel.checkpoint()
-            prepared = conversation.prepare(prompt)
+            prepared = conversation.prepare(prompt, most)
         self._check(prepared, generation.params)
         generation.prepared = prepared
         model = self._engine.model

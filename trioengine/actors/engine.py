@@ -23,6 +23,7 @@ from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
 from trioengine.core.outcome import Cause
+from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.conversation import Prompt
@@ -117,14 +118,26 @@ class Engine(EngineState):
     # ---- what users call ------------------------------------------------------------------------------------------
 
     def open_session(
-        self, *, label: str | None = None, history: Sequence[dict[str, Any]] | None = None, wait: bool = False
+        self,
+        *,
+        label: str | None = None,
+        history: Sequence[dict[str, Any]] | None = None,
+        wait: bool = False,
+        overflow: Overflow = "refuse",
     ) -> Session:
         """A session, to be entered. `label` is the caller's name for it, `history` chat messages to begin with.
 
+        `overflow` is for a chat that outgrows the context. `refuse` raises RequestRejected. `drop_oldest_turns` leaves
+        the oldest turns out of the prompt until there is room for the answer: for `max_tokens`, of half of the context
+        at most, or without it for a quarter of the context. System messages at the beginning, and the newest turn, are
+        never dropped; a newest turn that leaves no room for a token is refused. `completion.dropped_turns` is the count
+        for one request. With its commit the dropped turns leave the history; a request that is not committed leaves the
+        history as it is. Prompts of token ids are always refused.
+
         Entering raises EngineClosed, EngineOverloaded when all slots are taken (with `wait` it waits), or
-        RequestRejected for a bad history.
+        RequestRejected for a bad history. An unknown `overflow` raises RequestRejected here.
         """
-        return Session(self, label=label, history=history, wait=wait)
+        return Session(self, label=label, history=history, wait=wait, overflow=overflow)
 
     async def generate(
         self,

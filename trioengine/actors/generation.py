@@ -117,6 +117,7 @@ class Generation(Readable["Session"]):
             usage=Usage(prompt_tokens, len(ids), cached_tokens, *times),
             resumed=self.losses.resumed,
             weight_versions=tuple(self.weight_versions),
+            dropped_turns=self.prepared.dropped_turns if self.prepared is not None else 0,
         )
 
     @property

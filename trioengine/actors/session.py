@@ -24,6 +24,7 @@ from trioengine.core.ledger import Stand
 from trioengine.core.lifecycle import Event, Phase
 from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause, Outcome
+from trioengine.core.overflow import Overflow, check_overflow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.text.conversation import Conversation, Prompt
 
@@ -53,6 +54,7 @@ class Session(SessionState):
         "_wake",
         "end_cause",
         "label",
+        "overflow",
     )
 
     def __init__(
@@ -62,11 +64,13 @@ class Session(SessionState):
         label: str | None,
         history: Sequence[dict[str, Any]] | None,
         wait: bool,
+        overflow: Overflow = "refuse",
         deadline: float = math.inf,
         opens_with_request: bool = False,
     ) -> None:
         super().__init__(engine)
         self.label = label
+        self.overflow = check_overflow(overflow)  # of the requests that follow
         self.end_cause: Cause | None = None
         self._initial_history = history
         self._wait = wait
@@ -84,7 +88,10 @@ class Session(SessionState):
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The committed conversation, as chat messages; empty for one of raw token ids."""
+        """The committed conversation, as chat messages; empty for one of raw token ids.
+
+        Turns that were dropped for a later turn, which was committed, are not part of it.
+        """
         return self.conversation.history
 
     # ---- the handle -----------------------------------------------------------------------------------------------

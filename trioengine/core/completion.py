@@ -26,6 +26,7 @@ class Completion:
 
     `resumed` says how often it went on with another worker after one was lost, `weight_versions` which weights it was
     computed with, in their order. Of a server that is reached over the network they are 0 and ().
+    `dropped_turns` is how many of the oldest turns were left out of its prompt.
     """
 
     request_id: int
@@ -37,3 +38,4 @@ class Completion:
     usage: Usage
     resumed: int = 0
     weight_versions: tuple[int, ...] = ()
+    dropped_turns: int = 0

@@ -8,6 +8,7 @@ is tokenized.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
@@ -16,8 +17,8 @@ from trioengine.core.errors import RequestRejected
 from trioengine.core.messages import TokenIds, token_ids
 from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.detokenizer import Detokenizer
+from trioengine.text.turns import Message, Turns
 
-Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
 
 _BYTES = (bytes, bytearray, memoryview)  # sequences, but of no use here
@@ -28,11 +29,15 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A prompt, tokenized: `token_ids` are the whole of it, from the conversation's beginning."""
+    """A prompt, tokenized: `token_ids` are the whole of it, from the conversation's beginning.
+
+    `messages` and `token_ids` are without the `dropped_turns` oldest turns.
+    """
 
     token_ids: TokenIds
     messages: tuple[Message, ...] | None  # None: raw token ids
     rendering: str
+    dropped_turns: int = 0
 
 
 class Conversation:
@@ -68,15 +73,19 @@ class Conversation:
         """Refuse, before any tokenizing, a prompt that cannot fit `limit` tokens by its length alone."""
         check_length(prompt, limit, self._tokenizer)
 
-    def prepare(self, prompt: Prompt) -> Prepared:
-        """The whole prompt with this added. Raises RequestRejected, naming what is wrong with it."""
+    def prepare(self, prompt: Prompt, limit: int | None = None) -> Prepared:
+        """The whole prompt with this added. Raises RequestRejected, naming what is wrong with it.
+
+        With a `limit` in tokens, the fewest of the oldest turns of a chat are dropped that make it fit; where that is
+        impossible, all but the newest.
+        """
         _check_type(prompt)
         if len(prompt) == 0:
             raise RequestRejected("empty_prompt", "prompt is empty", param="prompt")
         if isinstance(prompt, str):
-            return self._prepare_chat([{"role": "user", "content": prompt}])
+            return self._prepare_chat([{"role": "user", "content": prompt}], limit)
         if isinstance(prompt[0], Mapping):
-            return self._prepare_chat(prompt)  # type: ignore[arg-type]
+            return self._prepare_chat(prompt, limit)  # type: ignore[arg-type]
         return self._prepare_raw(prompt)  # type: ignore[arg-type]
 
     def commit(self, prepared: Prepared, output: TokenIds, text: str) -> None:
@@ -93,17 +102,36 @@ class Conversation:
 
     # ---- chat -----------------------------------------------------------------------------------------------------
 
-    def _prepare_chat(self, prompt: Sequence[Message]) -> Prepared:
+    def _prepare_chat(self, prompt: Sequence[Message], limit: int | None) -> Prepared:
         if self._is_raw:
             raise RequestRejected(
                 "mixed_prompts", "prompt: the session holds raw token ids, and takes no messages", param="prompt"
             )
-        messages = (*self._messages, *_messages(prompt, "messages"))
+        turns = Turns.of((*self._messages, *_messages(prompt, "messages")))
+        return self._without(turns, 0) if limit is None else self._fitted(turns, limit)
+
+    def _fitted(self, turns: Turns, limit: int) -> Prepared:
+        def length_fits(count: int) -> bool:
+            return _least_tokens(turns.without(count), self._tokenizer) <= limit
+
+        def fits(count: int) -> bool:
+            return len(self._without(turns, count).token_ids) <= limit
+
+        candidates = range(turns.most)
+        first = bisect_left(candidates, True, key=length_fits)  # before these are tokenized
+        prepared = self._without(turns, first)
+        if len(prepared.token_ids) <= limit or first == turns.most:
+            return prepared
+        return self._without(turns, bisect_left(candidates, True, lo=first + 1, key=fits))
+
+    def _without(self, turns: Turns, count: int) -> Prepared:
+        """The prompt without the oldest `count` turns."""
+        messages = turns.without(count)
         rendering = self._tokenizer.render(messages)
         ids = self._extended(rendering)
         if not ids:
             raise RequestRejected("empty_prompt", "prompt: the chat template renders it to nothing", param="prompt")
-        return Prepared(ids, messages, rendering)
+        return Prepared(ids, messages, rendering, count)
 
     def _extended(self, rendering: str) -> TokenIds:
         if not self._token_ids or not rendering.startswith(self._rendering):
@@ -178,6 +206,11 @@ def check_length(prompt: Prompt, limit: int, tokenizer: ChatTokenizer) -> None:
         raise RequestRejected(
             "context_length_exceeded", f"prompt: at least {least} tokens, the context is {limit}", param="prompt"
         )
+
+
+def least_prompt(prompt: Prompt) -> Prompt:
+    """The part of a prompt that is there also when its oldest turns are dropped."""
+    return Turns.of(prompt).newest if _is_chat(prompt) else prompt
 
 
 def _least_tokens(prompt: Prompt, tokenizer: ChatTokenizer) -> int:

@@ -1,0 +1,1 @@
+export * from "./trioengine.js"; // trioengine.d.ts, for those who import trioengine.mjs

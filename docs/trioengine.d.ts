@@ -1,0 +1,147 @@
+// Types of trioengine.mjs. TypeScript finds them under the name trioengine.d.mts beside it.
+
+/** The version of the package that this client belongs to. */
+export const VERSION: string;
+
+export type Role = "system" | "user" | "assistant";
+export type EngineState = "awake" | "sleeping" | "updating" | "loading" | "restarting" | "draining";
+export type Status = "completed" | "incomplete" | "cancelled" | "failed" | "in_progress";
+
+export interface Message {
+  role: Role;
+  content: string;
+}
+
+/** Settings of a session, or of one response; others are refused by name. */
+export interface Settings {
+  instructions?: string | null;
+  max_output_tokens?: number | "inf" | null;
+  temperature?: number | null;
+  top_p?: number | null;
+  top_k?: number | null;
+  min_p?: number | null;
+  repetition_penalty?: number | null;
+  presence_penalty?: number | null;
+  frequency_penalty?: number | null;
+  seed?: number | null;
+  stop?: string | string[] | null;
+  stop_token_ids?: number[] | null;
+  min_tokens?: number | null;
+  ignore_eos?: boolean | null;
+  logit_bias?: Record<string, number> | null;
+  skip_special_tokens?: boolean | null;
+}
+
+export interface ResponseSettings extends Settings {
+  metadata?: Record<string, string> | null;
+}
+
+export interface SessionSettings extends Settings {
+  id: string;
+  model: string;
+  [name: string]: unknown;
+}
+
+export interface Usage {
+  total_tokens: number;
+  input_tokens: number;
+  output_tokens: number;
+  input_token_details: { cached_tokens: number; text_tokens: number };
+  output_token_details: { text_tokens: number };
+}
+
+export interface Item {
+  id: string;
+  type: "message";
+  status: "in_progress" | "completed" | "incomplete";
+  role: Role;
+  content: { type: string; text: string }[];
+}
+
+/** The server's description of a response. */
+export interface Response {
+  id: string;
+  status: Status;
+  status_details: { type: string; reason?: string; error?: { type: string; code: string; message: string } } | null;
+  output: Item[];
+  usage: Usage | null;
+  [name: string]: unknown;
+}
+
+export interface Result {
+  text: string;
+  status: Status;
+  usage: Usage | null;
+}
+
+export interface GenerationOptions {
+  /** Keep the turn in the conversation also if it is cancelled or fails, with the part of the answer that came. */
+  keepPartial?: boolean;
+}
+
+export interface Options extends GenerationOptions {
+  apiKey?: string;
+  /** The name of the model that the server must serve. */
+  model?: string;
+  /** Messages to begin the conversation with. */
+  history?: Message[];
+  /** Called when the state of the server's engine changes. */
+  onState?: (state: EngineState) => void;
+  /** Called when the connection is lost. */
+  onLoss?: (error: TrioengineError) => void;
+  /** The class to use where there is no global WebSocket, such as that of the package ws. */
+  WebSocket?: new (url: string, protocols: string[]) => any;
+}
+
+export class TrioengineError extends Error {
+  constructor(details: {
+    code: string;
+    message: string;
+    param?: string | null;
+    retry_after?: number | null;
+    status?: number | null;
+    closeCode?: number | null;
+  });
+  /** The server's code, or connection_lost, session_busy, session_ended. */
+  code: string;
+  /** The field at fault. */
+  param: string | null;
+  /** Seconds after which to try again. */
+  retryAfter: number | null;
+  /** The HTTP status of a refused handshake, where it is known. */
+  status: number | null;
+  /** The code of the close of the WebSocket that was lost. */
+  closeCode: number | null;
+}
+
+/** Open a session. Throws a TrioengineError with the reason when the server refuses it, or cannot be reached. */
+export function connect(url: string, options?: Options): Promise<Session>;
+
+export class Session {
+  constructor(url: string, options?: Options);
+  /** The server's id of the latest connection. */
+  readonly id: string | null;
+  /** The committed conversation. */
+  readonly history: Message[];
+  open(): Promise<void>;
+  update(settings: Settings): Promise<SessionSettings>;
+  say(text: string, role?: Role): Promise<Item>;
+  generate(text?: string, settings?: ResponseSettings, options?: GenerationOptions): Generation;
+  close(): Promise<void>;
+}
+
+export class Generation implements AsyncIterable<string> {
+  private constructor();
+  /** All that came until now, read or not. */
+  readonly text: string;
+  /** The server's latest description of the response. */
+  readonly response: Response | null;
+  /** Whether the server is done with it. */
+  readonly isOver: boolean;
+  readonly isCancelled: boolean;
+  /** Resolved when the server is done with it. */
+  readonly over: Promise<void>;
+  cancel(): void;
+  result(): Promise<Result>;
+  [Symbol.asyncIterator](): AsyncGenerator<string, void, void>;
+}

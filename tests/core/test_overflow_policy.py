@@ -1,0 +1,22 @@
+"""The policy for a chat that outgrows the context."""
+
+import pytest
+
+from trioengine import RequestRejected
+from trioengine.core.overflow import check_overflow, prompt_limit
+
+
+def test_the_policies_have_these_names():
+    assert [check_overflow(name) for name in ("refuse", "drop_oldest_turns")] == ["refuse", "drop_oldest_turns"]
+
+
+@pytest.mark.parametrize("overflow", ["drop", "", None, True, ["refuse"]])
+def test_another_policy_is_refused(overflow):
+    with pytest.raises(RequestRejected, match="overflow must be 'refuse' or 'drop_oldest_turns', got") as refused:
+        check_overflow(overflow)
+    assert (refused.value.code, refused.value.param) == ("invalid_value", "overflow")
+
+
+@pytest.mark.parametrize(("max_tokens", "limit"), [(None, 384), (1, 511), (100, 412), (256, 256), (9999, 256)])
+def test_there_is_room_for_the_answer(max_tokens, limit):
+    assert prompt_limit(512, max_tokens) == limit
