@@ -16,6 +16,7 @@ from trioengine import __version__
 from trioengine.cli.bench.config import HELP as LOAD_HELP
 from trioengine.cli.bench.config import BenchConfig, goodput_of
 from trioengine.cli.options import ENGINE_OPTIONS, LOAD_OPTIONS, SAMPLING_OPTIONS, SERVE_OPTIONS, build, with_options
+from trioengine.cli.printable import printable
 from trioengine.cli.sources import typed, words
 from trioengine.core.bounds import brief
 from trioengine.core.config import DEFAULT_MODEL, EngineConfig
@@ -93,7 +94,7 @@ def _leaf(error: BaseException) -> BaseException:
 
 
 def _fail(message: str, code: int) -> int:
-    print("trioengine: error:", " ".join(message.split()), file=sys.stderr)
+    print("trioengine: error:", printable(" ".join(message.split())), file=sys.stderr)
     return code
 
 
@@ -176,10 +177,10 @@ def chat(
 
     params = build(SamplingParams, fields)
     if connect is not None:
-        hold_chat(partial(remote_session, connect, api_key, model), params)
+        hold_chat(partial(remote_session, connect, api_key, model), model or connect, params)
     else:
         config = build(EngineConfig, fields, model=DEFAULT_MODEL if model is None else model)
-        hold_chat(partial(local_session, config), params)
+        hold_chat(partial(local_session, config), config.model, params)
 
 
 @app.command()
