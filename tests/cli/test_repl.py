@@ -31,7 +31,8 @@ LIMITS = Limits(vocab_size=259, max_model_len=100_000, kv_blocks_total=20_000, b
 
 @asynccontextmanager
 async def open_engine(config, **options):
-    async with simulated_engine(limits=LIMITS, behaviours=[Behaviour(load_time=LOAD_TIME, step_time=0.002)]) as (engine, _):
+    behaviour = Behaviour(load_time=LOAD_TIME, step_time=0.002)
+    async with simulated_engine(limits=LIMITS, behaviours=[behaviour]) as (engine, _):
         yield engine
 
 sessions.open_engine = open_engine

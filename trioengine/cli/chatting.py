@@ -13,9 +13,10 @@ import trio
 from trioengine.cli.answering import answer, check_prompt, write
 from trioengine.cli.complaints import complain
 from trioengine.cli.repl import Repl
-from trioengine.cli.sessions import AnySession, RemoteSession
+from trioengine.cli.sessions import AnySession
 from trioengine.cli.standard_input import STDIN, Lines
 from trioengine.cli.terminal import Terminal
+from trioengine.client.session import Session as RemoteSession
 from trioengine.core.errors import RequestRejected
 from trioengine.core.sampling_params import SamplingParams
 
