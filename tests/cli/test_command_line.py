@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import typer
@@ -28,9 +29,7 @@ def no_variables(monkeypatch):
 
 
 BAD = [
-    ([], 2, "Missing command. See trioengine --help."),
     (["nope"], 2, "nope"),
-    (["bench"], 2, "Missing command. See trioengine bench --help."),
     (["serve", "--nope"], 2, "). See trioengine serve --help.\n"),
     (["serve", "--port", "70000"], 2, "port must be an integer from 0 to 65535, got 70000"),
     (["serve", "--max-num-seqs", "many"], 2, "unable to parse string as an integer, got 'many'. See trioengine"),
@@ -345,3 +344,32 @@ def test_bench_uses_no_prefix_cache_unless_told(monkeypatch, variable, arguments
         monkeypatch.setenv("TRIOENGINE_ENABLE_PREFIX_CACHING", variable)
     assert run(["bench", "offline", *arguments]) == 0
     assert [config.enable_prefix_caching for config in configs] == [expected]
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_the_temperature_is_among_the_first_options(capsys, command):
+    assert run([command, "--help"]) == 0
+    shown = re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert shown.index("--temperature") < 8
+    assert shown.index("--temperature") < shown.index("--device")
+
+
+def test_options_are_in_panels(capsys):
+    assert run(["serve", "--help"]) == 0
+    shown = re.findall(r"^(?:(\w[\w ]+):$|  --([a-z-]+))", capsys.readouterr().out, re.MULTILINE)
+    panels, panel = {}, ""
+    for title, option in shown:
+        panel = title or panel
+        panels.setdefault(panel, []).extend([option] if option else [])
+    titles = ["Arguments", "Options", "Model", "Batching and cache", "Network", "Security", "Limits", "Worker"]
+    assert list(panels) == titles, "a new option needs a panel in cli/panels.py"
+    assert {"api-key", "admin-key", "insecure"} <= set(panels["Security"])
+    assert {"host", "port"} <= set(panels["Network"])
+    assert {"device", "dtype"} <= set(panels["Model"])
+    assert {"max-connections", "max-sessions"} <= set(panels["Limits"])
+
+
+def test_hints_name_packages_that_exist():
+    """trioengine itself is in no index under this name."""
+    sources = Path(app_module.__file__).parents[1].rglob("*.py")
+    assert [path for path in sources if re.search(r"pip install '?trioengine", path.read_text())] == []

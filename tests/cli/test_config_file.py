@@ -91,10 +91,12 @@ def test_other_commands_take_one_too(capsys, file, command):
 
 
 BAD = [
-    ("colour = 1", "'colour' is no option of this command"),
-    ("prompt = 'x'", "'prompt' is no option of this command"),
-    ("config = 'x'", "'config' is no option of this command"),
-    ("[server]\nport = 1", "'server' is no option of this command"),
+    ("colour = 1", "'colour' is not an option of this command"),
+    ("max-num-seq = 1", "'max-num-seq' is not an option of this command; did you mean max-num-seqs?"),
+    ("max_num_seq = 1", "'max_num_seq' is not an option of this command; did you mean max_num_seqs?"),
+    ("prompt = 'x'", "'prompt' is not an option of this command"),
+    ("config = 'x'", "'config' is not an option of this command"),
+    ("[server]\nport = 1", "'server' is not an option of this command"),
     ("max-num-seqs = 1\nmax_num_seqs = 1", "max_num_seqs is there twice, as max-num-seqs, too"),
     ("port = '80'", "port must be an integer"),
     ("port = true", "port must be an integer"),
@@ -163,3 +165,15 @@ def test_keys_are_not_shown(file):
 def test_a_key_that_is_no_text_is_not_shown(capsys):
     assert run(["serve", "--api-key", "sk-\udcff"]) == 2
     assert "sk-" not in capsys.readouterr().err
+
+
+def test_a_variable_with_a_typo_is_reported(capsys, served, monkeypatch):
+    monkeypatch.setenv("TRIOENGINE_MAX_NUM_SEQ", "4")
+    monkeypatch.setenv("TRIOENGINE_NUM_PROMPTS", "4")  # for another command
+    monkeypatch.setenv("TRIOENGINE_HOME", "/tmp")
+    monkeypatch.setenv("TRIOENGINE_ZZZ", "4")
+    assert served()[0] == EngineConfig()
+    assert capsys.readouterr().err.splitlines() == [
+        "trioengine: warning: no option has the variable TRIOENGINE_MAX_NUM_SEQ; did you mean TRIOENGINE_MAX_NUM_SEQS?",
+        "trioengine: warning: no option has the variable TRIOENGINE_ZZZ",
+    ]

@@ -143,11 +143,6 @@ def test_no_server(capsys, url, code, message):
     assert message in capsys.readouterr().err
 
 
-def test_without_a_server(capsys):
-    assert run(["wake"]) == 2
-    assert "Missing option '--connect'. See trioengine wake --help." in capsys.readouterr().err
-
-
 STRANGERS = [
     (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi", "toy does not answer as trioengine does: HTTP status 200"),
     (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", "toy does not answer as trioengine does: HTTP status 200"),
@@ -172,3 +167,11 @@ async def test_another_server(answer, message):
     with pytest.raises(ConnectionLost) as lost:
         await _ask(Address(dial, "toy"), "POST", "/sleep")
     assert str(lost.value) == message
+
+
+@pytest.mark.parametrize("command", ["status", "sleep", "wake"])
+def test_without_connect_it_is_the_local_server(monkeypatch, command):
+    asked = []
+    monkeypatch.setattr("trioengine.cli.operating.operate", lambda url, *arguments, **how: asked.append(url))
+    assert run([command]) == 0
+    assert asked == ["http://127.0.0.1:8000"]

@@ -31,10 +31,12 @@ LIMITS = Limits(vocab_size=259, max_model_len=100_000, kv_blocks_total=20_000, b
 
 @asynccontextmanager
 async def open_engine(config, **options):
-    async with simulated_engine(limits=LIMITS, behaviours=[Behaviour(load_time=0, step_time=0.002)]) as (engine, _):
+    behaviour = Behaviour(load_time=LOAD_TIME, step_time=0.002)
+    async with simulated_engine(limits=LIMITS, behaviours=[behaviour]) as (engine, _):
         yield engine
 
 sessions.open_engine = open_engine
+LOAD_TIME = float(sys.argv.pop(1))
 sys.argv = ["trioengine", "chat", "--ignore-eos", "--temperature", "0", *sys.argv[1:]]
 main()
 """
@@ -75,11 +77,17 @@ def _take_terminal():
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
+def chat(*options, load_time=0):
+    """A chat with an engine on a simulated worker."""
+    return on_a_terminal("-c", CHAT, str(load_time), *options)
+
+
 @contextmanager
-def chat(*options):
+def on_a_terminal(*arguments):
+    """A Python process whose standard descriptors are a terminal."""
     master, terminal = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", CHAT, *options],
+        [sys.executable, *arguments],
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,
@@ -109,7 +117,8 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat():
         before = user.settings()
         ask(user, b"hello")
         user.type(CTRL_C)
-        user.until(b"\n> ")
+        user.until(b"\n(stopped)\r\n")
+        user.until(b"> ")
         ask(user, b"again")
         user.type(CTRL_C)
         user.until(b"\n> ")
@@ -165,3 +174,56 @@ def test_a_message_that_cannot_be_answered():
         user.until(b"\n> ")
         user.type(CTRL_D)
         assert user.process.wait(PATIENCE) == 0
+
+
+def test_a_chat_begins_with_the_model_and_the_way_to_help():
+    with chat("toy") as user:
+        assert user.until(PROMPT).splitlines()[0] == b"toy: /help lists the commands"
+
+
+@pytest.mark.parametrize("command", [b"/hlp", b"/", b"/reset everything", b"/quit"])
+def test_an_unknown_command_is_not_sent_to_the_model(command):
+    with chat("--max-tokens", "3") as user:
+        user.until(PROMPT)
+        user.type(command + b"\r")
+        refused = user.until(b"\n> ")
+        assert b"trioengine: error: unknown command '" + command + b"'; /help lists the commands" in refused
+        user.type(CTRL_D)
+        assert user.process.wait(PATIENCE) == 0
+
+
+@pytest.mark.parametrize("message", [b"/etc/hosts: for what?", b" /help"])
+def test_a_path_and_a_line_that_begins_with_a_space_are_messages(message):
+    with chat("--max-tokens", "3") as user:
+        user.until(PROMPT)
+        user.type(message + b"\r")
+        shown = user.until(b"\n> ")
+        assert b"unknown command" not in shown
+        assert b"forget the conversation" not in shown
+
+
+@pytest.mark.parametrize("moment", ["loading", "answering"])
+def test_keys_of_the_wrong_moment_are_shown_after_the_next_prompt(moment):
+    """They are not mixed with a progress bar or an answer, and are not lost."""
+    load_time = 2 if moment == "loading" else 0
+    with chat("--max-tokens", "300", load_time=load_time) as user:
+        if moment == "answering":
+            user.until(PROMPT)
+            ask(user, b"hello")
+        while user.settings() & termios.ECHO:
+            time.sleep(0.01)
+        user.type(b"/help\r")
+        before = user.until(PROMPT)
+        assert b"/help" not in before.replace(b"/help lists", b"")
+        assert b"forget the conversation" in user.until(b"\n> ")
+        user.type(CTRL_D)
+        assert user.process.wait(PATIENCE) == 0
+
+
+def test_a_terminal_is_as_it_was_after_sigterm():
+    with chat(load_time=1000) as user:
+        while user.settings() & termios.ECHO:
+            time.sleep(0.01)
+        user.process.terminate()
+        assert user.process.wait(PATIENCE) == 143
+        assert user.settings() & termios.ECHO

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import random
 import signal
@@ -62,7 +63,7 @@ class WorkerProcess(Protocol):
 class LocalWorkerProcess:
     """`python -m trioengine.worker` in a session of its own, with a pipe each way and a pidfd."""
 
-    def __init__(self) -> None:
+    def __init__(self, stderr: int | None = None) -> None:
         if sys.platform != "linux":
             raise EngineError(f"the worker needs Linux 5.4 or newer, not {sys.platform}")
         with ExitStack() as children, ExitStack() as ours:
@@ -71,6 +72,7 @@ class LocalWorkerProcess:
             self._process = subprocess.Popen(
                 _command(child_in, child_out),
                 stdin=subprocess.DEVNULL,
+                stderr=stderr,
                 pass_fds=(child_in, child_out),
                 start_new_session=True,
                 env=_environment(),
@@ -122,7 +124,8 @@ def _pipe(reader: ExitStack, writer: ExitStack) -> tuple[int, int]:
 
 
 def _command(child_in: int, child_out: int) -> list[str]:
-    options = ["--in", str(child_in), "--out", str(child_out), "--parent", str(os.getpid())]
+    level = logging.getLogger("trioengine").getEffectiveLevel()
+    options = ["--in", str(child_in), "--out", str(child_out), "--parent", str(os.getpid()), "--log-level", str(level)]
     return [sys.executable, "-P", "-m", "trioengine.worker", *options]
 
 
@@ -135,9 +138,10 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path}
 
 
-async def _spawn_worker() -> WorkerProcess:
+async def spawn_worker(stderr: int | None = None) -> WorkerProcess:
+    """Start a worker, which writes its log to `stderr`, a descriptor, or to our standard error. Raises WorkerLost."""
     try:
-        return LocalWorkerProcess()
+        return LocalWorkerProcess(stderr)
     except OSError as exc:
         raise WorkerLost(f"the worker process could not be started: {exc}") from exc
 
@@ -167,7 +171,7 @@ class Ports:
     and is called through it.
     """
 
-    spawn_worker: Callable[[], Awaitable[WorkerProcess]] = _spawn_worker
+    spawn_worker: Callable[[], Awaitable[WorkerProcess]] = spawn_worker
     run_in_thread: Callable[..., Awaitable[Any]] = _run_in_thread
     find_model: Callable[[str, Callable[[int, int], None] | None], Awaitable[Path]] = _find_model
     read_model: Callable[[Path], ModelInfo] = read_model

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import trio
 
 from trioengine.cli.complaints import complain
+from trioengine.cli.printable import json_line
+from trioengine.cli.screen import Screen
 from trioengine.cli.sessions import AnyGeneration, AnySession, local_session
 from trioengine.core.completion import Completion
 from trioengine.core.config import EngineConfig
@@ -44,17 +45,24 @@ async def answer(session: AnySession, prompt: str, params: SamplingParams, *, as
         await write_answer(generation)
         return
     async with generation:
-        await write(json.dumps(_as_object(await generation.result()), ensure_ascii=False) + "\n")
+        await write(json_line(_as_object(await generation.result())))
 
 
 async def write_answer(generation: AnyGeneration) -> None:
-    """Write it to stdout as it comes, and a newline; stderr says if somebody else has cut it off."""
+    """Write an answer to stdout as it comes, and a newline; report an end that is not its own.
+
+    A terminal gets printable characters only, in lines that break at words; a file or a pipe gets the text as it is.
+    """
+    screen = Screen() if sys.stdout.isatty() else None
     async with generation:
         async for chunk in generation:
-            await write(chunk.text)
-    await write("\n")
+            if text := chunk.text if screen is None else screen.feed(chunk.text):
+                await write(text)
+    await write("\n" if screen is None else f"{screen.flush()}\n")
     cause = generation.completion.cause
-    if cause not in (None, Cause.CLIENT):
+    if cause is Cause.CLIENT:
+        await write("(stopped)\n")
+    elif cause is not None:
         complain(f"the answer was cut off ({cause.value})")
 
 

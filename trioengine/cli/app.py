@@ -16,7 +16,9 @@ from trioengine import __version__
 from trioengine.cli.bench.config import HELP as LOAD_HELP
 from trioengine.cli.bench.config import BenchConfig, goodput_of
 from trioengine.cli.options import ENGINE_OPTIONS, LOAD_OPTIONS, SAMPLING_OPTIONS, SERVE_OPTIONS, build, with_options
-from trioengine.cli.sources import typed, words
+from trioengine.cli.panels import PanelCommand
+from trioengine.cli.sources import typed, unknown_variables, words
+from trioengine.cli.stderr import Stderr
 from trioengine.core.bounds import brief
 from trioengine.core.config import DEFAULT_MODEL, EngineConfig
 from trioengine.core.errors import EngineError, InvalidConfig, RequestRejected
@@ -31,11 +33,14 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Measure the engine, or a server.", rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
+command = partial(app.command, cls=PanelCommand)
+bench_command = partial(bench_app.command, cls=PanelCommand)
 
 _SECRETS = {field.name for field in dataclasses.fields(ServeConfig) if not field.repr}
+LOCAL_SERVER = "http://127.0.0.1:8000"  # as `serve` listens without options
 MODEL_HELP = "A name that `pull` knows, a .gguf file, a Hugging Face directory or a hub id."
 Model = Annotated[str, typer.Argument(help=MODEL_HELP, envvar="TRIOENGINE_MODEL", show_envvar=False)]
-Connect = Annotated[str, typer.Option(metavar="URL", help="The server, such as http://127.0.0.1:8000.")]
+Connect = Annotated[str, typer.Option(metavar="URL", help="The server.")]
 AdminKey = Annotated[str | None, typer.Option(help="The server's key for operators.")]
 ModelOption = Annotated[str, typer.Option("--model", help=MODEL_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -43,31 +48,36 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command; returns the exit code."""
+    stderr = Stderr.of(arguments, os.environ)
     try:
-        result = app(args=list(arguments), prog_name="trioengine", standalone_mode=False)
+        result = app(args=list(arguments), prog_name="trioengine", standalone_mode=False, obj=stderr)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except (Exception, KeyboardInterrupt, BaseExceptionGroup) as exc:
-        return _exit_code(_leaf(exc))
+        return _exit_code(_leaf(exc), stderr)
 
 
-def _exit_code(error: BaseException) -> int:
+def _exit_code(error: BaseException, stderr: Stderr) -> int:
+    def fail(message: str, code: int, bug: BaseException | None = None) -> int:
+        stderr.fail(message, bug)
+        return code
+
     match error:
         case typer.Exit():
             return int(error.exit_code)
         case KeyboardInterrupt() | typer.Abort():
             return 130
         case typer.TyperException():
-            return _fail(_usage(error), 2)
+            return fail(_usage(error), 2)
         case InvalidConfig() | RequestRejected():
-            return _fail(str(error), 2)
+            return fail(str(error), 2)
         case BrokenPipeError():
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its exit
             return 1
         case EngineError() | OSError():
-            return _fail(str(error), 1)
+            return fail(str(error), 1)
         case _:
-            return _fail(f"internal error: {type(error).__name__}: {error}", 1)
+            return fail(f"internal error: {type(error).__name__}: {error}", 1, error)
 
 
 def _usage(error: typer.TyperException) -> str:
@@ -92,27 +102,39 @@ def _leaf(error: BaseException) -> BaseException:
     return _leaf((error if interrupts is None else interrupts).exceptions[0])
 
 
-def _fail(message: str, code: int) -> int:
-    print("trioengine: error:", " ".join(message.split()), file=sys.stderr)
-    return code
-
-
 def _print_version(asked: bool) -> None:
     if asked:
         print(__version__)
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Runs large language models for programs that must never leak a session."""
+    _require_command(context)
+    for warning in unknown_variables(context.command, os.environ):
+        context.obj.warn(warning)
 
 
-@app.command()
+@bench_app.callback(invoke_without_command=True)
+def bench(context: typer.Context) -> None:
+    """Measure the engine, or a server."""
+    _require_command(context)
+
+
+def _require_command(context: typer.Context) -> None:
+    """Without a command, print the help and end with exit code 2."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(2)
+
+
+@command()
 @with_options(SERVE_OPTIONS, ENGINE_OPTIONS)
 def serve(
     model: Model = DEFAULT_MODEL,
@@ -129,8 +151,8 @@ def serve(
     serve_until_told(config, serve_config, log_level=log_level, log_json=log_json)
 
 
-@app.command()
-@with_options(ENGINE_OPTIONS, SAMPLING_OPTIONS)
+@command()
+@with_options(SAMPLING_OPTIONS, ENGINE_OPTIONS)
 def generate(
     prompt: Annotated[str, typer.Argument(help="The user message; `-` reads it from stdin.")],
     model: ModelOption = DEFAULT_MODEL,
@@ -156,8 +178,8 @@ def _check_chat(context: typer.Context) -> None:
         raise InvalidConfig("--api-key is for --connect: it is the server's key")
 
 
-@app.command()
-@with_options(ENGINE_OPTIONS, SAMPLING_OPTIONS, check=_check_chat)
+@command()
+@with_options(SAMPLING_OPTIONS, ENGINE_OPTIONS, check=_check_chat)
 def chat(
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP, envvar="TRIOENGINE_MODEL", show_envvar=False)] = None,
     connect: Annotated[
@@ -176,16 +198,16 @@ def chat(
 
     params = build(SamplingParams, fields)
     if connect is not None:
-        hold_chat(partial(remote_session, connect, api_key, model), params)
+        hold_chat(partial(remote_session, connect, api_key, model), model or connect, params)
     else:
         config = build(EngineConfig, fields, model=DEFAULT_MODEL if model is None else model)
-        hold_chat(partial(local_session, config), params)
+        hold_chat(partial(local_session, config), config.model, params)
 
 
-@app.command()
+@command()
 @with_options()
 def sleep(
-    connect: Connect,
+    connect: Connect = LOCAL_SERVER,
     admin_key: AdminKey = None,
     level: Annotated[
         int, typer.Option(min=1, max=2, help="1: the weights are moved to host memory; 2: they are discarded.")
@@ -209,10 +231,10 @@ def sleep(
     operate(connect, admin_key, "POST", "/sleep", given, as_json=json)
 
 
-@app.command()
+@command()
 @with_options()
 def wake(
-    connect: Connect,
+    connect: Connect = LOCAL_SERVER,
     admin_key: AdminKey = None,
     tags: Annotated[
         list[str] | None, typer.Option(help="Only weights, or only kv_cache; without it all that sleeps.")
@@ -229,16 +251,16 @@ def wake(
     operate(connect, admin_key, "POST", "/wake_up", given, as_json=json)
 
 
-@app.command()
+@command()
 @with_options()
-def status(connect: Connect, admin_key: AdminKey = None, json: Json = False) -> None:
+def status(connect: Connect = LOCAL_SERVER, admin_key: AdminKey = None, json: Json = False) -> None:
     """Say whether a server's engine is awake, what sleeps of it, and which weights it has."""
     from trioengine.cli.operating import operate
 
     operate(connect, admin_key, "GET", "/is_sleeping", {}, as_json=json)
 
 
-@app.command()
+@command()
 def pull(model: Model = DEFAULT_MODEL) -> None:
     """Fetch a model and print where it lies."""
     from trioengine.cli.progress import download_bar
@@ -249,7 +271,7 @@ def pull(model: Model = DEFAULT_MODEL) -> None:
     print(path)
 
 
-@app.command()
+@command()
 @with_options()
 def doctor(json: Json = False) -> int:
     """Say what this machine has for serving a model, and what it lacks; exit code 1 if it cannot work."""
@@ -258,7 +280,7 @@ def doctor(json: Json = False) -> int:
     return examine(looks(), as_json=json)
 
 
-@bench_app.command()
+@bench_command()
 @with_options(ENGINE_OPTIONS)
 def offline(
     model: Model = DEFAULT_MODEL,
@@ -285,7 +307,7 @@ def offline(
     bench_offline(config, requests, prompt_len, output_len, repeat=repeat, as_json=json)
 
 
-@bench_app.command("serve")
+@bench_command("serve")
 @with_options(LOAD_OPTIONS)
 def bench_serve(
     more_goals: Annotated[list[str] | None, typer.Argument(metavar="[METRIC:MS]...", hidden=True)] = None,
@@ -307,7 +329,7 @@ def bench_serve(
     return run_bench(config, Output(json, save_result, plot))
 
 
-@app.command()
+@command()
 @with_options()
 def fuzz(
     seconds: Annotated[float | None, typer.Option(help="How long to look, more than 0; 60 if nothing is said.")] = None,
@@ -336,7 +358,7 @@ def fuzz(
     except ModuleNotFoundError as exc:
         if exc.name != "hypothesis":
             raise
-        raise InvalidConfig("the fuzzer needs hypothesis: pip install 'trioengine[fuzz]'") from exc
+        raise InvalidConfig("the fuzzer needs hypothesis: pip install hypothesis") from exc
 
     options = {
         "seconds": seconds,

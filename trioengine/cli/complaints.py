@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
+from trioengine.cli.printable import printable
+
 
 def complain(text: str, *, before: str = "") -> None:
-    """One line; `before` it comes what ends another."""
+    """Write a line to stderr; `before` ends the line before it."""
     with suppress(OSError):
-        print(f"{before}trioengine: {text}", file=sys.stderr, flush=True)
+        print(f"{before}trioengine: {printable(text)}", file=sys.stderr, flush=True)

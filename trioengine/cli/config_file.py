@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from trioengine.cli.suggestion import suggestion
 from trioengine.core.bounds import brief
 from trioengine.core.errors import InvalidConfig
 
@@ -39,7 +40,7 @@ def read(path: Path, kinds: Mapping[str, Any]) -> ConfigFile:
     for key, value in _load(path).items():
         name = key.replace("-", "_")
         if name not in kinds:
-            raise InvalidConfig(f"{path}: {brief(key)} is no option of this command")
+            raise InvalidConfig(f"{path}: {brief(key)} is not an option of this command{_suggestion(key, kinds)}")
         if name in values:
             raise InvalidConfig(f"{path}: {key} is there twice, as {spelling[name]}, too")
         problem = _problem(value, kinds[name])
@@ -48,6 +49,12 @@ def read(path: Path, kinds: Mapping[str, Any]) -> ConfigFile:
         is_one_of_a_list = typing.get_origin(kinds[name]) is list and not isinstance(value, list)
         values[name], spelling[name] = [value] if is_one_of_a_list else value, key
     return ConfigFile(path, values, spelling)
+
+
+def _suggestion(key: str, kinds: Iterable[str]) -> str:
+    """The option that was probably meant, spelled as the key is."""
+    options = kinds if "_" in key else [name.replace("_", "-") for name in kinds]
+    return suggestion(key, options)
 
 
 def _load(path: Path) -> dict[str, Any]:

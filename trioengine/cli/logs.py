@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 from datetime import UTC, datetime
 
 from trioengine.serve.access_log import FIELDS
@@ -21,6 +22,20 @@ def configure_logs(level: str, *, as_json: bool) -> None:
     handler.addFilter(ContextFilter())
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("trioengine").setLevel(level.upper())
+
+
+def log_what_python_prints() -> None:
+    """Log warnings, and exceptions that nothing caught, instead of printing them to stderr."""
+    logging.captureWarnings(True)
+    logger = logging.getLogger("trioengine")
+
+    def uncaught(kind: type[BaseException], error: BaseException | None, where: object) -> None:
+        info = None if error is None else (kind, error, error.__traceback__)
+        logger.error("%s in %s", kind.__name__, where, exc_info=info)
+
+    threading.excepthook = lambda args: uncaught(args.exc_type, args.exc_value, args.thread)
+    sys.unraisablehook = lambda args: uncaught(args.exc_type, args.exc_value, args.object)
+    sys.excepthook = lambda kind, error, _: uncaught(kind, error, "the main thread")
 
 
 class TextFormatter(logging.Formatter):

@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 import trio
 
 from trioengine.cli.bench.http_client import Address, BackendError, exchange
+from trioengine.cli.printable import json_line, printable
 from trioengine.client import address
 from trioengine.client.problems import error_of
 from trioengine.core.bounds import is_key
@@ -31,7 +32,7 @@ def operate(
         raise InvalidConfig.of("admin_key", "must be one key of visible ASCII characters")
     query = urlencode({name: value for name, value in given.items() if value is not None}, doseq=True)
     state = trio.run(_ask, Address.of(url, admin_key), method, f"{target}?{query}" if query else target)
-    print(json.dumps(state) if as_json else _sentence(state))
+    print(json_line(state) if as_json else f"{_sentence(state)}\n", end="")
 
 
 def _prefix(url: str) -> str:
@@ -68,4 +69,4 @@ def _explained(error: EngineError) -> EngineError:
 def _sentence(state: Mapping[str, Any]) -> str:
     power = str(state["power"]).replace("_", " ")
     asleep = f" at level {state['level']} ({', '.join(state['tags'])})" if state["is_sleeping"] else ""
-    return f"{power}{asleep}, weights {state['weight_version']}"
+    return printable(f"{power}{asleep}, weights {state['weight_version']}")

@@ -21,6 +21,7 @@ from typer.models import OptionInfo
 from trioengine.cli import config_file
 from trioengine.cli.bench.config import HELP as LOAD_HELP
 from trioengine.cli.bench.config import BenchConfig
+from trioengine.cli.panels import panel_of
 from trioengine.cli.sources import in_the_users_words, variable
 from trioengine.core.config import EngineConfig
 from trioengine.core.sampling_params import SamplingParams
@@ -89,10 +90,10 @@ _HELP = {
 _NOT_OPTIONS = ("model", "restart_delays", "logit_bias", "logprobs")
 
 
-def _options(cls: type, panel: str, texts: Mapping[str, str] = _HELP) -> list[inspect.Parameter]:
+def _options(cls: type, panel: str | None, texts: Mapping[str, str] = _HELP) -> list[inspect.Parameter]:
     hints = typing.get_type_hints(cls)
     fields = [field for field in dataclasses.fields(cls) if field.name not in _NOT_OPTIONS]
-    return [_option(field, hints[field.name], panel, texts[field.name]) for field in fields]
+    return [_option(field, hints[field.name], panel or panel_of(field.name), texts[field.name]) for field in fields]
 
 
 def _option(field: dataclasses.Field[Any], hint: Any, panel: str, text: str) -> inspect.Parameter:
@@ -120,8 +121,8 @@ def _kind(hint: Any) -> Any:
     return hint
 
 
-ENGINE_OPTIONS = _options(EngineConfig, "Engine")
-SERVE_OPTIONS = _options(ServeConfig, "Server")
+ENGINE_OPTIONS = _options(EngineConfig, None)
+SERVE_OPTIONS = _options(ServeConfig, None)
 SAMPLING_OPTIONS = _options(SamplingParams, "Sampling")
 LOAD_OPTIONS = _options(BenchConfig, "Load", LOAD_HELP)
 
@@ -147,6 +148,7 @@ def with_options(*groups: list[inspect.Parameter], check: Check | None = None) -
 
         @functools.wraps(command)
         def run(*, _context: typer.Context, **options: object) -> object:
+            _context.find_root().obj.as_json = options.get("log_json") is True
             with in_the_users_words(_context):
                 if check is not None:
                     check(_context)

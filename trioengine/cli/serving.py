@@ -13,7 +13,8 @@ import trio
 
 from trioengine.actors.engine import Engine
 from trioengine.actors.nursery import open_unwrapped_nursery
-from trioengine.cli.logs import configure_logs
+from trioengine.cli.logs import configure_logs, log_what_python_prints
+from trioengine.cli.worker_log import logged_workers
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError
 from trioengine.core.serve_config import ServeConfig
@@ -35,10 +36,11 @@ def serve_until_told(
 ) -> None:
     """Serve until SIGINT or SIGTERM. Raises EngineError when it cannot."""
     configure_logs(log_level, as_json=log_json)
+    if log_json:
+        log_what_python_prints()
     raise_limit()
     located(config.model)  # what can be no model is refused before anything listens
-    run = partial(serve, config, serve_config)
-    trio.run(_serve, run, serve_config.shutdown_timeout, nullcontext() if log_json else _bars())
+    trio.run(_serve_with_log, config, serve_config, nullcontext() if log_json else _bars())
 
 
 def _bars() -> AbstractContextManager[Bars]:
@@ -46,6 +48,13 @@ def _bars() -> AbstractContextManager[Bars]:
     from trioengine.cli.progress import progress_bars
 
     return progress_bars()
+
+
+async def _serve_with_log(
+    config: EngineConfig, serve_config: ServeConfig, showing: AbstractContextManager[Bars | None]
+) -> None:
+    async with logged_workers() as ports:
+        await _serve(partial(serve, config, serve_config, ports=ports), serve_config.shutdown_timeout, showing)
 
 
 async def _serve(
@@ -61,6 +70,7 @@ async def _serve(
             nursery.start_soon(_settle_down_when_ready, server.engine)
             for address in server.addresses:
                 logger.info("listening on http://%s", address)
+            logger.info("loading %s", server.engine.config.model)
     logger.info("stopped")
 
 

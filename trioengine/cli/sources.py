@@ -5,16 +5,38 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import typer
 
 from trioengine.cli.config_file import ConfigFile
+from trioengine.cli.suggestion import suggestion
 from trioengine.core.errors import InvalidConfig, RequestRejected
+
+PREFIX = "TRIOENGINE_"
+_OTHER_VARIABLES = (f"{PREFIX}HOME",)
 
 
 def variable(name: str) -> str:
     """The environment variable of an option."""
-    return f"TRIOENGINE_{name.upper()}"
+    return f"{PREFIX}{name.upper()}"
+
+
+def unknown_variables(command: Any, environment: Iterable[str]) -> Iterator[str]:
+    """Warnings of variables that no command reads, with the name that was probably meant."""
+    known = {name.removeprefix(PREFIX) for name in (*_variables_of(command), *_OTHER_VARIABLES)}
+    given = {name.removeprefix(PREFIX) for name in environment if name.startswith(PREFIX)}
+    for name in sorted(given - known):
+        yield f"no option has the variable {PREFIX}{name}{suggestion(name, known, PREFIX)}"
+
+
+def _variables_of(command: Any) -> Iterator[str]:
+    """The variables of a command and of the commands below it."""
+    for parameter in command.params:
+        if parameter.envvar is not None:
+            yield parameter.envvar
+    for below in getattr(command, "commands", {}).values():
+        yield from _variables_of(below)
 
 
 def words(context: typer.Context, name: str) -> str | None:

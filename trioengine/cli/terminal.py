@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 import termios
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import trio
 
@@ -16,12 +16,26 @@ from trioengine.core.errors import RequestRejected
 with suppress(ImportError):  # a Python may have been built without it: lines are edited by the terminal itself then
     import readline as readline  # editing and a history, of this process, for what `input` reads
 
+_LOCAL_FLAGS = 3  # their place among the settings
+
 
 class Terminal:
     """Standard input and output, both a terminal."""
 
     def __init__(self) -> None:
         self._settings = termios.tcgetattr(STDIN)
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Do not show keys in the body; the next line that is read begins with them."""
+        settings = termios.tcgetattr(STDIN)
+        silent = settings[:]
+        silent[_LOCAL_FLAGS] &= ~termios.ECHO
+        termios.tcsetattr(STDIN, termios.TCSANOW, silent)
+        try:
+            yield
+        finally:
+            termios.tcsetattr(STDIN, termios.TCSANOW, settings)
 
     async def next(self) -> str:
         """A message; "" for an empty line, and at the end of the input.

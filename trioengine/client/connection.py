@@ -37,6 +37,7 @@ class Connection:
     ) -> None:
         self.posts = Posts()
         self._endpoint = endpoint
+        self.model: str | None = None  # as the server calls it
         self._on_event = on_event
         self._on_state = on_state
         self._on_loss = on_loss
@@ -80,12 +81,14 @@ class Connection:
         try:
             await websocket.shake_hands(endpoint.authority, endpoint.target, endpoint.headers)
             event = json.loads(await websocket.read())
+            model = event["session"].get("model")
+            self.model = model if isinstance(model, str) else None
             return str(event["session"]["id"])
         except Rejected as exc:
             raise refusal_of(exc) from exc
         except Closed as exc:
             raise loss_of(exc) from exc
-        except (ValueError, LookupError, TypeError) as exc:
+        except (ValueError, LookupError, TypeError, AttributeError) as exc:
             raise ConnectionLost(f"{endpoint.authority} does not begin with a session.created") from exc
 
     async def _talk(self, websocket: WebSocket, session_id: str, task_status: trio.TaskStatus[str]) -> None:

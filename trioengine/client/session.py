@@ -72,6 +72,11 @@ class Session:
         """The committed conversation, as chat messages."""
         return [dict(message) for message in self._conversation.messages]
 
+    @property
+    def model(self) -> str | None:
+        """The server's name of its model; None before the session is entered."""
+        return self._connection.model
+
     # ---- the handle -----------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Session:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import logging
 import os
 import select
 import signal
@@ -26,8 +27,11 @@ def run(arguments: Sequence[str], load: Load) -> int:
     parser.add_argument("--in", dest="fd_in", type=int, required=True, metavar="FD")
     parser.add_argument("--out", dest="fd_out", type=int, required=True, metavar="FD")
     parser.add_argument("--parent", type=int, required=True, metavar="PID")
+    parser.add_argument("--log-level", type=int, default=logging.WARNING, metavar="LEVEL")
     options = parser.parse_args(arguments)
     _print_to_the_log()
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    logging.getLogger("trioengine").setLevel(options.log_level)
     faulthandler.enable(file=2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     _watch_parent(options.parent)

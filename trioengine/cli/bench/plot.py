@@ -22,7 +22,7 @@ def check_plot(path: Path) -> None:
     if path.suffix not in _SUFFIXES:
         raise InvalidConfig.of("plot", f"must be a file that ends in {' or '.join(_SUFFIXES)}, got {str(path)!r}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise InvalidConfig.of("plot", "needs matplotlib: pip install 'trioengine[bench]'")
+        raise InvalidConfig.of("plot", "needs matplotlib: pip install matplotlib")
 
 
 def plot(run: Run, metrics: Sequence[str], path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from pathlib import Path
 from trioengine.core.errors import ModelError
 from trioengine.hub.home import trioengine_home
 
+logger = logging.getLogger("trioengine")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-Wall")
 _TIMEOUT = 30.0  # seconds, of which one is needed; all of it is less than what a start may take without progress
 _WORKPLACE = ".compile-"  # + a random suffix
@@ -49,6 +51,7 @@ def load_library(source: Path, macros: Mapping[str, str | int]) -> ctypes.CDLL:
         kept = _home() / f"{_hash(source, command)}.so"
         if (library := _loaded(kept)) is not None:
             return library
+        logger.info("compiling the CPU kernels for this model and machine")
         with tempfile.TemporaryDirectory(prefix="trioengine-") as workplace:
             made = _compile(source, command, Path(workplace))
             _keep(made, kept)

@@ -1,0 +1,5 @@
+"""`python -m trioengine`: the command line."""
+
+from trioengine.cli import main
+
+main()

@@ -1,0 +1,84 @@
+"""An answer on a terminal: printable characters only, in lines that break at words."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+
+from rich.cells import get_character_cell_size
+
+from trioengine.cli.printable import printable
+
+_TAB_STOP = 8
+
+
+class Screen:
+    """Stands between the pieces of an answer and standard output, which is a terminal."""
+
+    def __init__(self) -> None:
+        self._wrap = WordWrap(lambda: shutil.get_terminal_size().columns)
+
+    def feed(self, text: str) -> str:
+        """The part of the answer that can be written now."""
+        return self._wrap.feed(printable(text))
+
+    def flush(self) -> str:
+        """The rest."""
+        return self._wrap.flush()
+
+
+class WordWrap:
+    """Breaks text that comes in pieces into lines of at most `width()` columns, at words where it can.
+
+    The last word of a piece is held back until its end has come.
+    """
+
+    def __init__(self, width: Callable[[], int]) -> None:
+        self._width = width
+        self._column = 0  # behind the text that was written
+        self._space = ""  # between that and the word
+        self._word = ""
+        self._cells = 0  # columns of the word
+
+    def feed(self, text: str) -> str:
+        """The text up to its last complete word, with line breaks."""
+        width = self._width()
+        return "".join(self._take(character, width) for character in text)
+
+    def flush(self) -> str:
+        """The rest of the text, which has ended."""
+        rest = self._end_word(self._width()) + self._space
+        self._space, self._column = "", 0
+        return rest
+
+    def _take(self, character: str, width: int) -> str:
+        if character == "\n":
+            line = self._end_word(width) + "\n"
+            self._space, self._column = "", 0
+            return line
+        if character in " \t":
+            word = self._end_word(width)
+            self._space += character
+            return word
+        cells = get_character_cell_size(character)
+        before = self._end_word(width) if cells == 2 else ""  # a line may break before and after a wide character
+        self._word += character
+        self._cells += cells
+        return before + (self._end_word(width) if cells == 2 or self._cells >= width else "")
+
+    def _end_word(self, width: int) -> str:
+        if not self._word:
+            return ""
+        end = _advanced(self._column, self._space) + self._cells
+        if end > width and self._column > 0:
+            text, end = f"\n{self._word}", self._cells
+        else:
+            text = self._space + self._word
+        self._space, self._word, self._cells, self._column = "", "", 0, end
+        return text
+
+
+def _advanced(column: int, space: str) -> int:
+    for character in space:
+        column += 1 if character == " " else _TAB_STOP - column % _TAB_STOP
+    return column
