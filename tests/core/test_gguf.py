@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trioengine.core.errors import ModelError
-from trioengine.core.gguf import GGUFTensor, TensorType, parse_gguf
+from trioengine.core.gguf import MAX_DECODED, MAX_TENSORS, MAX_TEXT, GGUFTensor, TensorType, Undecoded, parse_gguf
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 CODES = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BOOL: "?", U64: "Q", I64: "q", F64: "d"}
@@ -64,10 +64,11 @@ VALID = gguf(
     bytes(100),
 )
 DATA = len(VALID) - 100
+ARRAYS = {"numbers", "strings", "nothing"}
 
 
 def test_metadata_and_tensors():
-    header = parse_gguf(VALID)
+    header = parse_gguf(VALID, arrays=ARRAYS)
     assert header.metadata == {key: content for key, _, content in EVERY_KIND}
     assert header.tensors == (
         GGUFTensor("a", (2, 4), TensorType.F32, DATA, 32),
@@ -88,11 +89,40 @@ def test_any_buffer_will_do():
     assert parse_gguf(memoryview(array("I", padded))) == parse_gguf(bytearray(padded)) == parse_gguf(VALID)
 
 
-def test_skipped_keys_are_passed_over():
-    skip = {"numbers", "strings", "string", "u8", "nothing"}
-    header = parse_gguf(VALID, skip=skip)
-    assert header.metadata == {key: content for key, _, content in EVERY_KIND if key not in skip}
-    assert header.tensors == parse_gguf(VALID).tensors
+def test_other_arrays_are_passed_over():
+    header = parse_gguf(VALID, arrays={"strings"})
+    assert header.metadata["strings"] == ["a", "", "ß"]
+    assert header.metadata["numbers"] == Undecoded("array", 3)
+    assert len(header.metadata["numbers"]) == 3 and repr(header.metadata["numbers"]) == "<array of length 3>"
+    assert header.tensors == parse_gguf(VALID, arrays=ARRAYS).tensors
+    assert parse_gguf(VALID).metadata["strings"] == Undecoded("array", 3)
+
+
+def test_a_long_string_is_passed_over():
+    header = parse_gguf(gguf([entry("long", STRING, "x" * (MAX_TEXT + 1)), entry("short", STRING, "x" * MAX_TEXT)]))
+    assert header.metadata == {"long": Undecoded("string", MAX_TEXT + 1), "short": "x" * MAX_TEXT}
+
+
+def array_of(kind, count, size):
+    """An array of zeros, or of empty strings."""
+    return string("a") + struct.pack("<IIQ", ARRAY, kind, count) + bytes(count * size)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        gguf([array_of(U8, MAX_DECODED // 16, 1)]),
+        gguf([array_of(STRING, MAX_DECODED // 64, 8)]),
+        gguf([string("a") + struct.pack("<IIQ", ARRAY, STRING, 15) + string("x" * MAX_TEXT) * 15]),
+        gguf([entry(f"{number}", STRING, "x" * MAX_TEXT) for number in range(15)]),
+        gguf([entry(f"{number}{'k' * 65_530}", U8, 0) for number in range(300)]),
+    ],
+    ids=["numbers", "empty strings", "strings", "texts", "keys"],
+)
+def test_a_header_that_would_take_too_much_memory(content):
+    """Holes in a sparse file read as zeros: they cost its author nothing."""
+    with pytest.raises(ModelError, match="the header would take more than 56 MiB of memory"):
+        parse_gguf(content, arrays={"a"})
 
 
 BAD = {
@@ -103,34 +133,41 @@ BAD = {
     "claims 1000000 tensors, more than it can hold": gguf(counts=(1_000_000, 0)),
     "claims 9223372036854775808 metadata entries": gguf(counts=(0, 1 << 63)),
     "the file ends in the number of tensors": b"GGUF" + struct.pack("<I", 3),
-    "metadata key a is there twice": gguf([entry("a", U8, 1)] * 2),
+    "metadata key 'a' is there twice": gguf([entry("a", U8, 1)] * 2),
     "a metadata key is 65537 bytes long, 65536 are the most": gguf([entry("k" * 65537, U8, 1)]),
     "a metadata key is not UTF-8": gguf([entry(b"\xff", U8, 1)]),
-    "a has the unknown type 13": gguf([string("a") + struct.pack("<I", 13)]),
-    "a is an array of the type 9, which is not supported": gguf([string("a") + struct.pack("<II", ARRAY, ARRAY)]),
-    "claims 99 elements of a, more": gguf([string("a") + struct.pack("<IIQ", ARRAY, U32, 99)]),
-    "claims 98 elements of a, more": gguf([string("a") + struct.pack("<IIQ", ARRAY, STRING, 98)]),
-    "the file ends in a": gguf([string("a") + struct.pack("<IIQQ", ARRAY, STRING, 1, 1 << 62)]),
-    "the file ends in b": gguf([string("b") + struct.pack("<IIQ", ARRAY, STRING, 2) + string("12345678901")])[:68],
-    "s is not UTF-8": gguf([entry("s", STRING, [b"\xff"])]),
+    "'a' has the unknown type 13": gguf([string("a") + struct.pack("<I", 13)]),
+    "'a' is an array of the type 9, which is not supported": gguf([string("a") + struct.pack("<II", ARRAY, ARRAY)]),
+    "claims 99 elements of 'a', more": gguf([string("a") + struct.pack("<IIQ", ARRAY, U32, 99)]),
+    "claims 98 elements of 'a', more": gguf([string("a") + struct.pack("<IIQ", ARRAY, STRING, 98)]),
+    "the file ends in 'a'": gguf([string("a") + struct.pack("<IIQQ", ARRAY, STRING, 1, 1 << 62)]),
+    "'t' is not UTF-8": gguf([entry("t", STRING, [b"\xff"])]),
+    "the file ends in 'b'": gguf([string("b") + struct.pack("<IIQ", ARRAY, STRING, 2) + string("12345678901")])[:68],
+    "'s' is not UTF-8": gguf([entry("s", STRING, b"\xff")]),
     "general.alignment must be a power of two, got 24": gguf([entry("general.alignment", U32, 24)]),
     "general.alignment must be a power of two, got 0": gguf([entry("general.alignment", U32, 0)]),
     "general.alignment must be a power of two, got '32'": gguf([entry("general.alignment", STRING, "32")]),
-    "tensor a has 5 dimensions, 4 are the most": gguf((), [tensor("a", (1,) * 5)]),
-    "tensor a has type 4, which is not supported; supported: F32": gguf((), [tensor("a", (1,), kind=4)]),
-    "tensor a is there twice": gguf((), [tensor("a", (1,))] * 2, bytes(4)),
-    "tensor a has the shape [0], which F32 cannot store": gguf((), [tensor("a", (0,))]),
-    "tensor a has the shape [2, 31], which Q8_0 cannot store": gguf((), [tensor("a", (31, 2), kind=8)], bytes(99)),
-    "tensor a is not aligned to 32 bytes": gguf((), [tensor("a", (1,), offset=4)], bytes(99)),
-    "truncated: tensor a ends 1 bytes beyond its end": gguf((), [tensor("a", (8,))], bytes(31)),
-    "tensor b ends 18446744073709551584 bytes beyond": gguf((), [tensor("b", (8,), offset=(1 << 64) - 32)], bytes(32)),
+    "tensor 'a' has 5 dimensions, 4 are the most": gguf((), [tensor("a", (1,) * 5)]),
+    "tensor 'a' has type 4, which is not supported; supported: F32": gguf((), [tensor("a", (1,), kind=4)]),
+    f"the file has {MAX_TENSORS + 1} tensors, {MAX_TENSORS} are the most": gguf(
+        counts=(MAX_TENSORS + 1, 0), data=bytes(24 * MAX_TENSORS + 24)
+    ),
+    r"tensor '\x1b[31m\x07' is there twice": gguf((), [tensor("\x1b[31m\a", (1,))] * 2, bytes(4)),
+    "tensor 'a' is there twice": gguf((), [tensor("a", (1,))] * 2, bytes(4)),
+    "tensor 'a' has the shape [0], which F32 cannot store": gguf((), [tensor("a", (0,))]),
+    "tensor 'a' has the shape [2, 31], which Q8_0 cannot store": gguf((), [tensor("a", (31, 2), kind=8)], bytes(99)),
+    "tensor 'a' is not aligned to 32 bytes": gguf((), [tensor("a", (1,), offset=4)], bytes(99)),
+    "truncated: tensor 'a' ends 1 bytes beyond its end": gguf((), [tensor("a", (8,))], bytes(31)),
+    "tensor 'b' ends 18446744073709551584 bytes beyond": gguf(
+        (), [tensor("b", (8,), offset=(1 << 64) - 32)], bytes(32)
+    ),
 }
 
 
 @pytest.mark.parametrize("message", BAD)
 def test_what_is_wrong_is_said(message):
     with pytest.raises(ModelError) as caught:
-        parse_gguf(BAD[message], "some.gguf")
+        parse_gguf(BAD[message], "some.gguf", arrays={"a", "b", "t"})
     assert str(caught.value).startswith("some.gguf: ")
     assert message in str(caught.value)
 
@@ -164,10 +201,10 @@ def refused_or_inside(content):
 
 def test_tensors_that_overlap():
     tensors = [tensor("a", [16]), tensor("b", [16], offset=32)]
-    with pytest.raises(ModelError, match="tensors a and b overlap"):
+    with pytest.raises(ModelError, match="tensors 'a' and 'b' overlap"):
         parse_gguf(gguf((), tensors, bytes(96)))
 
 
-def test_a_key_that_is_there_twice_is_seen_though_it_is_skipped():
+def test_a_key_that_is_there_twice_is_seen_though_it_is_not_decoded():
     with pytest.raises(ModelError, match="twice"):
-        parse_gguf(gguf([entry("k", U8, 1), entry("k", U8, 1)]), skip={"k"})
+        parse_gguf(gguf([entry("k", U8, [1]), entry("k", U8, [1])]))

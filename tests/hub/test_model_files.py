@@ -1,5 +1,7 @@
 """GGUF models, the real one first; each field that can be wrong is named."""
 
+import math
+import os
 import re
 import struct
 
@@ -36,10 +38,16 @@ def test_a_pulled_file_that_is_damaged_has_a_remedy(smollm2, tmp_path, monkeypat
         assert remedy not in str(caught.value)
 
 
+COUNT = "must be an integer from 1 to 2147483647"
 TOKENS = ["a", "b", "ab", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>"]
 METADATA = {
     "general.architecture": "llama",
     "llama.context_length": 64,
+    "llama.embedding_length": 2,
+    "llama.feed_forward_length": 3,
+    "llama.block_count": 1,
+    "llama.attention.head_count": 1,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": "gpt-2",
     "tokenizer.ggml.tokens": TOKENS,
@@ -65,21 +73,33 @@ def typed(content):
     return (4, struct.pack("<I", content)) if isinstance(content, int) else (6, struct.pack("<f", content))
 
 
-def write_gguf(path, changes, rows=None):
-    """METADATA with changes (None leaves a key out), and an embedding of `rows` rows."""
+def shapes(rows):
+    """The tensors of METADATA, by name."""
+    names = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
+    layer = [(2,), (2, 2), (2, 2), (2, 2), (2, 2), (2,), (3, 2), (3, 2), (2, 3)]
+    blocks = {f"blk.0.{name}.weight": shape for name, shape in zip(names, layer, strict=True)}
+    return {"token_embd.weight": (rows, 2), "output_norm.weight": (2,), **blocks}
+
+
+def write_gguf(path, changes, tensors=None):
+    """METADATA with changes (None leaves a key out), and tensors of zeros."""
     metadata = {key: content for key, content in (METADATA | changes).items() if content is not None}
     entries = b""
     for key, content in metadata.items():
         kind, data = typed(content)
         entries += string(key) + struct.pack("<I", kind) + data
-    tensors = b"" if rows is None else string("token_embd.weight") + struct.pack("<IQQIQ", 2, 1, rows, 0, 0)
-    head = struct.pack("<4sIQQ", b"GGUF", 3, int(rows is not None), len(metadata)) + entries + tensors
-    path.write_bytes(head + bytes(-len(head) % 32) + bytes(4 * (rows or 0)))
+    tensors, infos, end = shapes(7) if tensors is None else tensors, b"", 0
+    for name, shape in tensors.items():
+        infos += string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), 0, end)
+        end += (4 * math.prod(shape) + 31) // 32 * 32
+    head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(metadata)) + entries + infos
+    path.write_bytes(head)
+    os.truncate(path, (len(head) + 31) // 32 * 32 + end)
     return path
 
 
-def gguf_model(tmp_path, changes=None, rows=None):
-    return read_model(write_gguf(tmp_path / "some.gguf", changes or {}, rows))
+def gguf_model(tmp_path, changes=None, tensors=None):
+    return read_model(write_gguf(tmp_path / "some.gguf", changes or {}, tensors))
 
 
 def test_a_gguf_file(tmp_path):
@@ -95,7 +115,8 @@ def test_a_model_without_a_chat_template(tmp_path):
 
 
 def test_a_vocabulary_padded_in_the_embedding(tmp_path):
-    assert gguf_model(tmp_path, rows=8).vocab_size == 8
+    assert gguf_model(tmp_path, tensors=shapes(8)).vocab_size == 8
+    assert gguf_model(tmp_path, tensors=shapes(7 + 4096)).vocab_size == 7 + 4096
 
 
 @pytest.mark.parametrize(
@@ -118,23 +139,42 @@ def test_the_end_tokens(tmp_path, changes, expected):
     ("changes", "message"),
     [
         ({"split.count": 3}, "split.count: a model split into several files is not supported"),
-        ({"general.architecture": None}, "general.architecture is missing or no string"),
-        ({"general.architecture": 3}, "general.architecture is missing or no string"),
-        ({"llama.context_length": None}, "llama.context_length must be a positive integer, got None"),
-        ({"llama.context_length": 0}, "llama.context_length must be a positive integer, got 0"),
-        ({"llama.context_length": 0.5}, "llama.context_length must be a positive integer, got 0.5"),
+        ({"general.architecture": None}, "general.architecture None is not supported; supported: llama"),
+        ({"general.architecture": 3}, "general.architecture 3 is not supported; supported: llama"),
+        (
+            {"general.architecture": "mamba", "llama.context_length": None, "tokenizer.ggml.model": "none"},
+            "general.architecture 'mamba' is not supported; supported: llama",
+        ),
+        ({"llama.context_length": None}, f"llama.context_length {COUNT}, got None"),
+        ({"llama.context_length": 0}, f"llama.context_length {COUNT}, got 0"),
+        ({"llama.context_length": 0.5}, f"llama.context_length {COUNT}, got 0.5"),
+        ({"llama.attention.head_count": [1]}, f"llama.attention.head_count {COUNT}, got <array of length 1>"),
+        ({"llama.attention.head_count": "1"}, f"llama.attention.head_count {COUNT}, got '1'"),
+        ({"llama.attention.head_count_kv": 2}, "llama.attention.head_count_kv must divide the number of heads, 1"),
+        ({"llama.attention.key_length": 3}, "llama.attention.key_length must be even (by default it is 2), got 3"),
+        ({"llama.block_count": 2**31 - 1}, "llama.block_count must be at most the number of tensors, 11"),
+        ({"llama.block_count": 2**31}, f"llama.block_count {COUNT}, got 2147483648"),
+        ({"llama.rope.dimension_count": 1}, "llama.rope.dimension_count must be the size of a head, 2, got 1"),
+        ({"llama.rope.freq_base": "x"}, "llama.rope.freq_base must be a number above 0"),
+        ({"llama.rope.freq_base": math.inf}, "llama.rope.freq_base must be a number above 0"),
+        ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn' is not supported in GGUF files; supported: none, "),
+        ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope' is not supported in GGUF files"),
+        ({"llama.rope.scaling.factor": -1.0}, "llama.rope.scaling.factor must be a number above 0"),
+        ({"llama.rope.scaling.factor": "4"}, "llama.rope.scaling.factor must be a number above 0"),
+        ({"llama.rope.scale_linear": math.nan}, "llama.rope.scale_linear must be a number above 0"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model is 'bert', which is not supported"),
         ({"tokenizer.ggml.pre": "other"}, "tokenizer.ggml.pre is 'other', which is not supported"),
-        ({"tokenizer.ggml.pre": ["gpt-2"]}, "tokenizer.ggml.pre is ['gpt-2'], which is not supported"),
+        ({"tokenizer.ggml.pre": ["gpt-2"]}, "tokenizer.ggml.pre is <array of length 1>, which is not supported"),
         ({"tokenizer.ggml.pre": "x" * 9999}, "tokenizer.ggml.pre is 'xxx"),
         ({"tokenizer.ggml.model": "x" * 9999}, "tokenizer.ggml.model is 'xxx"),
-        ({"general.architecture": "x" * 9999}, "xxx"),
+        ({"tokenizer.ggml.pre": "\x1b[2J" * 99}, r"tokenizer.ggml.pre is '\x1b[2J\x1b[2J"),
+        ({"general.architecture": "x" * 9999}, "general.architecture 'xxx"),
         ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens is missing"),
         ({"tokenizer.ggml.merges": ["ab"]}, "tokenizer.ggml.merges has "),
         ({"tokenizer.ggml.token_type": 3}, "tokenizer.ggml.token_type is no list"),
         ({"tokenizer.ggml.eos_token_id": 7}, "tokenizer.ggml.eos_token_id must be a token id below 7, got 7"),
         ({"tokenizer.ggml.eos_token_id": "</s>"}, "tokenizer.ggml.eos_token_id must be a token id below 7"),
-        ({"tokenizer.chat_template": 3}, "tokenizer.chat_template is no string"),
+        ({"tokenizer.chat_template": 3}, "tokenizer.chat_template must be a string of at most 1 MiB, got 3"),
         ({"tokenizer.chat_template": "{% if"}, "the chat template does not compile"),
         ({"tokenizer.chat_template": "{{ " + "(" * 3000 + ")" * 3000 + " }}"}, "the chat template does not compile"),
         ({"tokenizer.chat_template": "{{ " + "-" * 5000 + "1 }}"}, "the chat template does not compile"),
@@ -148,9 +188,26 @@ def test_a_bad_gguf_key_is_named(tmp_path, changes, message):
     assert len(str(caught.value)) < 300 + len(str(tmp_path))
 
 
-def test_an_embedding_smaller_than_the_vocabulary(tmp_path):
-    with pytest.raises(ModelError, match=r"tokenizer\.ggml\.tokens has 7 tokens, token_embd\.weight 6"):
-        gguf_model(tmp_path, rows=6)
+@pytest.mark.parametrize("rows", [6, 7 + 4097, 1 << 28])
+def test_an_embedding_that_does_not_fit_the_vocabulary(tmp_path, rows):
+    """A file with holes may have any size."""
+    with pytest.raises(ModelError, match=rf"tokenizer\.ggml\.tokens has 7 tokens, token_embd\.weight {rows}$"):
+        gguf_model(tmp_path, tensors=shapes(rows))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"blk.0.attn_q.bias": (2,)}, "missing tensors: 'model.layers.0.self_attn.k_proj.bias', "),
+        ({"model.norm.weight": (2,)}, "tensors 'output_norm.weight' and 'model.norm.weight' are the same one"),
+        ({"blk.0.attn_sinks\x07": (1,)}, r"unexpected tensors: 'blk.0.attn_sinks\x07'"),
+        ({"token_embd.weight": (7,)}, "tensor token_embd.weight is missing or no matrix"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_model(tmp_path, changes, message):
+    with pytest.raises(ModelError) as caught:
+        gguf_model(tmp_path, tensors=shapes(7) | changes)
+    assert str(caught.value).startswith(f"{tmp_path / 'some.gguf'}: {message}")
 
 
 def test_files_that_are_no_gguf(tmp_path):

@@ -11,9 +11,10 @@ from torch_driver import generate, load
 
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.tag import ALL_TAGS, Tag
+from trioengine.hub.llama_config import wanted_tensors
 from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.layers import linear
-from trioengine.worker.models.llama import LlamaModel, wanted_tensors
+from trioengine.worker.models.llama import LlamaModel
 from trioengine.worker.weights import open_checkpoint
 from trioengine.worker.weights.host_copy import HostCopy
 from trioengine.worker.weights.reader import WeightReader

@@ -1,6 +1,8 @@
 """Model files: GGUF types, sharded safetensors, and files that lie."""
 
 import json
+import math
+import os
 import struct
 
 import gguf
@@ -11,9 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch_driver import generate, load, reference
 
 from trioengine.core.errors import ModelError
+from trioengine.core.gguf import TensorType
+from trioengine.hub.fields import Fields
+from trioengine.hub.llama_config import RopeScaling, RopeType, config_from_hf, wanted_tensors
+from trioengine.worker.layers.rotary import inverse_frequencies
 from trioengine.worker.weights import open_checkpoint
 
-TYPES = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+TYPES = [tensor_type.name for tensor_type in TensorType]
+IQ4_NL_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])  # ggml-common.h
 EXPECTED = reference("tiny_reference.json")
 
 
@@ -39,8 +46,24 @@ def gguf_name(name):
     return name
 
 
-def write_gguf(tiny_llama, path, variant, architecture="llama", kinds=None, extra=None, **changes):
-    """The variant as a GGUF file; `kinds` gives the stored type of some tensors."""
+def iq4_nl(array):
+    """Blocks of 32 numbers, each the nearest value of ggml's table times the block's scale; gguf only reads them."""
+    groups = array.reshape(-1, 32)
+    scales = (np.abs(groups).max(axis=1, keepdims=True) / 127).astype(np.float16)
+    scaled = groups / scales.astype(np.float32)
+    codes = np.abs(scaled[..., None] - IQ4_NL_VALUES).argmin(axis=-1).astype(np.uint8)
+    blocks = np.concatenate((scales.view(np.uint8), codes[:, :16] | codes[:, 16:] << 4), axis=1)
+    return blocks.reshape(*array.shape[:-1], array.shape[-1] // 32 * 18)
+
+
+def stored_as(array, kind):
+    return iq4_nl(array) if kind.name == "IQ4_NL" else gguf.quants.quantize(array, kind)
+
+
+def write_gguf(
+    tiny_llama, path, variant, architecture="llama", kinds=None, extra=None, metadata=None, values=None, **changes
+):
+    """The variant as a GGUF file; `kinds` gives the stored type of some tensors, `values` maps all numbers."""
     config = {**tiny_llama.BASE, **tiny_llama.VARIANTS[variant], **changes}
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config["max_position_embeddings"])
@@ -53,7 +76,9 @@ def write_gguf(tiny_llama, path, variant, architecture="llama", kinds=None, extr
     writer.add_rope_freq_base(config["rope_theta"])
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
-    if variant == "linear":
+    for key, value in (metadata or {}).items():
+        (writer.add_string if isinstance(value, str) else writer.add_float32)(key, value)
+    if variant == "linear" and metadata is None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(4.0)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
@@ -62,7 +87,8 @@ def write_gguf(tiny_llama, path, variant, architecture="llama", kinds=None, extr
         for projection, count in heads.items():
             array = permuted(array, count) if projection in name else array
         kind = gguf.GGMLQuantizationType[(kinds or {}).get(name, "F32")]
-        stored = gguf.quants.quantize(np.ascontiguousarray(array), kind)
+        array = np.ascontiguousarray(array)
+        stored = stored_as(array if values is None else values(name, array), kind)
         writer.add_tensor(gguf_name(name), stored, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -76,14 +102,60 @@ def test_gguf_says_what_transformers_says(tiny_llama, tmp_path, variant):
     """llama3 scaling travels as frequency divisors; the other kinds as metadata."""
     extra = {}
     if variant == "llama3":
-        from trioengine.worker.layers.rotary import RopeScaling, inverse_frequencies
-        from trioengine.worker.models.llama_config import config_from_hf
-
-        scaling = config_from_hf({**tiny_llama.BASE, **tiny_llama.VARIANTS[variant]}).rope_scaling
+        scaling = open_checkpoint(str(tiny_llama.write(tmp_path, variant))).config.rope_scaling
+        assert scaling == RopeScaling(RopeType.LLAMA3, 8.0, 1.0, 4.0, 64)
         plain = inverse_frequencies(10000.0, 8, RopeScaling())
         extra["rope_freqs.weight"] = (plain / inverse_frequencies(10000.0, 8, scaling)).numpy()
     runner = load(write_gguf(tiny_llama, tmp_path / "tiny.gguf", variant, extra=extra))
     assert generate(runner, [tiny_llama.PROMPT], 48)[0] == [EXPECTED[variant]["output"]]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "variant"),
+    [
+        ({"llama.rope.scaling.factor": 4.0}, "linear"),
+        ({"llama.rope.scale_linear": 4.0}, "linear"),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scale_linear": 4.0}, "linear"),
+        ({"llama.rope.scaling.factor": 4.0, "llama.rope.scale_linear": 2.0}, "linear"),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, "plain"),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scale_linear": 4.0}, "plain"),
+        ({"llama.rope.scaling.type": "linear"}, "plain"),
+        ({"llama.rope.scaling.factor": 0.0, "llama.rope.scale_linear": 4.0}, "plain"),
+        ({"llama.rope.scaling.factor": 1.0}, "plain"),
+    ],
+)
+def test_rope_scaling_is_as_llama_cpp_reads_it(tiny_llama, tmp_path, metadata, variant):
+    """Linear where no type is named; 0 scales nothing. The reference is transformers' answer to the scaling."""
+    runner = load(write_gguf(tiny_llama, tmp_path / "tiny.gguf", "linear", metadata=metadata))
+    assert generate(runner, [tiny_llama.PROMPT], 48)[0] == [EXPECTED[variant]["output"]]
+
+
+def test_linear_scaling_under_its_old_name(tiny_llama, tmp_path):
+    path = tiny_llama.write(tmp_path, "plain", rope_scaling={"type": "linear", "factor": 4.0})
+    assert generate(load(path), [tiny_llama.PROMPT], 48)[0] == [EXPECTED["linear"]["output"]]
+
+
+def test_a_model_of_iq4_nl_weights(tiny_llama, tmp_path):
+    """The same answer, and the same bits, as from the numbers that the gguf package makes of the blocks."""
+    changes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    config = {**tiny_llama.BASE, **changes}
+    kinds = {name: "IQ4_NL" for name, tensor in tiny_llama.tensors(config).items() if tensor.ndim == 2}
+
+    def rounded(name, array):
+        kind = gguf.GGMLQuantizationType.IQ4_NL
+        return gguf.quants.dequantize(iq4_nl(array), kind) if name in kinds else array
+
+    stored = write_gguf(tiny_llama, tmp_path / "stored.gguf", "plain", kinds=kinds, **changes)
+    plain = write_gguf(tiny_llama, tmp_path / "plain.gguf", "plain", values=rounded, **changes)
+    ours, theirs = open_checkpoint(str(stored)), open_checkpoint(str(plain))
+    for name in ours.tensors:
+        assert torch.equal(ours.read(name, torch.float32), theirs.read(name, torch.float32))
+    ours.close()
+    theirs.close()
+    answers = [generate(load(path), [tiny_llama.PROMPT], 24)[0] for path in (stored, plain)]
+    assert answers[0] == answers[1]
+    original = tiny_llama.tensors(config)["model.layers.0.mlp.up_proj.weight"].numpy()
+    np.testing.assert_allclose(rounded("model.layers.0.mlp.up_proj.weight", original), original, atol=0.08)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -148,7 +220,7 @@ def test_gguf_of_another_architecture(tiny_llama, tmp_path):
 def test_gguf_with_a_tensor_too_many(tiny_llama, tmp_path):
     extra = {"blk.0.attn_sinks.weight": np.zeros(6, dtype=np.float32)}
     path = write_gguf(tiny_llama, tmp_path / "tiny.gguf", "plain", extra=extra)
-    with pytest.raises(ModelError, match=r"unexpected tensors: blk\.0\.attn_sinks\.weight"):
+    with pytest.raises(ModelError, match=r"unexpected tensors: 'blk\.0\.attn_sinks\.weight'"):
         load(path)
 
 
@@ -166,13 +238,13 @@ def test_shards(tiny_llama, tmp_path):
     index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     assert generate(load(path), [tiny_llama.PROMPT], 4)[0][0] == EXPECTED["plain"]["output"][:4]
     index.write_text(json.dumps({"weight_map": {**weight_map, "model.more.weight": file}}))
-    with pytest.raises(ModelError, match=r"the index names the tensor model\.more\.weight"):
+    with pytest.raises(ModelError, match=r"json: tensor 'model\.more\.weight' is not in model-00002"):
         load(path)
     index.write_text(json.dumps({"weight_map": {**weight_map, "model.norm.weight": "../up.safetensors"}}))
-    with pytest.raises(ModelError, match=r"up\.safetensors.*no file name"):
+    with pytest.raises(ModelError, match=r"weight_map names '\.\./up\.safetensors', which is not there"):
         load(path)
     index.write_text(json.dumps({"weight_map": dict.fromkeys(weight_map, "gone.safetensors")}))
-    with pytest.raises(ModelError, match=r"no file .*gone\.safetensors"):
+    with pytest.raises(ModelError, match=r"weight_map names 'gone\.safetensors', which is not there"):
         load(path)
 
 
@@ -198,7 +270,31 @@ def _header(size, **changes):
 def test_a_lying_safetensors_header(tiny_llama, tmp_path, data):
     path = tiny_llama.write(tmp_path, "plain")
     (path / "model.safetensors").write_bytes(data)
-    with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
+    with pytest.raises(ModelError, match=r"model\.safetensors: "):
+        load(path)
+
+
+def test_a_file_that_has_changed_since_its_header_was_read(tiny_llama, tmp_path):
+    checkpoint = open_checkpoint(str(tiny_llama.write(tmp_path, "plain")))
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 7)
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged: "):
+        checkpoint.read("model.norm.weight", torch.float32)
+
+
+def test_weights_larger_than_the_memory(tiny_llama, tmp_path):
+    """A file with holes takes no room on the disk, however large it is."""
+    path = tiny_llama.write(tmp_path, "plain")
+    changes = {"vocab_size": 1 << 30, "hidden_size": 1 << 10, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    config = {**tiny_llama.BASE, **changes, "head_dim": 8, "num_attention_heads": 6, "dtype": "float32"}
+    (path / "config.json").write_text(json.dumps(config))
+    header, end = {}, 0
+    for name, shape in wanted_tensors(config_from_hf(Fields(path, config), 100)).items():
+        begin, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(path / "model.safetensors", 8 + len(text) + end)
+    with pytest.raises(ModelError, match=r"the weights take \d+ bytes of memory, and the machine has \d+"):
         load(path)
 
 
@@ -212,14 +308,14 @@ def test_tensors_that_are_missing_unexpected_or_of_another_shape(tiny_llama, tmp
             load(path)
         return str(caught.value)
 
-    assert "missing tensors: model.norm.weight" in refusal(
+    assert "missing tensors: 'model.norm.weight'" in refusal(
         {k: v for k, v in tensors.items() if k != "model.norm.weight"}
     )
-    assert "unexpected tensors: model.more" in refusal({**tensors, "model.more": torch.zeros(1)})
+    assert "unexpected tensors: 'model.more'" in refusal({**tensors, "model.more": torch.zeros(1)})
     shape = refusal({**tensors, "model.norm.weight": torch.zeros(47)})
     assert "model.norm.weight has the shape [47], not [48]" in shape
     dtype = refusal({**tensors, "model.norm.weight": torch.zeros(48, dtype=torch.int64)})
-    assert "model.norm.weight has the dtype I64; supported: F32, F16, BF16" in dtype
+    assert "'model.norm.weight' has the dtype I64; supported: F32, F16, BF16" in dtype
     several = refusal({k: v for k, v in tensors.items() if "layers.1" not in k})
     assert several.endswith("and 4 more")
 
@@ -237,17 +333,17 @@ def test_buffers_and_tied_heads_are_passed_over(tiny_llama, tmp_path):
     ("changes", "message"),
     [
         ({"model_type": "mamba"}, "'mamba' is not supported; supported: llama"),
-        ({"model_type": None}, "None is not supported"),
+        ({"model_type": None}, "model_type None (architectures ['LlamaForCausalLM']) is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
             "rope scaling 'yarn' is not supported; supported: default",
         ),
-        ({"rope_scaling": {"rope_type": "linear"}}, "rope scaling linear needs a positive factor, got None"),
-        ({"rope_scaling": [1]}, "rope parameters"),
-        ({"num_key_value_heads": 4}, "6 heads cannot share 4"),
-        ({"num_hidden_layers": "3"}, "num_layers must be a positive integer, got '3'"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps must be a positive number"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor must be a number above 0"),
+        ({"rope_scaling": [1]}, "config.json: rope_scaling must be an object, got [1]"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads must divide the number of heads, 6, got 4"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers must be an integer from 1 to 2147483647, got '3'"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be a number above 0"),
         ({"head_dim": 7}, "head_dim must be even"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is not supported"),
     ],
@@ -263,24 +359,24 @@ def test_configurations_that_are_refused(tiny_llama, tmp_path, changes, message)
 def test_paths_that_hold_no_model(tiny_llama, tmp_path):
     for path, message in (
         (tmp_path / "gone", "no model at"),
-        (tmp_path, r"no file .*config\.json"),
+        (tmp_path, r"config\.json: No such file"),
         (__file__, "neither a .gguf file nor a directory"),
     ):
         with pytest.raises(ModelError, match=message):
             load(path)
     path = tiny_llama.write(tmp_path / "model", "plain")
     (path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+    with pytest.raises(ModelError, match=r"config\.json: not JSON"):
         load(path)
     (path / "config.json").write_text("[]")
-    with pytest.raises(ModelError, match=r"config\.json is not a JSON object"):
+    with pytest.raises(ModelError, match=r"config\.json: no JSON object"):
         load(path)
     (path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ModelError, match=r"config\.json lacks vocab_size"):
+    with pytest.raises(ModelError, match=r"config\.json: hidden_size must be an integer"):
         load(path)
     path = tiny_llama.write(tmp_path / "other", "plain")
     (path / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"no file .*model\.safetensors"):
+    with pytest.raises(ModelError, match=r"the directory has no model\.safetensors"):
         load(path)
 
 

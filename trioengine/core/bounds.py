@@ -5,11 +5,18 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import reprlib
 from typing import Any
 
 MAX_COUNT = 2**31 - 1  # of tokens, sequences, …: what an int32 holds
 MAX_INT64 = 2**63 - 1  # what msgpack and torch hold
+MAX_FLOAT32 = 3.4e38
 _SHOWN = 80  # characters
+
+_REPR = reprlib.Repr()
+_REPR.maxlevel = 3
+_REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = _REPR.maxset = _REPR.maxfrozenset = 20
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = _SHOWN
 
 
 def integer(value: Any, low: int, high: int) -> int:
@@ -43,9 +50,15 @@ def is_key(value: object) -> bool:
 
 
 def brief(value: object) -> str:
-    """The value for a message, whatever it is."""
+    """The value's repr for a message: at most 80 characters, control characters escaped, little memory spent."""
     try:
-        text = repr(value)
+        text = repr(value[:_SHOWN]) if isinstance(value, str | bytes) else _REPR.repr(value)
     except (ValueError, RecursionError):  # more digits or levels than Python prints
         return "a value too long to show"
     return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+
+
+def printable(text: str, length: int = 200) -> str:
+    """A message of another library about a file: at most `length` characters, control characters escaped."""
+    shown = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text[:length])
+    return shown if len(shown) <= length else shown[: length - 1] + "…"

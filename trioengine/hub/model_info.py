@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeGuard
 
 from trioengine.core.errors import ModelError
 from trioengine.text.chat_template import ChatTemplate
@@ -44,8 +43,3 @@ def naming(path: Path) -> Iterator[None]:
         if str(path) in str(exc):
             raise
         raise ModelError(f"{path}: {exc}") from exc
-
-
-def is_count(value: object) -> TypeGuard[int]:
-    """Whether a value from a file is an integer above zero (True is none)."""
-    return type(value) is int and value > 0

@@ -6,15 +6,18 @@ file, so a truncated or lying file is refused before a worker starts.
 
 from __future__ import annotations
 
-import json
 import math
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from trioengine.core.bounds import MAX_INT64, brief
 from trioengine.core.errors import ModelError
+from trioengine.hub.fields import open_file, parse_json
 
-MAX_HEADER = 100_000_000  # bytes; the reference implementation's own limit
+MAX_HEADER = 4 << 20  # bytes; a model of 16,384 tensors has 2 MB
+MAX_DIMENSIONS = 8
 _LENGTH = struct.Struct("<Q")
 _BITS = {
     **dict.fromkeys(("F4",), 4),
@@ -26,22 +29,32 @@ _BITS = {
 }
 
 
-def check_safetensors(path: Path) -> None:
-    """Return if the file is whole; only its header is read. Raises ModelError, naming the file and the tensor."""
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a safetensors file: `shape` rows first."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file, by name; only its header is read. Raises ModelError, naming the file and the tensor."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             size = file.seek(0, 2)
             file.seek(0)
             header, data_size = _header(file.read(_LENGTH.size), size)
-            _check_tensors(_parse(file.read(header)), data_size)
+            return _tensors(path, _parse(file.read(header)), data_size)
     except OSError as exc:
         raise ModelError(f"{path}: {exc.strerror}") from exc
     except _Bad as exc:
-        raise ModelError(f"{path}: {exc!s:.200}") from None  # it may name a tensor
+        raise ModelError(f"{path}: {exc}") from None
 
 
 class _Bad(Exception):
-    """What is wrong with the file."""
+    """The fault of the file."""
 
 
 def _header(start: bytes, size: int) -> tuple[int, int]:
@@ -58,9 +71,9 @@ def _header(start: bytes, size: int) -> tuple[int, int]:
 
 def _parse(header: bytes) -> dict[str, Any]:
     try:
-        tensors = json.loads(header.decode(), object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError):
-        raise _Bad("not a safetensors file: the header is not JSON") from None
+        tensors = parse_json(header, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as exc:
+        raise _Bad(f"not a safetensors file: the header is not JSON: {exc}") from None
     if not isinstance(tensors, dict):
         raise _Bad("not a safetensors file: the header is no JSON object")
     tensors.pop("__metadata__", None)
@@ -68,44 +81,50 @@ def _parse(header: bytes) -> dict[str, Any]:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise _Bad(f"{next(name for name in names if names.count(name) > 1)} is in the header twice")
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise _Bad(f"{brief(name)} is in the header twice")
+        fields[name] = value
     return fields
 
 
-def _check_tensors(tensors: dict[str, Any], data_size: int) -> None:
+def _tensors(path: Path, entries: dict[str, Any], data_size: int) -> dict[str, StoredTensor]:
     """The tensors must fill the data one after the other, without holes."""
-    places = sorted((*_place(name, tensor), name) for name, tensor in tensors.items())
+    tensors: dict[str, StoredTensor] = {}
+    places: list[tuple[int, int, str]] = []
+    for name, entry in entries.items():
+        begin, tensors[name] = _tensor(path, brief(name), entry)
+        places.append((begin, begin + tensors[name].nbytes, name))
     at = 0
-    for begin, end, name in places:
+    for begin, end, name in sorted(places):
         if end > data_size:
-            raise _Bad(f"the file is truncated: tensor {name} ends {end - data_size} bytes beyond its end")
+            raise _Bad(f"the file is truncated: tensor {brief(name)} ends {end - data_size} bytes beyond its end")
         if begin != at:
             fault = "overlaps the tensor before it" if begin < at else f"leaves a hole of {begin - at} bytes before it"
-            raise _Bad(f"tensor {name} {fault}")
+            raise _Bad(f"tensor {brief(name)} {fault}")
         at = end
     if at != data_size:
         raise _Bad(f"{data_size - at} bytes after the last tensor belong to none")
+    return tensors
 
 
-def _place(name: str, tensor: Any) -> tuple[int, int]:
-    """Where a tensor begins and ends in the data, in bytes."""
-    if not isinstance(tensor, dict):
+def _tensor(path: Path, name: str, entry: Any) -> tuple[int, StoredTensor]:
+    """The byte of the data where a tensor begins, and the tensor."""
+    if not isinstance(entry, dict):
         raise _Bad(f"tensor {name} is no JSON object")
-    dtype, shape, offsets = tensor.get("dtype"), tensor.get("shape"), tensor.get("data_offsets")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise _Bad(f"tensor {name} has the unknown dtype {dtype!r:.60}")
-    if not _are_sizes(shape):
-        raise _Bad(f"tensor {name} has the shape {shape!r:.60}, which is no list of sizes")
+        raise _Bad(f"tensor {name} has the unknown dtype {brief(dtype)}")
+    if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
+        raise _Bad(f"tensor {name} has the shape {brief(shape)}, which is no list of at most {MAX_DIMENSIONS} sizes")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _Bad(f"tensor {name} has the data_offsets {offsets!r:.60}, which are no beginning and end")
+        raise _Bad(f"tensor {name} has the data_offsets {brief(offsets)}, which are no beginning and end")
     begin, end = offsets
     if (end - begin) * 8 != math.prod(shape) * _BITS[dtype]:
-        raise _Bad(f"tensor {name} has {end - begin} bytes, which is not {dtype} of the shape {shape!r:.60}")
-    return begin, end
+        raise _Bad(f"tensor {name} has {end - begin} bytes, which is not {dtype} of the shape {brief(shape)}")
+    return begin, StoredTensor(path, dtype, tuple(shape), end - begin)
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(entry) is int and entry >= 0 for entry in value)
+    return isinstance(value, list) and all(type(entry) is int and 0 <= entry <= MAX_INT64 for entry in value)

@@ -8,17 +8,20 @@ them here.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as _Tokenizer
 
-from trioengine.core.bounds import MAX_COUNT
+from trioengine.core.bounds import MAX_COUNT, brief, printable
 from trioengine.core.errors import ModelError
 from trioengine.core.messages import TokenIds, token_ids
 
+_TOKENS, _MERGES, _TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"
+GGUF_ARRAYS = frozenset({_TOKENS, _MERGES, _TYPES})  # of a GGUF file's metadata, that `from_gguf` needs decoded
 CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 # characters, or token ids. What is longer goes through the calls for batches, which let other threads run meanwhile;
 # the others keep the GIL, which a busy thread would give back after milliseconds only
@@ -49,37 +52,40 @@ class Tokenizer:
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
 
     @classmethod
-    def from_json(cls, text: str, *, vocab_size: int = MAX_COUNT) -> Tokenizer:
+    def from_json(cls, text: bytes | str, *, vocab_size: int = MAX_COUNT) -> Tokenizer:
         """From the contents of a tokenizer.json, for a model of `vocab_size` tokens. Raises ModelError."""
-        try:
-            return cls(_Tokenizer.from_str(text), vocab_size=vocab_size)
-        except Exception as exc:  # tokenizers raises Exception itself
-            raise ModelError(f"tokenizer.json cannot be used: {exc!s:.200}") from exc
+        with _refusing("tokenizer.json"):
+            tokenizer = cls(
+                _Tokenizer.from_buffer(text.encode() if isinstance(text, str) else text), vocab_size=vocab_size
+            )
+            tokenizer.surrounded([])  # it may be one that encodes nothing
+        return tokenizer
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
         """From a GGUF file's metadata. Raises ModelError for a kind of tokenizer that is not supported."""
         kind = metadata.get("tokenizer.ggml.model")
         if kind != "gpt2":
-            raise ModelError(f"tokenizer.ggml.model is {kind!r:.60}, which is not supported; supported: 'gpt2'")
+            raise ModelError(f"tokenizer.ggml.model is {brief(kind)}, which is not supported; supported: 'gpt2'")
         splitting = metadata.get("tokenizer.ggml.pre", "gpt-2")
         if not isinstance(splitting, str) or splitting not in _SPLITTINGS:
             known = ", ".join(sorted(_SPLITTINGS))
-            raise ModelError(f"tokenizer.ggml.pre is {splitting!r:.60}, which is not supported; supported: {known}")
-        tokens = _strings(metadata, "tokenizer.ggml.tokens")
-        merges = [_pair(merge) for merge in _strings(metadata, "tokenizer.ggml.merges")]
+            raise ModelError(f"tokenizer.ggml.pre is {brief(splitting)}, which is not supported; supported: {known}")
+        types = metadata.get(_TYPES, [])
+        if not isinstance(types, list):
+            raise ModelError(f"{_TYPES} is no list")
+        tokens = _strings(metadata, _TOKENS)
+        merges = [_pair(merge) for merge in _strings(metadata, _MERGES)]
         vocabulary = {token: id for id, token in enumerate(tokens)}
-        try:
+        with _refusing(_MERGES):  # a merge of unknown tokens
             model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitting == "llama-bpe")
-        except Exception as exc:  # a merge of unknown tokens
-            raise ModelError(f"tokenizer.ggml.merges cannot be used: {exc!s:.200}") from exc
         tokenizer = _Tokenizer(model)
         if splitting == "qwen2":
             tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = _SPLITTINGS[splitting]()
         tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.add_special_tokens(_added(tokens, metadata, CONTROL, special=True))
-        tokenizer.add_tokens(_added(tokens, metadata, _USER_DEFINED, special=False))
+        tokenizer.add_special_tokens(_added(tokens, types, CONTROL, special=True))
+        tokenizer.add_tokens(_added(tokens, types, _USER_DEFINED, special=False))
         return cls(tokenizer)
 
     def encode(self, text: str) -> list[int]:
@@ -143,22 +149,30 @@ class Tokenizer:
         """As `bytes_of`, without the special tokens."""
         return _joined(self._ordinary_bytes, ids)
 
-    def _tables(self, vocabulary: Mapping[str, int]) -> tuple[list[bytes], list[bytes]]:
-        """By id, so that a streamed token costs one look: what each token stands for, and without the special ones."""
+    def _tables(self, vocabulary: Mapping[str, int]) -> tuple[dict[int, bytes], dict[int, bytes]]:
+        """By id, so that a streamed token costs one look: the bytes of each token, and without the special ones."""
         if not self.is_byte_level:
-            return [], []
-        table = [b""] * self.vocab_size
-        for token, token_id in vocabulary.items():
-            if token_id < self.vocab_size:
-                table[token_id] = _to_bytes(token)
-        return table, [b"" if id in self.special_ids else data for id, data in enumerate(table)]
+            return {}, {}
+        table = {id: _to_bytes(token) for token, id in vocabulary.items() if id < self.vocab_size}
+        return table, {id: b"" if id in self.special_ids else data for id, data in table.items()}
 
 
-def _joined(table: Sequence[bytes], ids: Sequence[int]) -> bytes:
+def _joined(table: Mapping[int, bytes], ids: Sequence[int]) -> bytes:
     try:
         return b"".join(map(table.__getitem__, ids))
-    except IndexError:  # a model may know ids that its tokenizer does not
-        return b"".join([table[id] for id in ids if id < len(table)])
+    except KeyError:  # a model may know ids that its tokenizer does not
+        return b"".join([table.get(id, b"") for id in ids])
+
+
+@contextmanager
+def _refusing(source: str) -> Iterator[None]:
+    """Raise ModelError for any error of the tokenizers library: it raises Exception itself, and Rust's panics."""
+    try:
+        yield
+    except BaseException as exc:
+        if not isinstance(exc, Exception) and type(exc).__name__ != "PanicException":
+            raise
+        raise ModelError(f"{source} cannot be used: {printable(str(exc))}") from exc
 
 
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
@@ -171,12 +185,11 @@ def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
 def _pair(merge: str) -> tuple[str, str]:
     left, space, right = merge.partition(" ")
     if not space:
-        raise ModelError(f"tokenizer.ggml.merges has the entry {merge[:40]!r}, which is no pair")
+        raise ModelError(f"{_MERGES} has the entry {brief(merge)}, which is no pair")
     return left, right
 
 
-def _added(tokens: list[str], metadata: Mapping[str, Any], kind: int, *, special: bool) -> list[AddedToken]:
-    types = metadata.get("tokenizer.ggml.token_type", [])
+def _added(tokens: list[str], types: list[Any], kind: int, *, special: bool) -> list[AddedToken]:
     found = [token for token, token_type in zip(tokens, types, strict=False) if token_type == kind]
     return [AddedToken(token, special=special, normalized=False) for token in found]
 

@@ -7,11 +7,11 @@ import sys
 import torch
 
 from trioengine.core.errors import ModelError
+from trioengine.hub.llama_config import LlamaConfig
 from trioengine.worker.kernels.compiler import CompilerMissing, KernelsUnavailable
 from trioengine.worker.kernels.kernels import Kernels
 from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.kernels.torch_kernels import TorchKernels
-from trioengine.worker.models.llama_config import LlamaConfig
 
 
 def choose_kernels(name: str, model: LlamaConfig, dtype: torch.dtype, device: torch.device, block_size: int) -> Kernels:

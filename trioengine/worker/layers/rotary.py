@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-class RopeType(enum.Enum):
-    """How the frequencies are scaled for long contexts."""
-
-    DEFAULT = "default"
-    LINEAR = "linear"
-    LLAMA3 = "llama3"
-
-
-@dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """The scaling, with config.json's names; `kind` tells which of the numbers count."""
-
-    kind: RopeType = RopeType.DEFAULT
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_position_embeddings: int = 0
+from trioengine.hub.llama_config import RopeScaling, RopeType
 
 
 def inverse_frequencies(theta: float, head_dim: int, scaling: RopeScaling) -> Tensor:

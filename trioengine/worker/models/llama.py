@@ -2,58 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from trioengine.hub.llama_config import FREQUENCY_DIVISORS, LlamaConfig
 from trioengine.worker.kernels.kernels import Attention, Kernels, RMSNorm
 from trioengine.worker.layers.linear import Linear, make_linear
 from trioengine.worker.layers.rotary import RotaryTable, inverse_frequencies
-from trioengine.worker.models.llama_config import LlamaConfig
 from trioengine.worker.runner.batch import ForwardBatch
 from trioengine.worker.weights.reader import WeightReader
-
-_FREQUENCY_DIVISORS = "rope_freqs.weight"  # [head_dim / 2]
-
-
-def wanted_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that the model needs, with its shape."""
-    vocabulary = (config.vocab_size, config.hidden_size)
-    wanted: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": vocabulary, "model.norm.weight": vocabulary[1:]}
-    if not config.tie_word_embeddings:
-        wanted["lm_head.weight"] = vocabulary
-    for index in range(config.num_layers):
-        prefix = f"model.layers.{index}."
-        wanted[prefix + "input_layernorm.weight"] = vocabulary[1:]
-        wanted[prefix + "post_attention_layernorm.weight"] = vocabulary[1:]
-        for name, shape, has_bias in _projections(config):
-            wanted[f"{prefix}{name}.weight"] = shape
-            if has_bias:
-                wanted[f"{prefix}{name}.bias"] = shape[:1]
-    return wanted
-
-
-def optional_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Tensors that may be there; a tied head is not read."""
-    return {
-        "lm_head.weight": (config.vocab_size, config.hidden_size),
-        _FREQUENCY_DIVISORS: (config.head_dim // 2,),
-    }
-
-
-def _projections(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, int], bool]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield "self_attn.q_proj", (queries, hidden), config.attention_bias
-    yield "self_attn.k_proj", (keys, hidden), config.attention_bias
-    yield "self_attn.v_proj", (keys, hidden), config.attention_bias
-    yield "self_attn.o_proj", (hidden, queries), config.attention_bias
-    yield "mlp.gate_proj", (inner, hidden), config.mlp_bias
-    yield "mlp.up_proj", (inner, hidden), config.mlp_bias
-    yield "mlp.down_proj", (hidden, inner), config.mlp_bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +40,8 @@ class LlamaModel:
         self._head = make_linear(self._embedding) if config.tie_word_embeddings else weights.linear("lm_head")
         self._norm = RMSNorm(weights.tensor("model.norm.weight").float(), config.rms_norm_eps)
         frequencies = inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
-        if weights.has(_FREQUENCY_DIVISORS):
-            frequencies = frequencies / weights.tensor(_FREQUENCY_DIVISORS).float().cpu()
+        if weights.has(FREQUENCY_DIVISORS):
+            frequencies = frequencies / weights.tensor(FREQUENCY_DIVISORS).float().cpu()
         self._rotary = RotaryTable(frequencies, max_model_len, self.dtype, self.device)
         self._layers = [_read_layer(config, f"model.layers.{index}.", weights) for index in range(config.num_layers)]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
-from trioengine.worker.models.llama_config import LlamaConfig
+from trioengine.hub.llama_config import LlamaConfig
 from trioengine.worker.scheduling.output import BlockCopy
 
 _CPU_SHARE = 4  # a quarter of the free memory,

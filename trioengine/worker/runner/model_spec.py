@@ -11,13 +11,11 @@ import torch
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
+from trioengine.hub.llama_config import LlamaConfig
 from trioengine.worker.kernels.choose import choose_kernels
 from trioengine.worker.kernels.kernels import Kernels
-from trioengine.worker.models.llama import optional_tensors, wanted_tensors
-from trioengine.worker.models.llama_config import LlamaConfig
 from trioengine.worker.runner.kv_cache import KVCache, count_blocks
 from trioengine.worker.weights import Checkpoint, open_checkpoint
-from trioengine.worker.weights.checkpoint import check_tensors
 
 _PRECISION = 1e-6  # GGUF files hold float32
 
@@ -41,7 +39,6 @@ class ModelSpec:
         dtype = choose_dtype(config.dtype, device)
         with contextlib.closing(open_checkpoint(config.model_path)) as checkpoint:
             model = checkpoint.config
-            check_tensors(checkpoint, wanted_tensors(model), optional_tensors(model))
         num_blocks = count_blocks(config, model, dtype, device)
         limits = (model.max_position_embeddings, num_blocks * config.block_size, config.max_model_len)
         max_model_len = min(limit for limit in limits if limit is not None)
@@ -59,7 +56,6 @@ class ModelSpec:
             if model.max_position_embeddings < self.max_model_len:
                 context = f"a context of {model.max_position_embeddings} tokens"
                 raise ModelError(f"{path} has {context}, and {self.max_model_len} are in use")
-            check_tensors(checkpoint, wanted_tensors(model), optional_tensors(model))
             yield checkpoint
 
     def allocate_cache(self) -> KVCache:

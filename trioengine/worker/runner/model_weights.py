@@ -10,8 +10,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from trioengine.core.errors import InvariantError, ModelError
+from trioengine.hub.llama_config import wanted_tensors
 from trioengine.worker.loop import OnProgress
-from trioengine.worker.models.llama import LlamaModel, wanted_tensors
+from trioengine.worker.models.llama import LlamaModel
 from trioengine.worker.runner.memory import give_back
 from trioengine.worker.runner.model_spec import ModelSpec
 from trioengine.worker.weights.host_copy import HostCopy

@@ -9,11 +9,8 @@ from typing import Protocol
 
 import torch
 
-from trioengine.core.errors import ModelError
-from trioengine.worker.models.llama_config import LlamaConfig
+from trioengine.hub.llama_config import LlamaConfig
 from trioengine.worker.quantization.four_bit import FourBitWeight
-
-_SHOWN = 5  # names in an error message
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +43,3 @@ class Checkpoint(Protocol):
     def close(self) -> None:
         """Unmap the files."""
         ...
-
-
-def check_tensors(
-    checkpoint: Checkpoint, wanted: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Raise ModelError unless the checkpoint holds exactly the wanted tensors, and perhaps optional ones."""
-    found = checkpoint.tensors
-    missing = [name for name in wanted if name not in found]
-    if missing:
-        raise ModelError(f"{checkpoint.path}: missing tensors: {_list(missing)}")
-    unexpected = [name for name in found if name not in wanted and name not in optional]
-    if unexpected:
-        raise ModelError(f"{checkpoint.path}: unexpected tensors: {_list(unexpected)}")
-    for name, info in found.items():
-        shape = wanted[name] if name in wanted else optional[name]
-        if info.shape != shape:
-            raise ModelError(f"{checkpoint.path}: tensor {name} has the shape {list(info.shape)}, not {list(shape)}")
-
-
-def _list(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import os
 import weakref
 from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
+from trioengine.core.errors import ModelError
 from trioengine.worker.layers.linear import Linear, make_linear, wants_four_bit
 from trioengine.worker.loop import OnProgress
 from trioengine.worker.quantization.four_bit import join_four_bit, joined
@@ -25,11 +28,12 @@ class WeightReader:
         device: torch.device,
         on_progress: OnProgress,
     ) -> None:
-        """`wanted` are the tensors that the progress is told of."""
+        """`wanted` are the tensors that the progress counts. Raises ModelError if they exceed the machine's memory."""
         self._checkpoint = checkpoint
         self._dtype, self._device = dtype, device
         self._sizes = {name: info.nbytes for name, info in checkpoint.tensors.items() if name in wanted}
         self._total, self._done = sum(self._sizes.values()), 0
+        self._check_memory()
         self._on_progress = on_progress
         self._given: list[weakref.ref[Tensor]] = []  # weakly: a layer may pack what it is given, and drop it
         on_progress(0, self._total)
@@ -54,6 +58,15 @@ class WeightReader:
     def in_use(self) -> list[Tensor]:
         """Those of the tensors given out that somebody still holds."""
         return [tensor for tensor in (given() for given in self._given) if tensor is not None]
+
+    def _check_memory(self) -> None:
+        """A file with holes may claim tensors of any size; a GPU's memory runs out without harm to others."""
+        shapes = (self._checkpoint.tensors[name].shape for name in self._sizes)
+        needed = sum(map(math.prod, shapes)) * self._dtype.itemsize
+        present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if self._device.type == "cpu" and needed > present:
+            path = self._checkpoint.path
+            raise ModelError(f"{path}: the weights take {needed} bytes of memory, and the machine has {present}")
 
     def _read(self, name: str) -> Tensor:
         tensor = self._checkpoint.read(name, self._dtype).to(self._device)

@@ -1,0 +1,131 @@
+"""The headers of a model's weights, read by the engine before a worker starts, and by the worker.
+
+A checkpoint is a GGUF file, or a directory with config.json and model.safetensors, or shards with their index. Its
+architecture is checked first, then its configuration, then the names and shapes of its tensors.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Container
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trioengine.core.bounds import brief
+from trioengine.core.errors import ModelError
+from trioengine.core.gguf import MAX_TENSORS, GGUFTensor, parse_gguf
+from trioengine.hub.architectures import Architecture, find_architecture
+from trioengine.hub.fields import Fields, open_file, read_json
+from trioengine.hub.llama_config import LlamaConfig
+from trioengine.hub.safetensors_header import StoredTensor, read_header
+
+_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_DTYPES = ("F32", "F16", "BF16")
+_IGNORED = ".rotary_emb.inv_freq"  # buffers that old checkpoints carry; they are computed
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsHeader:
+    """The configuration of a directory, config.json's fields, and the tensors by name."""
+
+    config: LlamaConfig
+    fields: Fields
+    tensors: dict[str, StoredTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFModelHeader:
+    """The configuration of a GGUF file, its metadata, and the tensors by their Hugging Face names."""
+
+    config: LlamaConfig
+    metadata: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
+
+
+def read_safetensors(directory: Path) -> SafetensorsHeader:
+    """Read config.json and the headers of the weights. Raises ModelError, naming the file and the field or tensor."""
+    fields = read_json(directory / _CONFIG, required=True)
+    architecture = find_architecture(fields, "model_type")
+    tensors = _tensors(directory)
+    config = architecture.config_from_hf(fields, len(tensors))
+    architecture.check_tensors(directory, config, {name: tensor.shape for name, tensor in tensors.items()})
+    return SafetensorsHeader(config, fields, tensors)
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """The contents of a file, mapped. Raises ModelError."""
+    try:
+        with open_file(path) as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as exc:
+        raise ModelError(f"{path}: {exc.strerror}") from exc
+    except ValueError:
+        raise ModelError(f"{path}: the file is empty") from None
+
+
+def read_gguf(buffer: memoryview, path: Path, *, arrays: Container[str] = ()) -> GGUFModelHeader:
+    """Read the header of the GGUF file in `buffer`, decoding these arrays. Raises ModelError as `parse_gguf` does."""
+    header = parse_gguf(buffer, str(path), arrays=arrays)
+    architecture = find_architecture(Fields(path, header.metadata), "general.architecture")
+    if header.metadata.get("split.count", 1) not in (0, 1):
+        raise ModelError(f"{path}: split.count: a model split into several files is not supported: merge them first")
+    shapes = {tensor.name: tensor.shape for tensor in header.tensors}
+    config = architecture.config_from_gguf(header.metadata, shapes, path)
+    tensors = _renamed(architecture, header.tensors, path)
+    architecture.check_tensors(path, config, {name: tensor.shape for name, tensor in tensors.items()})
+    return GGUFModelHeader(config, header.metadata, tensors)
+
+
+def _renamed(architecture: Architecture, tensors: tuple[GGUFTensor, ...], path: Path) -> dict[str, GGUFTensor]:
+    renamed: dict[str, GGUFTensor] = {}
+    for tensor in tensors:
+        name = architecture.hf_name(tensor.name)
+        if name in renamed:
+            raise ModelError(f"{path}: tensors {brief(renamed[name].name)} and {brief(tensor.name)} are the same one")
+        renamed[name] = tensor
+    return renamed
+
+
+def _tensors(directory: Path) -> dict[str, StoredTensor]:
+    """The tensors of all files, without the buffers that are ignored."""
+    index = read_json(directory / _INDEX)
+    weight_map = _weight_map(directory, index)
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(set(weight_map.values())) or [_WEIGHTS]:
+        for name, tensor in read_header(directory / file).items():
+            if not name.endswith(_IGNORED):
+                _check_tensor(name, tensor, tensors)
+                tensors[name] = tensor
+    for name, file in weight_map.items():
+        if name not in tensors and not name.endswith(_IGNORED):
+            raise ModelError(f"{index.path}: tensor {brief(name)} is not in {file}")
+    return tensors
+
+
+def _check_tensor(name: str, tensor: StoredTensor, others: dict[str, StoredTensor]) -> None:
+    if tensor.dtype not in _DTYPES:
+        supported = ", ".join(_DTYPES)
+        raise ModelError(f"{tensor.file}: tensor {brief(name)} has the dtype {tensor.dtype}; supported: {supported}")
+    if name in others:
+        raise ModelError(f"{tensor.file}: tensor {brief(name)} is in {others[name].file.name}, too")
+    if len(others) == MAX_TENSORS:
+        raise ModelError(f"{tensor.file}: the model has more than {MAX_TENSORS} tensors")
+
+
+def _weight_map(directory: Path, index: Fields) -> dict[str, str]:
+    """The file of each tensor, by the index; empty without an index."""
+    present = {file.name for file in directory.glob("*.safetensors")}
+    if not index.path.exists():
+        if _WEIGHTS not in present:
+            raise ModelError(f"{directory}: the directory has no {_WEIGHTS}, and no {_INDEX}")
+        return {}
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise index.bad("weight_map", "must be an object of file names")
+    for file in weight_map.values():
+        if not isinstance(file, str):
+            raise index.bad("weight_map", "must be an object of file names")
+        if file not in present:
+            raise index.bad("weight_map", f"names {brief(file)}, which is not there")
+    return weight_map

@@ -1,0 +1,129 @@
+"""The fields of a model's files, each checked as it is read; files are bounded before they are read."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from trioengine.core.bounds import MAX_COUNT, MAX_FLOAT32, brief, integer, number
+from trioengine.core.errors import ModelError
+
+MAX_JSON = 6 << 20  # bytes
+MAX_VALUES = 1 << 18  # of a JSON text, counted by its separators: some 110 bytes of memory each at most
+
+
+class Fields:
+    """Values by name; a ModelError names the file and the field."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
+        """`prefix` stands before the fields' names in messages."""
+        self.path = path
+        self._values = values
+        self._prefix = prefix
+
+    def bad(self, field: str, rule: str) -> ModelError:
+        """The error of a field whose value breaks the rule."""
+        return ModelError(f"{self.path}: {self._prefix}{field} {rule}, got {brief(self.get(field))}")
+
+    def get(self, field: str) -> Any:
+        """The value, unchecked; None if it is absent."""
+        return self._values.get(field)
+
+    def string(self, field: str) -> str:
+        """A string, or an added token's object with its `content`; "" if it is absent or null."""
+        value = self.get(field)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        if value is not None and not isinstance(value, str):
+            raise self.bad(field, "must be a string")
+        return value or ""
+
+    def count(self, field: str, default: int | None = None) -> int:
+        """An integer from 1 to 2**31 - 1; `default`, where there is one, if it is absent or null."""
+        value = self.get(field)
+        try:
+            return integer(default if value is None else value, 1, MAX_COUNT)
+        except ValueError:
+            raise self.bad(field, f"must be an integer from 1 to {MAX_COUNT}") from None
+
+    def number(self, field: str, default: float | None = None) -> float:
+        """A number above zero that float32 holds; `default`, where there is one, if it is absent or null."""
+        value = self.get(field)
+        try:
+            return number(default if value is None else value, 0.0, MAX_FLOAT32, above=True)
+        except ValueError:
+            raise self.bad(field, f"must be a number above 0 and at most {MAX_FLOAT32}") from None
+
+    def flag(self, field: str) -> bool:
+        """True or false; false if it is absent or null."""
+        value = self.get(field)
+        if value is not None and not isinstance(value, bool):
+            raise self.bad(field, "must be true or false")
+        return bool(value)
+
+    def object(self, field: str) -> Fields:
+        """The fields of an object, empty if it is absent or null."""
+        value = self.get(field)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.bad(field, "must be an object")
+        return Fields(self.path, value or {}, f"{self._prefix}{field}.")
+
+    def token_ids(self, field: str, vocab_size: int) -> tuple[int, ...]:
+        """A token id or a list of them; empty if it is absent or null."""
+        value = self.get(field)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(id) is int and 0 <= id < vocab_size for id in ids):
+            raise self.bad(field, f"must be token ids below {vocab_size}")
+        return tuple(dict.fromkeys(ids))
+
+
+def read_json(path: Path, *, required: bool = False) -> Fields:
+    """The fields of a JSON object; none if the file is absent and not required. Raises ModelError."""
+    if not required and not path.exists():
+        return Fields(path, {})
+    try:
+        fields = parse_json(read_file(path, MAX_JSON))
+    except UnicodeDecodeError:
+        raise ModelError(f"{path}: not UTF-8") from None
+    except (ValueError, RecursionError) as exc:
+        raise ModelError(f"{path}: not JSON: {exc}") from exc
+    if not isinstance(fields, dict):
+        raise ModelError(f"{path}: no JSON object")
+    return Fields(path, fields)
+
+
+def parse_json(data: bytes, **options: Any) -> Any:
+    """A JSON text as `json.loads` reads it. Raises ValueError or RecursionError, also for more than MAX_VALUES."""
+    if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_VALUES:
+        raise ValueError(f"more than {MAX_VALUES} values")
+    return json.loads(data.decode(), **options)
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 text of at most MAX_JSON bytes. Raises ModelError."""
+    try:
+        return read_file(path, MAX_JSON).decode()
+    except UnicodeDecodeError:
+        raise ModelError(f"{path}: not UTF-8") from None
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """The contents of a file of at most `limit` bytes. Raises ModelError."""
+    with open_file(path) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ModelError(f"{path}: the file is larger than {limit} bytes")
+    return data
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file: pipes and devices might block. Raises ModelError."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ModelError(f"{path}: not a regular file")
+        return path.open("rb")
+    except OSError as exc:
+        raise ModelError(f"{path}: {exc.strerror}") from exc

@@ -1,0 +1,183 @@
+"""The shape of a Llama model: its configuration by Hugging Face's config.json, and the tensors that it needs."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from trioengine.core.bounds import brief
+from trioengine.core.errors import ModelError
+from trioengine.hub.fields import Fields
+
+Shape: TypeAlias = tuple[int, ...]  # rows first
+
+FREQUENCY_DIVISORS = "rope_freqs.weight"  # [head_dim / 2]: how llama.cpp stores llama3 scaling
+
+
+class RopeType(enum.Enum):
+    """How the rotary frequencies are scaled for long contexts."""
+
+    DEFAULT = "default"
+    LINEAR = "linear"
+    LLAMA3 = "llama3"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """The scaling, with config.json's names; `kind` decides which of the numbers count."""
+
+    kind: RopeType = RopeType.DEFAULT
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_position_embeddings: int = 0
+
+    @classmethod
+    def linear(cls, factor: float) -> RopeScaling:
+        """All frequencies divided by the factor."""
+        return cls() if factor == 1 else cls(kind=RopeType.LINEAR, factor=factor)
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """The shape of a Llama model; counts are at least 1."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+
+
+def config_from_hf(fields: Fields, num_tensors: int) -> LlamaConfig:
+    """Read config.json; the defaults of absent fields are transformers'. Raises ModelError, naming the field."""
+    if (activation := fields.get("hidden_act")) not in ("silu", None):
+        raise ModelError(f"{fields.path}: hidden_act {brief(activation)} is not supported; supported: silu")
+    if fields.get("quantization_config"):
+        raise ModelError(f"{fields.path}: quantization_config is not supported in safetensors; use a GGUF file")
+    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    max_positions = fields.count("max_position_embeddings")
+    rope = fields.object("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
+    return LlamaConfig(
+        model_type="llama",
+        vocab_size=fields.count("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=fields.count("intermediate_size"),
+        num_layers=count_layers(fields, "num_hidden_layers", num_tensors),
+        num_heads=heads,
+        num_kv_heads=count_kv_heads(fields, "num_key_value_heads", heads),
+        head_dim=count_head_dim(fields, "head_dim", hidden // heads),
+        max_position_embeddings=max_positions,
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope_theta=rope.number("rope_theta", fields.number("rope_theta", 10000.0)),
+        rope_scaling=_rope_scaling(rope, max_positions),
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        attention_bias=fields.flag("attention_bias"),
+        mlp_bias=fields.flag("mlp_bias"),
+    )
+
+
+def count_layers(fields: Fields, field: str, num_tensors: int) -> int:
+    """The number of layers; ModelError if there are more of them than tensors."""
+    layers = fields.count(field)
+    if layers > num_tensors:
+        raise fields.bad(field, f"must be at most the number of tensors, {num_tensors}")
+    return layers
+
+
+def count_kv_heads(fields: Fields, field: str, heads: int) -> int:
+    """The number of key-value heads, as many as heads by default; ModelError if the heads cannot share them evenly."""
+    kv_heads = fields.count(field, heads)
+    if heads % kv_heads:
+        raise fields.bad(field, f"must divide the number of heads, {heads}")
+    return kv_heads
+
+
+def count_head_dim(fields: Fields, field: str, default: int) -> int:
+    """The size of a head; ModelError if it is odd, as rotary embeddings turn pairs."""
+    head_dim = fields.count(field, default)
+    if head_dim % 2:
+        raise fields.bad(field, f"must be even (by default it is {default})")
+    return head_dim
+
+
+def _rope_scaling(rope: Fields, max_positions: int) -> RopeScaling:
+    kind = rope.get("type") if rope.get("rope_type") is None else rope.get("rope_type")
+    supported = {member.value: member for member in RopeType}
+    if kind is None and rope.get("factor") is None:
+        return RopeScaling()
+    if not isinstance(kind, str) or kind not in supported:
+        names = ", ".join(supported)
+        raise ModelError(f"{rope.path}: rope scaling {brief(kind)} is not supported; supported: {names}")
+    match supported[kind]:
+        case RopeType.DEFAULT:
+            return RopeScaling()
+        case RopeType.LINEAR:
+            return RopeScaling.linear(rope.number("factor"))
+        case RopeType.LLAMA3:
+            return _llama3(rope, max_positions)
+
+
+def _llama3(rope: Fields, max_positions: int) -> RopeScaling:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high <= low:
+        raise rope.bad("high_freq_factor", f"must be above low_freq_factor, {low}")
+    return RopeScaling(
+        kind=RopeType.LLAMA3,
+        factor=rope.number("factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_position_embeddings=rope.count("original_max_position_embeddings", max_positions),
+    )
+
+
+# ---- tensors, under Hugging Face's names ---------------------------------------------------------------------------
+
+
+def wanted_tensors(config: LlamaConfig) -> dict[str, Shape]:
+    """Every tensor that the model needs, with its shape."""
+    vocabulary = (config.vocab_size, config.hidden_size)
+    wanted: dict[str, Shape] = {"model.embed_tokens.weight": vocabulary, "model.norm.weight": vocabulary[1:]}
+    if not config.tie_word_embeddings:
+        wanted["lm_head.weight"] = vocabulary
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}."
+        wanted[prefix + "input_layernorm.weight"] = vocabulary[1:]
+        wanted[prefix + "post_attention_layernorm.weight"] = vocabulary[1:]
+        for name, shape, has_bias in _projections(config):
+            wanted[f"{prefix}{name}.weight"] = shape
+            if has_bias:
+                wanted[f"{prefix}{name}.bias"] = shape[:1]
+    return wanted
+
+
+def optional_tensors(config: LlamaConfig) -> dict[str, Shape]:
+    """Tensors that may be there; a tied head is not read."""
+    return {
+        "lm_head.weight": (config.vocab_size, config.hidden_size),
+        FREQUENCY_DIVISORS: (config.head_dim // 2,),
+    }
+
+
+def _projections(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, int], bool]]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    yield "self_attn.q_proj", (queries, hidden), config.attention_bias
+    yield "self_attn.k_proj", (keys, hidden), config.attention_bias
+    yield "self_attn.v_proj", (keys, hidden), config.attention_bias
+    yield "self_attn.o_proj", (hidden, queries), config.attention_bias
+    yield "mlp.gate_proj", (inner, hidden), config.mlp_bias
+    yield "mlp.up_proj", (inner, hidden), config.mlp_bias
+    yield "mlp.down_proj", (hidden, inner), config.mlp_bias
