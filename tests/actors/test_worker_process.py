@@ -15,6 +15,10 @@ def descriptors():
     return sorted(path.name for path in Path("/proc/self/fd").iterdir())
 
 
+def environment_of(pid):
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
 async def test_a_spawn_that_fails_half_way_leaves_nothing(monkeypatch):
     """Out of descriptors at the pidfd: the process that was started is gone, and both pipes are closed."""
     started = []
@@ -67,3 +71,19 @@ async def test_reaping_does_not_wait(monkeypatch):
     process.kill()
     await trio.to_thread.run_sync(os.waitid, os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert process.reap() == -signal.SIGKILL
+
+
+async def test_the_worker_gets_no_keys(monkeypatch):
+    """Neither the users' nor the operators'; the other variables it gets."""
+    monkeypatch.setenv("TRIOENGINE_API_KEY", "secret-1")
+    monkeypatch.setenv("TRIOENGINE_ADMIN_KEY", "secret-2")
+    monkeypatch.setenv("TRIOENGINE_TEST_MARK", "seen")
+    process = await ports.Ports().spawn_worker()
+    try:
+        environment = environment_of(process.pid)
+    finally:
+        process.kill()
+        await process.wait()
+        process.reap()
+    assert b"TRIOENGINE_TEST_MARK=seen" in environment
+    assert b"secret" not in environment

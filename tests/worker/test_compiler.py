@@ -149,7 +149,7 @@ def test_a_source_that_is_wrong(source, home):
     [
         ("#!/bin/sh\necho 'no licence' >&2\nexit 3\n", r"g\+\+ fails: no licence"),
         ("#!/bin/sh\nexit 3\n", r"g\+\+ fails: exit status 3"),
-        ("#!/bin/sh\nexit 0\n", r"cannot be loaded: .*kernels\.so"),
+        ("#!/bin/sh\nexit 0\n", r"cannot be loaded: .*\.so"),
         ("#!/nonexistent\n", r"g\+\+ does not run: .*No such file"),
     ],
 )
@@ -179,6 +179,37 @@ def test_threads_are_those_of_torch(source):
         torch.set_num_threads(threads)
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     assert len({line.split()[-1] for line in maps.splitlines() if "libgomp" in line}) == 1
+
+
+def test_the_compiler_gets_no_keys(source, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRIOENGINE_API_KEY", "secret")
+    seen = tmp_path / "seen"
+    use_compiler(tmp_path, monkeypatch, f'#!/bin/sh\nenv >> {seen}\nexec {shutil.which("g++")} "$@"\n')
+    load_library(source, {"ANSWER": 1})
+    assert "LC_ALL=C" in seen.read_text()
+    assert "secret" not in seen.read_text()
+
+
+def test_a_kept_library_without_a_function(source, home, tmp_path, monkeypatch, compilations):
+    """It is compiled again in its place. (In another home: this process has the first one open.)"""
+    load_library(source, {"ANSWER": 8}, ("answer",))
+    (sound,) = home.iterdir()
+    other = tmp_path / "other.cpp"
+    other.write_text('extern "C" int another() { return 0; }')
+    load_library(other, {}, ("another",))
+    (lacking,) = set(home.iterdir()) - {sound}
+    monkeypatch.setenv("TRIOENGINE_HOME", str(tmp_path / "another"))
+    kept = tmp_path / "another" / "kernels" / sound.name
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(lacking.read_bytes())
+    assert load_library(source, {"ANSWER": 8}, ("answer",)).answer() == 8
+    assert kept.read_bytes() == sound.read_bytes()
+    assert compilations() == 3
+
+
+def test_a_source_without_a_function(source):
+    with pytest.raises(KernelsUnavailable, match="lacks the function missing"):
+        load_library(source, {"ANSWER": 1}, ("answer", "missing"))
 
 
 # ---- the runner ----------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import trio
 
 import trioengine
+from trioengine.core.child_environment import child_environment
 from trioengine.core.errors import EngineError, WorkerLost
 from trioengine.hub.model_files import ModelInfo, read_model
 from trioengine.hub.pull import resolve
@@ -130,12 +131,12 @@ def _command(child_in: int, child_out: int) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """The parent's; where trioengine is not installed but lies in a checkout, the worker finds it there, too."""
+    """The parent's without its keys; where trioengine lies in a checkout, not installed, the worker finds it there."""
     package = str(Path(trioengine.__file__).resolve().parent.parent)
     if package == sysconfig.get_path("purelib"):
-        return dict(os.environ)
+        return child_environment(os.environ)
     path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return os.environ | {"PYTHONPATH": path}
+    return child_environment(os.environ) | {"PYTHONPATH": path}
 
 
 async def spawn_worker(stderr: int | None = None) -> WorkerProcess:

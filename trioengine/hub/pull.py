@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from trioengine.core.child_environment import child_environment
 from trioengine.core.errors import ModelError
 from trioengine.hub.fetch_failure import hub_failure, pip_failure
 from trioengine.hub.home import expanded, shown, trioengine_home
@@ -166,7 +167,7 @@ def _start_pip(known: KnownModel, workplace: Path) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
-            env=os.environ | {"TMPDIR": str(workplace)},
+            env=child_environment(os.environ) | {"TMPDIR": str(workplace)},
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import trioengine
 from trioengine import __version__
 from trioengine.cli.doctor.part import Part, Problem, fatal, warning
+from trioengine.core.child_environment import child_environment
 from trioengine.worker.probe import MARK
 
 PACKAGES = ("trio", "trio-websocket", "h11", "msgpack", "tokenizers", "jinja2", "gguf", "safetensors", "numpy", "torch")
@@ -92,7 +93,8 @@ def _kernel_problems(facts: dict[str, Any]) -> Iterator[Problem]:
 def _environment() -> dict[str, str]:
     """Ours, in which another Python finds this trioengine, too. (What the engine uses imports what may be missing.)"""
     package = str(Path(trioengine.__file__).resolve().parent.parent)
-    return os.environ | {"PYTHONPATH": os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return child_environment(os.environ) | {"PYTHONPATH": path}
 
 
 def _found(output: str) -> dict[str, Any] | None:

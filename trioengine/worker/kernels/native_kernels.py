@@ -48,7 +48,7 @@ class NativeKernels:
             "TILE_SIZE": self.tile_size,
             "BLOCK_SIZE": block_size,
         }
-        self.native = load_library(_SOURCE, macros)
+        self.native = load_library(_SOURCE, macros, tuple(_ARGUMENTS))
         for name, types in _ARGUMENTS.items():
             function = getattr(self.native, name)
             function.argtypes, function.restype = types, None
