@@ -28,9 +28,9 @@ class Access:
     @contextmanager
     def admit(self, request: Request, role: Role) -> Iterator[None]:
         """Within, the request is served. Raises BadRequest when it may not be."""
-        reason = self.origins.refusal(request.headers)
-        if reason is not None:
-            _refuse(403, "forbidden", reason)
+        refusal = self.origins.refusal(request.headers)
+        if refusal is not None:
+            _refuse(*refusal)
         key = self._check_key(request, role) if self._users else None
         with nullcontext() if key is None else self._session(key):
             yield
