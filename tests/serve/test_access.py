@@ -249,7 +249,7 @@ WITH_A_KEY = [
     ("api.example.org", "https://example.com.evil.org", 403),
     ("api.example.org", "null", 403),
     ("localhost:8000", "http://localhost:3000", 403),
-    ("[::1", "http://[::1", 200),
+    ("[::1]", "http://[::1]", 200),
 ]
 
 

@@ -59,7 +59,7 @@ async def test_what_asks_every_few_seconds_fills_no_log(autojump_clock, clients,
         ("/ready", 200, "DEBUG"),
         ("/metrics", 200, "DEBUG"),
         ("/version", 200, "INFO"),
-        ("/ready", 503, "INFO"),
+        ("/ready", 503, "DEBUG"),
     ]
 
 

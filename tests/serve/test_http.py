@@ -132,9 +132,7 @@ async def test_ready_follows_the_engine(autojump_clock):
         nursery.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize(
-    "host", ["example.com", "example.com:8000", "localhost.example.com", "192.168.0.1", "[::2]", "[::1"]
-)
+@pytest.mark.parametrize("host", ["example.com", "example.com:8000", "localhost.example.com", "192.168.0.1", "[::2]"])
 async def test_a_host_that_is_not_this_machine(autojump_clock, clients, host):
     status, body = status_and_body(await clients.http(request("/health", host=host)))
     assert (status, body["error"]["code"]) == (403, "forbidden")

@@ -30,9 +30,9 @@ class Access:
     @contextmanager
     def admit(self, request: Request, role: Role) -> Iterator[bytes]:
         """Within, the request is served, with the cache salt of its key. Raises BadRequest when it may not be."""
-        reason = self.origins.refusal(request.headers)
-        if reason is not None:
-            _refuse(403, "forbidden", reason)
+        refusal = self.origins.refusal(request.headers)
+        if refusal is not None:
+            _refuse(*refusal)
         key = self._check_key(request, role) if self._users else None
         with nullcontext() if key is None else self._session(key):
             yield NO_SALT if key is None else self._salts.of(key)

@@ -16,7 +16,7 @@ from trioengine.serve.log_fields import REQUEST_ID, SESSION
 logger = logging.getLogger("trioengine.access")
 FIELDS = ("method", "path", "status", "milliseconds")  # of a record, beside those of the context
 HEADER = b"x-request-id"
-PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds: their lines are for debugging, if all is well
+PROBES = {"/health": (200, 503), "/ready": (200, 503), "/metrics": (200,)}  # with these statuses logged at debug
 _USABLE = re.compile(rb"(?:(?![][(){}<>=\"'`])[!-~]){1,128}")  # in a line of the log, none looks like more than itself
 _UNREADABLE = Request("-", "-", "", ())
 _MAX_PATH = 200  # characters
@@ -47,7 +47,7 @@ def logged(connection: HttpConnection, request: Request) -> Iterator[None]:
         milliseconds = round(1000 * (trio.current_time() - began), 1)
         values = (request.method[:16], request.path[:_MAX_PATH], status, milliseconds)
         fields = dict(zip(FIELDS, values, strict=True))
-        level = logging.DEBUG if request.path in PROBES and status == 200 else logging.INFO
+        level = logging.DEBUG if status in PROBES.get(request.path, ()) else logging.INFO
         logger.log(level, "%(method)s %(path)s %(status)s %(milliseconds)s ms", fields, extra=fields)
 
 

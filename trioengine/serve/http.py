@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeAlias, TypeVar
-from urllib.parse import urlsplit
 
 import h11
 import trio
@@ -18,12 +17,15 @@ import trio
 from trioengine.core.errors import EngineError
 from trioengine.core.serve_config import ConnectionLimits
 from trioengine.serve.problem import INVALID_REQUEST, ClientError, Problem, RequestAborted, problem_of, status_of
+from trioengine.serve.request_head import BadHead, check_headers, check_lines, fault_of, split_target
 from trioengine.serve.sockets import CHUNK, Sender
 from trioengine.serve.streaming import Body, Disconnected, Frame, StreamingResponse
 
 logger = logging.getLogger("trioengine")
 T = TypeVar("T")
 MAX_PIPELINED = 64 << 10  # bytes
+END_OF_CHUNKS = b"\r\n\r\n"  # also behind trailers
+MAX_FRAMING = 64 << 10  # bytes around the chunks of a body, beside as many as are in them
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,9 @@ class HttpConnection:
         self._limits = limits
         self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=limits.max_header_size)
         self.seen = b""
+        self._is_chunked = False  # the latest request's body
+        self._num_received = 0  # bytes, since the beginning of the latest body
+        self._latest = b""  # of these, those received last, and a few before them
         self.is_new = True  # no request was read yet
         self._head_only = False  # the latest request is HEAD: its response has no body
         self.status: int | None = None
@@ -149,31 +154,51 @@ class HttpConnection:
             return None
         self._head_only = event.method == b"HEAD"
         ahead = len(self._h11.trailing_data[0])
-        if len(self.seen) - ahead > self._limits.max_header_size:
+        head = self.seen[: len(self.seen) - ahead]
+        if len(head) > self._limits.max_header_size:
             raise self._head_too_large()
-        try:
-            url = urlsplit(event.target.decode("ascii"))
-        except ValueError:
-            raise _bad(400, "bad_request", "the request's target is not a URL") from None
         headers = tuple((bytes(name), bytes(value)) for name, value in event.headers)
         method, version = event.method.decode("ascii"), bytes(event.http_version)
-        request = Request(method, url.path, url.query, headers, http_version=version)
+        try:
+            check_lines(head, version)
+            path, query = split_target(bytes(event.target), check_headers(headers))
+        except BadHead as exc:
+            raise _bad(400, "bad_request", str(exc)) from None
+        request = Request(method, path, query, headers, http_version=version)
+        self._is_chunked = request.header(b"transfer-encoding") is not None
         if request.is_framed_twice:
             raise _bad(400, "bad_request", "the length of the body is given in two ways, or in one unknown to HTTP/1.0")
         return request
 
     async def read_body(self, max_size: int) -> bytes:
-        """The rest of the request. Raises BadRequest when it is more than so many bytes."""
+        """The rest of the request. Raises BadRequest for more than so many bytes, or too much framing."""
         if self._h11.they_are_waiting_for_100_continue:
             await self._send(self._h11.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
         body = bytearray()
+        self._latest = self._h11.trailing_data[0]
+        self._num_received = len(self._latest)
         while isinstance(event := await self._next_event(0), h11.Data):
             body += event.data
             if len(body) > max_size:
                 raise _bad(413, "body_too_large", f"the body is larger than {max_size} bytes")
             if event.chunk_end:  # thousands of them may have come at once
+                self._check_framing(len(body))
                 await trio.lowlevel.checkpoint()
+        self._check_end()
         return bytes(body)
+
+    def _check_framing(self, size: int) -> None:
+        """Each chunk costs a step of the parser, however little is in it. `size` is that of all, without framing."""
+        most = MAX_FRAMING + size
+        if self._num_received - size > most and self._num_received - size - len(self._h11.trailing_data[0]) > most:
+            message = f"the framing of the body's chunks is larger than their content and {MAX_FRAMING} bytes"
+            raise _bad(400, "chunks_too_small", message)
+
+    def _check_end(self) -> None:
+        """Another parser may look for the end of a chunked body beyond a bare line feed that h11 takes for it."""
+        end = len(self._latest) - len(self._h11.trailing_data[0])
+        if self._is_chunked and not self._latest[:end].endswith(END_OF_CHUNKS):
+            raise _bad(400, "bad_request", "the body ends with a bare line feed")
 
     async def _next_event(self, keep: int) -> Any:
         """h11's next event; up to about `keep` bytes of it are added to `seen`."""
@@ -182,6 +207,8 @@ class HttpConnection:
                 data = bytes(await self._stream.receive_some(CHUNK))
                 if len(self.seen) < keep:
                     self.seen += data
+                self._num_received += len(data)
+                self._latest = self._latest[-len(END_OF_CHUNKS) :] + data
                 self._h11.receive_data(data)
         except h11.RemoteProtocolError as exc:
             status = exc.error_status_hint
@@ -189,7 +216,7 @@ class HttpConnection:
                 raise self._head_too_large() from exc
             if self._h11.trailing_data[1]:
                 raise Disconnected("closed in the middle of a request") from exc
-            raise _bad(status, "bad_request", "the bytes are not an HTTP/1.1 request") from exc
+            raise _bad(status, "bad_request", fault_of(exc)) from exc
         return event
 
     def _head_too_large(self) -> BadRequest:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 from collections.abc import Iterable
 
+from trioengine.core.serve_config import ServeConfig
 from trioengine.serve.http import Request
 
+logger = logging.getLogger("trioengine")
+MIN_KEY_LENGTH = 16  # characters; shorter ones are warned about
 BEARER = b"bearer "
 SUBPROTOCOL_PREFIX = b"openai-insecure-api-key."  # a browser's WebSocket has no other place for a key
 
@@ -27,6 +31,13 @@ class Keys:
         for known in self._digests:
             found |= hmac.compare_digest(known, digest)
         return found
+
+
+def warn_of_short_keys(config: ServeConfig) -> None:
+    """Log a warning for each option that has a key which can be guessed; keys are not shown."""
+    for flag, keys in (("--api-key", config.api_key), ("--admin-key", config.admin_key)):
+        if any(len(key) < MIN_KEY_LENGTH for key in keys):
+            logger.warning("a key of %s has fewer than %d characters, and may be guessed", flag, MIN_KEY_LENGTH)
 
 
 def presented(request: Request) -> bytes | None:

@@ -7,14 +7,18 @@ if it is this server's own, or of a site that is allowed: those get the headers 
 from __future__ import annotations
 
 import ipaddress
+import logging
 from collections.abc import Iterable
-from typing import TypeAlias
-from urllib.parse import urlsplit
+from typing import NamedTuple, TypeAlias
 
-from trioengine.core.serve_config import ServeConfig
+from trioengine.core.serve_config import ServeConfig, is_origin
 from trioengine.serve.http import Request, Response
+from trioengine.serve.request_head import name_of_host, name_of_origin
 
 Headers: TypeAlias = Iterable[tuple[bytes, bytes]]
+logger = logging.getLogger("trioengine")
+OPAQUE = b"null"  # the origin of a page that has none, as a file or a sandboxed frame
+_SHOWN = 80  # bytes
 PREFLIGHT_AGE = b"600"  # seconds that a browser need not ask again
 
 
@@ -26,6 +30,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+class Refusal(NamedTuple):
+    """The status and the error of a request that is refused."""
+
+    status: int
+    code: str
+    message: str
+
+
 class Origins:
     """The rules of one server."""
 
@@ -34,17 +46,30 @@ class Origins:
         self._loopback_only = not config.has_keys and not config.insecure
         self._allowed = {origin.encode() for origin in config.allowed_origin}
 
-    def refusal(self, headers: Headers) -> str | None:
-        """Why a request with these headers is refused; None: it is not."""
+    def refusal(self, headers: Headers) -> Refusal | None:
+        """Why a request with these headers is refused; None: it is not. A refused Origin is logged."""
         hosts = [value for name, value in headers if name == b"host"]
+        if self._loopback_only and not any(is_loopback(name_of_host(host)) for host in hosts):
+            return Refusal(403, "forbidden", "the Host header must name localhost: there is no key")
         origins = [value for name, value in headers if name == b"origin" and value not in self._allowed]
-        if self._loopback_only:
-            if len(hosts) != 1 or not _is_loopback_url(b"//" + hosts[0]):
-                return "the Host header must name localhost: there is no key"
-            if not all(map(_is_loopback_url, origins)):
-                return "the Origin must be localhost or an --allowed-origin: there is no key"
-        elif self._has_keys and not all(origin.partition(b"://")[2] in hosts for origin in origins):
-            return "the Origin must be this server's or an --allowed-origin"
+        for origin in origins:
+            refusal = self._refusal_of(origin, hosts)
+            if refusal is not None:
+                _log_refused(origin)
+                return refusal
+        return None
+
+    def _refusal_of(self, origin: bytes, hosts: list[bytes]) -> Refusal | None:
+        """Why a page of an origin that is not an allowed one may not ask, if so."""
+        name = name_of_origin(origin)
+        if not name and origin != OPAQUE:
+            rule = "the Origin must be http:// or https:// and a host, or an --allowed-origin"
+            return Refusal(400, "bad_request", rule)
+        if self._loopback_only and not is_loopback(name):
+            rule = "the Origin must be localhost or an --allowed-origin: there is no key"
+            return Refusal(403, "forbidden", rule)
+        if self._has_keys and origin.partition(b"://")[2] not in hosts:
+            return Refusal(403, "forbidden", "the Origin must be this server's or an --allowed-origin")
         return None
 
     def headers(self, request: Request) -> tuple[tuple[bytes, bytes], ...]:
@@ -77,8 +102,10 @@ class Origins:
         return origin if origin in self._allowed else None
 
 
-def _is_loopback_url(url: bytes) -> bool:
-    try:
-        return is_loopback(urlsplit(url.decode("latin-1")).hostname or "")
-    except ValueError:
-        return False
+def _log_refused(origin: bytes) -> None:
+    """Warn, with the flag that would allow the origin where one can."""
+    flag = origin.decode("latin-1").lower()
+    if is_origin(flag):
+        logger.warning("a page was refused for its Origin; --allowed-origin %s would allow it", flag)
+    else:
+        logger.warning("a page was refused for its Origin %r; no --allowed-origin can name it", origin[:_SHOWN])

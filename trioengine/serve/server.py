@@ -26,6 +26,7 @@ from trioengine.serve.descriptors import affordable
 from trioengine.serve.front_door import FrontDoor
 from trioengine.serve.http import Request
 from trioengine.serve.in_flight import InFlight
+from trioengine.serve.keys import warn_of_short_keys
 from trioengine.serve.metrics.metrics import Metrics
 from trioengine.serve.openai.routes import openai_routes
 from trioengine.serve.operator import operator_routes
@@ -164,6 +165,7 @@ async def serve(
             await trio.socket.getaddrinfo(host, port)  # a name that is none has another error
         problem = f"{host} is reachable from other machines, and there is no key"
         raise InvalidConfig.of("host", f"{problem}: give an --api-key, or --insecure to serve them, whoever they are")
+    warn_of_short_keys(serve_config)
     engine = Engine(config, ports=ports, on_progress=on_progress, on_load=on_load)
     server = Server(engine, serve_config)
     listeners = await _listen(host, port)
