@@ -166,6 +166,25 @@ async def test_history_can_be_given_and_replaced(autojump_clock, simulated):
             pass
 
 
+async def test_history_gives_the_same_prompt_again_after_ignore_eos(autojump_clock, simulated):
+    """With an end token inside an answer, hidden or shown."""
+    engine, _ = simulated
+    prompt = next(text for text in "abcdefgh" if IM_END in reference(engine, text, LONG)[:-1])
+    for skip in (True, False):
+        params = SamplingParams(max_tokens=200, ignore_eos=True, skip_special_tokens=skip)
+        async with engine.open_session() as session:
+            async with session.generate(prompt, params) as generation:
+                await generation.result()
+            history = session.history
+            async with session.generate("and?", GREEDY) as generation:
+                following = await generation.result()
+        async with engine.open_session(history=history) as session:
+            async with session.generate("and?", GREEDY) as generation:
+                again = await generation.result()
+        assert following.usage.prompt_tokens == again.usage.prompt_tokens
+        assert (following.token_ids, following.text) == (again.token_ids, again.text)
+
+
 async def test_raw_sessions_and_chats_do_not_mix(autojump_clock, simulated):
     engine, _ = simulated
     async with engine.open_session() as session:

@@ -14,6 +14,9 @@ BAD_PROMPTS = [
     ([], "empty_prompt", "prompt"),
     (b"x", "invalid_value", "prompt"),
     (5, "invalid_value", "prompt"),
+    (None, "invalid_value", "prompt"),
+    (user("hello"), "invalid_value", "prompt"),
+    ([None], "invalid_value", "prompt[0]"),
     ([1, 2], "invalid_value", "prompt[0]"),
     ([{"role": "tool", "content": "x"}], "invalid_value", "prompt[0].role"),
     ([{"role": "user", "content": 5}], "invalid_value", "prompt[0].content"),
@@ -45,6 +48,16 @@ async def test_a_prompt_that_is_refused_in_the_middle_is_taken_back(autojump_clo
         assert session.history == []
         async with session.generate("hello", GREEDY) as generation:
             assert (await generation.result()).text == reference(clients, [user("hello")])
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"x", {}], ids=repr)
+async def test_what_is_no_prompt_is_refused_at_entering(autojump_clock, remote, prompt):
+    async with remote.open_session() as session:
+        generation = session.generate(prompt, GREEDY)
+        with pytest.raises(RequestRejected, match=f"must be a string or messages, got {type(prompt).__name__}"):
+            await generation.__aenter__()
+    with pytest.raises(RequestRejected, match="must be a string or messages"):
+        await remote.generate(prompt)
 
 
 BAD_HISTORY = [user("hello"), assistant("half \ud800"), user("more")]

@@ -338,7 +338,7 @@ async def test_abort_all_and_the_line(autojump_clock, keep_waiting):
         assert answer.json == {"aborted": 1 if keep_waiting else 3}
         sleeping = "/sleep?keep_waiting=" + str(keep_waiting).lower()
         assert (await clients.request("POST", sleeping)).status == 200
-        assert len(engine.gate.requests) == (1 if keep_waiting else 0)
+        assert (len(engine.gate.requests) > 0) is keep_waiting
         nursery.cancel_scope.cancel()
 
 

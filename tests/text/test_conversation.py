@@ -53,6 +53,45 @@ def test_the_next_prompt_is_one_rendering_of_all(output):
     assert conversation.history == messages[:2]
 
 
+INSIDE = {
+    "an end token": [*b"fine", IM_END, *b"and"],
+    "two, and one at the end": [*b"fine", IM_END, IM_END, *b"and", IM_END],
+    "two at the end": [*b"fine", IM_END, IM_END],
+    "another one": [*b"fi", IM_START, *b"ne"],
+    "at its beginning": [IM_END, *b"fine"],
+    "nothing else": [IM_END, END_OF_TEXT, IM_END],
+}
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("output", INSIDE.values(), ids=INSIDE)
+def test_special_tokens_inside_an_answer_are_no_part_of_the_next_prompt(output, skip):
+    """They are of no effect in `history` either: hidden, they are not in its text, and shown they are ordinary text."""
+    conversation = Conversation(CHAT)
+    answered(conversation, "hi", [*b"hello", IM_END])
+    answered(conversation, "how are you?", output, CHAT.decode(output, skip_special_tokens=skip))
+    expected = Conversation(CHAT, conversation.history).prepare("and now?").token_ids.tolist()
+    assert conversation.prepare("and now?").token_ids.tolist() == expected
+    answered(conversation, "and now?", [*b"well", IM_END])
+    expected = Conversation(CHAT, conversation.history).prepare("then?").token_ids.tolist()
+    assert conversation.prepare("then?").token_ids.tolist() == expected
+
+
+def test_a_real_tokenizer_gives_the_same_prompt_again(smollm2):
+    """Where the text around an end token would be other tokens without it."""
+    from trioengine.hub.model_files import read_model
+
+    model = read_model(smollm2)
+    chat = ChatTokenizer(model.tokenizer, model.chat_template)
+    output = chat.encode("The capi<|im_end|>tal is Paris.<|im_end|>\n<|im_start|>user\nAnd?")
+    for skip in (True, False):
+        conversation = Conversation(chat)
+        text = chat.decode(output, skip_special_tokens=skip)
+        conversation.commit(conversation.prepare("hi"), token_ids(output), text)
+        again = Conversation(chat, conversation.history)
+        assert conversation.prepare("more").token_ids == again.prepare("more").token_ids
+
+
 def test_generated_ids_are_kept_though_the_tokenizer_would_choose_others(smollm2):
     from trioengine.hub.model_files import read_model
 

@@ -4,6 +4,10 @@ The next prompt is the rendering of all the turns. Where its text extends the te
 before, only the extension is tokenized and appended to the ids that are there, so that what the worker computed for
 them is used again; where it does not (a template that strips something of earlier turns, an edited history), all of it
 is tokenized.
+
+An answer's content in `history` is its text as the reader saw it. A special token inside it (`ignore_eos` lets a model
+go on after its end token) is hidden there, or shown as ordinary text with `skip_special_tokens=False`. The next prompt
+has that content, too: after such an answer all is tokenized, as for a conversation that begins with this `history`.
 """
 
 from __future__ import annotations
@@ -96,7 +100,10 @@ class Conversation:
             self._token_ids.extend(output)
             return
         kept, self._closing = self._fitting(output, text)
-        self._token_ids.extend(kept)
+        if self._tokenizer.tokenizer.special_ids.isdisjoint(kept[:-1] if self._closing else kept):
+            self._token_ids.extend(kept)
+        else:
+            self._token_ids = token_ids()
         self._messages = (*prepared.messages, {"role": "assistant", "content": text})
         self._rendering = prepared.rendering + self._tokenizer.protect(text)
 

@@ -1,0 +1,58 @@
+"""What is not a prompt is refused where the request is entered, by a message that names what it is."""
+
+import pytest
+from expectations import GREEDY, everything_is_given_back
+
+from trioengine import RequestRejected
+from trioengine.testing import simulated_engine
+
+NOT_PROMPTS = [
+    (None, "NoneType"),
+    (5, "int"),
+    (0, "int"),
+    (True, "bool"),
+    (1.5, "float"),
+    (b"hello", "bytes"),
+    (bytearray(b"hello"), "bytearray"),
+    ({"role": "user", "content": "hello"}, "dict"),
+    ({}, "dict"),
+    ({1, 2}, "set"),
+    (iter("ab"), "str"),
+    (object(), "object"),
+]
+NOT_MESSAGES = [[None], [1.5], [[]], ["hello"], [{"role": "user", "content": "x"}, None], [1, "x"], [1, None], [True]]
+
+
+@pytest.mark.parametrize(("prompt", "kind"), NOT_PROMPTS, ids=lambda value: repr(value)[:20])
+async def test_what_is_no_prompt(autojump_clock, simulated, prompt, kind):
+    """Not before: making the generation raises nothing. The session lives, and a slot is given back."""
+    engine, _ = simulated
+    async with engine.open_session() as session:
+        generation = session.generate(prompt, GREEDY)
+        with pytest.raises(
+            RequestRejected, match=f"prompt must be a string, messages or token ids, got .*{kind}"
+        ) as caught:
+            await generation.__aenter__()
+        assert (caught.value.code, caught.value.param) == ("invalid_value", "prompt")
+        async with session.generate("hello", GREEDY) as generation:
+            await generation.result()
+    with pytest.raises(RequestRejected, match="prompt must be"):
+        await engine.generate(prompt)
+    assert (engine.statistics().failed, engine.statistics().finished) == (2, 1)
+
+
+@pytest.mark.parametrize("prompt", ["", [], ()])
+async def test_an_empty_prompt(autojump_clock, simulated, prompt):
+    engine, _ = simulated
+    with pytest.raises(RequestRejected, match="prompt is empty") as caught:
+        await engine.generate(prompt)
+    assert (caught.value.code, caught.value.param) == ("empty_prompt", "prompt")
+
+
+@pytest.mark.parametrize("prompt", NOT_MESSAGES, ids=repr)
+async def test_what_is_neither_messages_nor_token_ids(autojump_clock, prompt):
+    async with simulated_engine(thread_threshold=0) as (engine, simulation):
+        with pytest.raises(RequestRejected) as caught:
+            await engine.generate(prompt)
+        assert caught.value.code == "invalid_value"
+        await everything_is_given_back(engine, simulation)
