@@ -63,7 +63,7 @@ def conversation(turns):
 @pytest.mark.parametrize("limit", [1, 60, 100, 101, 150, 200, 250, 300, 400])
 def test_the_fewest_turns_are_dropped(limit):
     """As many as a search one by one drops, and all but the newest where none fits."""
-    talk, history = conversation(6)
+    talk, _ = conversation(6)
     messages = [*talk.history, {"role": "user", "content": "now?"}]
     kept = [[messages[0], *messages[1 + 2 * count :]] for count in range(7)]
     lengths = [len(CHAT.apply_chat_template(each)) for each in kept]

@@ -1,7 +1,7 @@
 """The turns of a chat. A turn is a user message and all that follows it, up to the next user message.
 
-System and developer messages at the beginning belong to no turn; other messages before the first user message are a turn
-of their own.
+System and developer messages at the beginning belong to no turn; other messages before the first user message are a
+turn of their own.
 """
 
 from __future__ import annotations
