@@ -217,7 +217,7 @@ async def test_a_conversation_beyond_the_context_is_refused_before_it_is_taken_o
             "content": [{"type": "input_text", "text": "x" * 9999}],
         }
         await client.send("conversation.item.create", previous_item_id="root", item=item)
-        refused = await client.respond(**GREEDY)
+        refused = await client.respond(truncation="disabled", **GREEDY)
         assert refused["status_details"]["error"]["code"] == "context_length_exceeded"
         assert session.history == [user("hello"), assistant(text_of(first))]
         await client.send("conversation.item.delete", item_id="long")

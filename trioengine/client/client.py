@@ -25,6 +25,7 @@ from trioengine.core.errors import (
     EngineOverloaded,
     InvalidConfig,
 )
+from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
 
 
@@ -43,14 +44,22 @@ class Client:
         return f"<Client of {self.endpoint.authority}, {len(self._connections)} sessions>"
 
     def open_session(
-        self, *, label: str | None = None, history: Sequence[dict[str, Any]] | None = None, wait: bool = False
+        self,
+        *,
+        label: str | None = None,
+        history: Sequence[dict[str, Any]] | None = None,
+        wait: bool = False,
+        overflow: Overflow = "refuse",
     ) -> Session:
         """A session, to be entered. `label` is the caller's name for it, `history` chat messages to begin with.
+
+        `overflow` is for a chat that outgrows the context, as in Engine.open_session. An unknown one raises
+        RequestRejected here.
 
         Entering raises ConnectionLost when the server cannot be reached, RequestRejected when it refuses the key, the
         model or the history, EngineOverloaded when it has no place (with `wait` it is asked again).
         """
-        return Session(self, label=label, history=history, wait=wait)
+        return Session(self, label=label, history=history, wait=wait, overflow=overflow)
 
     async def generate(
         self,

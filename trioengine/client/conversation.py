@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import copy
 
 from trioengine.actors.changes import Changes
@@ -51,6 +51,13 @@ class Conversation:
         """These are part of it from now on."""
         self.messages += messages
         self._item_ids += item_ids
+
+    def drop(self, item_ids: Collection[str]) -> None:
+        """Take these messages out of it; others are ignored."""
+        dropped = set(item_ids)
+        kept = [(message, id) for message, id in zip(self.messages, self._item_ids, strict=True) if id not in dropped]
+        self.delete([id for id in self._item_ids if id in dropped])
+        self.messages, self._item_ids = [message for message, _ in kept], [id for _, id in kept]
 
     def replace(self, messages: Sequence[Message], events: dict[str, str]) -> None:
         """These messages, whose events were prepared, are all of it."""

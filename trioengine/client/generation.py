@@ -62,6 +62,7 @@ class Generation(Readable["Session"]):
         self.cancel_sent = False
         self.is_kept = False
         self.usage = Usage(0, 0, 0)
+        self.dropped_turns = 0
         self._pieces: list[str] = []  # of the answer
         self._unread: list[str] = []  # of these
 
@@ -77,7 +78,16 @@ class Generation(Readable["Session"]):
         return self._pieces[0] if self._pieces else ""
 
     def _answer(self, outcome: Outcome) -> Completion:
-        return Completion(self.request_id, self.text, (), None, outcome.finish_reason, outcome.cause, self.usage)
+        return Completion(
+            self.request_id,
+            self.text,
+            (),
+            None,
+            outcome.finish_reason,
+            outcome.cause,
+            self.usage,
+            dropped_turns=self.dropped_turns,
+        )
 
     @property
     def _has_unread(self) -> bool:

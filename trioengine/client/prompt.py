@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from trioengine.core.errors import RequestRejected
+from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
 
 Message: TypeAlias = dict[str, str]  # role and content
 
 MAX_EVENT = 1 << 20  # characters, of what the server takes
+_TRUNCATION: Mapping[Overflow, str] = {"refuse": "disabled", "drop_oldest_turns": "auto"}
 _PART_TYPES = {"system": "input_text", "user": "input_text", "assistant": "output_text"}
 
 
@@ -52,8 +54,11 @@ def item_of(message: Message, id: str) -> dict[str, Any]:
     return {"id": id, "type": "message", "role": message["role"], "content": [part]}
 
 
-def response_fields(params: SamplingParams) -> dict[str, Any]:
-    """The fields of a response.create: those that are not at their defaults. Raises RequestRejected for logprobs."""
+def response_fields(params: SamplingParams, overflow: Overflow) -> dict[str, Any]:
+    """The fields of a response.create: the policy, and the parameters that are not at their defaults.
+
+    Raises RequestRejected for logprobs.
+    """
     if params.logprobs is not None:
         raise RequestRejected("unsupported_parameter", "logprobs are not sent over a connection", param="logprobs")
     changed = {
@@ -63,7 +68,7 @@ def response_fields(params: SamplingParams) -> dict[str, Any]:
     }
     if "max_tokens" in changed:
         changed["max_output_tokens"] = changed.pop("max_tokens")
-    return changed
+    return {**changed, "truncation": _TRUNCATION[overflow]}
 
 
 def rendered(name: str, event_id: str, fields: Mapping[str, Any]) -> str:

@@ -25,6 +25,7 @@ from trioengine.client.prompt import Message, chat_messages, rendered, response_
 from trioengine.core.errors import EngineAsleep, EngineError, EngineOverloaded, SessionBusy, SessionEnded
 from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause, Outcome
+from trioengine.core.overflow import Overflow, check_overflow
 from trioengine.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -45,9 +46,11 @@ class Session:
         label: str | None,
         history: Sequence[dict[str, Any]] | None,
         wait: bool,
+        overflow: Overflow = "refuse",
         deadline: float = math.inf,
     ) -> None:
         self.label = label
+        self.overflow = check_overflow(overflow)  # of the requests that follow
         self.id: str | None = None  # the server's
         self.end_cause: Cause | None = None
         self.generation: Generation | None = None  # its request, until it is settled
@@ -69,7 +72,7 @@ class Session:
 
     @property
     def history(self) -> list[Message]:
-        """The committed conversation, as chat messages."""
+        """The committed conversation, as chat messages, without the turns that were dropped for a later one."""
         return [dict(message) for message in self._conversation.messages]
 
     @property
@@ -157,7 +160,8 @@ class Session:
     async def start(self, generation: Generation) -> None:
         """Generation.__aenter__."""
         messages = chat_messages(generation.prompt, "prompt")
-        fields, events = response_fields(generation.params), self._conversation.prepared(messages)
+        fields = response_fields(generation.params, self.overflow)
+        events = self._conversation.prepared(messages)
         self._check_open()
         generation.request_id = next(self._client.request_ids)
         self._waiting.add(generation)
@@ -283,7 +287,7 @@ class Session:
             self._cancel(generation)
 
     def _done(self, generation: Generation, response: dict[str, Any]) -> None:
-        generation.usage = usage_of(response)
+        generation.usage, generation.dropped_turns = usage_of(response), response.get("dropped_turns", 0)
         outcome = outcome_of(response, generation.abort_cause, generation.problem)
         if outcome.error is not None:
             self._refused(generation, outcome.error)
@@ -291,6 +295,8 @@ class Session:
         self._over(generation, outcome)
         if generation.is_kept and generation.answer_id is not None and length_of(response) > len(generation.text):
             self._conversation.truncate(generation.answer_id, len(generation.text))
+        if generation.is_kept:
+            self._conversation.drop(response.get("dropped_item_ids", ()))
 
     def _refused(self, generation: Generation, error: EngineError) -> None:
         if generation.answer_id is None and not generation.is_stopping and generation.spoiled is None:

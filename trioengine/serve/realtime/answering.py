@@ -18,7 +18,7 @@ from trioengine.serve.in_flight import InFlight
 from trioengine.serve.log_fields import REQUEST_ID, about
 from trioengine.serve.problem import problem_of
 from trioengine.serve.realtime.response import Response
-from trioengine.text.conversation import check_length
+from trioengine.text.conversation import check_length, least_prompt
 
 logger = logging.getLogger("trioengine")
 
@@ -49,8 +49,9 @@ class Answering:
         Cancelled, it ends the session. Raises what refuses the request, or fails it.
         """
         with about(REQUEST_ID, response.id):
-            messages = response.order.messages
-            check_length(messages, self.engine.limits.max_model_len, self.engine.tokenizer)  # before they are copied
+            messages, session.overflow = response.order.messages, response.order.overflow
+            needed = messages if session.overflow == "refuse" else least_prompt(messages)
+            check_length(needed, self.engine.limits.max_model_len, self.engine.tokenizer)  # before they are copied
             params = salted(response.order.params, self._cache_salt)
             generation = session.generate(_extension(session, messages), params, keep_partial=True)
             response.session = session

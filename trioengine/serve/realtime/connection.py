@@ -216,11 +216,18 @@ class RealtimeConnection:
             self._items.check_room(1, None)
         settings = self._settings.for_response(event.settings)
         items = self._items if event.input is None else self._items.resolve(event.input)
-        messages = chat_messages(items, settings.instructions)
+        messages, item_ids = chat_messages(items, settings.instructions)
         if not messages:
             raise ClientError("empty_conversation", "there is nothing to respond to: create an item first")
-        params = settings.params("response")
-        order = Order(messages, params, settings.max_output_tokens, settings.metadata, event_id)
+        order = Order(
+            messages,
+            item_ids,
+            settings.params("response"),
+            settings.overflow,
+            settings.max_output_tokens,
+            settings.metadata,
+            event_id,
+        )
         if is_beside:
             runner.begin(Response(order, self._outbox, conversation_id=None, items=None))
         else:

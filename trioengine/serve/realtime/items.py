@@ -137,10 +137,12 @@ def _input_item(entry: object, where: str) -> Item | ItemReference:
     return parse_item(entry, where)
 
 
-def chat_messages(items: Iterable[Item], instructions: str) -> list[dict[str, str]]:
-    """Items as chat messages, after the instructions; an item without text is left out."""
-    messages = [{"role": item.role.value, "content": item.text} for item in items if item.text]
-    return [{"role": "system", "content": instructions}, *messages] if instructions else messages
+def chat_messages(items: Iterable[Item], instructions: str) -> tuple[list[dict[str, str]], list[str | None]]:
+    """Items as chat messages, after the instructions, and the items' ids; an item without text is left out."""
+    texts = [(item, text) for item in items if (text := item.text)]
+    messages = [{"role": item.role.value, "content": text} for item, text in texts]
+    ids: list[str | None] = [item.id for item, _ in texts]
+    return ([{"role": "system", "content": instructions}, *messages], [None, *ids]) if instructions else (messages, ids)
 
 
 def _part_text(part: object, types: tuple[str, ...], where: str) -> str:

@@ -11,10 +11,12 @@ from trioengine.actors.generation import Completion, Generation
 from trioengine.actors.session import Session
 from trioengine.core.messages import FinishReason, Usage
 from trioengine.core.outcome import Cause
+from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.serve.problem import Problem, RequestAborted, problem_of
 from trioengine.serve.realtime.items import Item, Items, ItemStatus, Role
 from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox, new_id
+from trioengine.text.turns import Turns
 
 
 class ResponseStatus(enum.Enum):
@@ -27,13 +29,23 @@ class ResponseStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a response.create asked for: the conversation as it was then, and how to go on from it."""
+    """What a response.create asked for: the conversation as it was then, and how to go on from it.
+
+    `item_ids` are those of the messages; None for the instructions.
+    """
 
     messages: list[dict[str, str]]
+    item_ids: list[str | None]
     params: SamplingParams
+    overflow: Overflow
     max_output_tokens: int | str
     metadata: Mapping[str, str] | None = None
     event_id: str | None = None  # the client's
+
+    def dropped_item_ids(self, count: int) -> list[str]:
+        """The ids of the items in the oldest `count` turns."""
+        ids = (self.item_ids[index] for index in Turns.of(self.messages).dropped(count))
+        return [id for id in ids if id is not None]
 
 
 @dataclass(slots=True)
@@ -49,6 +61,7 @@ class Response:
     status_details: dict[str, Any] | None = None
     usage: dict[str, Any] | None = None
     item: Item | None = None
+    dropped_turns: int = 0  # that were left out of its prompt
     cancelled: bool = False  # by its client; a finish that is on its way wins
     session: Session | None = None  # while it answers, from before the prompt is prepared
     generation: Generation | None = None  # while it runs
@@ -87,6 +100,7 @@ class Response:
     def finish(self, completion: Completion) -> None:
         """The engine's outcome, whatever it is but an error."""
         self.usage = _usage(completion.usage)
+        self.dropped_turns = completion.dropped_turns
         match completion.finish_reason:
             case FinishReason.STOP:
                 self._end(ResponseStatus.COMPLETED)
@@ -137,6 +151,8 @@ class Response:
             "max_output_tokens": self.order.max_output_tokens,
             "usage": self.usage,
             "metadata": self.order.metadata,
+            "dropped_turns": self.dropped_turns,
+            "dropped_item_ids": self.order.dropped_item_ids(self.dropped_turns),
         }
 
 

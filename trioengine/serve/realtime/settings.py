@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.serve.fields import check_fixed, known_fields, metadata_of, text_of
 from trioengine.serve.sampling import SAMPLING, sampling_params
 
 _SAMPLING = {"max_output_tokens": "max_tokens", **SAMPLING}  # the protocol's name, and ours
+_TRUNCATION: Mapping[str, Overflow] = {"auto": "drop_oldest_turns", "disabled": "refuse"}
 _FIXED: Mapping[str, tuple[Any, ...]] = {  # what these may say: nothing else is built
+    "truncation": tuple(_TRUNCATION),
     "output_modalities": (["text"],),
     "tools": ([],),
     "tool_choice": ("auto", "none"),
@@ -20,7 +23,6 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {  # what these may say: nothing else is
 _SESSION_FIXED: Mapping[str, tuple[Any, ...]] = {
     **_FIXED,
     "type": ("realtime",),
-    "truncation": ("disabled",),
     "tracing": (),
     "prompt": (),
     "include": (),
@@ -33,6 +35,7 @@ class Settings:
 
     instructions: str = ""
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    truncation: str = "auto"  # as the protocol has it
     metadata: Mapping[str, str] | None = None  # of a response; given back as it is
 
     def for_session(self, fields: object, model: str) -> Settings:
@@ -64,10 +67,16 @@ class Settings:
             self,
             instructions="" if instructions is None else text_of(instructions, f"{where}.instructions"),
             sampling=sampling,
+            truncation=given.get("truncation", self.truncation) or "auto",
             metadata=metadata_of(given.get("metadata"), f"{where}.metadata"),
         )
         changed.params(where)
         return changed
+
+    @property
+    def overflow(self) -> Overflow:
+        """The engine's policy for a conversation that does not fit the context."""
+        return _TRUNCATION[self.truncation]
 
     @property
     def max_output_tokens(self) -> int | str:
@@ -85,7 +94,7 @@ class Settings:
             "instructions": self.instructions,
             "tools": [],
             "tool_choice": "auto",
-            "truncation": "disabled",
+            "truncation": self.truncation,
             "tracing": None,
             "prompt": None,
             "include": None,

@@ -19,6 +19,7 @@ from trioengine.actors.generation import Chunk, Completion, Generation
 from trioengine.actors.session import Session
 from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, SessionEnded
 from trioengine.core.outcome import Cause, Outcome
+from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.refusals import FOR_A_REQUEST, check_not_admitted, check_refused
 
@@ -48,6 +49,7 @@ class Holder:
 
     engine: Engine
     wait: bool
+    overflow: Overflow = "refuse"
     session: Session | None = None
     error: EngineError | None = None
     ended: bool = False
@@ -61,7 +63,7 @@ class Holder:
     async def run(self) -> None:
         try:
             with self.scope:
-                async with self.engine.open_session(wait=self.wait) as self.session:
+                async with self.engine.open_session(wait=self.wait, overflow=self.overflow) as self.session:
                     try:
                         await self.leave.wait()
                     finally:

@@ -33,9 +33,9 @@ from trioengine.testing.fuzz.oracles import (
     check_holder,
     check_reader,
     check_worker,
-    prompt_ids,
 )
 from trioengine.testing.fuzz.program import pick, recorded
+from trioengine.testing.fuzz.prompts import prompt_ids
 from trioengine.testing.fuzz.refusals import FOR_A_REQUEST, FOR_AN_AUDIT, check_refused
 from trioengine.testing.fuzz.watching import failing
 from trioengine.testing.fuzz.world import CONFIG, LIMITS
@@ -299,7 +299,7 @@ class EngineMachine(Environment):
         return reader
 
     def _open(self, wait: bool) -> None:
-        holder = Holder(self.engine, wait)
+        holder = Holder(self.engine, wait, "drop_oldest_turns" if len(self.holders) % 2 else "refuse")
         self.holders.append(holder)
         self.loop.start_soon(holder.run, name=f"holder-{len(self.holders)}")
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from trioengine.core.messages import FinishReason
 from trioengine.testing.fuzz.callers import Turn
-from trioengine.testing.fuzz.oracles import Answer, Troubles, prompt_ids, reference
+from trioengine.testing.fuzz.oracles import Answer, Troubles, reference
+from trioengine.testing.fuzz.prompts import prompt_ids, shortened
 
 
 @dataclass
@@ -24,13 +25,23 @@ class FollowedResponse:
     """From response.created to response.done. Raises AssertionError for what must not be."""
 
     def __init__(
-        self, id: str, event_id: str, asked: Asked, turns: tuple[Turn, ...], max_model_len: int, troubles: Troubles
+        self,
+        id: str,
+        event_id: str,
+        asked: Asked,
+        turns: tuple[Turn, ...],
+        max_model_len: int,
+        troubles: Troubles,
+        *,
+        is_truncated: bool,
     ) -> None:
         self.id = id
         self.event_id = event_id
         self.asked = asked
         self.failure: str | None = None  # what an error event said of it
-        self._prompt = prompt_ids(turns)
+        kept, self._dropped_turns = shortened(turns, max_model_len, asked.max_tokens) if is_truncated else (turns, 0)
+        self._num_dropped = len(turns) - len(kept)  # messages
+        self._prompt = prompt_ids(kept)
         self._room = max_model_len - len(self._prompt)
         self._troubles = troubles
         self._text = ""
@@ -49,6 +60,8 @@ class FollowedResponse:
         if response["status"] != "failed":
             tokens = {name: response["usage"][f"{name}_tokens"] for name in ("total", "input", "output")}
             assert tokens["total"] == tokens["input"] + tokens["output"], f"the usage is {tokens}"
+            dropped = response["dropped_turns"], len(response["dropped_item_ids"])
+            assert dropped == (self._dropped_turns, self._num_dropped), f"dropped are {dropped} turns and items"
         self._check_status(response, text, expected)
         assert expected is None or expected.text.startswith(text), (
             f"{text!r} is no part of the model's answer {expected.text!r}"

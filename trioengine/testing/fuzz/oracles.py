@@ -30,9 +30,9 @@ from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.callers import UNPREPARED, Call, Holder, Reader, Turn
+from trioengine.testing.fuzz.prompts import asked, prompt_ids
 from trioengine.testing.simulated_worker import SimulatedWorker
-from trioengine.testing.toy_model import IM_END, TOY_PATH, toy_answer, toy_model, toy_next, toy_value, toy_weights
-from trioengine.text.chat_tokenizer import ChatTokenizer
+from trioengine.testing.toy_model import IM_END, TOY_PATH, toy_answer, toy_next, toy_value, toy_weights
 
 GOING = (Phase.PREPARING, Phase.RUNNING, Phase.SUSPENDED)  # a request that nobody has ended
 
@@ -131,7 +131,8 @@ def check_reader(reader: Reader, max_model_len: int, troubles: Troubles) -> None
     assert outcome is not None, f"{reader} is over without an outcome"
     if reader.outcome_at_leaving is not None:
         assert outcome is reader.outcome_at_leaving, f"{reader.outcome_at_leaving} became {outcome}"
-    prompt = prompt_ids((*_committed_before(reader, generation.request_id), ("user", reader.prompt)))
+    turns, dropped_turns = asked(reader, _committed_before(reader, generation.request_id))
+    prompt = prompt_ids(turns)
     if outcome.finish_reason is FinishReason.ERROR:
         found, expected = repr(reader.error), repr(outcome.error)
         assert reader.error is None or found == expected, f"{found} instead of {expected}"
@@ -148,6 +149,9 @@ def check_reader(reader: Reader, max_model_len: int, troubles: Troubles) -> None
         return
     causes = troubles.causes | reader.causes
     check_answer(generation.completion, prompt, reader.params, max_model_len, causes, troubles.paths)
+    if generation.completion.token_ids:
+        found_turns = generation.completion.dropped_turns
+        assert found_turns == dropped_turns, f"{found_turns} turns are dropped, {dropped_turns} are too many"
     if outcome.cause is Cause.SLEEP and generation.num_tokens:
         assert troubles.sleeps_abort, f"nobody aborts for a sleep, and it has begun: {generation}"
 
@@ -170,8 +174,8 @@ def _check_refusal(reader: Reader, max_model_len: int, troubles: Troubles) -> No
             assert not reader.prompt, f"{reader.prompt!r} is not empty, and {error!r}"
         case RequestRejected():
             assert reader.generation is not None, "it was reserved, and then refused"
-            before = _committed_before(reader, reader.generation.request_id)
-            length = len(prompt_ids((*before, ("user", reader.prompt))))
+            turns, _ = asked(reader, _committed_before(reader, reader.generation.request_id))
+            length = len(prompt_ids(turns))
             assert length >= max_model_len, f"the prompt has {length} tokens, and {error!r}"
         case SessionBusy():
             assert others, f"nobody else uses the session, and {error!r}"
@@ -300,32 +304,27 @@ def _committed(holder: Holder, before: float = math.inf) -> tuple[Turn, ...]:
     """In the order in which they were admitted, which need not be that in which they were started."""
     after, turns = next((made for made in reversed(holder.replaced) if made[0] < before), (0, ()))
     readers = [reader for reader in holder.readers if after < _request_id(reader) < before]
-    return (*turns, *(turn for reader in sorted(readers, key=_request_id) for turn in _turns(reader)))
+    for reader in sorted(readers, key=_request_id):
+        turns = _followed(reader, turns)
+    return turns
 
 
 def _request_id(reader: Reader) -> int:
     return reader.generation.request_id if reader.generation is not None and reader.entered else 0
 
 
-def _turns(reader: Reader) -> tuple[Turn, ...]:
-    """What the request added to the history: all if its outcome was read, a part where that was to be kept."""
+def _followed(reader: Reader, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """The history after the request: all is added if its outcome was read, a part where that was to be kept."""
     generation = reader.generation
     if generation is None or not reader.entered or generation.outcome is None:
-        return ()
+        return turns
     at_leaving = reader.outcome_at_leaving if reader.left else generation.outcome
     finished = at_leaving is not None and at_leaving.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
     aborted = generation.outcome.finish_reason is FinishReason.ABORT
     if not finished and not (aborted and reader.keep_partial and generation.completion.token_ids):
-        return ()
-    return (("user", reader.prompt), ("assistant", generation.completion.text))
-
-
-@lru_cache(maxsize=1 << 14)
-def prompt_ids(turns: tuple[Turn, ...]) -> tuple[int, ...]:
-    """The whole conversation rendered and tokenized at once, which the engine never does."""
-    model = toy_model()
-    tokenizer = ChatTokenizer(model.tokenizer, model.chat_template)
-    return tuple(tokenizer.apply_chat_template([{"role": role, "content": content} for role, content in turns]))
+        return turns
+    prompt, _ = asked(reader, turns)
+    return (*prompt, ("assistant", generation.completion.text))
 
 
 class Answer:

@@ -26,6 +26,7 @@ class RealtimeClient(SimulatedClient):
         self.items: dict[str, Turn] = {}
         self.order: list[str] = []
         self.instructions = ""
+        self.truncation = "auto"
         self.num_events = 0
         self.engine_state = AWAKE  # as it was told
         self.responses: dict[str, FollowedResponse] = {}  # the active ones
@@ -116,6 +117,7 @@ class RealtimeClient(SimulatedClient):
             case "session.updated":
                 self._answered("session.update")
                 self.instructions = event["session"]["instructions"]
+                self.truncation = event["session"]["truncation"]
             case "conversation.item.added":
                 item = event["item"]
                 self._insert(item, event["previous_item_id"])
@@ -174,7 +176,15 @@ class RealtimeClient(SimulatedClient):
         turns = tuple(self.items[id] for id in self.order if self.items[id][1]) if asked.input is None else asked.input
         if self.instructions:
             turns = (("system", self.instructions), *turns)
-        self.responses[id] = FollowedResponse(id, event_id, asked, turns, self._max_model_len, self._troubles)
+        self.responses[id] = FollowedResponse(
+            id,
+            event_id,
+            asked,
+            turns,
+            self._max_model_len,
+            self._troubles,
+            is_truncated=self.truncation == "auto",
+        )
         assert len(self.responses) <= MAX_BESIDE + 1, f"{len(self.responses)} responses are active"
 
     def _active(self, id: str) -> FollowedResponse:

@@ -112,7 +112,9 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
             case "delete":
                 client.ask("conversation.item.delete", item_id=client.order[-1] if client.order else "none")
             case "instruct":
-                client.ask("session.update", session={"type": "realtime", "instructions": "be"})
+                truncation = "disabled" if client.truncation == "auto" else "auto"
+                settings = {"type": "realtime", "instructions": "be", "truncation": truncation}
+                client.ask("session.update", session=settings)
             case "odd":
                 client.ask("conversation.fly")
             case "truncate":

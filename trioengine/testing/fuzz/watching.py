@@ -26,10 +26,10 @@ BETWEEN = 1024  # characters that what a client asked for may take, between a lo
 def failing(prepare: Any) -> Any:
     """For `Conversation.prepare`: as where a template or a tokenizer has a bug."""
 
-    def watched(conversation: Conversation, prompt: Prompt) -> Prepared:
+    def watched(conversation: Conversation, prompt: Prompt, limit: int | None) -> Prepared:
         if prompt == UNPREPARED:
             raise Oops
-        prepared: Prepared = prepare(conversation, prompt)
+        prepared: Prepared = prepare(conversation, prompt, limit)
         return prepared
 
     return watched
