@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from trioengine.core.errors import RequestRejected as RequestRejected
     from trioengine.core.errors import SessionBusy as SessionBusy
     from trioengine.core.errors import SessionEnded as SessionEnded
+    from trioengine.core.errors import TimedOut as TimedOut
     from trioengine.core.errors import TransitionFailed as TransitionFailed
     from trioengine.core.errors import WorkerLost as WorkerLost
     from trioengine.core.messages import FinishReason as FinishReason
@@ -59,6 +60,7 @@ _HOMES = {
     "RequestRejected": "trioengine.core.errors",
     "SessionBusy": "trioengine.core.errors",
     "SessionEnded": "trioengine.core.errors",
+    "TimedOut": "trioengine.core.errors",
     "TransitionFailed": "trioengine.core.errors",
     "WorkerLost": "trioengine.core.errors",
     "FinishReason": "trioengine.core.messages",

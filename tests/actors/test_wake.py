@@ -6,7 +6,7 @@ import pytest
 import trio
 from expectations import GREEDY, LONG, reference, said
 
-from trioengine import EngineAsleep, EngineConfig, TransitionFailed
+from trioengine import EngineAsleep, EngineConfig, TimedOut, TransitionFailed
 from trioengine.core.lifecycle import Power
 from trioengine.core.messages import Wake
 from trioengine.core.tag import Tag
@@ -23,7 +23,7 @@ async def test_who_waits_is_served_after_the_wake(autojump_clock, simulated):
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ask, None)
-        with pytest.raises(EngineAsleep):
+        with pytest.raises(TimedOut):
             await engine.generate("one", GREEDY, wait=True, timeout=1)
         assert not answers
         await engine.wake()

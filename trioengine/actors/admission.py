@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import trio
 
 from trioengine.actors.generation import Generation
-from trioengine.actors.waiting_line import NOT_NOW
+from trioengine.actors.waiting_line import NOT_NOW, waits_for
 from trioengine.actors.worker_session import Posting
-from trioengine.core.errors import FrameTooLarge, RequestRejected
+from trioengine.core.errors import FrameTooLarge, RequestRejected, TimedOut
 from trioengine.core.lifecycle import Phase
 from trioengine.core.messages import AddMessage
 from trioengine.core.outcome import Cause
@@ -48,7 +48,11 @@ class Admission:
                 session.abort_request(generation, Cause.TIMEOUT)
                 return
             reserve = partial(session.reserve, generation)
-            await self._gate.admit(self._gate.requests, reserve, wait=generation.wait, deadline=generation.deadline)
+            try:
+                await self._gate.admit(self._gate.requests, reserve, wait=generation.wait, deadline=generation.deadline)
+            except TimedOut as exc:
+                session.abort_request(generation, Cause.TIMEOUT)
+                raise generation.timed_out(str(exc)) from exc.__cause__
             try:
                 await self._prepare()
                 await self._commit()
@@ -105,8 +109,8 @@ class Admission:
     async def _commit(self) -> None:
         try:
             self._commit_now()
-        except NOT_NOW:
-            if not self._generation.wait:
+        except NOT_NOW as exc:
+            if not waits_for(exc, self._generation.wait):
                 raise
             await self._gate.commits.wait(self._commit_now)
 

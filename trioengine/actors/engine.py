@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import trio
 
@@ -20,8 +20,9 @@ from trioengine.actors.power_change import Weights
 from trioengine.actors.session import Session
 from trioengine.actors.states import States
 from trioengine.core.config import EngineConfig
-from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded
+from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, TimedOut
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
+from trioengine.core.options import EngineOptions, SamplingOptions, merged_config, merged_params
 from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.text.chat_tokenizer import ChatTokenizer
@@ -117,24 +118,42 @@ class Engine(EngineState):
     # ---- what users call ------------------------------------------------------------------------------------------
 
     def open_session(
-        self, *, label: str | None = None, history: Sequence[dict[str, Any]] | None = None, wait: bool = False
+        self,
+        *,
+        label: str | None = None,
+        history: Sequence[dict[str, Any]] | None = None,
+        wait: bool | None = None,
+        timeout: float | None = None,
     ) -> Session:
         """A session, to be entered. `label` is the caller's name for it, `history` chat messages to begin with.
 
-        Entering raises EngineClosed, EngineOverloaded when all slots are taken (with `wait` it waits), or
-        RequestRejected for a bad history.
+        Entering waits for a free slot, with `wait=True` also while the engine sleeps or is updated, and with
+        `wait=False` not at all: then it raises EngineOverloaded or EngineAsleep. Raises TimedOut when the wait takes
+        more than `timeout` seconds from this call, EngineClosed, and RequestRejected for a bad history.
         """
-        return Session(self, label=label, history=history, wait=wait)
+        return Session(self, label=label, history=history, wait=wait, deadline=deadline_after(timeout))
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, timeout: float | None = None, wait: bool = False
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        wait: bool | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Completion:
-        """One answer, in a session of its own. Errors, timeout and wait as in Session.generate."""
-        deadline = deadline_after(timeout)
+        """One answer, in a session of its own. Errors, keywords, timeout and wait as in Session.generate."""
+        deadline, params = deadline_after(timeout), merged_params(params, options)
         session = Session(self, label=None, history=None, wait=wait, deadline=deadline)
         generation = Generation(session, prompt, params, keep_partial=False, deadline=deadline, wait=wait)
-        async with session, generation:
-            return await generation.result()
+        try:
+            async with session, generation:
+                return await generation.result()
+        except TimedOut as exc:
+            if exc.completion is None:  # it waited for the session
+                session.abort_request(generation, Cause.TIMEOUT)
+                exc.completion = generation.completion
+            raise
 
     def abort(self, request_id: int) -> bool:
         """Abort a request by its id; False if it is not in flight (it may have finished)."""
@@ -244,19 +263,22 @@ class Engine(EngineState):
 
 @asynccontextmanager
 async def open_engine(
-    config: EngineConfig | None = None,
+    config: EngineConfig | str | None = None,
     *,
     ports: Ports | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     on_load: Callable[[int, int], None] | None = None,
+    **options: Unpack[EngineOptions],
 ) -> AsyncIterator[Engine]:
     """An engine that is ready; leaving ends its sessions and its worker, whatever happens in the body.
+
+    Give a whole EngineConfig; or the model's name or path, and fields of EngineConfig as keywords.
 
     Raises ModelError or WorkerLost when it cannot start, or dies for good later (the body is cancelled then, and what
     it raises of requests that died with the engine is not told apart). A single exception of the body comes out as it
     is, not in a group.
     """
-    engine = Engine(config, ports=ports, on_progress=on_progress, on_load=on_load)
+    engine = Engine(merged_config(config, options), ports=ports, on_progress=on_progress, on_load=on_load)
     try:
         async with open_unwrapped_nursery() as nursery:
             nursery.start_soon(engine.run)

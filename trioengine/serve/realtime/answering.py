@@ -49,7 +49,8 @@ class Answering:
         with about(REQUEST_ID, response.id):
             messages = response.order.messages
             check_length(messages, self.engine.limits.max_model_len, self.engine.tokenizer)  # before they are copied
-            generation = session.generate(_extension(session, messages), response.order.params, keep_partial=True)
+            extension, params = _extension(session, messages), response.order.params
+            generation = session.generate(extension, params, keep_partial=True, wait=False)
             response.session = session
             try:
                 with self._in_flight.running(response.id, generation):
