@@ -16,7 +16,7 @@ from trioengine.actors.generation import Completion, Generation
 from trioengine.actors.invariants import check_books
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.ports import Ports
-from trioengine.actors.power_change import Weights
+from trioengine.actors.power_change import Level, ModeName, Weights
 from trioengine.actors.session import Session
 from trioengine.actors.states import States
 from trioengine.core.config import EngineConfig
@@ -25,6 +25,7 @@ from trioengine.core.lifecycle import Phase, Power, PowerEvent
 from trioengine.core.options import EngineOptions, SamplingOptions, merged_config, merged_params
 from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.tag import TagName
 from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.conversation import Prompt
 
@@ -50,7 +51,8 @@ class Engine(EngineState):
         self._finding = trio.CancelScope()  # the model, which may take a download
 
     def __repr__(self) -> str:
-        return f"<Engine {self.config.model!r} {self.statistics()}>"
+        ledger = self.gate.ledger
+        return f"<Engine {self.config.model!r} {self.state}: {ledger.sessions} sessions, {ledger.in_flight} requests>"
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -190,7 +192,7 @@ class Engine(EngineState):
         while self.gate.ledger.in_flight:
             await self.gate.changed()
 
-    async def sleep(self, level: int = 1, *, mode: str = "abort", timeout: float | None = None) -> None:
+    async def sleep(self, level: Level = 1, *, mode: ModeName = "abort", timeout: float | None = None) -> None:
         """Give the worker's memory back: the KV cache, and the weights. Level 1 keeps these in host memory.
 
         At level 2 a worker that is there exits, and a fresh one, asleep, takes its place; to wake, the weights are
@@ -207,8 +209,8 @@ class Engine(EngineState):
         """
         await self._power.sleep(level, mode, timeout).wait()
 
-    async def wake(self, tags: Collection[str] | None = None, *, reload: bool = True) -> None:
-        """Take memory back: all of it, or `weights` or `kv_cache` alone. Requests are admitted when all is back.
+    async def wake(self, tags: TagName | Collection[TagName] | None = None, *, reload: bool = True) -> None:
+        """Take memory back: all of it, or `"weights"` or `"kv_cache"` alone. Requests are admitted when all is back.
 
         Weights that were discarded are loaded again; without `reload` they are left asleep until `update_weights`. A
         worker that has died meanwhile is started. It does nothing for what is awake.
@@ -218,7 +220,7 @@ class Engine(EngineState):
         """
         await self._power.wake(tags, reload=reload).wait()
 
-    async def update_weights(self, path: str | Path, *, mode: str = "abort", timeout: float | None = None) -> None:
+    async def update_weights(self, path: str | Path, *, mode: ModeName = "abort", timeout: float | None = None) -> None:
         """Go over to the weights at `path`: a file or directory like the model's, of the same architecture and shapes.
 
         The tokenizer and the template stay. Conversations are kept, and computed anew; requests in flight as in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 import operator
@@ -10,6 +11,18 @@ from typing import Any
 MAX_COUNT = 2**31 - 1  # of tokens, sequences, …: what an int32 holds
 MAX_INT64 = 2**63 - 1  # what msgpack and torch hold
 _SHOWN = 80  # characters
+
+
+def changed_fields(value: Any) -> str:
+    """The repr of a dataclass with the fields that are not at their defaults."""
+    names = [field.name for field in dataclasses.fields(value) if _is_shown(value, field)]
+    return f"{type(value).__name__}({', '.join(f'{name}={getattr(value, name)!r}' for name in names)})"
+
+
+def _is_shown(value: Any, field: dataclasses.Field[Any]) -> bool:
+    make_default = field.default_factory
+    default = field.default if make_default is dataclasses.MISSING else make_default()
+    return field.repr and bool(getattr(value, field.name) != default)
 
 
 def integer(value: Any, low: int, high: int) -> int:

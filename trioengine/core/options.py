@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
-from trioengine.core.config import EngineConfig
+from trioengine.core.config import DType, EngineConfig, Kernels, OnWorkerLoss
 from trioengine.core.errors import RequestRejected
 from trioengine.core.sampling_params import SamplingParams
 
@@ -38,7 +38,7 @@ class EngineOptions(TypedDict, total=False):
 
     model: str
     device: str
-    dtype: Literal["auto", "float32", "bfloat16"]
+    dtype: DType
     max_model_len: int | None
     max_num_seqs: int
     max_num_queued_reqs: int
@@ -50,7 +50,7 @@ class EngineOptions(TypedDict, total=False):
     gpu_memory_utilization: float
     enable_prefix_caching: bool
     num_threads: int | None
-    kernels: Literal["auto", "native", "torch"]
+    kernels: Kernels
     startup_timeout: float
     step_timeout: float
     unresponsive_timeout: float
@@ -58,7 +58,7 @@ class EngineOptions(TypedDict, total=False):
     worker_shutdown_timeout: float
     restart_delays: tuple[float, ...] | list[float]
     max_restarts: int
-    on_worker_loss: Literal["resume", "fail"]
+    on_worker_loss: OnWorkerLoss
 
 
 _REQUEST_KEYWORDS = ("keep_partial", "timeout", "wait")  # of `generate`, beside the sampling parameters
