@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from trioengine.actors.engine import open_engine as open_engine
     from trioengine.actors.generation import Generation as Generation
     from trioengine.actors.session import Session as Session
+    from trioengine.actors.states import PowerState as PowerState
+    from trioengine.actors.statistics import Statistics as Statistics
     from trioengine.client.client import Client as Client
     from trioengine.client.client import connect as connect
     from trioengine.core.completion import Chunk as Chunk
@@ -30,11 +32,16 @@ if TYPE_CHECKING:
     from trioengine.core.errors import RequestRejected as RequestRejected
     from trioengine.core.errors import SessionBusy as SessionBusy
     from trioengine.core.errors import SessionEnded as SessionEnded
+    from trioengine.core.errors import TimedOut as TimedOut
     from trioengine.core.errors import TransitionFailed as TransitionFailed
     from trioengine.core.errors import WorkerLost as WorkerLost
+    from trioengine.core.lifecycle import Power as Power
     from trioengine.core.messages import FinishReason as FinishReason
     from trioengine.core.messages import Usage as Usage
+    from trioengine.core.outcome import Cause as Cause
     from trioengine.core.sampling_params import SamplingParams as SamplingParams
+    from trioengine.text.conversation import ChatMessage as ChatMessage
+    from trioengine.text.conversation import Prompt as Prompt
 
 __version__ = "0.1.0"
 
@@ -43,6 +50,8 @@ _HOMES = {
     "open_engine": "trioengine.actors.engine",
     "Generation": "trioengine.actors.generation",
     "Session": "trioengine.actors.session",
+    "PowerState": "trioengine.actors.states",
+    "Statistics": "trioengine.actors.statistics",
     "Client": "trioengine.client.client",
     "connect": "trioengine.client.client",
     "Chunk": "trioengine.core.completion",
@@ -59,11 +68,16 @@ _HOMES = {
     "RequestRejected": "trioengine.core.errors",
     "SessionBusy": "trioengine.core.errors",
     "SessionEnded": "trioengine.core.errors",
+    "TimedOut": "trioengine.core.errors",
     "TransitionFailed": "trioengine.core.errors",
     "WorkerLost": "trioengine.core.errors",
+    "Power": "trioengine.core.lifecycle",
     "FinishReason": "trioengine.core.messages",
     "Usage": "trioengine.core.messages",
+    "Cause": "trioengine.core.outcome",
     "SamplingParams": "trioengine.core.sampling_params",
+    "ChatMessage": "trioengine.text.conversation",
+    "Prompt": "trioengine.text.conversation",
 }
 
 __all__ = [*_HOMES, "__version__"]

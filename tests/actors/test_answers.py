@@ -26,7 +26,9 @@ async def test_an_answer_is_the_models(autojump_clock, simulated):
     assert completion.finish_reason is (FinishReason.STOP if expected[-1] == IM_END else FinishReason.LENGTH)
     assert session.history == [*chat("hello"), {"role": "assistant", "content": completion.text}]
     assert "mine" in repr(session)
-    assert "toy" in repr(engine)
+    assert repr(engine) == "<Engine 'toy' awake: 1 sessions, 0 requests>"
+    assert len(repr(session)) < 80
+    assert len(repr(generation)) < 80
 
 
 async def test_a_slow_reader_gets_one_merged_chunk(autojump_clock, simulated):

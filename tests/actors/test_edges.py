@@ -10,11 +10,11 @@ from trio.testing import wait_all_tasks_blocked
 from trioengine import (
     EngineClosed,
     EngineConfig,
-    EngineOverloaded,
     FinishReason,
     RequestRejected,
     SamplingParams,
     SessionBusy,
+    TimedOut,
     WorkerLost,
     connect,
     open_engine,
@@ -30,7 +30,7 @@ async def test_a_one_shot_waits_for_a_session_no_longer_than_its_timeout(autojum
     config = EngineConfig(model="toy", max_sessions=1)
     async with simulated_engine(config) as (engine, _), engine.open_session():
         began = trio.current_time()
-        with pytest.raises(EngineOverloaded):
+        with pytest.raises(TimedOut):
             await engine.generate("x", wait=True, timeout=3)
         assert trio.current_time() - began == pytest.approx(3)
 

@@ -4,7 +4,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineClosed, EngineConfig, EngineOverloaded, FinishReason, InvariantError
+from trioengine import EngineClosed, EngineConfig, EngineOverloaded, FinishReason, InvariantError, TimedOut
 from trioengine.actors.gate import Gate
 from trioengine.core.ledger import Stand
 from trioengine.core.lifecycle import PowerEvent
@@ -26,7 +26,7 @@ class Caller:
             try:
                 await gate.admit(line, admission, wait=True, deadline=deadline)
                 self.answer = "in"
-            except (EngineOverloaded, EngineClosed) as exc:
+            except (EngineOverloaded, EngineClosed, TimedOut) as exc:
                 self.answer = exc
 
 
@@ -136,7 +136,8 @@ async def test_a_deadline_passes_the_slot_on(autojump_clock, slots):
         (second,) = await slots.queue(nursery, 1)
         await trio.sleep(5)
         await wait_all_tasks_blocked()
-        assert isinstance(first.answer, EngineOverloaded)
+        assert isinstance(first.answer, TimedOut)
+        assert isinstance(first.answer.__cause__, EngineOverloaded)
         slots.free()
     assert second.answer == "in"
     assert slots.gate.ledger.rejected == 1

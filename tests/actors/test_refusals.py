@@ -5,7 +5,7 @@ import trio
 from expectations import GREEDY, LONG, chat, reference
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineConfig, EngineOverloaded, RequestRejected, SamplingParams, SessionBusy
+from trioengine import EngineConfig, EngineOverloaded, RequestRejected, SamplingParams, SessionBusy, TimedOut
 from trioengine.core.codec import encode
 from trioengine.core.lifecycle import Phase
 from trioengine.core.messages import AddMessage
@@ -129,7 +129,7 @@ async def test_sessions_have_a_limit(autojump_clock):
     config = EngineConfig(model="toy", max_sessions=2)
     async with simulated_engine(config) as (engine, _), engine.open_session(), engine.open_session() as second:
         with pytest.raises(EngineOverloaded) as caught:
-            async with engine.open_session():
+            async with engine.open_session(wait=False):
                 pass
         assert caught.value.code == "sessions"
         async with trio.open_nursery() as nursery:
@@ -150,9 +150,9 @@ async def test_requests_have_a_limit(autojump_clock):
         nursery.start_soon(engine.generate, "two", LONG)
         await wait_all_tasks_blocked()
         with pytest.raises(EngineOverloaded) as caught:
-            await engine.generate("three", GREEDY)
+            await engine.generate("three", GREEDY, wait=False)
         assert caught.value.code == "queue"
-        with pytest.raises(EngineOverloaded):
+        with pytest.raises(TimedOut):
             await engine.generate("three", GREEDY, wait=True, timeout=0.5)
         completion = await engine.generate("three", GREEDY, wait=True)
         assert list(completion.token_ids) == reference(engine, "three")

@@ -60,7 +60,7 @@ async def test_a_worker_that_dies_on_the_way_to_sleep_has_slept(autojump_clock, 
             await trio.lowlevel.checkpoint()
         simulation.worker.kill()
         await trio.sleep(AGES)
-        assert (engine.power.power, engine.power.level) == (Power.ASLEEP, level)
+        assert (engine.state, engine.power.level) == (Power.ASLEEP, level)
         await engine.wake()
         await engine.generate("x", wait=True)
 
@@ -71,11 +71,11 @@ async def test_the_last_death_on_the_way_to_sleep_ends_nothing(autojump_clock, l
     async with simulated_engine(config) as (engine, simulation), trio.open_nursery() as nursery:
         await restart(simulation)
         nursery.start_soon(engine.sleep, level)
-        while engine.power.power is not Power.FALLING_ASLEEP:
+        while engine.state is not Power.FALLING_ASLEEP:
             await engine.gate.changed()
         simulation.worker.kill()
         await trio.sleep(AGES)
-        assert (engine.power.power, len(simulation.workers)) == (Power.ASLEEP, 2)
+        assert (engine.state, len(simulation.workers)) == (Power.ASLEEP, 2)
         await engine.wake()
         await engine.generate("x")
 
@@ -86,7 +86,7 @@ async def test_a_worker_that_finds_no_model_on_the_way_to_sleep_ends_nothing(aut
         await restart(simulation)
         await engine.sleep()
         await trio.sleep(AGES)
-        assert (engine.power.power, len(simulation.workers)) == (Power.ASLEEP, 2)
+        assert (engine.state, len(simulation.workers)) == (Power.ASLEEP, 2)
         await engine.wake()
         await engine.generate("x")
 
@@ -107,7 +107,7 @@ async def test_one_that_retires_is_no_death_where_nothing_can_follow_it(autojump
         simulation.failing_starts = 1
         await engine.sleep(2)
         await trio.sleep(AGES)
-        assert engine.power.power is Power.ASLEEP
+        assert engine.state is Power.ASLEEP
         await engine.wake()
         await engine.generate("x")
 
@@ -123,7 +123,7 @@ async def test_a_wake_that_fails_is_no_death_either(autojump_clock):
             with pytest.raises(TransitionFailed):
                 await engine.wake()
         await trio.sleep(AGES)
-        assert engine.power.power is Power.ASLEEP
+        assert engine.state is Power.ASLEEP
         simulation.failing_starts = 0
         await engine.wake()
         await engine.generate("x")
@@ -145,7 +145,7 @@ async def test_a_drained_engine_needs_no_worker(autojump_clock):
         simulation.failing_starts = 9
         simulation.worker.kill()
         await trio.sleep(AGES)
-        assert (engine.power.power, len(simulation.workers)) == (Power.DRAINING, 1)
+        assert (engine.state, len(simulation.workers)) == (Power.DRAINING, 1)
 
 
 @pytest.mark.parametrize("passes", range(8))

@@ -95,7 +95,7 @@ async def test_what_does_not_fit_changes_nothing(autojump_clock, simulated, asle
             await engine.sleep(2, mode="keep")
         with pytest.raises(TransitionFailed, match="another architecture"):
             await engine.update_weights("other", mode="keep")
-        assert engine.power.power is (Power.ASLEEP if asleep else Power.AWAKE)
+        assert engine.state is (Power.ASLEEP if asleep else Power.AWAKE)
         if asleep:
             await engine.wake()
         completion = await stream.result()
@@ -111,7 +111,7 @@ async def test_level_two_waits_for_the_update_where_it_is_told_not_to_reload(aut
     with pytest.raises(EngineAsleep):
         await engine.generate("one", GREEDY)
     await engine.update_weights("new")
-    assert engine.power.power is Power.AWAKE
+    assert engine.state is Power.AWAKE
     completion = await engine.generate("one", GREEDY)
     assert list(completion.token_ids) == answer_of(engine, "new", chat("one"))
     wakes = [message.tags for message in simulation.worker.received if isinstance(message, Wake)]
@@ -134,7 +134,7 @@ async def test_weights_that_were_updated_asleep_are_loaded_by_any_wake(autojump_
     for level in (1, 2):
         await engine.sleep(level)
         await engine.update_weights(f"new-{level}")
-        assert engine.power.power is Power.ASLEEP
+        assert engine.state is Power.ASLEEP
         await engine.wake(reload=False)
         completion = await engine.generate("one", GREEDY)
         assert list(completion.token_ids) == answer_of(engine, f"new-{level}", chat("one"))
@@ -147,7 +147,7 @@ async def test_a_worker_that_died_asleep_is_started_to_be_updated(autojump_clock
     await trio.sleep(10)  # simulated: as long as the longest restart delay, and nobody starts it
     assert engine.statistics().worker_pid is None
     await engine.update_weights("new")
-    assert (engine.power.power, simulation.worker.runner.asleep) == (Power.ASLEEP, {Tag.WEIGHTS, Tag.KV_CACHE})
+    assert (engine.state, simulation.worker.runner.asleep) == (Power.ASLEEP, {Tag.WEIGHTS, Tag.KV_CACHE})
     await engine.wake()
     assert list((await engine.generate("one", GREEDY)).token_ids) == answer_of(engine, "new", chat("one"))
 

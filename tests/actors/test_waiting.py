@@ -8,7 +8,16 @@ import trio
 from expectations import GREEDY, LONG
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineClosed, EngineConfig, EngineOverloaded, FinishReason, SamplingParams, SessionEnded
+from trioengine import (
+    EngineAsleep,
+    EngineClosed,
+    EngineConfig,
+    EngineOverloaded,
+    FinishReason,
+    SamplingParams,
+    SessionEnded,
+    TimedOut,
+)
 from trioengine.actors.waiting_line import WaitingLine
 from trioengine.core.outcome import Cause
 from trioengine.testing import simulated_engine
@@ -45,7 +54,7 @@ async def test_who_asks_again_and_again_starves_nobody(autojump_clock):
         async def try_in_every_pass():
             while True:
                 with pytest.raises(EngineOverloaded):
-                    await engine.generate("x", SHORT)
+                    await engine.generate("x", SHORT, wait=False)
                 await trio.sleep(0.001)
 
         nursery.start_soon(insist)
@@ -63,7 +72,7 @@ async def test_who_leaves_the_line_passes_its_turn_on(autojump_clock, way):
     was over as refused."""
     async with simulated_engine(ONE_SLOT) as (engine, _), trio.open_nursery() as nursery:
         leaving = trio.CancelScope()
-        told = {"end": SessionEnded, "timeout": EngineOverloaded}.get(way)
+        told = {"end": SessionEnded, "timeout": TimedOut}.get(way)
         session = await engine.open_session().__aenter__()
         generation = session.generate("two", LONG, wait=True, timeout=0.5 if way == "timeout" else None)
 
@@ -223,3 +232,73 @@ async def test_an_admission_may_serve_its_own_line(autojump_clock):
             await wait_all_tasks_blocked()
         line.serve()
     assert admitted == ["a", "b"]
+
+
+# ---- for how long: `wait` -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [ONE_SLOT, ONE_SESSION])
+async def test_a_request_waits_for_a_slot_unless_it_is_told_not_to(autojump_clock, config):
+    async with simulated_engine(config) as (engine, _), engine.open_session() as session:
+        async with trio.open_nursery() as nursery:
+            async with session.generate("one", LONG) as running:
+                with pytest.raises(EngineOverloaded) as refused:
+                    await engine.generate("two", SHORT, wait=False)
+                assert refused.value.is_full
+                answered = []
+                nursery.start_soon(lambda: ask_and_note(engine, answered))
+                await wait_all_tasks_blocked()
+                await running.result()
+            session.end()
+        assert len(answered) == 1
+
+
+async def ask_and_note(engine, answered):
+    answered.append(await engine.generate("x", SHORT))
+
+
+async def test_by_default_nobody_waits_for_a_wake(autojump_clock):
+    async with simulated_engine() as (engine, _), engine.open_session() as session:
+        await engine.sleep()
+        for wait in (None, False):
+            with pytest.raises(EngineAsleep):
+                await engine.generate("x", SHORT, wait=wait)
+            with pytest.raises(EngineAsleep):
+                await session.ask("x", SHORT, wait=wait)
+
+
+@pytest.mark.parametrize("how", ["sleep", "update", "restart"])
+@pytest.mark.parametrize("config", [ONE_SLOT, ONE_SESSION])
+async def test_the_line_is_left_when_more_than_a_slot_is_missing(autojump_clock, config, how):
+    """By those that wait for a slot only; the others stay, and are served in their order."""
+    answered, refused = [], []
+    behaviours = [Behaviour(), Behaviour(load_time=5)]
+    async with simulated_engine(config, behaviours=behaviours) as (engine, simulation), trio.open_nursery() as nursery:
+
+        async def ask(number):
+            try:
+                await engine.generate("x", SHORT, wait=True if number % 2 else None)
+                answered.append(number)
+            except (EngineAsleep, EngineOverloaded):
+                refused.append((number, trio.current_time()))
+
+        async with engine.open_session() as session, session.generate("one", LONG):
+            for number in range(6):
+                nursery.start_soon(ask, number)
+                await wait_all_tasks_blocked()
+            before = trio.current_time()
+            if how == "sleep":
+                nursery.start_soon(partial(engine.sleep, mode="wait"))
+            elif how == "update":
+                nursery.start_soon(partial(engine.update_weights, "toy", mode="keep"))
+            else:
+                simulation.worker.kill()
+            await wait_all_tasks_blocked(0.01)
+        if how == "sleep":
+            await engine.sleep()
+            await engine.wake()
+    expected = [0] if how == "restart" and config is ONE_SESSION else [0, 2, 4]  # sessions are opened meanwhile
+    assert sorted(number for number, _ in refused) == expected
+    assert all(at - before < 0.2 for _, at in refused)
+    assert [number for number in answered if number % 2] == [1, 3, 5]
+    assert len(answered) == 6 - len(expected)

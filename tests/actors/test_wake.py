@@ -6,7 +6,7 @@ import pytest
 import trio
 from expectations import GREEDY, LONG, reference, said
 
-from trioengine import EngineAsleep, EngineConfig, TransitionFailed
+from trioengine import EngineAsleep, EngineConfig, TimedOut, TransitionFailed
 from trioengine.core.lifecycle import Power
 from trioengine.core.messages import Wake
 from trioengine.core.tag import Tag
@@ -23,11 +23,20 @@ async def test_who_waits_is_served_after_the_wake(autojump_clock, simulated):
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ask, None)
-        with pytest.raises(EngineAsleep):
+        with pytest.raises(TimedOut):
             await engine.generate("one", GREEDY, wait=True, timeout=1)
         assert not answers
         await engine.wake()
     assert list(answers[0].token_ids) == reference(engine, "one")
+
+
+async def test_a_string_is_one_tag(autojump_clock, simulated):
+    engine, _ = simulated
+    await engine.sleep()
+    await engine.wake("kv_cache")
+    assert engine.power.asleep == {"weights"}
+    await engine.wake("weights")
+    assert (engine.state, engine.state.value) == ("awake", "awake")
 
 
 @pytest.mark.parametrize("order", [("weights", "kv_cache"), ("kv_cache", "weights")])
@@ -38,7 +47,7 @@ async def test_tags_wake_in_either_order(autojump_clock, simulated, order, level
     for tag in order:
         assert engine.power.level == level
         await engine.wake([tag])
-    assert (engine.power.power, engine.power.level) == (Power.AWAKE, None)
+    assert (engine.state, engine.power.level) == (Power.AWAKE, None)
     assert list((await engine.generate("one", GREEDY)).token_ids) == reference(engine, "one")
 
 
@@ -49,7 +58,7 @@ async def test_a_wake_that_fails_leaves_it_asleep(autojump_clock, simulated, tag
     simulation.worker.runner.fail_wakes = 1
     with pytest.raises(TransitionFailed, match="told not to wake"):
         await engine.wake(tags)
-    assert (engine.power.power, len(engine.power.asleep)) == (Power.ASLEEP, 2)
+    assert (engine.state, len(engine.power.asleep)) == (Power.ASLEEP, 2)
     with pytest.raises(EngineAsleep):
         await engine.generate("one", GREEDY)
     await engine.wake()
@@ -80,7 +89,7 @@ async def test_a_worker_that_dies_waking_is_no_wake(autojump_clock, simulated):
     simulation.failing_starts = 1
     with pytest.raises(TransitionFailed, match="told not to start"):
         await engine.wake()
-    assert engine.power.power is Power.ASLEEP
+    assert engine.state is Power.ASLEEP
     await engine.wake()
     await engine.generate("one", GREEDY)
 

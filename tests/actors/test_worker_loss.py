@@ -7,7 +7,7 @@ import trio
 from expectations import FAILING, GREEDY, LONG, chat, everything_is_given_back
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineConfig, EngineOverloaded, WorkerLost
+from trioengine import EngineConfig, EngineOverloaded, TimedOut, WorkerLost
 from trioengine.core.lifecycle import Power
 from trioengine.core.outcome import Cause
 from trioengine.testing import simulated_engine, toy_answer
@@ -101,7 +101,7 @@ async def test_waiting_for_the_restart_has_a_limit(autojump_clock):
         simulation.worker.kill()
         while engine.statistics().power is Power.AWAKE:
             await engine.gate.changed()
-        with pytest.raises(EngineOverloaded, match="restarting"):
+        with pytest.raises(TimedOut, match="restarting"):
             await engine.generate("x", wait=True, timeout=5)
         with pytest.raises(EngineOverloaded, match="no worker"):
             await engine.check_invariants()

@@ -39,7 +39,7 @@ def said(server, capsys):
 
     yield call
     assert run(["wake", "--connect", url]) == 0
-    assert engine.power.power is Power.AWAKE
+    assert engine.state is Power.AWAKE
 
 
 STORY = [

@@ -11,8 +11,12 @@ from trioengine import (
     EngineOverloaded,
     RequestRejected,
     SessionEnded,
+    TimedOut,
     WorkerLost,
 )
+from trioengine.core.completion import Completion
+from trioengine.core.messages import FinishReason, Usage
+from trioengine.core.outcome import Cause
 
 
 def test_errors_carry_their_fields():
@@ -21,6 +25,7 @@ def test_errors_carry_their_fields():
     rejected = RequestRejected("invalid_value", "no", param="prompt")
     assert (str(rejected), rejected.code, rejected.message, rejected.param) == ("no", "invalid_value", "no", "prompt")
     assert SessionEnded("over", cause="client").cause == "client"
+    assert TimedOut("late").completion is None
     lost = WorkerLost("gone", exit_code=-9, traceback="Traceback")
     assert (lost.exit_code, lost.traceback) == (-9, "Traceback")
 
@@ -36,6 +41,7 @@ def test_errors_carry_their_fields():
         SessionEnded("over", cause="client"),
         WorkerLost("gone", exit_code=-9, traceback="Traceback"),
         ConnectionLost("gone", code=1006),
+        TimedOut("late", completion=Completion(1, "hi", (7,), None, FinishReason.ABORT, Cause.TIMEOUT, Usage(3, 1, 0))),
     ],
 )
 def test_a_copy_is_the_same_error_that_was_not_raised(error, cause):

@@ -107,7 +107,7 @@ async def test_the_story_of_lmdeploy_4541_twice(config):
                         async with session.generate("new", GREEDY):
                             pass
                     await engine.wake(["weights"])
-                assert engine.power.power is Power.ASLEEP
+                assert engine.state is Power.ASLEEP
                 await engine.wake()
                 assert tokens(await answers(engine)) == expected
 

@@ -15,6 +15,7 @@ from trioengine import (
     SamplingParams,
     SessionBusy,
     SessionEnded,
+    TimedOut,
     WorkerLost,
     connect,
 )
@@ -187,7 +188,10 @@ async def test_an_abort_after_the_outcome_is_harmless(autojump_clock, remote):
 async def test_a_timeout_is_an_abort(autojump_clock, remote, clients):
     async with remote.open_session() as session:
         async with session.generate("hello", LONG, timeout=0.05) as generation:
-            completion = await generation.result()
+            with pytest.raises(TimedOut) as caught:
+                await generation.result()
+        completion = generation.completion
+        assert caught.value.completion == completion
         assert (completion.finish_reason, completion.cause) == (FinishReason.ABORT, Cause.TIMEOUT)
         assert 0 < len(completion.text) < 200
 

@@ -203,7 +203,7 @@ async def test_more_connections_than_the_server_takes(autojump_clock):
             async with trio.open_nursery() as nursery:
                 async with client.open_session():
                     with pytest.raises(EngineOverloaded) as refused:
-                        async with client.open_session():
+                        async with client.open_session(wait=False):
                             pass
                     assert (refused.value.code, refused.value.retry_after) == ("too_many_connections", 1.0)
                     await nursery.start(waiting, client)

@@ -30,7 +30,7 @@ async def state(clients):
 
 
 async def until(clients, power):
-    while clients.engine.power.power is not power:
+    while clients.engine.state is not power:
         await clients.engine.gate.changed()
 
 

@@ -135,7 +135,7 @@ async def test_the_worker_dies_of_them(autojump_clock, clients):
     async with clients.connect() as client:
         clients.simulation.worker.stall()
         await client.send("POST", "/update_weights", {"name": "one"})
-        while clients.engine.power.power is not Power.UPDATING:
+        while clients.engine.state is not Power.UPDATING:
             await clients.engine.gate.changed()
         assert (await clients.request("GET", "/ready")).json == {"state": "asleep"}
         clients.simulation.worker.exit(-9)
@@ -159,7 +159,7 @@ async def test_a_client_that_leaves(autojump_clock, clients):
         await client.send("POST", CHAT, chat(stream=True, max_tokens=100))
         await client.head()
         await operator.send("POST", "/update_weights", {"name": "one", "mode": "wait"})
-        while clients.engine.power.power is not Power.UPDATING:
+        while clients.engine.state is not Power.UPDATING:
             await clients.engine.gate.changed()
         await trio.aclose_forcefully(operator.stream)
         await client.rest()

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import trio
 
 from trioengine.actors.generation import Generation
-from trioengine.actors.waiting_line import NOT_NOW
+from trioengine.actors.waiting_line import NOT_NOW, waits_for
 from trioengine.actors.worker_session import Posting
-from trioengine.core.errors import FrameTooLarge, RequestRejected
+from trioengine.core.errors import FrameTooLarge, RequestRejected, TimedOut
 from trioengine.core.lifecycle import Phase
 from trioengine.core.messages import AddMessage
 from trioengine.core.outcome import Cause
@@ -57,16 +57,20 @@ class Admission:
             session.check_idle()
 
     async def _reserve(self) -> None:
-        """Wait for a slot, if asked to, and take it."""
+        """Wait for a slot, as far as asked to, and take it. Raises TimedOut if the deadline passes first."""
         session, generation = self._session, self._generation
-        await session.open_for_request()
-        with trio.move_on_at(generation.deadline):
-            while session.phase is Phase.STOPPING and session.generation is not None:
-                await session.generation.settled.wait()
-        if session.phase is Phase.STOPPING:
-            session.abort_request(generation, Cause.TIMEOUT)
         reserve = partial(session.reserve, generation)
-        await self._gate.admit(self._gate.requests, reserve, wait=generation.wait, deadline=generation.deadline)
+        try:
+            await session.open_for_request()
+            with trio.move_on_at(generation.deadline):
+                while session.phase is Phase.STOPPING and session.generation is not None:
+                    await session.generation.settled.wait()
+            if session.phase is Phase.STOPPING:
+                session.abort_request(generation, Cause.TIMEOUT)
+            await self._gate.admit(self._gate.requests, reserve, wait=generation.wait, deadline=generation.deadline)
+        except TimedOut as exc:
+            session.abort_request(generation, Cause.TIMEOUT)
+            raise generation.timed_out(str(exc)) from exc.__cause__
 
     @property
     def _is_over(self) -> bool:
@@ -114,8 +118,8 @@ class Admission:
     async def _commit(self) -> None:
         try:
             self._commit_now()
-        except NOT_NOW:
-            if not self._generation.wait:
+        except NOT_NOW as exc:
+            if not waits_for(exc, self._generation.wait):
                 raise
             await self._gate.commits.wait(self._commit_now)
 

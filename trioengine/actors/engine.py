@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import trio
 
@@ -16,15 +16,17 @@ from trioengine.actors.generation import Completion, Generation
 from trioengine.actors.invariants import check_books
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.ports import Ports
-from trioengine.actors.power_change import Weights
+from trioengine.actors.power_change import Level, ModeName, Weights
 from trioengine.actors.session import Session
 from trioengine.actors.states import States
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
+from trioengine.core.options import EngineOptions, SamplingOptions, merged_config, merged_params
 from trioengine.core.outcome import Cause
 from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.tag import TagName
 from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.conversation import Prompt
 
@@ -50,7 +52,8 @@ class Engine(EngineState):
         self._finding = trio.CancelScope()  # the model, which may take a download
 
     def __repr__(self) -> str:
-        return f"<Engine {self.config.model!r} {self.statistics()}>"
+        ledger = self.gate.ledger
+        return f"<Engine {self.config.model!r} {self.state}: {ledger.sessions} sessions, {ledger.in_flight} requests>"
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -122,7 +125,8 @@ class Engine(EngineState):
         *,
         label: str | None = None,
         history: Sequence[dict[str, Any]] | None = None,
-        wait: bool = False,
+        wait: bool | None = None,
+        timeout: float | None = None,
         overflow: Overflow = "refuse",
     ) -> Session:
         """A session, to be entered. `label` is the caller's name for it, `history` chat messages to begin with.
@@ -134,10 +138,13 @@ class Engine(EngineState):
         for one request. With its commit the dropped turns leave the history; a request that is not committed leaves the
         history as it is. Prompts of token ids are always refused.
 
-        Entering raises EngineClosed, EngineOverloaded when all slots are taken (with `wait` it waits), or
-        RequestRejected for a bad history. An unknown `overflow` raises RequestRejected here.
+        Entering waits for a free slot, with `wait=True` also while the engine sleeps or is updated, and with
+        `wait=False` not at all: then it raises EngineOverloaded or EngineAsleep. Raises TimedOut when the wait takes
+        more than `timeout` seconds from this call, EngineClosed, and RequestRejected for a bad history. An unknown
+        `overflow` raises RequestRejected here.
         """
-        return Session(self, label=label, history=history, wait=wait, overflow=overflow)
+        deadline = deadline_after(timeout)
+        return Session(self, label=label, history=history, wait=wait, overflow=overflow, deadline=deadline)
 
     async def generate(
         self,
@@ -145,11 +152,12 @@ class Engine(EngineState):
         params: SamplingParams | None = None,
         *,
         timeout: float | None = None,
-        wait: bool = False,
+        wait: bool | None = None,
         label: str | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Completion:
-        """One answer, in a session of its own. Errors, timeout, wait and label as in Session.generate."""
-        deadline = deadline_after(timeout)
+        """One answer, in a session of its own. Errors, keywords, timeout, wait and label as in Session.generate."""
+        deadline, params = deadline_after(timeout), merged_params(params, options)
         session = Session(self, label=label, history=None, wait=wait, deadline=deadline, opens_with_request=True)
         generation = Generation(session, prompt, params, keep_partial=False, deadline=deadline, wait=wait, label=label)
         try:
@@ -203,7 +211,7 @@ class Engine(EngineState):
             await self.gate.changed()
 
     async def sleep(
-        self, level: int = 1, *, mode: str = "abort", timeout: float | None = None, keep_waiting: bool = False
+        self, level: Level = 1, *, mode: ModeName = "abort", timeout: float | None = None, keep_waiting: bool = False
     ) -> None:
         """Give the worker's memory back: the KV cache, and the weights. Level 1 keeps these in host memory.
 
@@ -223,8 +231,8 @@ class Engine(EngineState):
         """
         await self._power.sleep(level, mode, timeout, keep_waiting=keep_waiting).wait()
 
-    async def wake(self, tags: Collection[str] | None = None, *, reload: bool = True) -> None:
-        """Take memory back: all of it, or `weights` or `kv_cache` alone. Requests are admitted when all is back.
+    async def wake(self, tags: TagName | Collection[TagName] | None = None, *, reload: bool = True) -> None:
+        """Take memory back: all of it, or `"weights"` or `"kv_cache"` alone. Requests are admitted when all is back.
 
         Weights that were discarded are loaded again; without `reload` they are left asleep until `update_weights`. A
         worker that has died meanwhile is started. It does nothing for what is awake.
@@ -234,7 +242,7 @@ class Engine(EngineState):
         """
         await self._power.wake(tags, reload=reload).wait()
 
-    async def update_weights(self, path: str | Path, *, mode: str = "abort", timeout: float | None = None) -> None:
+    async def update_weights(self, path: str | Path, *, mode: ModeName = "abort", timeout: float | None = None) -> None:
         """Go over to the weights at `path`: a file or directory like the model's, of the same architecture and shapes.
 
         The tokenizer and the template stay. Conversations are kept, and computed anew; requests in flight as in
@@ -279,19 +287,22 @@ class Engine(EngineState):
 
 @asynccontextmanager
 async def open_engine(
-    config: EngineConfig | None = None,
+    config: EngineConfig | str | None = None,
     *,
     ports: Ports | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     on_load: Callable[[int, int], None] | None = None,
+    **options: Unpack[EngineOptions],
 ) -> AsyncIterator[Engine]:
     """An engine that is ready; leaving ends its sessions and its worker, whatever happens in the body.
+
+    Give a whole EngineConfig; or the model's name or path, and fields of EngineConfig as keywords.
 
     Raises ModelError or WorkerLost when it cannot start, or dies for good later (the body is cancelled then, and what
     it raises of requests that died with the engine is not told apart). A single exception of the body comes out as it
     is, not in a group.
     """
-    engine = Engine(config, ports=ports, on_progress=on_progress, on_load=on_load)
+    engine = Engine(merged_config(config, options), ports=ports, on_progress=on_progress, on_load=on_load)
     try:
         async with open_unwrapped_nursery() as nursery:
             nursery.start_soon(engine.run)

@@ -64,8 +64,13 @@ class EngineState:
     # ---- what it is now -------------------------------------------------------------------------------------------
 
     @property
+    def state(self) -> Power:
+        """The engine's state: it admits requests while it is `awake`."""
+        return self.gate.power
+
+    @property
     def power(self) -> PowerState:
-        """The engine's state, what sleeps of it, and which weights it has."""
+        """The engine's state, with the level of its sleep, the tags that sleep, and the version of its weights."""
         return self._power.state
 
     @property

@@ -2,23 +2,25 @@
 
 It is open while the engine is AWAKE and no sleep or update is pending: from the step in which that is asked for.
 
-Admission is synchronous: check, count, mint, in one step. Who asked with `wait=True` waits here, without holding
-anything, in a line for each kind of slot. A slot that is given back is handed to the first of its line in the same
-step; so no slot is free while somebody waits, and a newcomer, who finds none, cannot overtake: it lines up behind the
-others, or is refused with EngineOverloaded or EngineAsleep.
+Admission is synchronous: check, count, mint, in one step. A caller that finds no slot waits here, unless it asked with
+`wait=False`, without holding anything, in a line for each kind of slot. Through a restart, a sleep or an update only a
+caller with `wait=True` waits; others are refused, those in the line too. A slot that is given back is handed to the
+first of its line in the same step; so no slot is free while somebody waits, and a newcomer, who finds none, cannot
+overtake: it lines up behind the others, or is refused with EngineOverloaded or EngineAsleep.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import trio
 
 from trioengine.actors.changes import Changes
 from trioengine.actors.link import Link
-from trioengine.actors.waiting_line import NOT_NOW, WaitingLine
+from trioengine.actors.waiting_line import NOT_NOW, WaitingLine, waits_for
 from trioengine.core.config import EngineConfig
-from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, InvariantError
+from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, InvariantError, TimedOut
 from trioengine.core.ledger import Ledger, Stand
 from trioengine.core.lifecycle import Power, PowerEvent, next_power
 from trioengine.core.messages import FinishReason
@@ -57,8 +59,9 @@ class Gate:
         self._serve()
 
     def begin_pending(self) -> None:
-        """A sleep or an update is asked for."""
+        """A sleep or an update is asked for: those in a line that do not wait for its end are refused."""
         self.num_pending += 1
+        self._serve()
 
     def end_pending(self) -> None:
         """It is done, or has failed."""
@@ -93,23 +96,28 @@ class Gate:
     # ---- admission ------------------------------------------------------------------------------------------------
 
     async def admit(
-        self, line: WaitingLine, admission: Callable[[], object], *, wait: bool, deadline: float = float("inf")
+        self, line: WaitingLine, admission: Callable[[], object], *, wait: bool | None, deadline: float = math.inf
     ) -> None:
-        """Call `admission`; where it raises NOT_NOW and `wait` is true, when its turn in `line` has come.
+        """Call `admission`; where it is refused for the moment and `wait` allows, when its turn in `line` has come.
 
-        After the deadline it raises why it still cannot be admitted. Cancelled, nothing is taken.
+        Raises TimedOut when the deadline passes before. Cancelled, nothing is taken.
         """
         try:
             try:
                 admission()
                 return
-            except NOT_NOW:
-                if not wait:
+            except NOT_NOW as exc:
+                if not waits_for(exc, wait):
                     raise
             with trio.move_on_at(deadline):
-                await line.wait(admission)
+                await line.wait(admission, wait=wait)
                 return
-            admission()  # too late: raises the reason as it is now
+            try:
+                admission()  # too late: raises the reason as it is now
+            except NOT_NOW as exc:
+                raise TimedOut(f"timed out while waiting: {exc}") from exc
+        except TimedOut:
+            raise  # the caller counts it: as an aborted request, or a rejected session
         except EngineError:
             self.ledger.reject()
             raise
@@ -145,7 +153,9 @@ class Gate:
         for line, check_slot in ((self.sessions, self._check_session_slot), (self.requests, self._check_request_slot)):
             try:
                 check_slot()
-            except NOT_NOW:
+            except NOT_NOW as exc:
+                if num_refusable := line.num_refusable(exc):
+                    raise InvariantError(f"{num_refusable} callers wait, though they asked not to: {exc}") from exc
                 continue
             except EngineClosed:
                 pass
@@ -157,7 +167,7 @@ class Gate:
         if self.power not in (Power.AWAKE, Power.RESTARTING) or self.num_pending:
             raise self._not_awake()
         if self.ledger.sessions >= self._config.max_sessions:
-            raise EngineOverloaded(f"all {self._config.max_sessions} sessions are taken", code="sessions")
+            raise EngineOverloaded(f"all {self._config.max_sessions} sessions are taken", code="sessions", is_full=True)
 
     def _check_request_slot(self) -> None:
         self._check_open()
@@ -165,7 +175,7 @@ class Gate:
             raise self._not_awake()
         slots = self._config.max_num_seqs + self._config.max_num_queued_reqs
         if self.ledger.in_flight >= slots:
-            raise EngineOverloaded(f"all {slots} request slots are taken", code="queue")
+            raise EngineOverloaded(f"all {slots} request slots are taken", code="queue", is_full=True)
 
     def _not_awake(self) -> EngineError:
         if self.power in (Power.LOADING, Power.RESTARTING, Power.DRAINING) and not self.num_pending:

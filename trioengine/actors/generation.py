@@ -36,8 +36,9 @@ class Losses:
 class Generation(Readable["Session"]):
     """One request: `async with session.generate(...) as generation: async for chunk in generation`.
 
-    Entering reserves, prepares and posts the request; what is refused is raised there. Iterating ends normally for
-    stop, length and abort, and raises the typed error when the request failed, after the last delta. Leaving before
+    Entering reserves, prepares and posts the request; what is refused is raised there, and TimedOut if the timeout
+    passes on the way. Iterating ends normally for stop, length and abort; after the last delta it raises the typed
+    error of a failed request, and TimedOut for a request that its timeout has aborted. Leaving before
     the outcome aborts the request: its turn is taken back at once (`keep_partial` keeps what came until then), and
     leaving waits until the worker has let go of it. When the scope is cancelled, leaving does the same but does not
     wait. Cancelling a read loses nothing: the next read goes on.
@@ -65,11 +66,11 @@ class Generation(Readable["Session"]):
         self,
         session: Session,
         prompt: Prompt,
-        params: SamplingParams | None,
+        params: SamplingParams,
         *,
         keep_partial: bool,
         deadline: float,
-        wait: bool,
+        wait: bool | None,
         label: str | None = None,
     ) -> None:
         super().__init__(session, params, keep_partial=keep_partial, deadline=deadline, wait=wait)

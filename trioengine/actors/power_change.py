@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import trio
 
@@ -20,12 +20,16 @@ logger = logging.getLogger("trioengine")
 MAX_PATH = 4096  # characters
 
 
-class Mode(enum.Enum):
+class Mode(enum.StrEnum):
     """What a sleep or an update does with the requests that run."""
 
     ABORT = "abort"  # they end, with cause `sleep` and what came until then
     WAIT = "wait"  # they finish; after the timeout the rest is aborted
     KEEP = "keep"  # they are suspended, and go on afterwards
+
+
+Level: TypeAlias = Literal[1, 2]
+ModeName: TypeAlias = Literal["abort", "wait", "keep"]
 
 
 class Leniency(NamedTuple):
@@ -87,12 +91,12 @@ def leniency_of(mode: object, timeout: object, *, keep_waiting: object = True) -
         raise _rejected("timeout", str(exc)) from None
 
 
-def tags_of(tags: Collection[str | Tag] | None) -> frozenset[Tag]:
-    """All of them for None."""
+def tags_of(tags: Collection[str] | None) -> frozenset[Tag]:
+    """The tags; all of them for None, one for a string."""
     if tags is None:
         return ALL_TAGS
     try:
-        chosen = frozenset(map(Tag, tags)) if not isinstance(tags, str) else frozenset()
+        chosen = frozenset(map(Tag, (tags,) if isinstance(tags, str) else tags))
     except (TypeError, ValueError):
         chosen = frozenset()
     if not chosen:

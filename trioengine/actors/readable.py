@@ -5,17 +5,21 @@ from __future__ import annotations
 import abc
 from copy import copy
 from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 import trio
 
 from trioengine.actors.changes import Changes
 from trioengine.core.completion import Chunk, Completion
-from trioengine.core.errors import RequestRejected
+from trioengine.core.errors import TimedOut
 from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.sampling_params import SamplingParams
 
 _NOT_ENTERED = "the generation was not entered: use `async with session.generate(...)`"
+_NOT_AWAITABLE = (
+    "a generation cannot be awaited: use `async with session.generate(...) as generation` to read it in chunks, "
+    "or `await session.ask(...)` for the whole answer"
+)
 
 
 class Owner(Protocol):
@@ -59,12 +63,9 @@ class Readable(abc.ABC, Generic[S]):
     )
 
     def __init__(
-        self, session: S, params: SamplingParams | None, *, keep_partial: bool, deadline: float, wait: bool
+        self, session: S, params: SamplingParams, *, keep_partial: bool, deadline: float, wait: bool | None
     ) -> None:
-        if not (params is None or isinstance(params, SamplingParams)):
-            shown = type(params).__name__
-            raise RequestRejected("invalid_value", f"params must be SamplingParams, got {shown}", param="params")
-        self.params = SamplingParams() if params is None else params
+        self.params = params
         self.keep_partial = keep_partial
         self.deadline = deadline
         self.wait = wait
@@ -77,6 +78,12 @@ class Readable(abc.ABC, Generic[S]):
         self._is_being_read = False
         self._entered = False
         self._may_have_more = False  # from when it is entered, unless that fails
+
+    if not TYPE_CHECKING:  # for a type checker it is not awaitable
+
+        def __await__(self):
+            """Raise TypeError: a generation is entered, not awaited."""
+            raise TypeError(_NOT_AWAITABLE)
 
     # ---- what the two have of their own ---------------------------------------------------------------------------
 
@@ -107,7 +114,7 @@ class Readable(abc.ABC, Generic[S]):
 
     @property
     def completion(self) -> Completion:
-        """The answer, once there is an outcome; raises the typed error of a failed request."""
+        """The answer, once there is an outcome, partial if it was aborted; raises the error of a failed request."""
         if self.outcome is None:
             raise RuntimeError("the generation has no outcome yet")
         if self.outcome.error is not None:
@@ -122,7 +129,7 @@ class Readable(abc.ABC, Generic[S]):
         return self._session.abort_request(self, Cause.CLIENT)
 
     async def result(self) -> Completion:
-        """Read to the end and return the whole answer. Raises the typed error of a failed request."""
+        """Read to the end and return the whole answer. Raises the typed error of a failed request, and TimedOut."""
         async for _ in self:
             pass
         return self.completion
@@ -133,6 +140,8 @@ class Readable(abc.ABC, Generic[S]):
         self._entered = self._may_have_more = True
         try:
             await self._session.start(self)
+            if self.is_timed_out:
+                raise self.timed_out()
         except BaseException:
             self._may_have_more = False
             self._changes.notify()
@@ -166,7 +175,18 @@ class Readable(abc.ABC, Generic[S]):
             return self.take()
         if self.outcome is not None and self.outcome.error is not None:
             raise copy(self.outcome.error)
+        if self.is_timed_out:
+            raise self.timed_out()
         raise StopAsyncIteration
+
+    @property
+    def is_timed_out(self) -> bool:
+        """Whether its timeout has ended it."""
+        return self.outcome is not None and self.outcome.cause is Cause.TIMEOUT
+
+    def timed_out(self, reason: str = "the request timed out") -> TimedOut:
+        """The error that a request ends with when its timeout has ended it."""
+        return TimedOut(reason, completion=self.completion)
 
     # ---- what the session tells it; synchronous -------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import trio
 
@@ -19,10 +19,12 @@ from trioengine.actors.deadline import deadline_after
 from trioengine.actors.generation import Generation
 from trioengine.actors.session_state import SessionState
 from trioengine.actors.worker_session import Posting
-from trioengine.core.errors import EngineClosed, EngineError, SessionBusy, SessionEnded
+from trioengine.core.completion import Completion
+from trioengine.core.errors import EngineClosed, EngineError, SessionBusy, SessionEnded, TimedOut
 from trioengine.core.ledger import Stand
 from trioengine.core.lifecycle import Event, Phase
 from trioengine.core.messages import FinishReason
+from trioengine.core.options import SamplingOptions, merged_params
 from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.overflow import Overflow, check_overflow
 from trioengine.core.sampling_params import SamplingParams
@@ -63,7 +65,7 @@ class Session(SessionState):
         *,
         label: str | None,
         history: Sequence[dict[str, Any]] | None,
-        wait: bool,
+        wait: bool | None,
         overflow: Overflow = "refuse",
         deadline: float = math.inf,
         opens_with_request: bool = False,
@@ -103,7 +105,7 @@ class Session(SessionState):
         try:
             with self._opening:
                 await self._open()
-        except trio.Cancelled:
+        except (trio.Cancelled, TimedOut):
             self._gate.ledger.reject()
             raise
         if self.id is None:
@@ -138,19 +140,39 @@ class Session(SessionState):
         *,
         keep_partial: bool = False,
         timeout: float | None = None,
-        wait: bool = False,
+        wait: bool | None = None,
         label: str | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Generation:
         """A request, to be entered. `prompt` is a user message, chat messages, or token ids.
 
-        `timeout` in seconds runs from this call to the outcome, and aborts. With `wait` the request waits (within
-        `timeout`, and in the order of arrival) where the engine restarts, sleeps or is full, instead of raising
-        EngineOverloaded or EngineAsleep; without it, it never gets ahead of those who wait. Entering raises SessionBusy
-        while another request runs, SessionEnded, EngineClosed, and RequestRejected for a bad prompt. `label` is the
-        caller's name for the request, by which `engine.abort` ends it; it need not be unique.
+        `timeout` in seconds runs from this call to the outcome; when it passes, the request is aborted, and TimedOut
+        raised with what came until then. `wait` says what the request waits for, within `timeout` and in the order of
+        arrival, instead of raising EngineOverloaded or EngineAsleep: None, for a free slot; True, also while the engine
+        restarts, sleeps or is updated; False, for nothing; it never gets ahead of those who wait. Sampling parameters
+        as keywords go before those of `params`. `label` is the caller's name for the request, by which `engine.abort`
+        ends it; it need not be unique. Entering raises SessionBusy while another request runs, SessionEnded,
+        EngineClosed, and RequestRejected for a bad prompt.
         """
-        deadline = deadline_after(timeout)
+        deadline, params = deadline_after(timeout), merged_params(params, options)
         return Generation(self, prompt, params, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label)
+
+    async def ask(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        keep_partial: bool = False,
+        timeout: float | None = None,
+        wait: bool | None = None,
+        label: str | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Completion:
+        """One whole answer: `generate` and `result` in one. Cancelled, the request is aborted."""
+        async with self.generate(
+            prompt, params, keep_partial=keep_partial, timeout=timeout, wait=wait, label=label, **options
+        ) as generation:
+            return await generation.result()
 
     def replace_history(self, messages: Sequence[dict[str, Any]]) -> None:
         """Make these messages the conversation. Raises SessionBusy while a request runs, RequestRejected if bad."""

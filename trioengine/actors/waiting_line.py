@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 
 import trio
@@ -18,14 +19,24 @@ from trioengine.core.errors import EngineAsleep, EngineOverloaded
 NOT_NOW = (EngineOverloaded, EngineAsleep)  # what a caller may wait for the end of
 
 
+def waits_for(refusal: Exception, wait: bool | None) -> bool:
+    """Whether a caller waits for the end of what refuses it.
+
+    `wait` True: of all that passes, also of a restart or a sleep; None: only for a free slot; False: never.
+    """
+    is_full = isinstance(refusal, EngineOverloaded) and refusal.is_full
+    return is_full if wait is None else wait and isinstance(refusal, NOT_NOW)
+
+
 @dataclass(slots=True)
 class _Waiter:
     admission: Callable[[], object]
+    wait: bool | None
     refusal: Exception | None = None
 
 
 class WaitingLine:
-    """Callers with an admission each: a function that takes what they wait for, or raises one of NOT_NOW."""
+    """Callers with an admission each: a function that takes a slot, or raises one of NOT_NOW while it cannot."""
 
     def __init__(self) -> None:
         self._waiters: OrderedDict[trio.lowlevel.Task, _Waiter] = OrderedDict()
@@ -33,13 +44,13 @@ class WaitingLine:
     def __len__(self) -> int:
         return len(self._waiters)
 
-    async def wait(self, admission: Callable[[], object]) -> None:
-        """Wait until `admission`, called by `serve`, succeeds; raises what it raises, but for NOT_NOW.
+    async def wait(self, admission: Callable[[], object], *, wait: bool | None = True) -> None:
+        """Wait until `admission`, called by `serve`, succeeds; raises each refusal that `wait` does not wait out.
 
         Cancelled, it was not admitted; once it was, this is not cancelled any more.
         """
         task = trio.lowlevel.current_task()
-        waiter = self._waiters[task] = _Waiter(admission)
+        waiter = self._waiters[task] = _Waiter(admission, wait)
 
         def leave(_: object) -> trio.lowlevel.Abort:
             del self._waiters[task]
@@ -50,15 +61,30 @@ class WaitingLine:
             raise waiter.refusal
 
     def serve(self) -> None:
-        """Admit from the front, until one is told NOT_NOW and so goes on waiting."""
+        """Admit from the front, until one is refused and goes on waiting; refuse those that do not wait for this."""
         while self._waiters:
             task, waiter = self._waiters.popitem(last=False)
             try:
                 waiter.admission()
-            except NOT_NOW:
-                self._waiters[task] = waiter
-                self._waiters.move_to_end(task, last=False)
-                return
             except Exception as exc:
+                if waits_for(exc, waiter.wait):
+                    self._waiters[task] = waiter
+                    self._waiters.move_to_end(task, last=False)
+                    self._refuse(exc)
+                    return
                 waiter.refusal = exc
             trio.lowlevel.reschedule(task)
+
+    def num_refusable(self, refusal: Exception) -> int:
+        """How many wait that do not wait for the end of this."""
+        return sum(not waits_for(refusal, waiter.wait) for waiter in self._waiters.values())
+
+    def _refuse(self, refusal: Exception) -> None:
+        """Refuse those behind the first one that do not wait for the end of this."""
+        if waits_for(refusal, None):  # all wait for a slot
+            return
+        for task, waiter in list(self._waiters.items()):
+            if not waits_for(refusal, waiter.wait):
+                del self._waiters[task]
+                waiter.refusal = copy(refusal)
+                trio.lowlevel.reschedule(task)

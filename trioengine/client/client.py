@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import trio
 
 from trioengine.actors.deadline import deadline_after
 from trioengine.actors.nursery import open_unwrapped_nursery
+from trioengine.actors.waiting_line import waits_for
 from trioengine.client.address import Address, Endpoint
 from trioengine.client.connection import Connection
 from trioengine.client.generation import Generation
@@ -18,13 +19,15 @@ from trioengine.client.session import Session
 from trioengine.core.bounds import is_key
 from trioengine.core.completion import Completion
 from trioengine.core.errors import (
-    ConnectionLost,
     EngineAsleep,
     EngineClosed,
     EngineError,
     EngineOverloaded,
     InvalidConfig,
+    TimedOut,
 )
+from trioengine.core.options import SamplingOptions, merged_params
+from trioengine.core.outcome import Cause
 from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
 
@@ -48,7 +51,8 @@ class Client:
         *,
         label: str | None = None,
         history: Sequence[dict[str, Any]] | None = None,
-        wait: bool = False,
+        wait: bool | None = None,
+        timeout: float | None = None,
         overflow: Overflow = "refuse",
     ) -> Session:
         """A session, to be entered. `label` is the caller's name for it, `history` chat messages to begin with.
@@ -57,9 +61,11 @@ class Client:
         RequestRejected here.
 
         Entering raises ConnectionLost when the server cannot be reached, RequestRejected when it refuses the key, the
-        model or the history, EngineOverloaded when it has no place (with `wait` it is asked again).
+        model or the history. A server that has no place is asked again, with `wait=True` also one that cannot serve at
+        the moment, until TimedOut, `timeout` seconds from this call; with `wait=False` EngineOverloaded is raised.
         """
-        return Session(self, label=label, history=history, wait=wait, overflow=overflow)
+        deadline = deadline_after(timeout)
+        return Session(self, label=label, history=history, wait=wait, overflow=overflow, deadline=deadline)
 
     async def generate(
         self,
@@ -67,17 +73,22 @@ class Client:
         params: SamplingParams | None = None,
         *,
         timeout: float | None = None,
-        wait: bool = False,
+        wait: bool | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Completion:
-        """One answer, in a session of its own. Errors, timeout and wait as in Session.generate.
-
-        When the timeout passes before there is a connection, it raises the last refusal, or ConnectionLost.
-        """
-        deadline = deadline_after(timeout)
+        """One answer, in a session of its own. Errors, keywords, timeout and wait as in Session.generate."""
+        deadline, params = deadline_after(timeout), merged_params(params, options)
         session = Session(self, label=None, history=None, wait=wait, deadline=deadline)
         generation = Generation(session, prompt, params, keep_partial=False, deadline=deadline, wait=wait)
-        async with session, generation:
-            return await generation.result()
+        try:
+            async with session, generation:
+                return await generation.result()
+        except TimedOut as exc:
+            if exc.completion is None:  # it waited for the session
+                generation.request_id = next(self.request_ids)
+                session.abort_request(generation, Cause.TIMEOUT)
+                exc.completion = generation.completion
+            raise
 
     def close(self) -> None:
         """End every session; no more are opened."""
@@ -95,13 +106,12 @@ class Client:
             scope.cancel()  # in this step: who reads is not told of a lost connection
             self._nursery.start_soon(_raise, exc)
 
-    async def start(self, connection: Connection, *, wait: bool, deadline: float) -> str:
+    async def start(self, connection: Connection, *, wait: bool | None, deadline: float) -> str:
         """What a session calls: the connection lives in the client's nursery. Returns the server's id of the session.
 
-        With `wait` a server that has no place is asked again. After the deadline it raises the last refusal, or
-        ConnectionLost if there was none.
+        A server that has no place is asked again, as `wait` allows. Raises TimedOut after the deadline.
         """
-        refusal: EngineError = ConnectionLost(f"{self.endpoint.authority} does not answer in time")
+        refusal: EngineError | None = None
         with trio.move_on_at(deadline):
             while True:
                 if self._closed:
@@ -110,11 +120,12 @@ class Client:
                     session_id: str = await self._nursery.start(self._run, connection)
                     return session_id
                 except (EngineOverloaded, EngineAsleep) as exc:
-                    if not wait:
+                    if not waits_for(exc, wait):
                         raise
                     refusal, retry_after = exc, exc.retry_after
                 await trio.sleep(retry_after)
-        raise refusal
+        reason = f"{self.endpoint.authority} does not answer in time" if refusal is None else refusal
+        raise TimedOut(f"timed out while waiting: {reason}") from refusal
 
     async def _run(self, connection: Connection, *, task_status: trio.TaskStatus[str]) -> None:
         self._connections.add(connection)

@@ -44,7 +44,8 @@ def error_of(problem: Mapping[str, Any]) -> EngineError:
             return SessionBusy(message)
     has_hint = isinstance(problem.get("retry_after"), (int, float))
     if code == "overloaded" or problem.get("type") == "rate_limit_error" or has_hint:
-        return EngineOverloaded(message, code=code, retry_after=_retry_after(problem))
+        is_full = problem.get("type") == "rate_limit_error" or code == "too_many_connections"
+        return EngineOverloaded(message, code=code, retry_after=_retry_after(problem), is_full=is_full)
     if problem.get("type") == "invalid_request_error":
         return RequestRejected(code, message, param=_param(problem.get("param")))
     return EngineError(message)

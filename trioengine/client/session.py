@@ -11,19 +11,22 @@ import math
 from collections.abc import Sequence
 from copy import copy
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import trio
 
 from trioengine.actors.deadline import deadline_after
+from trioengine.actors.waiting_line import NOT_NOW, waits_for
 from trioengine.client.connection import Connection
 from trioengine.client.conversation import Conversation
 from trioengine.client.generation import Generation, Stage
 from trioengine.client.outcomes import length_of, outcome_of, usage_of
 from trioengine.client.problems import error_of
 from trioengine.client.prompt import Message, chat_messages, rendered, response_fields
-from trioengine.core.errors import EngineAsleep, EngineError, EngineOverloaded, SessionBusy, SessionEnded
+from trioengine.core.completion import Completion
+from trioengine.core.errors import EngineError, SessionBusy, SessionEnded, TimedOut
 from trioengine.core.messages import FinishReason
+from trioengine.core.options import SamplingOptions, merged_params
 from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.overflow import Overflow, check_overflow
 from trioengine.core.sampling_params import SamplingParams
@@ -45,7 +48,7 @@ class Session:
         *,
         label: str | None,
         history: Sequence[dict[str, Any]] | None,
-        wait: bool,
+        wait: bool | None,
         overflow: Overflow = "refuse",
         deadline: float = math.inf,
     ) -> None:
@@ -91,8 +94,10 @@ class Session:
         try:
             self.id = await self._client.start(self._connection, wait=self._wait, deadline=self._deadline)
             self._conversation.replace(history, events)
-            with self._confirming:
+            with trio.move_on_at(self._deadline) as waiting, self._confirming:
                 await self._conversation.confirmed()
+            if waiting.cancelled_caught:
+                raise TimedOut("timed out while the server takes the history")
             if self._confirming.cancelled_caught:
                 self._check_open()
         except BaseException:  # it may have begun in the same moment
@@ -114,17 +119,36 @@ class Session:
         *,
         keep_partial: bool = False,
         timeout: float | None = None,
-        wait: bool = False,
+        wait: bool | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Generation:
         """A request, to be entered. `prompt` is a user message, or chat messages.
 
-        `timeout` in seconds runs from this call to the outcome, and aborts. With `wait` the server is asked again
-        (within `timeout`) where its engine restarts, is full or sleeps, instead of raising EngineOverloaded or
-        EngineAsleep. Entering raises SessionBusy while another request runs, SessionEnded, EngineClosed or
-        ConnectionLost when the session is over, and RequestRejected for a bad prompt.
+        `timeout` in seconds runs from this call to the outcome; when it passes, the request is aborted, and TimedOut
+        raised with what came until then. `wait` says when the server is asked again, within `timeout`, instead of
+        raising EngineOverloaded or EngineAsleep: None, where its engine is only full; True, also while it restarts,
+        sleeps or is updated; False, never. Sampling parameters as keywords go before those of `params`. Entering raises
+        SessionBusy while another request runs, SessionEnded, EngineClosed or ConnectionLost when the session is over,
+        and RequestRejected for a bad prompt.
         """
         deadline = deadline_after(timeout)
+        params = merged_params(params, options)
         return Generation(self, prompt, params, keep_partial=keep_partial, deadline=deadline, wait=wait)
+
+    async def ask(
+        self,
+        prompt: str | Sequence[dict[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        keep_partial: bool = False,
+        timeout: float | None = None,
+        wait: bool | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Completion:
+        """One whole answer: `generate` and `result` in one. Cancelled, the request is aborted."""
+        generation = self.generate(prompt, params, keep_partial=keep_partial, timeout=timeout, wait=wait, **options)
+        async with generation:
+            return await generation.result()
 
     def replace_history(self, messages: Sequence[dict[str, Any]]) -> None:
         """Make these messages the conversation. Raises SessionBusy while a request runs, RequestRejected if bad.
@@ -199,7 +223,7 @@ class Session:
             refusal = generation.refusal
             if refusal is None:
                 return
-            if not (generation.wait and isinstance(refusal, EngineOverloaded | EngineAsleep)):
+            if not (isinstance(refusal, NOT_NOW) and waits_for(refusal, generation.wait)):
                 self._conclude(generation, Outcome(FinishReason.ERROR, error=refusal))
                 self._settle(generation)
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 import operator
@@ -17,6 +18,18 @@ _REPR = reprlib.Repr()
 _REPR.maxlevel = 3
 _REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = _REPR.maxset = _REPR.maxfrozenset = 20
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = _SHOWN
+
+
+def changed_fields(value: Any) -> str:
+    """The repr of a dataclass with the fields that are not at their defaults."""
+    names = [field.name for field in dataclasses.fields(value) if _is_shown(value, field)]
+    return f"{type(value).__name__}({', '.join(f'{name}={getattr(value, name)!r}' for name in names)})"
+
+
+def _is_shown(value: Any, field: dataclasses.Field[Any]) -> bool:
+    make_default = field.default_factory
+    default = field.default if make_default is dataclasses.MISSING else make_default()
+    return field.repr and bool(getattr(value, field.name) != default)
 
 
 def integer(value: Any, low: int, high: int) -> int:

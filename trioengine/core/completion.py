@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from trioengine.core.bounds import brief
 from trioengine.core.messages import FinishReason, Logprobs, Usage
 from trioengine.core.outcome import Cause
 
@@ -39,3 +40,8 @@ class Completion:
     resumed: int = 0
     weight_versions: tuple[int, ...] = ()
     dropped_turns: int = 0
+
+    def __repr__(self) -> str:
+        ended = str(self.finish_reason) if self.cause is None else f"{self.finish_reason} ({self.cause})"
+        tokens = f"{self.usage.prompt_tokens} + {self.usage.completion_tokens} tokens"
+        return f"<Completion {self.request_id} {brief(self.text)} {ended}, {tokens}>"

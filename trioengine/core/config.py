@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal, TypeAlias
 
-from trioengine.core.bounds import MAX_COUNT, MAX_INT64, brief, integer, number
+from trioengine.core.bounds import MAX_COUNT, MAX_INT64, brief, changed_fields, integer, number
 from trioengine.core.errors import InvalidConfig
 from trioengine.core.tag import Tag
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MAX_SESSIONS = 50_000  # so that AUDITED, with 18 bytes a session and its request, always fits a frame
 MAX_SECONDS = 10**9
+DType: TypeAlias = Literal["auto", "float32", "bfloat16"]
+Kernels: TypeAlias = Literal["auto", "native", "torch"]
+OnWorkerLoss: TypeAlias = Literal["resume", "fail"]
 _DEVICES = ("auto", "cpu", "cuda", *(f"cuda:{index}" for index in range(128)))
 _INTEGERS = {
     "max_num_seqs": (1, MAX_COUNT),
@@ -63,7 +67,7 @@ class EngineConfig:
 
     model: str = DEFAULT_MODEL
     device: str = "auto"
-    dtype: str = "auto"  # bfloat16 on CUDA and where the CPU has AVX512-BF16 or AMX, else float32
+    dtype: DType = "auto"  # bfloat16 on CUDA and where the CPU has AVX512-BF16 or AMX, else float32
     max_model_len: int | None = None
     max_num_seqs: int = 128
     max_num_queued_reqs: int = 256
@@ -75,7 +79,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     num_threads: int | None = None
-    kernels: str = "auto"  # native, in C++, on a CPU where there is a compiler, else torch
+    kernels: Kernels = "auto"  # native, in C++, on a CPU where there is a compiler, else torch
     startup_timeout: float = 120.0  # without progress while the worker loads
     step_timeout: float = 300.0  # one step longer than that is death
     unresponsive_timeout: float = 10.0  # no answer to a PING for that long is death
@@ -83,7 +87,10 @@ class EngineConfig:
     worker_shutdown_timeout: float = 5.0  # bounds the whole shutdown, the worker's end included
     restart_delays: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0)  # the last one repeats
     max_restarts: int = 10  # deaths in a row, of workers that served no request, until the engine gives up
-    on_worker_loss: str = "resume"  # what becomes of requests in flight: they go on with the next worker; or "fail"
+    on_worker_loss: OnWorkerLoss = "resume"  # the requests in flight go on with the next worker; or "fail"
+
+    def __repr__(self) -> str:
+        return changed_fields(self)
 
     def __post_init__(self) -> None:
         if isinstance(self.restart_delays, list):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from trioengine.core.completion import Completion
 
 
 class EngineError(Exception):
@@ -58,13 +61,26 @@ class EngineOverloaded(EngineError):
     """No capacity at the moment.
 
     `code` is one of `sessions`, `queue`, `loading`, `restarting`, or for an audit the engine's state; `retry_after` is
-    a hint in seconds.
+    a hint in seconds. `is_full`: the engine runs, and only a free slot is missing.
     """
 
-    def __init__(self, message: str, *, code: str, retry_after: float = 1.0) -> None:
+    def __init__(self, message: str, *, code: str, retry_after: float = 1.0, is_full: bool = False) -> None:
         super().__init__(message)
         self.code = code
         self.retry_after = retry_after
+        self.is_full = is_full
+
+
+class TimedOut(EngineError):
+    """The `timeout` of a call has passed; a request has been aborted, and its turn taken back unless it is kept.
+
+    `completion` is the partial answer, with the finish reason `abort` and the cause `timeout`; its text is empty if the
+    request never started. None where no request was made: a session was to be opened.
+    """
+
+    def __init__(self, message: str, *, completion: Completion | None = None) -> None:
+        super().__init__(message)
+        self.completion = completion
 
 
 class RequestRejected(EngineError, ValueError):

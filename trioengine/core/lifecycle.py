@@ -229,7 +229,7 @@ class SessionLifecycle:
         return f"<SessionLifecycle {self.phase.value} {self.attachment.value}>"
 
 
-class Power(enum.Enum):
+class Power(enum.StrEnum):
     """The state of the engine; only AWAKE admits requests, while no sleep or update is pending."""
 
     LOADING = "loading"

@@ -27,7 +27,7 @@ def token_ids(ids: Iterable[int] = ()) -> TokenIds:
     return array("i", ids)
 
 
-class FinishReason(enum.Enum):
+class FinishReason(enum.StrEnum):
     """Why an answer ended; `ERROR` never travels in a row (see REQUEST_FAILED)."""
 
     STOP = "stop"

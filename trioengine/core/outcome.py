@@ -9,7 +9,7 @@ from trioengine.core.errors import EngineError
 from trioengine.core.messages import FinishReason
 
 
-class Cause(enum.Enum):
+class Cause(enum.StrEnum):
     """Who aborted a request, or ended a session."""
 
     CLIENT = "client"

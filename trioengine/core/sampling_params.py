@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from trioengine.core.bounds import MAX_COUNT, MAX_INT64, brief, integer, number
+from trioengine.core.bounds import MAX_COUNT, MAX_INT64, brief, changed_fields, integer, number
 from trioengine.core.errors import RequestRejected
 
 MAX_STOP_STRINGS = 16
@@ -58,6 +58,9 @@ class SamplingParams:
     logprobs: int | None = None  # how many top alternatives to report beside the chosen token; None: none at all
     skip_special_tokens: bool = True  # in the text, not in the token ids
     cache_salt: str = ""  # only requests with the same one share what the prefix cache holds of their prompts
+
+    def __repr__(self) -> str:
+        return changed_fields(self)
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
+from typing import Literal, TypeAlias
 
 
-class Tag(enum.Enum):
+class Tag(enum.StrEnum):
     """A part of the worker's memory."""
 
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
 
 
+TagName: TypeAlias = Literal["weights", "kv_cache"] | Tag
 ALL_TAGS = frozenset(Tag)
 
 

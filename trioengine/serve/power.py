@@ -5,10 +5,10 @@ Each is answered when it is done. A client that leaves abandons its wait, not th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from trioengine.actors.engine import Engine
-from trioengine.actors.power_change import Mode
+from trioengine.actors.power_change import Level, Mode, ModeName
 from trioengine.actors.states import PowerState
 from trioengine.core.config import MAX_SECONDS
 from trioengine.core.tag import Tag
@@ -34,18 +34,17 @@ class PowerSwitch:
 
     async def sleep(self, request: Request) -> Response:
         given = parameters_of(request, ("level", "mode", "timeout", "keep_waiting"))
-        level, mode = int(one_of(given, "level", _LEVELS)), one_of(given, "mode", _MODES)
-        timeout, keep_waiting = (
-            number_in(given, "timeout", 0, MAX_SECONDS),
-            flag_in(given, "keep_waiting", default=False),
-        )
+        level = cast("Level", int(one_of(given, "level", _LEVELS)))
+        mode = cast("ModeName", one_of(given, "mode", _MODES))
+        timeout = number_in(given, "timeout", 0, MAX_SECONDS)
+        keep_waiting = flag_in(given, "keep_waiting", default=False)
         await self._engine.sleep(level, mode=mode, timeout=timeout, keep_waiting=keep_waiting)
         return self._state()
 
     async def wake_up(self, request: Request) -> Response:
         given = parameters_of(request, ("tags", "reload"))
         tags, reload = some_of(given, "tags", _TAGS), flag_in(given, "reload", default=True)
-        await self._engine.wake(tags, reload=reload)
+        await self._engine.wake(None if tags is None else [Tag(tag) for tag in tags], reload=reload)
         return self._state()
 
     async def update_weights(self, request: Request) -> Response:
@@ -56,6 +55,7 @@ class PowerSwitch:
         name, mode = text_of(fields["name"], "name"), fields.get("mode")
         mode = Mode.ABORT.value if mode is None else text_of(mode, "mode")
         path = await self._engine.ports.run_in_thread(self._checkpoints.find, name)
+        mode = cast("ModeName", mode)  # the engine checks it
         await self._engine.update_weights(str(path), mode=mode, timeout=fields.get("timeout"))
         return self._state()
 

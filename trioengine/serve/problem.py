@@ -12,6 +12,7 @@ from trioengine.core.errors import (
     EngineOverloaded,
     RequestRejected,
     SessionEnded,
+    TimedOut,
     TransitionFailed,
     WorkerLost,
 )
@@ -83,6 +84,8 @@ def problem_of(error: Exception) -> Problem:
         case RequestAborted():
             code = error.cause.value if error.cause not in (None, Cause.CLIENT) else "aborted"
             return Problem(SERVER_ERROR, code, f"the request was aborted {_ABORTED.get(error.cause, f'({code})')}")
+        case TimedOut():
+            return problem_of(RequestAborted(Cause.TIMEOUT))
         case EngineAsleep():
             return Problem(SERVER_ERROR, "asleep", str(error), retry_after=error.retry_after)
         case EngineClosed():

@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, Literal, TypeAlias, TypedDict, TypeGuard, get_args
 
 from trioengine.core.errors import RequestRejected
 from trioengine.core.messages import TokenIds, token_ids
@@ -23,12 +23,22 @@ from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.detokenizer import Detokenizer
 from trioengine.text.turns import Message, Turns
 
+Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class ChatMessage(TypedDict):
+    """A chat message, for programs that want their messages checked; other keys are given to the template as well."""
+
+    role: Role
+    content: str | list[dict[str, str]]
+
+
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
 
 _BYTES = (bytes, bytearray, memoryview)  # sequences, but of no use here
 MAX_DEPTH = 64  # of what a message holds
 _MESSAGE = 16  # characters that a message costs as much as, beside its content
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES: tuple[str, ...] = get_args(Role)
 
 
 @dataclass(frozen=True, slots=True)

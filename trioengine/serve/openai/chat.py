@@ -96,9 +96,9 @@ class _Answer:
         """The request in its session; refused, it says so in the client's terms."""
         SESSION.set(self._shape.id)  # until the connection's next request: the line of this one says so, too
         try:
-            async with self._engine.open_session(label=self._shape.id) as session:
+            async with self._engine.open_session(label=self._shape.id, wait=False) as session:
                 body.on_departure = partial(session.end, Cause.DISCONNECT)
-                generation = session.generate(self._take_messages(), self._params)
+                generation = session.generate(self._take_messages(), self._params, wait=False)
                 with self._in_flight.running(self._ids, generation):
                     async with generation:
                         yield generation

@@ -52,8 +52,8 @@ class Answering:
             messages, session.overflow = response.order.messages, response.order.overflow
             needed = messages if session.overflow == "refuse" else least_prompt(messages)
             check_length(needed, self.engine.limits.max_model_len, self.engine.tokenizer)  # before they are copied
-            params = salted(response.order.params, self._cache_salt)
-            generation = session.generate(_extension(session, messages), params, keep_partial=True)
+            extension, params = _extension(session, messages), salted(response.order.params, self._cache_salt)
+            generation = session.generate(extension, params, keep_partial=True, wait=False)
             response.session = session
             try:
                 with self._in_flight.running((response.id,), generation):

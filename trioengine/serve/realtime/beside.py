@@ -52,7 +52,7 @@ class Beside:
     async def _respond(self, response: Response) -> None:
         try:
             with failing(response):
-                async with self._answering.engine.open_session(label=self._label) as session:
+                async with self._answering.engine.open_session(label=self._label, wait=False) as session:
                     await self._answering.answer(session, response)
         finally:
             self._active.remove(response)

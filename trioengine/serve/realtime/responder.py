@@ -62,6 +62,6 @@ class Responder:
         with failing(response):
             if self._session is None or self._session.end_cause is not None:
                 self._session = await sessions.enter_async_context(
-                    self._answering.engine.open_session(label=self._label)
+                    self._answering.engine.open_session(label=self._label, wait=False)
                 )
             await self._answering.answer(self._session, response)

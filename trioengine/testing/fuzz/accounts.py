@@ -14,7 +14,7 @@ import trio
 from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
-from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, SessionEnded
+from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, SessionEnded, TimedOut
 from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
 
@@ -48,7 +48,7 @@ class Accounts:
         async def watched(session: Session) -> Any:
             try:
                 return await aenter(session)
-            except (EngineOverloaded, EngineAsleep, EngineClosed, SessionEnded, trio.Cancelled):
+            except (EngineOverloaded, EngineAsleep, EngineClosed, SessionEnded, TimedOut, trio.Cancelled):
                 self._rejected += 1
                 raise
 

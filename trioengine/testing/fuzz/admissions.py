@@ -30,7 +30,7 @@ class Admissions:
     def in_order(self, wait: Any) -> Any:
         """For `WaitingLine.wait`: nobody is served before one who came earlier and still waits."""
 
-        async def watched(line: WaitingLine, admission: Callable[[], object]) -> None:
+        async def watched(line: WaitingLine, admission: Callable[[], object], **options: bool | None) -> None:
             arrivals = self._arrivals
             own = arrivals[trio.lowlevel.current_task()] = next(self._tickets)
 
@@ -43,7 +43,7 @@ class Admissions:
                 if any(arrivals[task] < own for task in line._waiters):
                     self._complain("somebody in a line was overtaken")
 
-            await wait(line, served)
+            await wait(line, served, **options)
 
         return watched
 

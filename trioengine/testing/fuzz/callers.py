@@ -17,7 +17,7 @@ import trio
 from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Chunk, Completion, Generation
 from trioengine.actors.session import Session
-from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, SessionEnded
+from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, SessionEnded, TimedOut
 from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
@@ -48,7 +48,8 @@ class Holder:
     """A task that opens a session and holds it until it is told to leave."""
 
     engine: Engine
-    wait: bool
+    wait: bool | None
+    timeout: float | None = None
     overflow: Overflow = "refuse"
     session: Session | None = None
     error: EngineError | None = None
@@ -61,17 +62,19 @@ class Holder:
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
     async def run(self) -> None:
+        deadline = trio.current_time() + (math.inf if self.timeout is None else self.timeout)
         try:
             with self.scope:
-                async with self.engine.open_session(wait=self.wait, overflow=self.overflow) as self.session:
+                opening = self.engine.open_session(wait=self.wait, timeout=self.timeout, overflow=self.overflow)
+                async with opening as self.session:
                     try:
                         await self.leave.wait()
                     finally:
                         self.left = True
                 await self.session.ended()
-        except (EngineOverloaded, EngineAsleep, EngineClosed) as exc:
+        except (EngineOverloaded, EngineAsleep, EngineClosed, TimedOut) as exc:
             assert self.session is None, "only entering is refused"
-            check_not_admitted(exc, self.engine, wait=self.wait)
+            check_not_admitted(exc, self.engine, wait=self.wait, deadline=deadline)
             self.error = exc
         except SessionEnded as exc:
             assert self.session is None and self.wait, "only a session in the line is ended so"
@@ -111,7 +114,7 @@ class Reader:
     style: Style
     keep_partial: bool
     timeout: float | None
-    wait: bool
+    wait: bool | None
     generation: Generation | None = None
     error: EngineError | None = None
     chunks: list[Chunk] = field(default_factory=list)
@@ -145,6 +148,8 @@ class Reader:
         except EngineError as exc:
             self.error = exc
             check_refused(exc, self.holder.engine, FOR_A_REQUEST, wait=self.wait, deadline=self.deadline)
+            if isinstance(exc, TimedOut):
+                check_timed_out(exc, self.generation)
         except Oops:
             pass
         finally:
@@ -157,6 +162,7 @@ class Reader:
             return
         if self.style is Style.RESULT:
             completion = await generation.result()
+            assert completion.cause is not Cause.TIMEOUT, "its timeout has ended it, and no error was raised"
             assert completion == generation.completion, "result() is the completion"
             return
         while (chunk := await self._next(generation)) is not None:
@@ -165,6 +171,7 @@ class Reader:
                 return
             if self.style is Style.RAISES:
                 raise Oops
+        assert not generation.is_timed_out, "its timeout has ended it, and no error was raised"
         self._check_sum(generation)
 
     async def _next(self, generation: Generation) -> Chunk | None:
@@ -191,6 +198,19 @@ class Reader:
         if trio.current_time() >= self.deadline:
             causes.add(Cause.TIMEOUT)
         return causes
+
+
+def partial_of(error: TimedOut) -> Completion:
+    """The error of a request carries its partial answer."""
+    assert error.completion is not None, f"a request timed out, and has no completion: {error!r}"
+    return error.completion
+
+
+def check_timed_out(error: TimedOut, generation: Generation | None) -> None:
+    """It is raised of a request that its timeout has ended."""
+    assert generation is not None, "only what was asked for can time out"
+    assert generation.is_timed_out, f"{generation} ended otherwise, and got {error!r}"
+    assert partial_of(error) == generation.completion, f"{error.completion} is not what came: {generation.completion}"
 
 
 @dataclass

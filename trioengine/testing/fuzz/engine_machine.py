@@ -19,11 +19,12 @@ from trioengine.core.errors import (
     InvariantError,
     ModelError,
     SessionBusy,
+    TimedOut,
     WorkerLost,
 )
 from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.testing.fuzz.callers import UNPREPARED, Holder, Reader, Style, Turn
+from trioengine.testing.fuzz.callers import UNPREPARED, Holder, Reader, Style, Turn, partial_of
 from trioengine.testing.fuzz.environment import Environment
 from trioengine.testing.fuzz.oracles import (
     GOING,
@@ -50,6 +51,7 @@ PROMPTS = ("a", "to be", "be or not be or not be or", "<|im_end|>", "", UNPREPAR
 HISTORIES: tuple[tuple[Turn, ...], ...] = ((), (("user", "a"), ("assistant", "b")))
 WHICH = st.integers(0, 3)
 SALTS = ("", "", "mine")  # of the requests in turn
+WAIT = st.sampled_from((None, True, False))
 
 
 class EngineMachine(Environment):
@@ -92,9 +94,9 @@ class EngineMachine(Environment):
 
     # ---- programs that use the engine -----------------------------------------------------------------------------
 
-    @recorded(wait=st.booleans())
-    def open(self, wait: bool) -> None:
-        self._open(wait)
+    @recorded(wait=WAIT, timeout=st.sampled_from((None, None, 0.5)))
+    def open(self, wait: bool | None, timeout: float | None) -> None:
+        self._open(wait, timeout)
 
     @precondition(lambda self: self.open_holders)
     @recorded(which=WHICH, max_tokens=st.sampled_from((1, 2, 5, 40)), reads=st.sampled_from((True, True, False)))
@@ -109,10 +111,17 @@ class EngineMachine(Environment):
         style=st.sampled_from([style.value for style in Style]),
         keep_partial=st.booleans(),
         timeout=st.sampled_from((None, 0.5, 8.0)),
-        wait=st.booleans(),
+        wait=WAIT,
     )
     def ask_so(
-        self, which: int, prompt: str, stop: str, style: str, keep_partial: bool, timeout: float | None, wait: bool
+        self,
+        which: int,
+        prompt: str,
+        stop: str,
+        style: str,
+        keep_partial: bool,
+        timeout: float | None,
+        wait: bool | None,
     ) -> None:
         params = SamplingParams(max_tokens=20, stop=(stop,) if stop else ())
         self._read(which, Style(style), params, prompt=prompt, keep_partial=keep_partial, timeout=timeout, wait=wait)
@@ -146,10 +155,10 @@ class EngineMachine(Environment):
             was_there = is_there
         return False
 
-    @recorded(what=st.sampled_from(("ask", "audit", "ready", "cancel")), wait=st.booleans(), which=WHICH)
-    def call(self, what: str, wait: bool, which: int) -> None:
+    @recorded(what=st.sampled_from(("ask", "audit", "ready", "cancel")), wait=WAIT, which=WHICH)
+    def call(self, what: str, wait: bool | None, which: int) -> None:
         """`engine.generate` with a session of its own, `check_invariants`, `ready`; or one of these is cancelled."""
-        refusals = (EngineOverloaded, EngineAsleep, EngineClosed, WorkerLost)
+        refusals = (EngineOverloaded, EngineAsleep, EngineClosed, WorkerLost, TimedOut)
         if what == "ask":
             timeout = (None, None, 0.5, 8.0)[which]
             self._call("ask", lambda: self._ask_once(wait, timeout), refusals, timeout)
@@ -160,11 +169,15 @@ class EngineMachine(Environment):
         elif self.running_calls:
             pick(self.running_calls, which).scope.cancel()
 
-    async def _ask_once(self, wait: bool, timeout: float | None) -> None:
+    async def _ask_once(self, wait: bool | None, timeout: float | None) -> None:
         params = SamplingParams(max_tokens=3)
         deadline = trio.current_time() + (math.inf if timeout is None else timeout)
         try:
             completion = await self.engine.generate("hi", params, wait=wait, timeout=timeout)
+            assert completion.cause is not Cause.TIMEOUT, "its timeout has ended it, and no error was raised"
+        except TimedOut as exc:
+            check_refused(exc, self.engine, (), wait=wait, deadline=deadline)
+            completion = partial_of(exc)
         except EngineError as exc:
             check_refused(exc, self.engine, ("sessions", *FOR_A_REQUEST), wait=wait, deadline=deadline)
             raise
@@ -287,7 +300,7 @@ class EngineMachine(Environment):
         prompt: str = "to be",
         keep_partial: bool = False,
         timeout: float | None = None,
-        wait: bool = True,
+        wait: bool | None = True,
     ) -> Reader:
         idle = [holder for holder in self.open_holders if not holder.is_busy]
         holder = pick(idle if which < 3 and idle else self.open_holders, which)
@@ -298,8 +311,8 @@ class EngineMachine(Environment):
         self.loop.start_soon(reader.run, name=f"reader-{len(self.readers)}")
         return reader
 
-    def _open(self, wait: bool) -> None:
-        holder = Holder(self.engine, wait, "drop_oldest_turns" if len(self.holders) % 2 else "refuse")
+    def _open(self, wait: bool | None, timeout: float | None = None) -> None:
+        holder = Holder(self.engine, wait, timeout, "drop_oldest_turns" if len(self.holders) % 2 else "refuse")
         self.holders.append(holder)
         self.loop.start_soon(holder.run, name=f"holder-{len(self.holders)}")
 

@@ -23,6 +23,7 @@ from trioengine.core.errors import (
     RequestRejected,
     SessionBusy,
     SessionEnded,
+    TimedOut,
     WorkerLost,
 )
 from trioengine.core.lifecycle import Phase
@@ -185,7 +186,7 @@ def _check_refusal(reader: Reader, max_model_len: int, troubles: Troubles) -> No
             assert troubles.closing or troubles.workers, f"nobody closed the engine, and {error!r}"
         case WorkerLost():
             assert troubles.workers, f"nobody harmed a worker, and {error!r}"
-        case None:
+        case None | TimedOut():  # judged where it was raised
             pass
         case _:  # judged where it was told
             assert isinstance(error, EngineOverloaded | EngineAsleep), f"refused by {error!r}"

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
 from trioengine.actors.gate import Gate
 from trioengine.actors.power import PowerActor
+from trioengine.actors.power_change import Level, ModeName
 from trioengine.core.errors import EngineAsleep, TransitionFailed
 from trioengine.core.lifecycle import Power
 from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.tag import TagName
 from trioengine.testing.fuzz.callers import Style
 from trioengine.testing.fuzz.changes import UNFIT, Change, Changes
 from trioengine.testing.fuzz.engine_machine import WHICH, EngineMachine
@@ -49,7 +51,7 @@ class PowerMachine(EngineMachine):
     # ---- who runs the engine --------------------------------------------------------------------------------------
 
     @recorded(level=st.sampled_from((1, 2)), mode=SLEEP_MODES, turns=st.sampled_from((0, 0, 1, 8, 20)))
-    def sleep(self, level: int, mode: str, turns: int) -> None:
+    def sleep(self, level: Level, mode: str, turns: int) -> None:
         """What the worker says in its last turns is on its way then."""
         for _ in range(turns):
             self.loop.settle()
@@ -57,21 +59,19 @@ class PowerMachine(EngineMachine):
                 self.worker.receive()
                 self.worker.turn()
         timeout = self._excuse_aborts(mode)
-        keep_waiting = mode == "abort in flight"
-        call = functools.partial(
-            self.engine.sleep, level, mode=mode.split()[0], timeout=timeout, keep_waiting=keep_waiting
-        )
+        waits = mode == "abort in flight"
+        call = functools.partial(self.engine.sleep, level, mode=_name(mode), timeout=timeout, keep_waiting=waits)
         self._call("sleep", call, (TransitionFailed,))
 
     @recorded(tags=st.sampled_from((None, None, "weights", "kv_cache")), reload=st.sampled_from((True, True, False)))
-    def wake(self, tags: str | None, reload: bool) -> None:
-        call = functools.partial(self.engine.wake, tags if tags is None else [tags], reload=reload)
+    def wake(self, tags: TagName | None, reload: bool) -> None:
+        call = functools.partial(self.engine.wake, tags, reload=reload)
         self._call("wake", call, (TransitionFailed,))
 
     @recorded(path=st.sampled_from(("new", TOY_PATH, *UNFIT)), mode=MODES)
     def update(self, path: str, mode: str) -> None:
         timeout = self._excuse_aborts(mode)
-        call = functools.partial(self.engine.update_weights, path, mode=mode.split()[0], timeout=timeout)
+        call = functools.partial(self.engine.update_weights, path, mode=_name(mode), timeout=timeout)
         self._call("update", call, (TransitionFailed,))
 
     @precondition(lambda self: self.worker is not None)
@@ -180,3 +180,8 @@ class PowerMachine(EngineMachine):
                 break
             self._call("wake", self.engine.wake, (TransitionFailed,))
         super()._let_go()
+
+
+def _name(mode: str) -> ModeName:
+    """Of a mode that may be followed by its timeout."""
+    return cast("ModeName", mode.split()[0])

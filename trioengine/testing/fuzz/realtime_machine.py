@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
@@ -128,12 +129,12 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
 
     @precondition(lambda self: self.engine.power.asleep or any(client.is_active for client in self.clients))
     @recorded(how=st.sampled_from(("keep", "wake", "wake", "wake", "abort", "wait", "weights")))
-    def switch(self, how: str) -> None:
+    def switch(self, how: Literal["keep", "wake", "abort", "wait", "weights"]) -> None:
         """Who runs the engine puts it to sleep, or wakes it."""
         self.troubles.causes.add(Cause.SLEEP)
         match how:
             case "wake" | "weights":
-                call = functools.partial(self.engine.wake, None if how == "wake" else [how])
+                call = functools.partial(self.engine.wake, None if how == "wake" else how)
             case mode:
                 call = functools.partial(self.engine.sleep, mode=mode)
         self._call("switch", call, (TransitionFailed,))
@@ -158,7 +159,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
                 self._check_state(client)
 
     def _check_state(self, client: RealtimeClient) -> None:
-        shown = SHOWN[self.engine.power.power]
+        shown = SHOWN[self.engine.state]
         is_told = client.mood is not Mood.WELL or not client.accepted or not client.can_send
         assert is_told or client.engine_state == shown, f"{client} hears {client.engine_state}, the engine is {shown}"
 

@@ -8,7 +8,8 @@ import trio
 
 from trioengine.actors.engine import Engine
 from trioengine.actors.gate import Gate
-from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded
+from trioengine.actors.waiting_line import waits_for
+from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, TimedOut
 from trioengine.core.lifecycle import Power
 
 FOR_A_SESSION = ("sessions", "loading")  # codes
@@ -33,21 +34,22 @@ def check_overloaded(error: EngineOverloaded, gate: Gate, codes: tuple[str, ...]
 
 
 def check_refused(
-    error: EngineError, engine: Engine, codes: tuple[str, ...], *, wait: bool, deadline: float = math.inf
+    error: EngineError, engine: Engine, codes: tuple[str, ...], *, wait: bool | None, deadline: float = math.inf
 ) -> None:
-    """Somebody is told an error: who is to wait hears before the deadline of no lack of room."""
+    """A call is refused: not for the lack that it waits out, and with TimedOut not before the deadline."""
+    if isinstance(error, TimedOut):
+        assert trio.current_time() >= deadline, f"it has time until {deadline}, and got {error!r}"
     if isinstance(error, EngineOverloaded | EngineAsleep):
-        in_time = wait and trio.current_time() < deadline
-        assert not in_time, f"it was to wait, and got {error!r}"
+        assert not waits_for(error, wait), f"it was to wait, and got {error!r}"
         if isinstance(error, EngineOverloaded):
             check_overloaded(error, engine.gate, codes)
         else:
             assert not engine.gate.is_awake, f"the engine is awake, and {error!r}"
 
 
-def check_not_admitted(error: EngineOverloaded | EngineAsleep | EngineClosed, engine: Engine, *, wait: bool) -> None:
-    """Somebody is told that no session is opened."""
-    check_refused(error, engine, FOR_A_SESSION, wait=wait)
+def check_not_admitted(error: EngineError, engine: Engine, *, wait: bool | None, deadline: float) -> None:
+    """No session is opened for a caller."""
+    check_refused(error, engine, FOR_A_SESSION, wait=wait, deadline=deadline)
     if isinstance(error, EngineClosed):
         power = engine.gate.power
         assert power in (Power.DRAINING, Power.CLOSED), f"the engine is {power.value}, and {error!r}"

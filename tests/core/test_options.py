@@ -1,0 +1,65 @@
+"""Configuration and sampling parameters as keywords."""
+
+import dataclasses
+from typing import get_type_hints
+
+import pytest
+
+from trioengine import EngineConfig, InvalidConfig, RequestRejected, SamplingParams
+from trioengine.core.options import EngineOptions, SamplingOptions, merged_config, merged_params
+
+
+@pytest.mark.parametrize(("options", "dataclass"), [(SamplingOptions, SamplingParams), (EngineOptions, EngineConfig)])
+def test_the_keywords_are_the_fields(options, dataclass):
+    assert set(get_type_hints(options)) == {field.name for field in dataclasses.fields(dataclass)}
+
+
+def test_keywords_go_before_the_fields_of_the_params():
+    params = SamplingParams(max_tokens=5, temperature=0)
+    assert merged_params(params, {"max_tokens": 7}) == SamplingParams(max_tokens=7, temperature=0)
+    assert merged_params(None, {"stop": "x"}) == SamplingParams(stop="x")
+    assert merged_params(None, {}) == SamplingParams()
+    assert params.max_tokens == 5
+
+
+def test_a_bad_value_is_rejected_as_in_the_params():
+    with pytest.raises(RequestRejected, match="max_tokens must be") as refused:
+        merged_params(SamplingParams(), {"max_tokens": 0})
+    assert refused.value.param == "max_tokens"
+    with pytest.raises(RequestRejected, match="params must be SamplingParams, got dict"):
+        merged_params({"max_tokens": 3}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("max_token", "'max_tokens'"), ("temprature", "'temperature'"), ("timout", "'timeout'")]
+)
+def test_an_unknown_sampling_parameter_names_the_nearest(name, nearest):
+    with pytest.raises(TypeError, match=f"has no argument '{name}'; did you mean {nearest}"):
+        merged_params(None, {name: 1})
+
+
+def test_an_unknown_field_that_is_like_no_other():
+    with pytest.raises(TypeError, match=r"^generate\(\) has no argument 'xyzzy'$"):
+        merged_params(None, {"xyzzy": 1})
+
+
+def test_a_configuration_is_made_of_a_model_and_fields():
+    assert merged_config("toy", {"max_model_len": 64}) == EngineConfig(model="toy", max_model_len=64)
+    assert merged_config(None, {"model": "toy"}) == EngineConfig(model="toy")
+    assert merged_config(None, {}) == EngineConfig()
+    config = EngineConfig(model="toy")
+    assert merged_config(config, {}) is config
+
+
+def test_a_configuration_and_fields_are_not_mixed():
+    with pytest.raises(TypeError, match=r"either an EngineConfig or its fields \(max_model_len\), not both"):
+        merged_config(EngineConfig(), {"max_model_len": 64})
+    with pytest.raises(TypeError, match="the model is given twice"):
+        merged_config("toy", {"model": "toy"})
+
+
+def test_an_unknown_field_of_the_configuration_names_the_nearest():
+    with pytest.raises(TypeError, match=r"^open_engine\(\) has no .* did you mean 'max_model_len'"):
+        merged_config("toy", {"max_model_length": 64})
+    with pytest.raises(InvalidConfig, match="max_model_len must be"):
+        merged_config("toy", {"max_model_len": -1})

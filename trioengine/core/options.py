@@ -1,0 +1,107 @@
+"""The fields of SamplingParams and EngineConfig as keywords of the calls that take either."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, TypedDict
+
+from trioengine.core.config import DType, EngineConfig, Kernels, OnWorkerLoss
+from trioengine.core.errors import RequestRejected
+from trioengine.core.sampling_params import SamplingParams
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of SamplingParams."""
+
+    max_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    stop: str | tuple[str, ...] | list[str]
+    stop_token_ids: tuple[int, ...] | list[int]
+    min_tokens: int
+    ignore_eos: bool
+    logit_bias: Mapping[int, float]
+    logprobs: int | None
+    skip_special_tokens: bool
+    cache_salt: str
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of EngineConfig."""
+
+    model: str
+    device: str
+    dtype: DType
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_queued_reqs: int
+    max_sessions: int
+    max_num_batched_tokens: int
+    chunked_prefill_size: int | None
+    block_size: int
+    kv_cache_memory: int | None
+    gpu_memory_utilization: float
+    enable_prefix_caching: bool
+    num_threads: int | None
+    kernels: Kernels
+    startup_timeout: float
+    step_timeout: float
+    unresponsive_timeout: float
+    ping_interval: float
+    worker_shutdown_timeout: float
+    restart_delays: tuple[float, ...] | list[float]
+    max_restarts: int
+    on_worker_loss: OnWorkerLoss
+
+
+_REQUEST_KEYWORDS = ("keep_partial", "timeout", "wait")  # of `generate`, beside the sampling parameters
+_ENGINE_KEYWORDS = ("ports", "on_progress", "on_load")  # of `open_engine`, beside the configuration
+
+
+def merged_params(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
+    """`params`, or the defaults, with these fields in place of its own.
+
+    Raises TypeError for an unknown field, and RequestRejected for a bad value.
+    """
+    if not (params is None or isinstance(params, SamplingParams)):
+        shown = type(params).__name__
+        raise RequestRejected("invalid_value", f"params must be SamplingParams, got {shown}", param="params")
+    _check_names("generate()", options, _names(SamplingParams), _REQUEST_KEYWORDS)
+    return dataclasses.replace(SamplingParams() if params is None else params, **options)
+
+
+def merged_config(config: EngineConfig | str | None, options: Mapping[str, Any]) -> EngineConfig:
+    """`config`, which may be a model's name or path; or the defaults with these fields in place of their own.
+
+    Raises TypeError for an unknown field, and for fields beside a whole configuration; InvalidConfig for a bad value.
+    """
+    _check_names("open_engine()", options, _names(EngineConfig), _ENGINE_KEYWORDS)
+    if isinstance(config, EngineConfig):
+        if options:
+            raise TypeError(f"give either an EngineConfig or its fields ({', '.join(options)}), not both")
+        return config
+    if config is None:
+        return EngineConfig(**options)
+    if "model" in options:
+        raise TypeError("the model is given twice: as the first argument and as model=…")
+    return EngineConfig(model=config, **options)
+
+
+def _names(cls: type[SamplingParams] | type[EngineConfig]) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls)]
+
+
+def _check_names(function: str, options: Iterable[str], fields: list[str], others: tuple[str, ...]) -> None:
+    for name in options:
+        if name not in fields:
+            nearest = difflib.get_close_matches(name, [*fields, *others], n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise TypeError(f"{function} has no argument {name!r}{hint}")
