@@ -26,14 +26,14 @@ class Access:
         self._sessions: dict[bytes, int] = {}  # by the key's digest; none of them is 0
 
     @contextmanager
-    def admit(self, request: Request, role: Role) -> Iterator[None]:
-        """Within, the request is served. Raises BadRequest when it may not be."""
+    def admit(self, request: Request, role: Role) -> Iterator[bytes | None]:
+        """Within, the request is served; gives the digest of the key that it counts for. Raises BadRequest."""
         refusal = self.origins.refusal(request.headers)
         if refusal is not None:
             _refuse(*refusal)
         key = self._check_key(request, role) if self._users else None
         with nullcontext() if key is None else self._session(key):
-            yield
+            yield key
 
     def _check_key(self, request: Request, role: Role) -> bytes | None:
         """The key that the request counts for. An operator is never told that there are too many."""

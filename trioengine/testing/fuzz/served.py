@@ -160,8 +160,10 @@ class ServedEnvironment(Environment, Generic[Client]):
         self._run_out(lambda: all(client.stream.closed for client in present), "connections never end")
         self._wake_up()
         self._run_out(lambda: all(client.stream.closed for client in self.clients), "connections never end")
-        free = self.server.front_door._places.left
-        assert free == MAX_CLIENTS, f"all clients have gone, and {free} places are free"
+        for places in (self.server.front_door._places, self.server.front_door._beyond):
+            assert places.left == places.count, f"all clients have gone, and {places.left} of {places.count} are free"
+        kept = self.server.budget.num_bytes
+        assert kept == 0, f"all clients have gone, and {kept} bytes are kept for them"
         known = len(self.server.in_flight)
         assert known == 0, f"all clients have gone, and {known} requests are known by their ids"
         left = [session for session in self.engine._sessions if session.end_cause is None]

@@ -133,6 +133,8 @@ class CrashLog:
     def info(self, *args: object) -> None:
         """Nothing that is wrong."""
 
+    debug = info
+
     def error(self, message: str, *args: object, exc_info: Exception) -> None:
         self._crashes.append(exc_info)
 

@@ -50,7 +50,7 @@ def _room_for_everything(room: Any) -> Any:
 
 
 def _let_closes_out(handle: Any) -> Any:
-    async def mutant(self: FrontDoor, stream: trio.abc.Stream, places: Any, serve: Any) -> None:
+    async def mutant(self: FrontDoor, stream: trio.abc.Stream, serve: Any) -> None:
         closes: list[Exception] = []
 
         async def watched(stream: trio.abc.Stream) -> None:
@@ -59,7 +59,7 @@ def _let_closes_out(handle: Any) -> Any:
             except* (ConnectionClosed, trio.BrokenResourceError) as group:
                 closes.append(group)
 
-        await handle(self, stream, places, watched)
+        await handle(self, stream, watched)
         if closes:
             raise closes[0]
 
