@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from trioengine.serve.byte_budget import ByteBudget
 from trioengine.serve.in_flight import InFlight
+from trioengine.serve.places import Place
+from trioengine.serve.problem import OverBudget
 from trioengine.serve.realtime.client_events import ClientEvent, ResponseCancel
 from trioengine.serve.realtime.connection import RealtimeConnection
 from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox
@@ -118,6 +121,35 @@ def stopping(crashes: Crashes, saw: Callable[[bool], None]) -> Callable[[Any], A
                 crashes.append(AssertionError(f"an operator has aborted it, and it goes on: {session}"))
             saw(told)
             return told
+
+        return watched
+
+    return mutate
+
+
+def noting(saw: Callable[[], None]) -> Callable[[Any], Any]:
+    """For `Place.displace`: a connection is closed for another."""
+
+    def mutate(displace: Any) -> Any:
+        def watched(place: Place) -> None:
+            saw()
+            displace(place)
+
+        return watched
+
+    return mutate
+
+
+def noting_refusals(saw: Callable[[], None]) -> Callable[[Any], Any]:
+    """For `ByteBudget.check_room`: bytes of a client are refused."""
+
+    def mutate(check_room: Any) -> Any:
+        def watched(budget: ByteBudget, key: bytes | None, size: int) -> None:
+            try:
+                check_room(budget, key, size)
+            except OverBudget:
+                saw()
+                raise
 
         return watched
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import trio
 from trio_websocket import ConnectionClosed
 from wsproto.events import TextMessage
 
+from trioengine.serve.byte_budget import ByteBudget, Held
 from trioengine.serve.front_door import FrontDoor
 from trioengine.serve.http import HttpConnection
 from trioengine.serve.realtime.outbox import Outbox
@@ -73,6 +75,16 @@ def _watch_nobody(watch: Any) -> Any:
     return mutant
 
 
+def _give_back_after_success(holding: Any) -> Any:
+    @contextmanager
+    def mutant(self: ByteBudget, key: bytes | None) -> Iterator[Held]:
+        held = Held(self, key)
+        yield held
+        held.give_back(held.num_bytes)
+
+    return mutant
+
+
 SERVER_MUTANTS = (
     Mutant(
         "F24",
@@ -87,6 +99,13 @@ SERVER_MUTANTS = (
         replaced(Outbox, "room", _room_for_everything),
         shows="are kept for a slow client",
         machine="RealtimeMachine",
+    ),
+    Mutant(
+        "F28b",
+        "the bytes of a client that goes away are counted on",
+        replaced(ByteBudget, "holding", _give_back_after_success),
+        shows="bytes are kept for them",
+        machine="HttpMachine",
     ),
     Mutant(
         "F32",
