@@ -84,7 +84,7 @@ class ServeConfig:
         for field in ("api_key", "admin_key"):
             self._validate_strings(field, is_key, "must be keys of visible ASCII characters; they are not shown here")
         rule = f"must be origins such as https://example.com, got {brief(self.allowed_origin)}"
-        self._validate_strings("allowed_origin", is_origin, rule)
+        self._validate_strings("allowed_origin", _is_origin, rule)
         for field, bounds in _INTEGERS.items():
             self._validate(field, integer, *bounds)
         for field in _SECONDS:
@@ -117,10 +117,9 @@ class ServeConfig:
         object.__setattr__(self, name, tuple(values))
 
 
-def is_origin(value: object) -> bool:
+def _is_origin(value: object) -> bool:
     """Scheme and authority in lower case, as browsers send them: it is compared as a whole."""
     if not isinstance(value, str) or not value.isascii() or value != value.lower():
         return False
     scheme, separator, authority = value.partition("://")
-    is_plain = value.isprintable() and not set(authority) & set("/?#@ ")
-    return bool(scheme and separator and authority) and is_plain
+    return bool(scheme and separator and authority) and not set(authority) & set("/?#@ ")
