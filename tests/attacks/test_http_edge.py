@@ -174,6 +174,8 @@ REFUSED_ORIGINS = [
     ("ftp://localhost", "--allowed-origin ftp://localhost"),
     ("null", "no --allowed-origin can name it"),
     ("https://x/\x1b[31m", "no --allowed-origin can name it"),
+    ("https://x;reboot", "no --allowed-origin can name it"),
+    ("https://" + "x" * 1000, "no --allowed-origin can name it"),
 ]
 
 
@@ -185,6 +187,7 @@ async def test_a_refused_origin_is_in_the_log_with_the_flag(autojump_clock, capl
     assert record.levelno == logging.WARNING
     assert remedy in record.getMessage()
     assert "\x1b" not in record.getMessage()
+    assert len(record.getMessage()) < 200
 
 
 # ---- chunks ---------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def test_every_option_of_the_server_is_there(field):
 def test_defaults_are_true(field):
     (row,) = (line for line in PAGE.splitlines() if line.startswith(f"| `--{field.replace('_', '-')}` "))
     value = getattr(ServeConfig(), field)
-    shown = {4 << 20: "4 MiB", 32 << 10: "32 KiB", 1 << 20: "1 Mi "}.get(value, f"{value:g} s")
+    shown = {8 << 20: "8 MiB", 4 << 20: "4 MiB", 32 << 10: "32 KiB", 1 << 20: "1 Mi "}.get(value, f"{value:g} s")
     assert row.split("|")[2].strip().startswith(shown.strip())
 
 

@@ -13,12 +13,18 @@ from trio_websocket import wrap_client_stream
 from trioengine import EngineConfig
 from trioengine.actors.observer import Observer
 from trioengine.serve import ServeConfig, Server
+from trioengine.serve.byte_budget import ByteBudget, Held
 from trioengine.testing import simulated_engine
 
 HOST = "localhost"
 CHAT = "/v1/chat/completions"
 FAILING = EngineConfig(model="toy", max_num_seqs=8, on_worker_loss="fail")
 where_a_loss_fails = pytest.mark.parametrize("engine_config", [FAILING], ids=["fail"])  # requests, they go on otherwise
+
+
+def held():
+    """An account of a large budget."""
+    return Held(ByteBudget(1 << 30, 1 << 30), None)
 
 
 def chat(content="hello", **fields):
@@ -195,11 +201,11 @@ class Clients:
                 await websocket.aclose()
             nursery.cancel_scope.cancel()
 
-    async def http(self, request):
+    async def http(self, request, silence=1):
         """What the server says to these bytes until it closes or falls silent."""
         stream = self.stream()
         await stream.send_all(request)
-        return await read_all(stream)
+        return await read_all(stream, silence)
 
     @asynccontextmanager
     async def connect(self, *pair):
@@ -238,6 +244,7 @@ async def open_clients(config=None, **options):
         with trio.fail_after(60):
             await clients.all_closed()
             await clients.everything_is_given_back()
+        assert clients.server.budget.num_bytes == 0
 
 
 class _FirstToken(Observer):

@@ -13,7 +13,7 @@ from trioengine.serve.http import json_response
 from trioengine.serve.routes import Route
 
 
-def front_door(clients, path, handler, departures=None):
+def front_door(clients, path, handler, departures=None, max_connections=8):
     """A GET of `path` is answered by the handler, everything else as the server does it."""
     config, door = clients.server.config, clients.server.front_door
     return FrontDoor(
@@ -21,9 +21,10 @@ def front_door(clients, path, handler, departures=None):
         Access(config),
         door._check_upgrade,
         door._realtime,
+        budget=clients.server.budget,
         departures=Departures() if departures is None else departures,
         limits=config.limits,
-        max_connections=8,
+        max_connections=max_connections,
     )
 
 
@@ -42,11 +43,12 @@ async def asked(door, path, *pair, more=b""):
 class SlowDoor:
     """A front door whose `/slow` is answered when it may be."""
 
-    def __init__(self, clients):
+    def __init__(self, clients, **options):
         self.departures = Departures()
         self.may_answer = trio.Event()
         self.was_cancelled = False
-        self._door = front_door(clients, "/slow", self._answer, self.departures)
+        self._door = front_door(clients, "/slow", self._answer, self.departures, **options)
+        self.handle = self._door.handle
 
     async def _answer(self, request):
         try:

@@ -3,48 +3,53 @@
 import pytest
 import trio
 from clients import Clients, status_and_body
-from frames import HANDSHAKE, HEALTH, event, read_until
+from frames import HANDSHAKE, HEALTH, event, read_until, request
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine.serve.descriptors import RESERVE, affordable
-from trioengine.serve.front_door import MAX_REFUSALS
+from trioengine.serve.front_door import BEYOND_TIMEOUT, MAX_BEYOND
 from trioengine.serve.sockets import LINGER_TIMEOUT
 from trioengine.testing import simulated_engine
 
+VERSION = request("/version")
+
 
 async def test_more_connections_than_the_server_takes(autojump_clock):
-    """The one too many is told so, whatever it asks for; when another has gone, there is room."""
+    """The one too many is refused, but for a probe; when another has gone, there is room."""
     async with simulated_engine() as (engine, simulation), trio.open_nursery() as nursery:
         clients = Clients(engine, simulation, nursery, max_connections=2)
         async with clients.realtime() as client:
-            idle = clients.stream()
-            await idle.send_all(HEALTH)
-            assert (await idle.receive_some()).startswith(b"HTTP/1.1 200 ")
-            for asked in (HEALTH, HANDSHAKE, b""):
-                answer = await clients.http(asked)
-                status, body = status_and_body(answer)
-                assert (status, body["error"]["code"]) == (503, "too_many_connections")
-                assert b"retry-after: 1\r\n" in answer
-            await idle.aclose()
+            async with clients.realtime():
+                for asked in (VERSION, HANDSHAKE, b"", request("/nothing"), request("/v1/models", "PUT")):
+                    answer = await clients.http(asked, silence=BEYOND_TIMEOUT + 1)
+                    status, body = status_and_body(answer)
+                    assert (status, body["error"]["code"]) == (503, "too_many_connections")
+                    assert b"retry-after: 1\r\n" in answer
+                for probe in (HEALTH, request("/ready"), request("/is_sleeping")):
+                    answer = await clients.http(probe + HEALTH)
+                    assert status_and_body(answer[: answer.rindex(b"}") + 1])[0] == 200
+                    assert b"connection: close" in answer
+                    assert answer.count(b"HTTP/1.1 200 ") == 1
             assert (await client.ask("hello", temperature=0))["status"] == "completed"
-            assert status_and_body(await clients.http(HEALTH))[0] == 200
+            assert status_and_body(await clients.http(VERSION))[0] == 200
         clients.server.front_door.close_idle()
 
 
 async def test_more_connections_than_the_server_refuses(autojump_clock):
-    """Whoever is refused keeps a descriptor until it reads that: of these there is a limit, too."""
+    """Those beyond the limit are looked at, a few at a time; when they are refused, there is room for the next."""
     async with simulated_engine() as (engine, simulation), trio.open_nursery() as nursery:
         clients = Clients(engine, simulation, nursery, max_connections=1)
-        served = clients.stream()
-        await wait_all_tasks_blocked()
-        refused = [clients.stream() for _ in range(MAX_REFUSALS)]
-        await wait_all_tasks_blocked()
-        assert await clients.stream().receive_some() == b""
-        for stream in refused:
-            assert (await stream.receive_some()).startswith(b"HTTP/1.1 503 ")
-        await trio.sleep(LINGER_TIMEOUT + 1)  # simulated: what was refused is let go then
-        assert status_and_body(await clients.http(b""))[0] == 503
-        await served.aclose()
+        async with clients.realtime():
+            refused = [clients.stream() for _ in range(MAX_BEYOND)]
+            for stream in refused:
+                await stream.send_all(VERSION)
+            await wait_all_tasks_blocked()
+            assert await clients.stream().receive_some() == b""
+            for stream in refused:
+                assert (await stream.receive_some()).startswith(b"HTTP/1.1 503 ")
+            await trio.sleep(LINGER_TIMEOUT + 1)  # simulated: what was refused is let go then
+            assert status_and_body(await clients.http(VERSION))[0] == 503
+        clients.server.front_door.close_idle()
 
 
 async def test_a_bad_request_has_its_place_until_it_is_closed(autojump_clock):
@@ -53,7 +58,7 @@ async def test_a_bad_request_has_its_place_until_it_is_closed(autojump_clock):
         bad = clients.stream()
         await bad.send_all(b"nonsense\r\n\r\n")
         assert (await bad.receive_some()).startswith(b"HTTP/1.1 400 ")
-        assert status_and_body(await clients.http(b""))[0] == 503
+        assert status_and_body(await clients.http(VERSION))[0] == 503
         await bad.aclose()
         await wait_all_tasks_blocked()
         assert status_and_body(await clients.http(HEALTH))[0] == 200
@@ -66,12 +71,9 @@ async def test_no_more_connections_than_descriptors(autojump_clock, descriptors,
     async with simulated_engine() as (engine, simulation), trio.open_nursery() as nursery:
         clients = Clients(engine, simulation, nursery)
         assert f"at most 2 connections: the process may have {RESERVE + 2} descriptors" in caplog.text
-        idle = [clients.stream() for _ in range(2)]
-        await wait_all_tasks_blocked()
-        status, body = status_and_body(await clients.http(b""))
-        assert (status, "has 2 connections" in body["error"]["message"]) == (503, True)
-        for stream in idle:
-            await stream.aclose()
+        async with clients.realtime(), clients.realtime():
+            status, body = status_and_body(await clients.http(VERSION))
+            assert (status, body["error"]["message"]) == (503, "connection limit reached (2)")
     assert affordable(3) == 2
     assert affordable(2) == 2
     descriptors(RESERVE - 1)

@@ -144,11 +144,11 @@ LARGE = event(
 HUGE = event("conversation.item.retrieve", item_id="x" * ((1 << 20) - 60))
 FLOODS = [
     (event("conversation.item.retrieve", item_id="x" * 80) * 65, b"more than 64 unhandled events"),
-    (HUGE * 9, b"more than 8388608 characters of unhandled events"),
+    (HUGE * 9, b"more than 8388608 bytes of unhandled events"),
 ]
 
 
-@pytest.mark.parametrize(("flood", "reason"), FLOODS, ids=["events", "characters"])
+@pytest.mark.parametrize(("flood", "reason"), FLOODS, ids=["events", "bytes"])
 async def test_too_much_that_is_unhandled(autojump_clock, clients, flood, reason):
     """Nothing is read of what they cause, so they pile up: the connection is closed with 1008, as a client can see."""
     stream = clients.stream(*lockstep_stream_pair())

@@ -46,7 +46,7 @@ async def ask(engine, prompt=PROMPT, params=TEN, **options):
 NAMES = {
     "gauge": [
         *("num_requests_running", "num_requests_waiting", "num_requests_suspended", "num_sessions"),
-        *("kv_cache_usage_perc", "engine_sleep_state", "weight_version"),
+        *("kv_cache_usage_perc", "engine_sleep_state", "weight_version", "payload_bytes_inflight"),
     ],
     "counter": [
         *("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import trio
+from clients import held
 
 from trioengine.serve.realtime.outbox import AT_ONCE, PART, DeltaTemplate, Outbox
 
@@ -13,7 +14,7 @@ TEXTS = ["a", "", '"}\\', "\n\t\0", "ü😀", "\u2028", "</script>"]
 @pytest.mark.parametrize("text", TEXTS)
 async def test_an_event_that_was_rendered_once_is_like_any_other(text):
     """The text in it is quoted, and it has its number."""
-    outbox = Outbox(send_timeout=1)
+    outbox = Outbox(send_timeout=1, held=held())
     fields = {"response_id": "resp_1", "item_id": text, "output_index": 0}
     template = DeltaTemplate("response.output_text.delta", **fields)
     outbox.put_delta(template, text)
@@ -27,7 +28,7 @@ async def test_an_event_that_was_rendered_once_is_like_any_other(text):
 
 async def test_two_connections_have_no_event_id_in_common():
     events = []
-    for outbox in (Outbox(send_timeout=1), Outbox(send_timeout=1)):
+    for outbox in (Outbox(send_timeout=1, held=held()), Outbox(send_timeout=1, held=held())):
         outbox.put("session.created")
         events.append(json.loads(outbox._unsent[0].data)["event_id"])
     assert events[0] != events[1]
@@ -46,7 +47,7 @@ class Pipe:
 
 async def test_what_is_put_at_once_is_written_at_once(autojump_clock):
     """Small events together, up to so many characters; long ones in parts."""
-    outbox, pipe = Outbox(send_timeout=1), Pipe()
+    outbox, pipe = Outbox(send_timeout=1, held=held()), Pipe()
     sizes = [10, 20, PART, 30, AT_ONCE // 2, AT_ONCE // 2, 40]
     for size in sizes:
         outbox.put("event", text="x" * size)
@@ -72,7 +73,7 @@ class SlowPipe(Pipe):
 
 async def test_a_client_that_reads_slowly_is_not_held_up_for_long(autojump_clock):
     """It reads 2,000 characters a second of more than it can read, for minutes."""
-    outbox, pipe = Outbox(send_timeout=20), SlowPipe(rate=2000)
+    outbox, pipe = Outbox(send_timeout=20, held=held()), SlowPipe(rate=2000)
     template = DeltaTemplate("response.output_text.delta", response_id="resp_1")
     longest = 0.0
     with trio.move_on_after(300):

@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 import trio
-from clients import open_clients, read_all, receive_late
+from clients import held, open_clients, read_all, receive_late
 from frames import HANDSHAKE, MASK, event, frame, read_until
 from trio.testing import lockstep_stream_pair
 from wsproto.events import AcceptConnection
@@ -138,7 +138,7 @@ async def test_a_ping_while_the_server_says_goodbye(autojump_clock, clients, cap
 @pytest.mark.parametrize(("opcode", "payload"), [(TEXT, b""), (BINARY, b""), (TEXT, "€".encode()), (BINARY, b"x")])
 def test_fragments_cost_no_memory(opcode, payload):
     """A message may have any number of them; one of a few characters is an object of eighty bytes."""
-    protocol = WebSocketProtocol(1 << 20)
+    protocol = WebSocketProtocol(1 << 20, held())
     protocol.receive_data(HANDSHAKE)
     (request,) = protocol.events()
     protocol.send(AcceptConnection())

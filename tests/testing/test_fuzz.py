@@ -18,7 +18,7 @@ from trioengine.testing.mutants import MUTANTS
 RUNS = {  # seed and programs: those that reach what can be reached soonest
     "EngineMachine": (0, 400),
     "PowerMachine": (0, 450),
-    "RealtimeMachine": (0, 400),
+    "RealtimeMachine": (1, 400),
     "HttpMachine": (0, 300),
 }
 PROGRAMS_A_MUTANT = 3000
@@ -65,6 +65,7 @@ WHILE_A_RESPONSE_IS_ACTIVE = frozenset(
     f"{how} while a response is active"
     for how in ("close", "hang up", "reset", "stall", "vanish", "read again", "garbage", "half-close")
 )
+MORE_THAN_THERE_IS_ROOM_FOR = frozenset({"a connection makes room", "the buffers are full"})
 REACHED = {
     "PowerMachine": TABLE_STATES - OUT_OF_REACH,
     "EngineMachine": {
@@ -79,13 +80,14 @@ REACHED = {
         "prefix cache hits",
     },
     "RealtimeMachine": WHILE_A_RESPONSE_IS_ACTIVE
+    | MORE_THAN_THERE_IS_ROOM_FOR
     | {
         "a cancel crosses what the server sends",
         "a response beside the conversation is cancelled",
         "an answer is truncated",
         "an outbox is full",
     },
-    "HttpMachine": WHILE_A_RESPONSE_IS_ACTIVE | {"an operator aborts a request"},
+    "HttpMachine": WHILE_A_RESPONSE_IS_ACTIVE | MORE_THAN_THERE_IS_ROOM_FOR | {"an operator aborts a request"},
 }
 
 

@@ -12,6 +12,7 @@ from trioengine.core.config import MAX_SECONDS
 from trioengine.core.errors import InvalidConfig
 
 MAX_PORT = 65535
+MAX_BYTES = 1 << 50
 _INTEGERS = {
     "port": (0, MAX_PORT),
     "max_connections": (1, MAX_COUNT),
@@ -19,6 +20,9 @@ _INTEGERS = {
     "max_body_size": (0, MAX_COUNT),
     "max_header_size": (1 << 10, 64 << 10),  # WebSocket libraries want it in one piece
     "max_message_size": (1, MAX_COUNT),
+    "max_conversation_size": (1, MAX_COUNT),
+    "max_buffered_bytes": (1, MAX_BYTES),
+    "max_buffered_bytes_per_key": (1, MAX_BYTES),
 }
 _SECONDS = ("handshake_timeout", "body_timeout", "idle_timeout", "client_ping_interval", "send_timeout")
 
@@ -30,6 +34,7 @@ class ConnectionLimits:
     max_body_size: int
     max_header_size: int
     max_message_size: int
+    max_conversation_size: int
     handshake_timeout: float
     body_timeout: float
     idle_timeout: float
@@ -53,11 +58,14 @@ class ServeConfig:
     weights_dir: str | None = None  # where the checkpoints lie that /update_weights may name
     insecure: bool = False  # serve other machines, too, whoever they are
     shutdown_timeout: float = 30.0  # that requests have after the first SIGTERM or SIGINT
-    max_connections: int = 4096  # at a time; more are answered with 503
+    max_connections: int = 4096  # at a time; one that waits makes room for more, or they are answered with 503
     max_sessions_per_key: int = 64  # WebSockets and requests of a key at a time; more are answered with 429
     max_body_size: int = 4 << 20  # bytes
     max_header_size: int = 32 << 10  # bytes of a request's head
     max_message_size: int = 1 << 20  # characters of a WebSocket message
+    max_conversation_size: int = 8 << 20  # bytes in memory of the items of a WebSocket's conversation
+    max_buffered_bytes: int = 1 << 30  # of bodies and of WebSocket connections; more are answered with 503
+    max_buffered_bytes_per_key: int = 256 << 20  # the same of one key; more are answered with 429
     handshake_timeout: float = 10.0  # for a request's head
     body_timeout: float = 60.0
     idle_timeout: float = 300.0  # between two requests
@@ -76,7 +84,7 @@ class ServeConfig:
         for field in ("api_key", "admin_key"):
             self._validate_strings(field, is_key, "must be keys of visible ASCII characters; they are not shown here")
         rule = f"must be origins such as https://example.com, got {brief(self.allowed_origin)}"
-        self._validate_strings("allowed_origin", is_origin, rule)
+        self._validate_strings("allowed_origin", _is_origin, rule)
         for field, bounds in _INTEGERS.items():
             self._validate(field, integer, *bounds)
         for field in _SECONDS:
@@ -109,10 +117,9 @@ class ServeConfig:
         object.__setattr__(self, name, tuple(values))
 
 
-def is_origin(value: object) -> bool:
+def _is_origin(value: object) -> bool:
     """Scheme and authority in lower case, as browsers send them: it is compared as a whole."""
     if not isinstance(value, str) or not value.isascii() or value != value.lower():
         return False
     scheme, separator, authority = value.partition("://")
-    is_plain = value.isprintable() and not set(authority) & set("/?#@ ")
-    return bool(scheme and separator and authority) and is_plain
+    return bool(scheme and separator and authority) and not set(authority) & set("/?#@ ")

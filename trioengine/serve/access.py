@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from trioengine.core.serve_config import ServeConfig
 from trioengine.serve.cache_salt import NO_SALT, CacheSalts
@@ -14,6 +14,13 @@ from trioengine.serve.keys import Keys, presented
 from trioengine.serve.origins import Origins
 from trioengine.serve.problem import INVALID_REQUEST, RATE_LIMIT, Problem
 from trioengine.serve.routes import Role
+
+
+class Caller(NamedTuple):
+    """The digest of the key that a request counts for, if any, and the salt of that key in the prefix cache."""
+
+    key: bytes | None
+    cache_salt: bytes
 
 
 class Access:
@@ -28,14 +35,14 @@ class Access:
         self._sessions: dict[bytes, int] = {}  # by the key's digest; none of them is 0
 
     @contextmanager
-    def admit(self, request: Request, role: Role) -> Iterator[bytes]:
-        """Within, the request is served, with the cache salt of its key. Raises BadRequest when it may not be."""
+    def admit(self, request: Request, role: Role) -> Iterator[Caller]:
+        """Within, the request is served. Raises BadRequest when it may not be."""
         refusal = self.origins.refusal(request.headers)
         if refusal is not None:
             _refuse(*refusal)
         key = self._check_key(request, role) if self._users else None
         with nullcontext() if key is None else self._session(key):
-            yield NO_SALT if key is None else self._salts.of(key)
+            yield Caller(key, NO_SALT if key is None else self._salts.of(key))
 
     def _check_key(self, request: Request, role: Role) -> bytes | None:
         """The key that the request counts for. An operator is never told that there are too many."""

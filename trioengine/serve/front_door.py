@@ -7,6 +7,8 @@ import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar, cast
 
 import trio
@@ -16,6 +18,7 @@ from wsproto.utilities import ProtocolError
 from trioengine.core.serve_config import ConnectionLimits
 from trioengine.serve.access import Access
 from trioengine.serve.access_log import logged, logged_if_unreadable
+from trioengine.serve.byte_budget import ByteBudget, Held
 from trioengine.serve.departures import Departures
 from trioengine.serve.http import (
     BadRequest,
@@ -27,35 +30,32 @@ from trioengine.serve.http import (
     problem_response,
 )
 from trioengine.serve.log_fields import CLIENT, REQUEST_ID, SESSION, about
+from trioengine.serve.places import Displaced, Place, Places, network_of
 from trioengine.serve.problem import INVALID_REQUEST, SERVER_ERROR, ClientError, Problem
 from trioengine.serve.routes import REALTIME, Role, Routes, find, route_of, upgrade_required
-from trioengine.serve.sockets import guard, linger, peer
+from trioengine.serve.sockets import guard, host_of, linger, peer
 from trioengine.serve.streaming import Disconnected, StreamingResponse
 from trioengine.serve.websocket import AcceptedWebSocket
 
 logger = logging.getLogger("trioengine")
 E = TypeVar("E", bound=BaseException)
-MAX_REFUSALS = 16  # connections that are told that they are too many, at a time; others are closed without a word
+MAX_BEYOND = 16  # connections beyond the limit whose requests are looked at, at a time
+BEYOND_TIMEOUT = 2.0  # seconds for the head of such a request
+PROBES = ("/health", "/ready")  # answered also beyond the limit, as operators are
 MAX_UNREAD = 64 << 10  # bytes of a body that no handler looks at: it may come from whoever has no key
 SUBPROTOCOL = "realtime"
 
 CheckUpgrade = Callable[[Request], None]  # raises ClientError
-WebSocketHandler = Callable[[AcceptedWebSocket, bytes], Awaitable[None]]  # and the cache salt of its key
+WebSocketHandler = Callable[[AcceptedWebSocket, Held, bytes], Awaitable[None]]  # and the cache salt of its key
 
 
-class _Places:
-    """So many connections at a time, each from its acceptance until it is closed."""
+@dataclass(frozen=True, slots=True)
+class _Guest:
+    """An accepted connection, and the place that it has."""
 
-    def __init__(self, count: int) -> None:
-        self.left = count
-
-    @contextmanager
-    def take(self) -> Iterator[None]:
-        self.left -= 1
-        try:
-            yield
-        finally:
-            self.left += 1
+    stream: trio.abc.Stream
+    http: HttpConnection
+    place: Place
 
 
 class FrontDoor:
@@ -70,6 +70,7 @@ class FrontDoor:
         *,
         limits: ConnectionLimits,
         departures: Departures,
+        budget: ByteBudget,
         max_connections: int,
     ) -> None:
         self._routes = routes
@@ -78,9 +79,9 @@ class FrontDoor:
         self._realtime = realtime
         self._limits = limits
         self._departures = departures
-        self._max_connections = max_connections
-        self._places = _Places(max_connections)
-        self._refusals = _Places(MAX_REFUSALS)
+        self._budget = budget
+        self._places = Places(max_connections)
+        self._beyond = Places(MAX_BEYOND)
         self._idle: set[trio.CancelScope] = set()
         self._closing = False
 
@@ -92,21 +93,22 @@ class FrontDoor:
 
     async def handle(self, stream: trio.abc.Stream) -> None:
         """Serve one connection to its end. Nothing but cancellation comes out; the stream is closed in any case."""
-        if self._places.left:
-            await self._handle(stream, self._places, self._serve)
-        elif self._refusals.left:
-            await self._handle(stream, self._refusals, self._turn_away)
-        else:
-            await trio.aclose_forcefully(stream)
+        address = network_of(host_of(stream))
+        for places, serve in ((self._places, self._serve_requests), (self._beyond, self._serve_beyond)):
+            with places.take(address) as place:
+                if place is not None:
+                    await self._handle(stream, partial(self._serve, place, serve))
+                    return
+        await trio.aclose_forcefully(stream)
 
-    async def _handle(
-        self, stream: trio.abc.Stream, places: _Places, serve: Callable[[trio.abc.Stream], Awaitable[None]]
-    ) -> None:
+    async def _handle(self, stream: trio.abc.Stream, serve: Callable[[trio.abc.Stream], Awaitable[None]]) -> None:
         guard(stream)
-        with places.take(), about(CLIENT, peer(stream)), about(REQUEST_ID, None), about(SESSION, None):
+        with about(CLIENT, peer(stream)), about(REQUEST_ID, None), about(SESSION, None):
             async with stream:
                 try:
                     await serve(stream)
+                except* Displaced:
+                    logger.debug("a connection made room for another")
                 except* (Disconnected, ConnectionClosed, trio.BrokenResourceError, trio.ClosedResourceError) as group:
                     logger.info("a client went away: %s", _first(group))
                 except* (trio.TooSlowError, ProtocolError) as group:
@@ -116,46 +118,71 @@ class FrontDoor:
                 except* Exception as group:
                     logger.error("a connection crashed and was closed", exc_info=group)
 
-    async def _serve(self, stream: trio.abc.Stream) -> None:
-        connection = HttpConnection(stream, self._limits)
+    async def _serve(self, place: Place, serve: Callable[[_Guest], Awaitable[None]], stream: trio.abc.Stream) -> None:
+        guest = _Guest(stream, HttpConnection(stream, self._limits), place)
         try:
-            await self._serve_requests(connection, stream)
+            await serve(guest)
         except* BadRequest as group:
-            await connection.refuse(_first(group).response)
+            await guest.http.refuse(_first(group).response)
             await linger(stream)
 
-    async def _turn_away(self, stream: trio.abc.Stream) -> None:
-        message = f"the server has {self._max_connections} connections, and takes no more"
-        problem = Problem(SERVER_ERROR, "too_many_connections", message, retry_after=1.0)
-        await HttpConnection(stream, self._limits).refuse(problem_response(503, problem))
-        await linger(stream)
-
-    async def _serve_requests(self, connection: HttpConnection, stream: trio.abc.Stream) -> None:
-        while (request := await self._next_request(connection)) is not None:
-            with logged(connection, request):
-                connection.common_headers += self._access.origins.headers(request)
-                if not await self._serve_request(connection, stream, request):
+    async def _serve_requests(self, guest: _Guest) -> None:
+        while (request := await self._next_request(guest)) is not None:
+            with self._answered_by_headers(guest, request):
+                if not await self._serve_request(guest, request):
                     break
 
-    async def _serve_request(self, connection: HttpConnection, stream: trio.abc.Stream, request: Request) -> bool:
+    async def _serve_beyond(self, guest: _Guest) -> None:
+        """Serve one request of a connection beyond the limit: a probe or an operator's. Others are refused with 503."""
+        with trio.move_on_after(BEYOND_TIMEOUT) as scope:
+            request = await self._next_request(guest)
+        if scope.cancelled_caught:
+            raise self._no_place()
+        if request is None:
+            return
+        with self._answered_by_headers(guest, request, (b"connection", b"close")):
+            route = route_of(self._routes, request.path)
+            if route is None or not (request.path in PROBES or route.role is Role.OPERATOR):
+                raise self._no_place()
+            await self._serve_request(guest, request)
+
+    @contextmanager
+    def _answered_by_headers(self, guest: _Guest, request: Request, *more: tuple[bytes, bytes]) -> Iterator[None]:
+        """Within, the request is served and logged; its response has these headers, and those for its origin."""
+        with logged(guest.http, request):
+            guest.http.common_headers += (*self._access.origins.headers(request), *more)
+            yield
+
+    def _no_place(self) -> BadRequest:
+        message = f"connection limit reached ({self._places.count})"
+        return BadRequest(problem_response(503, Problem(SERVER_ERROR, "too_many_connections", message, retry_after=1)))
+
+    async def _serve_request(self, guest: _Guest, request: Request) -> bool:
         """True if another request may follow. Raises BadRequest."""
         route = route_of(self._routes, request.path)
         preflight = self._access.origins.preflight(request, () if route is None else route.handlers)
         role = Role.USER if route is None else route.role
-        with self._access.admit(request, Role.ANYONE if preflight else role) as cache_salt:
-            request = dataclasses.replace(request, cache_salt=cache_salt)
+        with (
+            self._access.admit(request, Role.ANYONE if preflight else role) as caller,
+            self._budget.holding(caller.key) as held,
+        ):
+            request = dataclasses.replace(request, cache_salt=caller.cache_salt)
             if not (request.wants_websocket and request.path == REALTIME):
-                return await self._exchange(connection, request, preflight or find(self._routes, request))
-            websocket = AcceptedWebSocket(stream, self._limits.max_message_size)
-            refusal = _bad_handshake(request, connection.seen, websocket) or self._bad_upgrade(request)
+                return await self._exchange(guest, request, preflight or find(self._routes, request), held)
+            websocket = AcceptedWebSocket(guest.stream, self._limits.max_message_size, held)
+            refusal = _bad_handshake(request, guest.http.seen, websocket) or self._bad_upgrade(request)
             if refusal is not None:
                 raise BadRequest(refusal)
-            await self._become_websocket(connection, websocket, cache_salt)
-            await linger(stream)
+            await self._become_websocket(guest.http, websocket, held, caller.cache_salt)
+            await linger(guest.stream)
             return False
 
-    async def _next_request(self, connection: HttpConnection) -> Request | None:
-        """The head of the next request; None to close."""
+    async def _next_request(self, guest: _Guest) -> Request | None:
+        """The head of the next request; None to close. Raises Displaced when the place is needed."""
+        with guest.place.waiting():
+            return await self._read_head(guest.http)
+
+    async def _read_head(self, connection: HttpConnection) -> Request | None:
         idle = trio.move_on_after(self._limits.handshake_timeout if connection.is_new else self._limits.idle_timeout)
         self._idle.add(idle)
         try:
@@ -177,7 +204,7 @@ class FrontDoor:
             return error_response(exc)
         return None
 
-    async def _exchange(self, connection: HttpConnection, request: Request, found: Handler | Response) -> bool:
+    async def _exchange(self, guest: _Guest, request: Request, found: Handler | Response, held: Held) -> bool:
         async def handler(request: Request) -> Response | StreamingResponse:
             return found if isinstance(found, Response) else await found(request)
 
@@ -185,17 +212,17 @@ class FrontDoor:
         if isinstance(found, Response) or request.method != "POST":
             max_size = min(max_size, MAX_UNREAD)
         with self._departures.counted():
-            return await connection.exchange(await self._with_body(connection, request, max_size), handler)
+            return await guest.http.exchange(await self._with_body(guest, request, max_size, held), handler)
 
-    async def _with_body(self, connection: HttpConnection, request: Request, max_size: int) -> Request:
+    async def _with_body(self, guest: _Guest, request: Request, max_size: int, held: Held) -> Request:
         """Not kept by the caller: it is the handler's to let go."""
-        with trio.move_on_after(self._limits.body_timeout):
-            return dataclasses.replace(request, body=await connection.read_body(max_size))
+        with guest.place.waiting(), trio.move_on_after(self._limits.body_timeout):
+            return dataclasses.replace(request, body=await guest.http.read_body(max_size, held))
         message = f"the body did not come within {self._limits.body_timeout:g} s"
         raise BadRequest(problem_response(408, Problem(INVALID_REQUEST, "request_timeout", message)))
 
     async def _become_websocket(
-        self, connection: HttpConnection, websocket: AcceptedWebSocket, cache_salt: bytes
+        self, connection: HttpConnection, websocket: AcceptedWebSocket, held: Held, cache_salt: bytes
     ) -> None:
         async with trio.open_nursery() as nursery:
             with trio.fail_after(self._limits.handshake_timeout):
@@ -204,7 +231,7 @@ class FrontDoor:
                 headers = list(connection.common_headers)
                 await proposal.accept(subprotocol=subprotocol, extra_headers=headers)
                 connection.status = 101
-            await self._realtime(websocket, cache_salt)
+            await self._realtime(websocket, held, cache_salt)
             nursery.cancel_scope.cancel()
 
 

@@ -16,7 +16,16 @@ import trio
 
 from trioengine.core.errors import EngineError
 from trioengine.core.serve_config import ConnectionLimits
-from trioengine.serve.problem import INVALID_REQUEST, ClientError, Problem, RequestAborted, problem_of, status_of
+from trioengine.serve.byte_budget import Held
+from trioengine.serve.problem import (
+    INVALID_REQUEST,
+    ClientError,
+    OverBudget,
+    Problem,
+    RequestAborted,
+    problem_of,
+    status_of,
+)
 from trioengine.serve.request_head import BadHead, check_headers, check_lines, fault_of, split_target
 from trioengine.serve.sockets import CHUNK, Sender
 from trioengine.serve.streaming import Body, Disconnected, Frame, StreamingResponse
@@ -170,17 +179,21 @@ class HttpConnection:
             raise _bad(400, "bad_request", "the length of the body is given in two ways, or in one unknown to HTTP/1.0")
         return request
 
-    async def read_body(self, max_size: int) -> bytes:
-        """The rest of the request. Raises BadRequest for more than so many bytes, or too much framing."""
+    async def read_body(self, max_size: int, held: Held) -> bytes:
+        """The rest of the request. Raises BadRequest for more than so many bytes, or than `held` takes."""
         if self._h11.they_are_waiting_for_100_continue:
             await self._send(self._h11.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
         body = bytearray()
         self._latest = self._h11.trailing_data[0]
         self._num_received = len(self._latest)
         while isinstance(event := await self._next_event(0), h11.Data):
-            body += event.data
-            if len(body) > max_size:
+            if len(body) + len(event.data) > max_size:
                 raise _bad(413, "body_too_large", f"the body is larger than {max_size} bytes")
+            try:
+                held.take(len(event.data))
+            except OverBudget as exc:
+                raise BadRequest(error_response(exc)) from None
+            body += event.data
             if event.chunk_end:  # thousands of them may have come at once
                 self._check_framing(len(body))
                 await trio.lowlevel.checkpoint()
@@ -199,6 +212,7 @@ class HttpConnection:
         end = len(self._latest) - len(self._h11.trailing_data[0])
         if self._is_chunked and not self._latest[:end].endswith(END_OF_CHUNKS):
             raise _bad(400, "bad_request", "the body ends with a bare line feed")
+        self._latest = b""
 
     async def _next_event(self, keep: int) -> Any:
         """h11's next event; up to about `keep` bytes of it are added to `seen`."""

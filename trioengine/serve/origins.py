@@ -11,14 +11,14 @@ import logging
 from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
-from trioengine.core.serve_config import ServeConfig, is_origin
+from trioengine.core.serve_config import ServeConfig
 from trioengine.serve.http import Request, Response
-from trioengine.serve.request_head import name_of_host, name_of_origin
+from trioengine.serve.request_head import is_plain_origin, name_of_host, name_of_origin
 
 Headers: TypeAlias = Iterable[tuple[bytes, bytes]]
 logger = logging.getLogger("trioengine")
 OPAQUE = b"null"  # the origin of a page that has none, as a file or a sandboxed frame
-_SHOWN = 80  # bytes
+_SHOWN = 100  # bytes
 PREFLIGHT_AGE = b"600"  # seconds that a browser need not ask again
 
 
@@ -103,9 +103,9 @@ class Origins:
 
 
 def _log_refused(origin: bytes) -> None:
-    """Warn, with the flag that would allow the origin where one can."""
-    flag = origin.decode("latin-1").lower()
-    if is_origin(flag):
+    """Warn, with the flag that would allow the origin if there is one; it is safe to be pasted into a shell."""
+    if len(origin) <= _SHOWN and is_plain_origin(origin):
+        flag = origin.decode().lower()
         logger.warning("a page was refused for its Origin; --allowed-origin %s would allow it", flag)
     else:
         logger.warning("a page was refused for its Origin %r; no --allowed-origin can name it", origin[:_SHOWN])

@@ -63,6 +63,15 @@ class ClientError(Exception):
         self.problem = Problem(INVALID_REQUEST, code, message, param)
 
 
+class OverBudget(ClientError):
+    """There is no room for more bytes of a client; `status` is that of its response."""
+
+    def __init__(self, status: int, problem: Problem) -> None:
+        super().__init__(problem.code, problem.message)
+        self.status = status
+        self.problem = problem
+
+
 class RequestAborted(Exception):
     """A request ended before its answer did, and not because its client went away; `cause` says why."""
 
@@ -103,6 +112,8 @@ def problem_of(error: Exception) -> Problem:
 def status_of(error: Exception) -> int:
     """The HTTP status of an error."""
     match error:
+        case OverBudget():
+            return error.status
         case ClientError():
             return _STATUS.get(error.problem.code, 400)
         case RequestRejected():

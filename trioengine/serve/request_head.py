@@ -13,6 +13,7 @@ _VERSIONS = (b"1.0", b"1.1")
 _AUTHORITY = rb"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%-]*)(?::[0-9]{0,5})?"  # no user info
 _HOST = re.compile(_AUTHORITY)
 _ORIGIN = re.compile(rb"https?://(?=[^:])" + _AUTHORITY)
+_PLAIN_ORIGIN = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://(?=[^:])" + _AUTHORITY)
 _ABSOLUTE = re.compile(rb"https?://([^/?]*)(.*)", re.IGNORECASE)
 _FAULTS = {  # of h11's messages, those that quote nothing of the client's, and in our words
     "Found multiple Host: headers": "the request has more than one Host header",
@@ -82,6 +83,11 @@ def name_of_host(host: bytes) -> str:
 def name_of_origin(origin: bytes) -> str:
     """The same of an http or https Origin; empty if it is another one."""
     return _name(_ORIGIN.fullmatch(origin))
+
+
+def is_plain_origin(origin: bytes) -> bool:
+    """Whether it is a scheme, a name or address, and maybe a port."""
+    return _PLAIN_ORIGIN.fullmatch(origin) is not None
 
 
 def _name(match: re.Match[bytes] | None) -> str:

@@ -21,6 +21,7 @@ from trioengine.core.lifecycle import PowerEvent
 from trioengine.core.outcome import Cause
 from trioengine.core.serve_config import ServeConfig
 from trioengine.serve.access import Access
+from trioengine.serve.byte_budget import ByteBudget, Held
 from trioengine.serve.departures import Departures
 from trioengine.serve.descriptors import affordable
 from trioengine.serve.front_door import FrontDoor
@@ -54,13 +55,15 @@ class Server:
         self.addresses: tuple[str, ...] = ()  # host:port of each
         self.in_flight = InFlight()
         self._departures = Departures()
-        self.metrics = Metrics(engine, self._departures)
+        self.budget = ByteBudget(config.max_buffered_bytes, config.max_buffered_bytes_per_key)
+        self.metrics = Metrics(engine, self._departures, self.budget)
         self.front_door = FrontDoor(
             self._routes(),
             Access(config),
             self._check_upgrade,
             self._realtime,
             departures=self._departures,
+            budget=self.budget,
             limits=config.limits,
             max_connections=affordable(config.max_connections),
         )
@@ -121,13 +124,14 @@ class Server:
             "/detokenize": post(tokenization.detokenize),
         }
 
-    async def _realtime(self, websocket: AcceptedWebSocket, cache_salt: bytes) -> None:
+    async def _realtime(self, websocket: AcceptedWebSocket, held: Held, cache_salt: bytes) -> None:
         connection = RealtimeConnection(
             Answering(self.engine, self.in_flight, cache_salt),
             websocket,
             self.model_name,
             self._closing,
             departures=self._departures,
+            held=held,
             limits=self.config.limits,
         )
         await connection.run()

@@ -39,6 +39,12 @@ def peer(stream: trio.abc.Stream) -> str | None:
     return address(*name[:2]) if isinstance(name, tuple) else None  # a socket of another kind
 
 
+def host_of(stream: trio.abc.Stream) -> str | None:
+    """The other end's address without its port, where it has one."""
+    name = peer(stream)
+    return None if name is None else name.rpartition(":")[0].strip("[]")
+
+
 def address(host: str, port: int) -> str:
     """As in a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

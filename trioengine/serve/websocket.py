@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import trio
 from trio_websocket import ConnectionClosed, WebSocketConnection, WebSocketRequest
-from wsproto.events import TextMessage
+from wsproto.events import BytesMessage, TextMessage
 
-from trioengine.serve.websocket_protocol import TextMessages, WebSocketProtocol
+from trioengine.serve.byte_budget import Held
+from trioengine.serve.websocket_protocol import RefusedText, TextMessages, WebSocketProtocol
 
 READ_SIZE = 8 << 10  # bytes; what is read at once is handled at once, and may be a thousand frames
 
@@ -16,8 +18,8 @@ READ_SIZE = 8 << 10  # bytes; what is read at once is handled at once, and may b
 class AcceptedWebSocket(WebSocketConnection):
     """The server's end. It never closes its stream: whoever owns that does, when the last words were read."""
 
-    def __init__(self, stream: trio.abc.Stream, max_message_size: int) -> None:
-        self._protocol = WebSocketProtocol(max_message_size)
+    def __init__(self, stream: trio.abc.Stream, max_message_size: int, held: Held) -> None:
+        self._protocol = WebSocketProtocol(max_message_size, held)
         super().__init__(
             stream,
             self._protocol,
@@ -34,6 +36,20 @@ class AcceptedWebSocket(WebSocketConnection):
         """The proposal in the handshake that was received; what follows it is read in this nursery."""
         nursery.start_soon(self._reader_task)
         return await self._get_request()
+
+    async def get_message(self) -> str | bytes:
+        """The next message. Raises OverBudget in place of one that was not kept, and ConnectionClosed."""
+        message = await super().get_message()
+        if isinstance(message, RefusedText):
+            raise message.refusal
+        return message
+
+    async def _handle_message_event(self, event: TextMessage | BytesMessage) -> None:
+        if isinstance(event.data, RefusedText):
+            with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                await self._send_channel.send(event.data)
+        else:
+            await super()._handle_message_event(event)
 
     async def send(self, messages: Sequence[TextMessage]) -> None:
         """Write these, or parts of one, at once; between parts only pings and pongs may go. Raises ConnectionClosed."""

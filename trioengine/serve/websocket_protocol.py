@@ -5,10 +5,14 @@ from __future__ import annotations
 import io
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from wsproto import ConnectionType, WSConnection
 from wsproto.connection import ConnectionState
 from wsproto.events import BytesMessage, CloseConnection, Event, Pong, TextMessage
+
+from trioengine.serve.byte_budget import Held
+from trioengine.serve.problem import OverBudget
 
 _NOT_UTF8 = 1007
 _OFFENCES = {_NOT_UTF8: "a text message is not UTF-8"}  # by the code of the close
@@ -22,15 +26,29 @@ class TextMessages(Event):
     messages: Sequence[TextMessage]
 
 
+class RefusedText(str):
+    """In place of a message that was not kept, as there was no room for its bytes."""
+
+    refusal: OverBudget
+
+    def __new__(cls, refusal: OverBudget) -> Self:
+        text = super().__new__(cls)
+        text.refusal = refusal
+        return text
+
+
 class WebSocketProtocol(WSConnection):
     """What trio-websocket reads and writes, in place of wsproto's own.
 
     Messages come whole, or as far as they are longer than `max_message_size`, so that it matters little in how many
-    fragments they are sent. Who breaks the rules is told so by a close, and what may no more be said is left unsaid.
+    fragments they are sent. The bytes of one that is on its way are taken of `held`; where there is no room for them, a
+    RefusedText comes in its place. A client that breaks the rules gets a close, after which nothing is sent.
     """
 
-    def __init__(self, max_message_size: int) -> None:
+    def __init__(self, max_message_size: int, held: Held) -> None:
         super().__init__(ConnectionType.SERVER)
+        self._held = held
+        self._refusal: OverBudget | None = None  # of the message that is on its way
         self._max_message_size = max_message_size  # characters, or bytes
         self._parts = io.BytesIO()  # of the message that is on its way; of a text as UTF-8
         self._size = 0  # of these, in characters or bytes
@@ -68,8 +86,31 @@ class WebSocketProtocol(WSConnection):
             self._size = 0
             yield event
             return
-        self._parts.write(event.data.encode() if isinstance(event, TextMessage) else event.data)
-        if event.message_finished or self._size > self._max_message_size:
-            whole = self._parts.getvalue()
-            self._parts, self._size = io.BytesIO(), 0
-            yield TextMessage(data=whole.decode()) if isinstance(event, TextMessage) else BytesMessage(data=whole)
+        self._add(event.data.encode() if isinstance(event, TextMessage) else event.data)
+        is_too_large = self._size > self._max_message_size and self._refusal is None
+        if event.message_finished or is_too_large:
+            whole, refusal = self._parts.getvalue(), self._refusal
+            self._drop_parts()
+            self._size, self._refusal = 0, None
+            if refusal is not None:
+                yield TextMessage(data=RefusedText(refusal))
+            elif isinstance(event, TextMessage):
+                yield TextMessage(data=whole.decode())
+            else:
+                yield BytesMessage(data=whole)
+
+    def _add(self, part: bytes | bytearray) -> None:
+        """Keep a part of the message, or none of it if there is no room for all."""
+        if self._refusal is not None:
+            return
+        try:
+            self._held.take(len(part))
+        except OverBudget as exc:
+            self._refusal = exc
+            self._drop_parts()
+        else:
+            self._parts.write(part)
+
+    def _drop_parts(self) -> None:
+        self._held.give_back(self._parts.tell())
+        self._parts = io.BytesIO()

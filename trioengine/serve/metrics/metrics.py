@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from trioengine.actors.engine import Engine
 from trioengine.actors.statistics import Statistics
+from trioengine.serve.byte_budget import ByteBudget
 from trioengine.serve.departures import Departures
 from trioengine.serve.metrics.histograms import HISTOGRAMS, Histograms
 
@@ -80,10 +81,11 @@ COUNTERS_BY: Mapping[str, CountBy] = {
 class Metrics(Collector):
     """Watches an engine from now on; `render` is what a scrape gets. It waits for nobody, also not for a worker."""
 
-    def __init__(self, engine: Engine, departures: Departures) -> None:
+    def __init__(self, engine: Engine, departures: Departures, budget: ByteBudget) -> None:
         self.histograms = Histograms()
         self._engine = engine
         self._departures = departures
+        self._budget = budget
         self._registry = CollectorRegistry()
         self._registry.register(self)
         engine.observers.append(self.histograms)
@@ -99,6 +101,8 @@ class Metrics(Collector):
         statistics = self._engine.statistics()
         for name, count in GAUGES.items():
             yield GaugeMetricFamily(PREFIX + name, count.help, count.read(statistics))
+        help_ = "Bytes of bodies and of WebSocket connections that the server holds"
+        yield GaugeMetricFamily(PREFIX + "payload_bytes_inflight", help_, self._budget.num_bytes)
         yield from self._of_power()
         for name, count in COUNTERS.items():
             yield CounterMetricFamily(PREFIX + name, count.help, count.read(statistics))

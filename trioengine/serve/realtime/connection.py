@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from typing import TypeAlias
 
 import trio
 from trio_websocket import ConnectionClosed
 
 from trioengine.core.serve_config import ConnectionLimits
+from trioengine.serve.byte_budget import Held, size_of
 from trioengine.serve.departures import Departures
 from trioengine.serve.log_fields import SESSION
-from trioengine.serve.problem import ClientError, problem_of
+from trioengine.serve.problem import ClientError, OverBudget, problem_of
 from trioengine.serve.realtime.answering import Answering
 from trioengine.serve.realtime.beside import Beside
 from trioengine.serve.realtime.client_events import (
@@ -28,8 +30,8 @@ from trioengine.serve.realtime.client_events import (
     parse,
 )
 from trioengine.serve.realtime.engine_states import tell_states
-from trioengine.serve.realtime.items import Items, chat_messages
-from trioengine.serve.realtime.outbox import Outbox, new_id
+from trioengine.serve.realtime.items import Items, chat_messages, size_of_messages
+from trioengine.serve.realtime.outbox import EVENT_FACTOR, Outbox, new_id
 from trioengine.serve.realtime.responder import Responder
 from trioengine.serve.realtime.response import Order, Response
 from trioengine.serve.realtime.settings import Settings
@@ -38,8 +40,10 @@ from trioengine.serve.websocket import AcceptedWebSocket
 
 logger = logging.getLogger("trioengine")
 MAX_UNHANDLED = 64  # events
-MAX_UNHANDLED_SIZE = 8 << 20  # characters of these
+MAX_UNHANDLED_SIZE = 8 << 20  # bytes in memory of these
+ALWAYS_TAKEN = 1 << 10  # bytes of a message that is handled also where there is no room: it may ask for an end
 CLOSE_TIMEOUT = 5.0
+Message: TypeAlias = str | bytes | OverBudget  # the error stands for a message that was not kept
 GOING_AWAY, POLICY_VIOLATION = 1001, 1008
 
 
@@ -58,6 +62,7 @@ class RealtimeConnection:
         *,
         limits: ConnectionLimits,
         departures: Departures,
+        held: Held,
     ) -> None:
         self.id = new_id("sess")
         self._conversation_id = new_id("conv")
@@ -68,13 +73,14 @@ class RealtimeConnection:
         self._departures = departures
         self._has_gone = False  # the client
         self._settings = Settings()
-        self._items = Items()
+        self._held = held
+        self._items = Items(limits.max_conversation_size, held)
         self._ping_interval = limits.client_ping_interval
-        self._max_unhandled_size = max(MAX_UNHANDLED_SIZE, limits.max_message_size)  # at least one message
-        self._outbox = Outbox(limits.send_timeout)
+        self._max_unhandled_size = max(MAX_UNHANDLED_SIZE, 4 * limits.max_message_size)  # at least one message
+        self._outbox = Outbox(limits.send_timeout, held)
         self._responder = Responder(answering, self.id)
         self._beside = Beside(answering, self.id)
-        self._unhandled_size = 0  # characters
+        self._unhandled_size = 0  # bytes in memory
         self._close_code, self._close_reason = 1000, ""
 
     async def run(self) -> None:
@@ -86,7 +92,7 @@ class RealtimeConnection:
             sending.start_soon(self._ping)
             async with trio.open_nursery() as work:
                 self._beside.run_in(work)
-                send_channel, inbox = trio.open_memory_channel[str | bytes](MAX_UNHANDLED)
+                send_channel, inbox = trio.open_memory_channel[Message](MAX_UNHANDLED)
                 work.start_soon(self._receive, send_channel, work.cancel_scope)
                 work.start_soon(self._handle, inbox, work.cancel_scope)
                 work.start_soon(self._responder.run)
@@ -97,20 +103,31 @@ class RealtimeConnection:
                 await self._websocket.aclose(self._close_code, self._close_reason)
             sending.cancel_scope.cancel()
 
-    async def _receive(self, inbox: trio.MemorySendChannel[str | bytes], work: trio.CancelScope) -> None:
+    async def _receive(self, inbox: trio.MemorySendChannel[Message], work: trio.CancelScope) -> None:
         """Read always, also while nobody handles: only so is it noticed that the client has gone."""
         try:
             while self._unhandled_size <= self._max_unhandled_size:
-                message = await self._websocket.get_message()
-                self._unhandled_size += len(message)
-                inbox.send_nowait(message)
-            self._refuse_more(f"more than {self._max_unhandled_size} characters of unhandled events")
+                inbox.send_nowait(await self._next_message())
+            self._refuse_more(f"more than {self._max_unhandled_size} bytes of unhandled events")
         except trio.WouldBlock:
             self._refuse_more(f"more than {MAX_UNHANDLED} unhandled events")
         except ConnectionClosed:
             logger.info("%s: the client has gone", self.id)
             self._note_departure()
         work.cancel()
+
+    async def _next_message(self) -> Message:
+        """The next message, whose bytes are taken until it is handled, or an error in its place."""
+        try:
+            message = await self._websocket.get_message()
+            size = size_of(message)
+            if size > ALWAYS_TAKEN:
+                self._held.check_room(size)
+        except OverBudget as exc:
+            return exc
+        self._held.charge(size)
+        self._unhandled_size += size
+        return message
 
     async def _send(self) -> None:
         try:
@@ -161,23 +178,32 @@ class RealtimeConnection:
 
     # ---- the client's events --------------------------------------------------------------------------------------
 
-    async def _handle(self, inbox: trio.MemoryReceiveChannel[str | bytes], work: trio.CancelScope) -> None:
+    async def _handle(self, inbox: trio.MemoryReceiveChannel[Message], work: trio.CancelScope) -> None:
         async for message in inbox:
             await self._outbox.room()
-            self._unhandled_size -= len(message)
-            try:
-                event, event_id = await self._parse(message)
-            except EventError as exc:
-                self._outbox.put_error(exc.problem, exc.event_id)
+            if isinstance(message, OverBudget):
+                self._outbox.put_error(message.problem, None)
                 continue
-            if work.cancel_called:
-                return  # it came in the moment of the goodbye: nothing begins that would not end
+            self._unhandled_size -= size_of(message)
             try:
-                self._act(event, event_id)
-            except Exception as exc:
-                if not isinstance(exc, ClientError):
-                    logger.exception("%s: a %s crashed", self.id, type(event).__name__)
-                self._outbox.put_error(problem_of(exc), event_id)
+                await self._handle_message(message, work)
+            finally:
+                self._held.give_back(size_of(message))
+
+    async def _handle_message(self, message: str | bytes, work: trio.CancelScope) -> None:
+        try:
+            event, event_id = await self._parse(message)
+        except EventError as exc:
+            self._outbox.put_error(exc.problem, exc.event_id)
+            return
+        if work.cancel_called:
+            return  # it came in the moment of the goodbye: nothing begins that would not end
+        try:
+            self._act(event, event_id)
+        except Exception as exc:
+            if not isinstance(exc, ClientError):
+                logger.exception("%s: a %s crashed", self.id, type(event).__name__)
+            self._outbox.put_error(problem_of(exc), event_id)
 
     async def _parse(self, message: str | bytes) -> tuple[ClientEvent, str | None]:
         return await in_thread_if(len(message) > LONG_JSON, self._engine.ports, partial(parse, message))
@@ -185,7 +211,7 @@ class RealtimeConnection:
     def _act(self, event: ClientEvent, event_id: str | None) -> None:
         match event:
             case SessionUpdate():
-                self._settings = self._settings.for_session(event.session, self._model)
+                self._update(self._settings.for_session(event.session, self._model))
                 self._outbox.put("session.updated", session=self._settings.to_json(self.id, self._model))
             case ItemCreate():
                 previous = self._items.add(event.item, event.previous_item_id)
@@ -193,6 +219,7 @@ class RealtimeConnection:
                     self._outbox.put(name, previous_item_id=previous, item=event.item.to_json())
             case ItemRetrieve():
                 item = self._items.get(event.item_id, "item_id")
+                self._held.check_room(EVENT_FACTOR * item.size)
                 self._outbox.put("conversation.item.retrieved", item=item.to_json())
             case ItemTruncate():
                 self._truncate(event)
@@ -202,6 +229,14 @@ class RealtimeConnection:
                 self._respond(event, event_id)
             case ResponseCancel():
                 self._response(event.response_id).cancel()
+
+    def _update(self, settings: Settings) -> None:
+        """Raises OverBudget where there is no room for the instructions, and for the event that repeats them."""
+        size, old_size = size_of(settings.instructions), size_of(self._settings.instructions)
+        if size > old_size:
+            self._held.check_room(size - old_size + EVENT_FACTOR * size)
+        self._held.charge(size - old_size)
+        self._settings = settings
 
     def _truncate(self, event: ItemTruncate) -> None:
         item = self._items.truncate(event.item_id, event.content_index, event.text_end)
@@ -219,6 +254,7 @@ class RealtimeConnection:
         messages, item_ids = chat_messages(items, settings.instructions)
         if not messages:
             raise ClientError("empty_conversation", "there is nothing to respond to: create an item first")
+        self._held.check_room(size_of_messages(messages))
         order = Order(
             messages,
             item_ids,

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trioengine.serve.byte_budget import Held, size_of
 from trioengine.serve.fields import check_fixed, known_fields, text_of
 from trioengine.serve.problem import ClientError
-from trioengine.serve.realtime.outbox import new_id
+from trioengine.serve.realtime.outbox import EVENT_FACTOR, new_id
 
 MAX_ITEMS = 4096
-MAX_CONVERSATION = 8 << 20  # characters
+ITEM_SIZE = 512  # bytes that an item takes in memory, beside its texts
 MAX_PARTS = 64  # of an item
 MAX_ID = 128
 ROOT = "root"  # as previous_item_id: at the beginning
@@ -71,8 +72,8 @@ class Item:
 
     @property
     def size(self) -> int:
-        """Characters."""
-        return sum(map(len, self.texts))
+        """Bytes in memory."""
+        return ITEM_SIZE + sum(map(size_of, self.texts))
 
     def truncate(self, content_index: int, text_end: int) -> None:
         """Keep so many characters of this part, and nothing of those behind it."""
@@ -145,6 +146,11 @@ def chat_messages(items: Iterable[Item], instructions: str) -> tuple[list[dict[s
     return ([{"role": "system", "content": instructions}, *messages], [None, *ids]) if instructions else (messages, ids)
 
 
+def size_of_messages(messages: Iterable[Mapping[str, str]]) -> int:
+    """The bytes in memory of what a response goes on from."""
+    return sum(ITEM_SIZE + size_of(message["content"]) for message in messages)
+
+
 def _part_text(part: object, types: tuple[str, ...], where: str) -> str:
     if isinstance(part, Mapping) and part.get("type") not in types:
         shown = f"{part.get('type')!r:.60}"
@@ -153,12 +159,14 @@ def _part_text(part: object, types: tuple[str, ...], where: str) -> str:
 
 
 class Items:
-    """The items, by id and in order."""
+    """The items, by id and in order. Their bytes are taken of `held`."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_size: int, held: Held) -> None:
+        self._max_size = max_size
+        self._held = held
         self._items: dict[str, Item] = {}
         self._order: list[str] = []
-        self._size = 0  # characters, of finished items
+        self._size = 0  # bytes, of finished items
 
     def __len__(self) -> int:
         return len(self._order)
@@ -176,17 +184,22 @@ class Items:
         return item
 
     def add(self, item: Item, previous: object = None) -> str | None:
-        """Insert after the item of the id `previous`; None: at the end. Returns the id of the item before it."""
+        """Insert after the item of the id `previous`; None: at the end. Returns the id of the item before it.
+
+        Raises ClientError: OverBudget, where there is no room for the item and the events that are about it.
+        """
         if item.id in self._items:
             raise ClientError("duplicate_item", f"item.id: there is an item {item.id!r} already", param="item.id")
         self.check_room(item.size, "item")
+        self._held.check_room(item.size + 2 * EVENT_FACTOR * item.size)
         index = self._index_after(previous)
         return self._insert(item, index)
 
     def check_room(self, size: int, param: str | None) -> None:
-        """Raises ClientError if an item of so many characters is too much."""
-        if len(self) >= MAX_ITEMS or self._size + size > MAX_CONVERSATION:
-            message = f"the conversation is full: {MAX_ITEMS} items or {MAX_CONVERSATION} characters"
+        """Raises ClientError if an item of so many bytes is too much."""
+        if len(self) >= MAX_ITEMS or self._size + size > self._max_size:
+            limit = f"{MAX_ITEMS} items or {self._max_size} bytes (--max-conversation-size)"
+            message = f"the conversation is full: it may have {limit}"
             raise ClientError("conversation_too_large", message, param=param)
 
     def append_answer(self, item: Item) -> str | None:
@@ -195,14 +208,14 @@ class Items:
 
     def finish_answer(self, item: Item) -> None:
         """The model's item is as it will stay."""
-        self._size += item.size
+        self._count(item.size)
 
     def delete(self, id: object) -> str:
         """Remove an item that is not in progress, and return its id. Raises ClientError."""
         item = self._at_rest(id)
         del self._items[item.id]
         self._order.remove(item.id)
-        self._size -= item.size
+        self._count(-item.size)
         return item.id
 
     def truncate(self, id: object, content_index: object, text_end: object) -> Item:
@@ -214,15 +227,15 @@ class Items:
         index = _integer(content_index, len(item.texts) - 1, "content_index")
         size = item.size
         item.truncate(index, _integer(text_end, len(item.texts[index]), "text_end"))
-        self._size -= size - item.size
+        self._count(item.size - size)
         return item
 
     def resolve(self, entries: Iterable[Item | ItemReference]) -> list[Item]:
         """A response's input, each reference replaced by the item that it means. Raises ClientError."""
         items = [self.get(entry.id, entry.where) if isinstance(entry, ItemReference) else entry for entry in entries]
-        if sum(item.size for item in items) > MAX_CONVERSATION:  # an item may be meant many times
+        if sum(item.size for item in items) > self._max_size:  # an item may be meant many times
             param = "response.input"
-            message = f"{param} has more than {MAX_CONVERSATION} characters"
+            message = f"{param} has more than {self._max_size} bytes (--max-conversation-size)"
             raise ClientError("conversation_too_large", message, param=param)
         return items
 
@@ -230,6 +243,10 @@ class Items:
         """The id of the item before this one."""
         index = self._order.index(item.id)
         return self._order[index - 1] if index else None
+
+    def _count(self, size: int) -> None:
+        self._size += size
+        self._held.charge(size)
 
     def _at_rest(self, id: object) -> Item:
         item = self.get(id, "item_id")
@@ -246,7 +263,7 @@ class Items:
         self._items[item.id] = item
         self._order.insert(index, item.id)
         if item.status is not ItemStatus.IN_PROGRESS:
-            self._size += item.size
+            self._count(item.size)
         return self._order[index - 1] if index else None
 
 

@@ -12,11 +12,13 @@ from trio_websocket import ConnectionClosed
 from wsproto.events import TextMessage
 
 from trioengine.actors.changes import Changes
+from trioengine.serve.byte_budget import Held
 from trioengine.serve.problem import Problem
 from trioengine.serve.websocket import AcceptedWebSocket
 
 ROOM = 1 << 16  # characters that may be unsent before whoever has more to say waits
 PART = 1 << 16  # characters; what is longer is sent in parts, each of which has its time
+EVENT_FACTOR = 6  # bytes of JSON, at most, for each byte of memory of a text that an event repeats
 AT_ONCE = 1 << 12  # characters of small events that go together: a slow client soon has room again, and its pings
 
 
@@ -35,14 +37,15 @@ class DeltaTemplate:
 class Outbox:
     """Events are put in synchronously; one task sends them. Who can wait, waits for room before it puts more.
 
-    A client that reads nothing for `send_timeout` seconds is disconnected.
+    A client that reads nothing for `send_timeout` seconds is disconnected. The bytes are charged to `held`.
     """
 
-    def __init__(self, send_timeout: float) -> None:
+    def __init__(self, send_timeout: float, held: Held) -> None:
+        self.held = held
         self._send_timeout = send_timeout
         self._event_id = new_id("event")  # what those of its events begin with
         self._unsent: deque[TextMessage] = deque()  # of long ones the parts
-        self._size = 0  # characters of these, and of what is being sent
+        self._size = 0  # characters, which are ASCII, of these and of what is being sent
         self._sequence_number = 0
         self._changes = Changes()
 
@@ -65,8 +68,12 @@ class Outbox:
         for start in range(0, len(text), PART):
             part = text[start : start + PART]
             self._unsent.append(TextMessage(part, message_finished=start + PART >= len(text)))
-        self._size += len(text)
+        self._count(len(text))
         self._changes.notify()
+
+    def _count(self, size: int) -> None:
+        self._size += size
+        self.held.charge(size)
 
     def put_error(self, problem: Problem, event_id: str | None) -> None:
         """Send an error event; `event_id` is that of the client's event that caused it."""
@@ -94,7 +101,7 @@ class Outbox:
                     await websocket.send(messages)
             except ConnectionClosed:
                 return
-            self._size -= sum(len(message.data) for message in messages)
+            self._count(-sum(len(message.data) for message in messages))
             self._changes.notify()
 
     def _next(self) -> list[TextMessage]:

@@ -14,7 +14,7 @@ from trioengine.core.outcome import Cause
 from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.serve.problem import Problem, RequestAborted, problem_of
-from trioengine.serve.realtime.items import Item, Items, ItemStatus, Role
+from trioengine.serve.realtime.items import Item, Items, ItemStatus, Role, size_of_messages
 from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox, new_id
 from trioengine.text.turns import Turns
 
@@ -50,7 +50,10 @@ class Order:
 
 @dataclass(slots=True)
 class Response:
-    """One response; every change of it is told to the client in the same step."""
+    """One response; every change of it is told to the client in the same step.
+
+    The bytes of what it goes on from are charged to its outbox's account until it ends.
+    """
 
     order: Order
     outbox: Outbox
@@ -66,8 +69,10 @@ class Response:
     session: Session | None = None  # while it answers, from before the prompt is prepared
     generation: Generation | None = None  # while it runs
     _delta: DeltaTemplate | None = None
+    _num_charged: int = 0  # bytes
 
     def begin(self) -> None:
+        self._charge(size_of_messages(self.order.messages))
         self.outbox.put("response.created", response=self.to_json())
 
     def cancel(self) -> None:
@@ -117,11 +122,16 @@ class Response:
         self._end(ResponseStatus.FAILED, error={"type": problem.type, "code": problem.code, "message": problem.message})
 
     def _end(self, status: ResponseStatus, **details: Any) -> None:
+        self._charge(-self._num_charged)
         self.status = status
         self.status_details = {"type": status.value, **details} if details else None
         if self.item is not None:
             self._end_item(self.item)
         self.outbox.put("response.done", response=self.to_json())
+
+    def _charge(self, size: int) -> None:
+        self._num_charged += size
+        self.outbox.held.charge(size)
 
     def _end_item(self, item: Item) -> None:
         item.status = ItemStatus.COMPLETED if self.status is ResponseStatus.COMPLETED else ItemStatus.INCOMPLETE

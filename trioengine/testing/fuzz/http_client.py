@@ -147,7 +147,9 @@ class HttpClient(SimulatedPeer):
             self._judge_text(exchange, choice["message"]["content"], choice["finish_reason"])
 
     def _judge_error(self, exchange: _Exchange, error: dict[str, Any]) -> None:
-        if error["code"] == "too_many_connections" or (error["code"] == "bad_request" and self._spoilt):
+        if error["code"] in ("too_many_connections", "buffers_full") or (
+            error["code"] == "bad_request" and self._spoilt
+        ):
             return
         if exchange.operation is not None:
             self._judge_refusal(exchange.operation, error)

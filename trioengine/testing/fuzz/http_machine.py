@@ -29,6 +29,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     """Rules are what clients, and who runs the server, can do."""
 
     horizon = 800.0  # past the timeout of an idle connection
+    max_buffered_bytes = 280  # one or two bodies
 
     def __init__(self) -> None:
         super().__init__()

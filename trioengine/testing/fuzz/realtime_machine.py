@@ -35,6 +35,7 @@ ROOM, AT_ONCE = 1024, 512  # characters of an outbox, so that few events fill it
 class RealtimeMachine(ServedEnvironment[RealtimeClient]):
     """Rules are what clients, and who runs the server, can do."""
 
+    max_buffered_bytes = 12_000  # some items, and the events about one more
     horizon = 120.0  # past the timeouts of pings, of sending and of closing, one after the other
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
@@ -11,17 +11,18 @@ from hypothesis.stateful import precondition
 from trioengine.core.errors import TransitionFailed
 from trioengine.core.serve_config import ServeConfig
 from trioengine.serve import front_door
+from trioengine.serve.byte_budget import ByteBudget
+from trioengine.serve.places import Place
 from trioengine.serve.server import Server
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES, Environment
 from trioengine.testing.fuzz.program import pick, recorded
-from trioengine.testing.fuzz.watching import CrashLog
+from trioengine.testing.fuzz.watching import CrashLog, noting, noting_refusals
 from trioengine.testing.simulated_peer import Mood, SimulatedListener, SimulatedPeer
 
 WHICH = st.sampled_from((0, 0, 1, 2))
 WAYS = ("close", "hang up", "half-close", "reset", "stall", "vanish", "read again", "garbage")
 MAX_CLIENTS = 2  # at once
-SERVE_CONFIG = ServeConfig(max_connections=MAX_CLIENTS)
 ATTEMPTS = 6  # to wake in the end: a worker may be lost on the way
 OUTAGES = ("abort all", *WORKER_OUTAGES, *STARTS, "abort all", "drain", "drain soon", "abort")
 
@@ -32,12 +33,17 @@ Client = TypeVar("Client", bound=SimulatedPeer)
 class ServedEnvironment(Environment, Generic[Client]):
     """The clients' ways to leave, and what happens to the server."""
 
+    max_buffered_bytes: ClassVar[int]  # so few that clients are sometimes refused for want of room
+
     def __init__(self) -> None:
         super().__init__()
         self._watch(front_door, "logger", lambda _: CrashLog(self.loop.crashes))
+        self._watch(Place, "displace", noting(functools.partial(self.rare.saw, "a connection makes room")))
         self.clients: list[Client] = []
         self.listener = SimulatedListener()
-        self.server = Server(self.engine, SERVE_CONFIG)
+        config = ServeConfig(max_connections=MAX_CLIENTS, max_buffered_bytes=self.max_buffered_bytes)
+        self.server = Server(self.engine, config)
+        self._watch(ByteBudget, "check_room", noting_refusals(functools.partial(self.rare.saw, "the buffers are full")))
         self.server_call = Call("server", functools.partial(self.server.run, [self.listener]), ())
         self.loop.start_soon(self.server_call.run, name="server")
 
@@ -160,8 +166,10 @@ class ServedEnvironment(Environment, Generic[Client]):
         self._run_out(lambda: all(client.stream.closed for client in present), "connections never end")
         self._wake_up()
         self._run_out(lambda: all(client.stream.closed for client in self.clients), "connections never end")
-        free = self.server.front_door._places.left
-        assert free == MAX_CLIENTS, f"all clients have gone, and {free} places are free"
+        for places in (self.server.front_door._places, self.server.front_door._beyond):
+            assert places.left == places.count, f"all clients have gone, and {places.left} of {places.count} are free"
+        kept = self.server.budget.num_bytes
+        assert kept == 0, f"all clients have gone, and {kept} bytes are kept for them"
         known = len(self.server.in_flight)
         assert known == 0, f"all clients have gone, and {known} requests are known by their ids"
         left = [session for session in self.engine._sessions if session.end_cause is None]

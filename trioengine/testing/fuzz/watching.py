@@ -9,7 +9,10 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from trioengine.actors.generation import Generation
+from trioengine.serve.byte_budget import ByteBudget
 from trioengine.serve.in_flight import InFlight
+from trioengine.serve.places import Place
+from trioengine.serve.problem import OverBudget
 from trioengine.serve.realtime.client_events import ClientEvent, ResponseCancel
 from trioengine.serve.realtime.connection import RealtimeConnection
 from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox
@@ -131,6 +134,35 @@ def stopping(crashes: Crashes, saw: Callable[[bool], None]) -> Callable[[Any], A
     return mutate
 
 
+def noting(saw: Callable[[], None]) -> Callable[[Any], Any]:
+    """For `Place.displace`: a connection is closed for another."""
+
+    def mutate(displace: Any) -> Any:
+        def watched(place: Place) -> None:
+            saw()
+            displace(place)
+
+        return watched
+
+    return mutate
+
+
+def noting_refusals(saw: Callable[[], None]) -> Callable[[Any], Any]:
+    """For `ByteBudget.check_room`: bytes of a client are refused."""
+
+    def mutate(check_room: Any) -> Any:
+        def watched(budget: ByteBudget, key: bytes | None, size: int) -> None:
+            try:
+                check_room(budget, key, size)
+            except OverBudget:
+                saw()
+                raise
+
+        return watched
+
+    return mutate
+
+
 class CrashLog:
     """For a `logger` of the server's: what it would log as an error is a finding."""
 
@@ -139,6 +171,8 @@ class CrashLog:
 
     def info(self, *args: object) -> None:
         """Nothing that is wrong."""
+
+    debug = info
 
     def error(self, message: str, *args: object, exc_info: Exception) -> None:
         self._crashes.append(exc_info)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import trio
 from trio_websocket import ConnectionClosed
 from wsproto.events import TextMessage
 
+from trioengine.serve.byte_budget import ByteBudget, Held
 from trioengine.serve.front_door import FrontDoor
 from trioengine.serve.http import HttpConnection
 from trioengine.serve.realtime.outbox import Outbox
@@ -50,7 +52,7 @@ def _room_for_everything(room: Any) -> Any:
 
 
 def _let_closes_out(handle: Any) -> Any:
-    async def mutant(self: FrontDoor, stream: trio.abc.Stream, places: Any, serve: Any) -> None:
+    async def mutant(self: FrontDoor, stream: trio.abc.Stream, serve: Any) -> None:
         closes: list[Exception] = []
 
         async def watched(stream: trio.abc.Stream) -> None:
@@ -59,7 +61,7 @@ def _let_closes_out(handle: Any) -> Any:
             except* (ConnectionClosed, trio.BrokenResourceError) as group:
                 closes.append(group)
 
-        await handle(self, stream, places, watched)
+        await handle(self, stream, watched)
         if closes:
             raise closes[0]
 
@@ -69,6 +71,16 @@ def _let_closes_out(handle: Any) -> Any:
 def _watch_nobody(watch: Any) -> Any:
     async def mutant(self: HttpConnection, body: Body) -> None:
         await trio.sleep_forever()
+
+    return mutant
+
+
+def _give_back_after_success(holding: Any) -> Any:
+    @contextmanager
+    def mutant(self: ByteBudget, key: bytes | None) -> Iterator[Held]:
+        held = Held(self, key)
+        yield held
+        held.give_back(held.num_bytes)
 
     return mutant
 
@@ -87,6 +99,13 @@ SERVER_MUTANTS = (
         replaced(Outbox, "room", _room_for_everything),
         shows="are kept for a slow client",
         machine="RealtimeMachine",
+    ),
+    Mutant(
+        "F28c",
+        "the bytes of a client that goes away are counted on",
+        replaced(ByteBudget, "holding", _give_back_after_success),
+        shows="bytes are kept for them",
+        machine="HttpMachine",
     ),
     Mutant(
         "F32",
