@@ -33,6 +33,17 @@ def test_the_page_is_complete(families):
     assert documented == expected
 
 
+def test_names_and_help_are_as_promtool_wants_them(families):
+    """The rules of `promtool check metrics` for this format."""
+    for family in families:
+        suffixes = ("_total", "_count", "_sum", "_bucket", "_info", "_created")
+        assert not family.name.endswith(suffixes), "for samples of counters and histograms"
+        assert re.fullmatch(r"[a-z][a-z0-9_]*", family.name)
+        assert not {"counter", "gauge", "histogram", "summary"} & set(family.name.split("_"))
+        assert not {"ms", "milliseconds", "minutes", "hours", "kb", "mb", "gb"} & set(family.name.split("_"))
+        assert family.documentation
+
+
 def test_the_page_names_every_value_of_a_label(families):
     page = (DOCS / "metrics.md").read_text()
     values = [v for family in families for s in family.samples for k, v in s.labels.items() if k != "le"]

@@ -1,5 +1,6 @@
 """What a wheel and an sdist hold: the modules of the tree, whatever an earlier build has left lying there."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from trioengine import __version__
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("trioengine", "docs", "tests", "README.md", "pyproject.toml", ".gitignore")
@@ -45,13 +48,27 @@ def wheel_of(tree, place):
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
     python("-m", "pip", "wheel", *options, "-w", str(place), ".", cwd=tree)
     (wheel,) = place.glob("*.whl")
-    return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def of_the_package(names):
+    return {name for name in names if name.startswith("trioengine/")}
 
 
 def test_a_wheel_has_the_modules_of_the_tree(tree, tmp_path):
     names = wheel_of(tree, tmp_path)
-    assert names == modules()
+    assert of_the_package(names) == modules()
+    assert {name.partition("/")[0] for name in names - modules()} == {
+        f"trioengine-{__version__}.{kind}" for kind in ("data", "dist-info")
+    }
     assert {"trioengine/py.typed", "trioengine/worker/kernels/native.cpp"} <= names
+
+
+def test_the_page_that_the_systemd_unit_names_is_installed(tree, tmp_path):
+    """The unit's virtual environment is /opt/trioengine."""
+    unit = (ROOT / "docs" / "trioengine.service").read_text()
+    (page,) = re.findall(r"^Documentation=file:/opt/trioengine/(.*)$", unit, re.MULTILINE)
+    assert f"trioengine-{__version__}.data/data/{page}" in wheel_of(tree, tmp_path)
 
 
 def test_an_sdist_has_enough_to_build_and_test(tree, tmp_path):
@@ -63,7 +80,7 @@ def test_an_sdist_has_enough_to_build_and_test(tree, tmp_path):
     for name in SOURCES:
         assert (unpacked / name).exists(), name
     assert not (unpacked / "build").exists()
-    assert wheel_of(unpacked, tmp_path) == modules()
+    assert of_the_package(wheel_of(unpacked, tmp_path)) == modules()
 
 
 def test_an_editable_install_leads_to_the_tree(tree, tmp_path):

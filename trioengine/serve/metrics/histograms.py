@@ -37,7 +37,7 @@ HISTOGRAMS: Mapping[str, Kind] = {
     "request_queue_time_seconds": Kind("Seconds from a request's arrival at the worker to its first step", _REQUEST),
     "request_prefill_time_seconds": Kind("Seconds from a request's first step to its first token", _REQUEST),
     "request_decode_time_seconds": Kind("Seconds from a finished request's first token to its last", _REQUEST),
-    "iteration_tokens_total": Kind("Tokens of prompts and answers computed in a step", _STEP_TOKENS),
+    "iteration_tokens": Kind("Tokens of prompts and answers computed in a step", _STEP_TOKENS),
     "request_prompt_tokens": Kind("Tokens of a finished request's prompt", _REQUEST_TOKENS),
     "request_generation_tokens": Kind("Tokens of a finished request's answer", _REQUEST_TOKENS),
     "stop_to_ended_seconds": Kind("Seconds from a posted STOP or END until the worker let go", _STOP),
@@ -53,7 +53,7 @@ class Histograms(Observer):
         self._next_tokens = self.by_name["inter_token_latency_seconds"]
 
     def step(self, num_tokens: int) -> None:
-        self._observe("iteration_tokens_total", num_tokens)
+        self._observe("iteration_tokens", num_tokens)
 
     def first_token(self, seconds: float, usage: Usage | None) -> None:
         self._observe("time_to_first_token_seconds", seconds)
