@@ -1,10 +1,16 @@
 """Damaged and lying model files are refused by a ModelError, or loaded, with little memory and time."""
 
+import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from model_mutants import CONFIG, write_directory
+
+from trioengine import EngineConfig, ModelError, open_engine
+from trioengine.actors.ports import Ports
 
 CHILD = Path(__file__).with_name("model_mutants.py")
 LAST_RESORT = 3600  # seconds; the child bounds its processor time itself
@@ -32,3 +38,30 @@ def test_mutants_are_refused_or_loaded(first, last):
 
 def test_files_that_lie_about_their_size():
     assert faults("lies") == []
+
+
+async def test_a_file_that_lies_is_refused_before_a_worker_starts(tmp_path):
+    """And so are bad fields: torch is not imported for them."""
+    spawned = []
+
+    async def spawn_worker():
+        spawned.append(True)
+        raise OSError("none is wanted")
+
+    write_directory(tmp_path / "model")
+    for changes, message in (
+        (
+            {"num_hidden_layers": 2**31 - 1},
+            "num_hidden_layers must be at most the number of tensors, 21, got 2147483647",
+        ),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number above 0 and at most 3.4e+38, got '1e-5'"),
+        ({"model_type": "mamba", "vocab_size": None}, "model_type 'mamba' is not supported; supported: llama"),
+    ):
+        (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG | changes))
+        with pytest.raises(ModelError) as caught:
+            async with open_engine(
+                EngineConfig(model=str(tmp_path / "model")), ports=replace(Ports(), spawn_worker=spawn_worker)
+            ):
+                pass
+        assert str(caught.value) == f"{tmp_path / 'model' / 'config.json'}: {message}"
+    assert spawned == []
