@@ -295,7 +295,7 @@ def write_mutant(number, model, scratch):
     return path
 
 
-# ---- the lies that were told before --------------------------------------------------------------------------------
+# ---- files that lie about a size ---------------------------------------------------------------------------------
 
 
 def replace_entries(**values):

@@ -146,7 +146,7 @@ def test_weights_in_several_files(directory):
     write(directory, INDEX, {"weight_map": weight_map})
     assert read_model(directory).vocab_size == 8
     write(directory, INDEX, {"weight_map": weight_map | {"model.\x1b[31m": "other.safetensors"}})
-    with pytest.raises(ModelError, match=r"json: tensor 'model\.\\x1b\[31m' is not in other\.safetensors"):
+    with pytest.raises(ModelError, match=r"json: tensor 'model\.\\x1b\[31m' is not in 'other\.safetensors'"):
         read_model(directory)
 
 
