@@ -151,7 +151,7 @@ def test_the_end_tokens(tmp_path, changes, expected):
         ({"llama.attention.head_count": [1]}, f"llama.attention.head_count {COUNT}, got <array of length 1>"),
         ({"llama.attention.head_count": "1"}, f"llama.attention.head_count {COUNT}, got '1'"),
         ({"llama.attention.head_count_kv": 2}, "llama.attention.head_count_kv must divide the number of heads, 1"),
-        ({"llama.attention.key_length": 3}, "llama.attention.key_length must be even (by default it is 2), got 3"),
+        ({"llama.attention.key_length": 3}, "llama.attention.key_length must be even, got 3"),
         ({"llama.block_count": 2**31 - 1}, "llama.block_count must be at most the number of tensors, 11"),
         ({"llama.block_count": 2**31}, f"llama.block_count {COUNT}, got 2147483648"),
         ({"llama.rope.dimension_count": 1}, "llama.rope.dimension_count must be the size of a head, 2, got 1"),

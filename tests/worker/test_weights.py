@@ -238,7 +238,7 @@ def test_shards(tiny_llama, tmp_path):
     index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     assert generate(load(path), [tiny_llama.PROMPT], 4)[0][0] == EXPECTED["plain"]["output"][:4]
     index.write_text(json.dumps({"weight_map": {**weight_map, "model.more.weight": file}}))
-    with pytest.raises(ModelError, match=r"json: tensor 'model\.more\.weight' is not in model-00002"):
+    with pytest.raises(ModelError, match=r"json: tensor 'model\.more\.weight' is not in 'model-00002"):
         load(path)
     index.write_text(json.dumps({"weight_map": {**weight_map, "model.norm.weight": "../up.safetensors"}}))
     with pytest.raises(ModelError, match=r"weight_map names '\.\./up\.safetensors', which is not there"):

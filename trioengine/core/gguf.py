@@ -27,7 +27,8 @@ MAX_TEXT = 1 << 20  # bytes of a string of the metadata that is decoded
 MAX_DECODED = 56 << 20  # bytes of memory, by the estimates below; Llama 3's vocabulary and merges take 41 MB
 
 _STRING_COST, _CHARACTER_COST = 64, 4  # bytes of a Python string, and of each of its characters at most
-_NUMBER_COST, _SKIPPED_COST, _ENTRY_COST, _TENSOR_COST = 16, 16, 128, 768  # the second is time rather than memory
+_NUMBER_COST, _ENTRY_COST, _TENSOR_COST = 16, 128, 768
+_SKIPPED_COST = 16  # of a string that is not decoded: it takes no memory, but time
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

@@ -99,7 +99,7 @@ def _tensors(directory: Path) -> dict[str, StoredTensor]:
                 tensors[name] = tensor
     for name, file in weight_map.items():
         if name not in tensors and not name.endswith(_IGNORED):
-            raise ModelError(f"{index.path}: tensor {brief(name)} is not in {file}")
+            raise ModelError(f"{index.path}: tensor {brief(name)} is not in {brief(file)}")
     return tensors
 
 
@@ -108,7 +108,7 @@ def _check_tensor(name: str, tensor: StoredTensor, others: dict[str, StoredTenso
         supported = ", ".join(_DTYPES)
         raise ModelError(f"{tensor.file}: tensor {brief(name)} has the dtype {tensor.dtype}; supported: {supported}")
     if name in others:
-        raise ModelError(f"{tensor.file}: tensor {brief(name)} is in {others[name].file.name}, too")
+        raise ModelError(f"{tensor.file}: tensor {brief(name)} is in {brief(others[name].file.name)}, too")
     if len(others) == MAX_TENSORS:
         raise ModelError(f"{tensor.file}: the model has more than {MAX_TENSORS} tensors")
 

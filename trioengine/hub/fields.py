@@ -24,9 +24,12 @@ class Fields:
         self._values = values
         self._prefix = prefix
 
-    def bad(self, field: str, rule: str) -> ModelError:
-        """The error of a field whose value breaks the rule."""
-        return ModelError(f"{self.path}: {self._prefix}{field} {rule}, got {brief(self.get(field))}")
+    def bad(self, field: str, rule: str, default: Any = None) -> ModelError:
+        """The error of a field whose value, or whose default, breaks the rule."""
+        value = self.get(field)
+        return ModelError(
+            f"{self.path}: {self._prefix}{field} {rule}, got {brief(default if value is None else value)}"
+        )
 
     def get(self, field: str) -> Any:
         """The value, unchecked; None if it is absent."""
@@ -47,7 +50,7 @@ class Fields:
         try:
             return integer(default if value is None else value, 1, MAX_COUNT)
         except ValueError:
-            raise self.bad(field, f"must be an integer from 1 to {MAX_COUNT}") from None
+            raise self.bad(field, f"must be an integer from 1 to {MAX_COUNT}", default) from None
 
     def number(self, field: str, default: float | None = None) -> float:
         """A number above zero that float32 holds; `default`, where there is one, if it is absent or null."""

@@ -109,7 +109,7 @@ def count_head_dim(fields: Fields, field: str, default: int) -> int:
     """The size of a head; ModelError if it is odd, as rotary embeddings turn pairs."""
     head_dim = fields.count(field, default)
     if head_dim % 2:
-        raise fields.bad(field, f"must be even (by default it is {default})")
+        raise fields.bad(field, "must be even", default)
     return head_dim
 
 

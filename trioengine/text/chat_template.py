@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from trioengine.core.bounds import printable
 from trioengine.core.errors import ModelError, RequestRejected
 
 
@@ -29,7 +30,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except Exception as exc:  # jinja2's own, and Python's where the template is nested too deeply
-            raise ModelError(f"the chat template does not compile: {exc!s:.200}") from exc
+            raise ModelError(f"the chat template does not compile: {printable(str(exc))}") from exc
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
         """The text of a conversation. Raises RequestRejected where the template does not take it."""

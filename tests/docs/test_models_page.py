@@ -1,0 +1,32 @@
+"""The page about models lists the types that are read, and the limits that hold."""
+
+import re
+from pathlib import Path
+
+from trioengine.core.gguf import MAX_DECODED, MAX_TENSORS, TensorType
+from trioengine.hub.architectures import ARCHITECTURES
+from trioengine.hub.fields import MAX_JSON, MAX_VALUES
+from trioengine.hub.huggingface_model import MAX_TOKENIZER
+from trioengine.hub.llama_gguf import MAX_PADDING
+from trioengine.hub.safetensors_header import MAX_HEADER
+
+PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+
+
+def row(title):
+    return re.search(rf"^\| {title} \|(.*)\|$", PAGE, re.MULTILINE).group(1)
+
+
+def test_the_types_and_architectures():
+    types, _ = row("tensor types").split("|")
+    assert sorted(types.strip().split(", ")) == sorted(tensor_type.name for tensor_type in TensorType)
+    assert row("architecture").count(": " + ", ".join(ARCHITECTURES)) == 2
+
+
+def test_the_limits():
+    assert row("memory for the metadata of a GGUF file") == f" {MAX_DECODED >> 20} MiB "
+    assert row("tensors of a model") == f" {MAX_TENSORS:,} "
+    assert row("header of a safetensors file") == f" {MAX_HEADER >> 20} MiB, {MAX_VALUES:,} values "
+    assert row("a JSON file or chat template") == f" {MAX_JSON >> 20} MiB, {MAX_VALUES:,} values "
+    assert row("`tokenizer.json`") == f" {MAX_TOKENIZER >> 20} MiB "
+    assert f"up to {MAX_PADDING} rows" in PAGE
