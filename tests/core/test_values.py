@@ -198,6 +198,7 @@ BAD_CONFIG = {
     "num_threads": [0, 1025, *NO_INTEGERS],
     "gpu_memory_utilization": [0, 1.5, *NO_NUMBERS],
     "enable_prefix_caching": NO_SWITCHES,
+    "batch_invariant": NO_SWITCHES,
     "startup_timeout": [0, 2e9, *NO_NUMBERS],
     "step_timeout": [-1, 2e9, *NO_NUMBERS],
     "unresponsive_timeout": [0, 2e9, *NO_NUMBERS],

@@ -46,6 +46,7 @@ _HELP = {
     "enable_prefix_caching": "Use again what was computed for prompts that begin alike.",
     "num_threads": "Threads of the worker; without it torch's own choice.",
     "kernels": "auto, native (in C++, on a CPU where there is a compiler) or torch.",
+    "batch_invariant": "The same bits whatever shares a step, in bfloat16 as in float32; on a CPU, and slower.",
     "startup_timeout": "Seconds without progress while the worker loads.",
     "step_timeout": "Seconds that one step may take.",
     "unresponsive_timeout": "Seconds that the worker may leave a ping unanswered.",

@@ -7,7 +7,7 @@ from typing import Any
 from typer.core import TyperCommand
 
 PANELS = {
-    "Model": ("device", "dtype", "kernels", "num_threads", "max_model_len", "served_model_name"),
+    "Model": ("device", "dtype", "kernels", "batch_invariant", "num_threads", "max_model_len", "served_model_name"),
     "Batching and cache": (
         "max_num_batched_tokens",
         "chunked_prefill_size",
@@ -27,6 +27,9 @@ PANELS = {
         "max_body_size",
         "max_header_size",
         "max_message_size",
+        "max_conversation_size",
+        "max_buffered_bytes",
+        "max_buffered_bytes_per_key",
         "handshake_timeout",
         "body_timeout",
         "idle_timeout",

@@ -54,6 +54,7 @@ class WorkerConfig:
     num_threads: int | None = None  # None: torch's own choice
     weight_version: int = 1  # of what lies at model_path, as the engine counts
     kernels: str = "auto"  # auto, native, torch
+    batch_invariant: bool = False  # a sequence's logits have the same bits whatever shares its steps, in any dtype
     asleep: tuple[Tag, ...] = ()  # what is not to be loaded before a WAKE says so
 
 
@@ -80,6 +81,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     num_threads: int | None = None
     kernels: Kernels = "auto"  # native, in C++, on a CPU where there is a compiler, else torch
+    batch_invariant: bool = False  # the same bits whatever shares a step, in bfloat16 as well; needs native kernels
     startup_timeout: float = 120.0  # without progress while the worker loads
     step_timeout: float = 300.0  # one step longer than that is death
     unresponsive_timeout: float = 10.0  # no answer to a PING for that long is death
@@ -105,10 +107,9 @@ class EngineConfig:
             raise InvalidConfig.of("kernels", f"must be auto, native or torch, got {brief(self.kernels)}")
         if self.on_worker_loss not in ("resume", "fail"):
             raise InvalidConfig.of("on_worker_loss", f"must be resume or fail, got {brief(self.on_worker_loss)}")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise InvalidConfig.of(
-                "enable_prefix_caching", f"must be True or False, got {brief(self.enable_prefix_caching)}"
-            )
+        for name in ("enable_prefix_caching", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidConfig.of(name, f"must be True or False, got {brief(getattr(self, name))}")
         self._validate_numbers()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidConfig(
@@ -150,6 +151,7 @@ class EngineConfig:
             enable_prefix_caching=self.enable_prefix_caching,
             num_threads=self.num_threads,
             kernels=self.kernels,
+            batch_invariant=self.batch_invariant,
         )
 
 

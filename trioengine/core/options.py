@@ -52,6 +52,7 @@ class EngineOptions(TypedDict, total=False):
     enable_prefix_caching: bool
     num_threads: int | None
     kernels: Kernels
+    batch_invariant: bool
     startup_timeout: float
     step_timeout: float
     unresponsive_timeout: float

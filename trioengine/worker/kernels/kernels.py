@@ -43,6 +43,11 @@ class Kernels(Protocol):
         """As READY says it."""
         ...
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether each token's results have the same bits whatever other tokens the step has."""
+        ...
+
     def add_norm(self, hidden: Tensor, delta: Tensor, norm: RMSNorm) -> Tensor:
         """Add delta to hidden in place, and return the sum's norm, in dtype.
 

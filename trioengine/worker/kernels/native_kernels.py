@@ -34,6 +34,7 @@ class NativeKernels:
     """The calls into native.cpp, during which other threads run."""
 
     name = "native"
+    is_batch_invariant = True  # each row by the same operations, in the order of its columns and its context
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int) -> None:
         """Compiled now, if never before; KernelsUnavailable says what is missing."""

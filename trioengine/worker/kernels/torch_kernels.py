@@ -17,6 +17,7 @@ class TorchKernels:
     """The reference."""
 
     name = "torch"
+    is_batch_invariant = False  # attention's products are padded to the longest context beside it
 
     def __init__(self, num_heads: int) -> None:
         """For a model with that many heads of queries."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trioengine.hub.llama_config import FREQUENCY_DIVISORS, LlamaConfig
 from trioengine.worker.kernels.kernels import Attention, Kernels, RMSNorm
-from trioengine.worker.layers.linear import Linear, make_linear
+from trioengine.worker.layers.linear import Linear
 from trioengine.worker.layers.rotary import RotaryTable, inverse_frequencies
 from trioengine.worker.runner.batch import ForwardBatch
 from trioengine.worker.weights.reader import WeightReader
@@ -37,7 +37,7 @@ class LlamaModel:
         self._kernels = kernels
         self._embedding = weights.tensor("model.embed_tokens.weight")
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
-        self._head = make_linear(self._embedding) if config.tie_word_embeddings else weights.linear("lm_head")
+        self._head = weights.linear_of(self._embedding) if config.tie_word_embeddings else weights.linear("lm_head")
         self._norm = RMSNorm(weights.tensor("model.norm.weight").float(), config.rms_norm_eps)
         frequencies = inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
         if weights.has(FREQUENCY_DIVISORS):

@@ -14,6 +14,7 @@ from trioengine.core.errors import ModelError
 from trioengine.hub.llama_config import LlamaConfig
 from trioengine.worker.kernels.choose import choose_kernels
 from trioengine.worker.kernels.kernels import Kernels
+from trioengine.worker.layers.invariant_linear import InvariantLinears
 from trioengine.worker.runner.kv_cache import KVCache, count_blocks
 from trioengine.worker.weights import Checkpoint, open_checkpoint
 
@@ -31,6 +32,7 @@ class ModelSpec:
     num_blocks: int
     block_size: int
     kernels: Kernels
+    linears: InvariantLinears | None  # None: a row's results may depend on the batch
 
     @staticmethod
     def read(config: WorkerConfig) -> ModelSpec:
@@ -43,7 +45,8 @@ class ModelSpec:
         limits = (model.max_position_embeddings, num_blocks * config.block_size, config.max_model_len)
         max_model_len = min(limit for limit in limits if limit is not None)
         kernels = choose_kernels(config.kernels, model, dtype, device, config.block_size)
-        return ModelSpec(model, device, dtype, max_model_len, num_blocks, config.block_size, kernels)
+        linears = _choose_linears(config, dtype, kernels)
+        return ModelSpec(model, device, dtype, max_model_len, num_blocks, config.block_size, kernels, linears)
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[Checkpoint]:
@@ -80,6 +83,18 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         return torch.bfloat16 if fast else torch.float32
     return torch.float32 if name == "float32" else torch.bfloat16
+
+
+def _choose_linears(config: WorkerConfig, dtype: torch.dtype, kernels: Kernels) -> InvariantLinears | None:
+    """In float32 invariant where possible. ModelError: `batch_invariant` without kernels that allow it."""
+    if config.batch_invariant and not kernels.is_batch_invariant:
+        raise ModelError(
+            f"batch_invariant needs the native kernels, and the {kernels.name} kernels are in use: "
+            "run on a CPU with g++ installed and without --kernels torch, or without --batch-invariant"
+        )
+    if kernels.is_batch_invariant and (config.batch_invariant or dtype == torch.float32):
+        return InvariantLinears(is_required=config.batch_invariant)
+    return None
 
 
 def _differences(ours: LlamaConfig, theirs: LlamaConfig) -> Iterator[str]:

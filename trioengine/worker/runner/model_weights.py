@@ -95,7 +95,7 @@ class ModelWeights:
         spec = self._spec
         with spec.opened(self._path) as checkpoint, torch.inference_mode():
             wanted = wanted_tensors(checkpoint.config)
-            reader = WeightReader(checkpoint, wanted, spec.dtype, spec.device, self._on_progress)
+            reader = WeightReader(checkpoint, wanted, spec.dtype, spec.device, self._on_progress, spec.linears)
             model = LlamaModel(checkpoint.config, reader, spec.kernels, spec.max_model_len)
             return _Awake(model, [tensor for tensor in reader.in_use() if tensor.device.type != "cpu"])
 

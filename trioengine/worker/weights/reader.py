@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trioengine.core.errors import ModelError
+from trioengine.worker.layers.invariant_linear import InvariantLinears
 from trioengine.worker.layers.linear import Linear, make_linear, wants_four_bit
 from trioengine.worker.loop import OnProgress
 from trioengine.worker.quantization.four_bit import join_four_bit, joined
@@ -27,14 +28,19 @@ class WeightReader:
         dtype: torch.dtype,
         device: torch.device,
         on_progress: OnProgress,
+        linears: InvariantLinears | None = None,
     ) -> None:
-        """`wanted` are the tensors that the progress counts. Raises ModelError if they exceed the machine's memory."""
+        """`wanted` are the tensors that the progress counts; without `linears` a layer may depend on the batch.
+
+        Raises ModelError if the tensors exceed the machine's memory.
+        """
         self._checkpoint = checkpoint
         self._dtype, self._device = dtype, device
         self._sizes = {name: info.nbytes for name, info in checkpoint.tensors.items() if name in wanted}
         self._total, self._done = sum(self._sizes.values()), 0
         self._check_memory()
         self._on_progress = on_progress
+        self._linears = linears
         self._given: list[weakref.ref[Tensor]] = []  # weakly: a layer may pack what it is given, and drop it
         on_progress(0, self._total)
 
@@ -50,10 +56,16 @@ class WeightReader:
         """One layer of all the named projections, which share their input: `NAME.weight`, perhaps `NAME.bias`."""
         weight = self._give(joined([self._read(f"{name}.weight") for name in names]))
         bias = self._give(joined([self._read(f"{name}.bias") for name in names])) if has_bias else None
+        if self._linears is not None:
+            return self._linears.make(weight, bias)
         four_bit = None
         if wants_four_bit(weight):
             four_bit = join_four_bit(self._checkpoint.read_four_bit(f"{name}.weight") for name in names)
         return make_linear(weight, bias, four_bit)
+
+    def linear_of(self, weight: Tensor) -> Linear:
+        """A layer of a weight that `tensor` has returned, such as an embedding that is the head as well."""
+        return make_linear(weight) if self._linears is None else self._linears.make(weight, None)
 
     def in_use(self) -> list[Tensor]:
         """Those of the tensors given out that somebody still holds."""

@@ -1,0 +1,276 @@
+"""A sequence's logits and tokens have the same bits alone and in any company, however the work is cut."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch_driver import load, needs_compiler, reference
+
+from trioengine.core.errors import ModelError
+from trioengine.core.sampling_params import SamplingParams
+from trioengine.worker.layers import invariant_linear
+from trioengine.worker.layers.invariant_linear import InvariantLinears, RowPlan, find_plan, row_plans
+from trioengine.worker.runner.batch import make_batch
+from trioengine.worker.runner.sampler import sample
+from trioengine.worker.scheduling.limits import Limits
+from trioengine.worker.scheduling.scheduler import Scheduler
+from trioengine.worker.scheduling.sequence import Sequence
+
+
+@pytest.fixture(autouse=True)
+def compiler():
+    needs_compiler()
+
+
+@pytest.fixture
+def one_thread():
+    """Beside other processes, threads that wait for each other take long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@dataclass
+class Answer:
+    """All that was computed for a request, in the order of its tokens."""
+
+    logits: list = field(default_factory=list)  # the bits of each sampled row
+    tokens: list = field(default_factory=list)
+    logprobs: list = field(default_factory=list)
+
+
+PARAMS = (
+    SamplingParams(temperature=0.0, ignore_eos=True, seed=1, logprobs=3),
+    SamplingParams(temperature=1.0, ignore_eos=True, seed=2, logprobs=3),
+    SamplingParams(temperature=0.7, ignore_eos=True, seed=3, top_p=0.9, top_k=40, logprobs=3),
+)
+
+
+def answers(runner, prompts, lengths, **limits):
+    """Run all prompts at once; prompt i has PARAMS[i % 3], and lengths[i] tokens of answer."""
+    limits = {
+        "vocab_size": runner.vocab_size,
+        "max_model_len": runner.max_model_len,
+        "kv_blocks_total": runner.kv_blocks_total,
+        "block_size": runner.block_size,
+        **limits,
+    }
+    scheduler, found = Scheduler(Limits(**limits)), [Answer() for _ in prompts]
+    for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        if prompt is not None:
+            params = SamplingParams(**{**vars_of(PARAMS[i % len(PARAMS)]), "max_tokens": length})
+            scheduler.add(Sequence(i, i, list(prompt), len(prompt), params, frozenset()))
+    while scheduler.has_work:
+        output = scheduler.schedule()
+        scheduler.update(output, step(runner, output, found))
+    return found, scheduler.statistics(0)
+
+
+def vars_of(params):
+    return {name: getattr(params, name) for name in ("temperature", "ignore_eos", "seed", "top_p", "top_k", "logprobs")}
+
+
+def step(runner, output, found):
+    """As the runner's own `execute`, with a look at the logits."""
+    with torch.inference_mode():
+        runner.cache.copy_blocks(output.copies)
+        batch = make_batch(output, runner.block_size, runner.model.device)
+        logits = runner.model.forward(batch, runner._spec.kernels.attention(batch, runner.cache))
+        sampled = sample(logits, [entry.sequence for entry in output.scheduled if entry.samples])
+    for row, token in zip(logits, sampled, strict=True):
+        answer = found[token.request]
+        answer.logits.append(row.view(torch.uint8).numpy().tobytes())
+        answer.tokens.append(token.token_id)
+        answer.logprobs.append(token.logprobs)
+    return sampled
+
+
+def alone(runner, prompts, lengths):
+    """Each prompt by itself, in whole."""
+    results = []
+    for i in range(len(prompts)):
+        only = [prompt if i == j else None for j, prompt in enumerate(prompts)]
+        results.append(answers(runner, only, lengths, enable_prefix_caching=False)[0][i])
+    return results
+
+
+def same(found, expected):
+    """Not compared by pytest, whose report of so many bytes takes minutes."""
+    return found == expected
+
+
+def check(runner, prompts, lengths, chunks=(1, 7, 33)):
+    """The same answers in all ways to compute them, each of which takes place."""
+    expected = alone(runner, prompts, lengths)
+    total = sum(len(prompt) for prompt in prompts)
+    whole, _ = answers(runner, prompts, lengths, max_num_batched_tokens=total, chunked_prefill_size=total)
+    assert same(whole, expected)
+    for chunk in chunks:
+        found, _ = answers(runner, prompts, lengths, chunked_prefill_size=chunk, max_num_batched_tokens=chunk + 128)
+        assert same(found, expected)
+    found, statistics = answers(runner, prompts + prompts, [*lengths, *lengths], max_num_seqs=len(prompts))
+    assert same(found[: len(prompts)], expected)
+    assert statistics.prefix_cache_hits > 0
+
+
+def check_preemption(runner, prompts, lengths):
+    """Also of those that are computed twice."""
+    expected = alone(runner, prompts, lengths)
+    longest = max(len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True))
+    blocks = -(-longest // runner.block_size) + 1
+    found, statistics = answers(runner, prompts, lengths, kv_blocks_total=blocks, enable_prefix_caching=False)
+    assert same(found, expected)
+    assert statistics.num_preemptions > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", ["plain", "tied", "llama3", "bias"])
+def test_tiny_checkpoints(tiny_llama, tmp_path, one_thread, variant, dtype):
+    path = tiny_llama.write(tmp_path / variant, variant, hidden_size=96, intermediate_size=2048)
+    runner = load(path, dtype, batch_invariant=dtype == "bfloat16")
+    rng = random.Random(variant)
+    prompts = [[rng.randrange(3, 200) for _ in range(size)] for size in (90, 17, 1, 2, 40, 33, 16, 40, 17)]
+    lengths = [29, 30, 18, 19, 25, 17, 26, 24, 20]
+    check(runner, prompts, lengths)
+    check_preemption(runner, prompts, lengths)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_smollm2(smollm2, one_thread, dtype):
+    runner = load(smollm2, dtype, kv_cache_memory=128 << 20, batch_invariant=dtype == "bfloat16")
+    rng = random.Random(0)
+    prompts = [case["prompt"] for case in reference("reference.json")][:3]
+    prompts.append([rng.randrange(100, 49_000) for _ in range(70)])
+    check(runner, prompts, [9, 7, 8, 9], chunks=(50,))
+    check_preemption(runner, prompts, [17, 18, 17, 19])
+
+
+def test_any_number_of_threads(path, prompt):
+    """The promise holds for each number; between numbers, nothing is said."""
+    threads = torch.get_num_threads()
+    try:
+        for number in (2, 3):
+            runner = load(path, num_threads=number)
+            check(runner, [prompt, prompt[5:22], [3], [4, 5]], [5, 9, 8, 7], chunks=(33,))
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ---- row plans -----------------------------------------------------------------------------------------------------
+
+
+def depends_on_rows(weight, *, size):
+    """A product that sums in another order in each incomplete block of `size` rows."""
+
+    def linear(x):
+        last = len(x) - len(x) % size
+        return torch.cat((sum_in_order(x[:last], weight), sum_in_order(x[last:].flip(1), weight.flip(1))))
+
+    return linear
+
+
+def sum_in_order(x, weight):
+    """[rows, out_features], the terms added one after the other."""
+    total = torch.zeros(len(x), len(weight), dtype=x.dtype)
+    for column in range(x.shape[1]):
+        total = total + x[:, column, None] * weight[None, :, column]
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("size", "index"), [(1, 0), (16, 2), (3, None)])
+def test_the_cheapest_plan_that_holds(monkeypatch, dtype, size, index):
+    monkeypatch.setattr(invariant_linear, "make_linear", lambda weight, bias=None: depends_on_rows(weight, size=size))
+    found = find_plan(torch.Size((20, 12)), dtype, has_bias=False)
+    assert found == (None if index is None else row_plans(512)[index])
+
+
+def single_rows_differ(weight, bias=None):
+    few = depends_on_rows(weight, size=2)
+    return lambda x: few(x) if len(x) == 1 else sum_in_order(x, weight)
+
+
+def position_matters(weight, bias=None):
+    """Rows behind the 16th of a product are summed in another order."""
+    return lambda x: torch.cat((sum_in_order(x[:16], weight), sum_in_order(x[16:].flip(1), weight.flip(1))))
+
+
+@pytest.mark.parametrize(("make", "index"), [(single_rows_differ, 1), (position_matters, 3)])
+def test_other_plans(monkeypatch, make, index):
+    monkeypatch.setattr(invariant_linear, "make_linear", make)
+    assert find_plan(torch.Size((20, 12)), torch.float32, has_bias=False) == row_plans(512)[index]
+
+
+@pytest.mark.parametrize("plan", [RowPlan(1, 1, 8), RowPlan(2, 1, 8), RowPlan(4, 4, 8), RowPlan(4, 4, 4)])
+def test_a_plan_changes_the_numbers_of_rows_alone(plan):
+    weight, seen = torch.randn(5, 3, dtype=torch.float64), []
+
+    def linear(x):
+        seen.append(len(x))
+        return x @ weight.t()
+
+    for rows in range(20):
+        x = torch.randn(rows, 3, dtype=torch.float64)
+        result = plan.apply(linear)(x)
+        assert result.shape == (rows, 5)
+        torch.testing.assert_close(result, x @ weight.t())
+    assert {rows for rows in seen if rows} <= {
+        rows for rows in range(plan.least, plan.most + 1) if rows % plan.multiple == 0
+    }
+
+
+def test_each_shape_is_tried_once(monkeypatch):
+    tried = []
+    monkeypatch.setattr(
+        invariant_linear, "find_plan", lambda *key, has_bias: tried.append((*key, has_bias)) or RowPlan(1, 1, 512)
+    )
+    linears = InvariantLinears(is_required=True)
+    for out_features in (8, 16, 8):
+        linears.make(torch.randn(out_features, 4), None)
+    linears.make(torch.randn(8, 4), torch.zeros(8))
+    assert [(tuple(shape), has_bias) for shape, _, has_bias in tried] == [
+        ((8, 4), False),
+        ((16, 4), False),
+        ((8, 4), True),
+    ]
+
+
+# ---- where there is no plan ----------------------------------------------------------------------------------------
+
+
+def without_plans(monkeypatch):
+    monkeypatch.setattr(invariant_linear, "find_plan", lambda *key, has_bias: None)
+
+
+def test_without_a_plan_float32_warns_once_a_shape(path, monkeypatch, capfd):
+    without_plans(monkeypatch)
+    runner = load(path)
+    warnings = capfd.readouterr().err.splitlines()
+    problem = "products of 80 x 48 in float32 depend on the batch on this machine"
+    assert f"trioengine: {problem}: answers are not repeatable" in warnings
+    assert len(warnings) == len(set(warnings)) == 5
+    assert answers(runner, [[5, 6, 7]], [3])[0][0].tokens
+
+
+def test_without_a_plan_batch_invariant_is_refused(path, monkeypatch):
+    without_plans(monkeypatch)
+    message = r"batch_invariant: products of \d+ x 48 in float32 depend on the batch on this machine; run without"
+    with pytest.raises(ModelError, match=message):
+        load(path, batch_invariant=True)
+
+
+def test_torch_kernels_are_refused(path):
+    with pytest.raises(ModelError, match="batch_invariant needs the native kernels, and the torch kernels are in use"):
+        load(path, kernels="torch", batch_invariant=True)
+
+
+def test_no_four_bit_weights(smollm2, monkeypatch):
+    """Their kernel is for few rows alone."""
+
+    def refuse(*args):
+        raise AssertionError(args)
+
+    monkeypatch.setattr(torch, "_convert_weight_to_int4pack_for_cpu", refuse)
+    load(smollm2, "bfloat16", batch_invariant=True)
