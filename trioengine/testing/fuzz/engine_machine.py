@@ -153,7 +153,7 @@ class EngineMachine(Environment):
             timeout = (None, None, 0.5, 8.0)[which]
             self._call("ask", lambda: self._ask_once(wait, timeout), refusals, timeout)
         elif what == "ready":
-            self._call("ready", self.engine.ready, (EngineClosed, WorkerLost, ModelError))
+            self._call("ready", self._ready, (EngineClosed, WorkerLost, ModelError))
         elif what == "audit":
             self._call("audit", self._audit, refusals)
         elif self.running_calls:
@@ -173,6 +173,12 @@ class EngineMachine(Environment):
         check_answer(
             completion, prompt_ids((("user", "hi"),)), params, LIMITS.max_model_len, causes, self.troubles.paths
         )
+
+    async def _ready(self) -> None:
+        await self.engine.ready()
+        worker = self.worker
+        assert self.engine.gate.is_awake and worker is not None, "it is ready, it said, and admits nothing"
+        assert worker.health is not Health.DEAD, "it is ready, it said, and its worker is dead"
 
     async def _audit(self) -> None:
         try:
