@@ -16,7 +16,7 @@ from wsproto.utilities import ProtocolError
 from trioengine.core.serve_config import ConnectionLimits
 from trioengine.serve.access import Access
 from trioengine.serve.access_log import logged, logged_if_unreadable
-from trioengine.serve.departures import Departures
+from trioengine.serve.departures import Departures, log_disconnect
 from trioengine.serve.http import (
     BadRequest,
     Handler,
@@ -35,6 +35,14 @@ from trioengine.serve.websocket import AcceptedWebSocket
 
 logger = logging.getLogger("trioengine")
 E = TypeVar("E", bound=BaseException)
+_LEAVING = (  # raised where a client leaves, or is made to leave
+    Disconnected,
+    ConnectionClosed,
+    trio.BrokenResourceError,
+    trio.ClosedResourceError,
+    trio.TooSlowError,
+    ProtocolError,
+)
 MAX_REFUSALS = 16  # connections that are told that they are too many, at a time; others are closed without a word
 MAX_UNREAD = 64 << 10  # bytes of a body that no handler looks at: it may come from whoever has no key
 SUBPROTOCOL = "realtime"
@@ -107,12 +115,8 @@ class FrontDoor:
             async with stream:
                 try:
                     await serve(stream)
-                except* (Disconnected, ConnectionClosed, trio.BrokenResourceError, trio.ClosedResourceError) as group:
-                    logger.info("a client went away: %s", _first(group))
-                except* (trio.TooSlowError, ProtocolError) as group:
-                    logger.info(
-                        "a client was disconnected: %s", type(_first(group)).__name__
-                    )  # it may quote the client
+                except* _LEAVING as group:
+                    log_disconnect(_first(group))
                 except* Exception as group:
                     logger.error("a connection crashed and was closed", exc_info=group)
 
