@@ -109,11 +109,20 @@ class EngineMachine(Environment):
         keep_partial=st.booleans(),
         timeout=st.sampled_from((None, 0.5, 8.0)),
         wait=st.booleans(),
+        ignore_eos=st.booleans(),
     )
     def ask_so(
-        self, which: int, prompt: str, stop: str, style: str, keep_partial: bool, timeout: float | None, wait: bool
+        self,
+        which: int,
+        prompt: str,
+        stop: str,
+        style: str,
+        keep_partial: bool,
+        timeout: float | None,
+        wait: bool,
+        ignore_eos: bool = False,
     ) -> None:
-        params = SamplingParams(max_tokens=20, stop=(stop,) if stop else ())
+        params = SamplingParams(max_tokens=20, stop=(stop,) if stop else (), ignore_eos=ignore_eos)
         self._read(which, Style(style), params, prompt=prompt, keep_partial=keep_partial, timeout=timeout, wait=wait)
 
     @precondition(lambda self: self.worker is not None and any(not holder.is_busy for holder in self.open_holders))
