@@ -120,7 +120,7 @@ class EngineMachine(Environment):
         keep_partial: bool,
         timeout: float | None,
         wait: bool,
-        ignore_eos: bool = False,
+        ignore_eos: bool,
     ) -> None:
         params = SamplingParams(max_tokens=20, stop=(stop,) if stop else (), ignore_eos=ignore_eos)
         self._read(which, Style(style), params, prompt=prompt, keep_partial=keep_partial, timeout=timeout, wait=wait)
