@@ -87,3 +87,35 @@ async def test_the_worker_gets_no_keys(monkeypatch):
         process.reap()
     assert b"TRIOENGINE_TEST_MARK=seen" in environment
     assert b"secret" not in environment
+
+
+async def test_a_death_can_be_known_at_once():
+    """A SIGKILL that is on its way counts: no process outlives one."""
+    process = await ports.Ports().spawn_worker()
+    assert process.is_alive
+    os.kill(process.pid, signal.SIGKILL)
+    assert not process.is_alive
+    await process.wait()
+    assert not process.is_alive
+    process.reap()
+    assert not process.is_alive
+
+
+async def test_an_exit_can_be_known_where_nothing_but_the_pidfd_says_so(monkeypatch):
+    process = await ports.Ports().spawn_worker()
+    monkeypatch.setattr(ports, "_STATUS", "/nowhere/{pid}")
+    assert process.is_alive
+    process.kill()
+    await process.wait()
+    assert not process.is_alive
+    process.reap()
+
+
+async def test_a_process_that_is_stopped_is_alive():
+    process = await ports.Ports().spawn_worker()
+    os.kill(process.pid, signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGTERM)  # pending, and it may yet be ignored
+    assert process.is_alive
+    process.kill()
+    await process.wait()
+    process.reap()

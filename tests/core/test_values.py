@@ -275,6 +275,14 @@ def test_a_ledger_that_does_not_balance_says_so():
         ledger.check()
 
 
+def test_a_request_that_leaves_the_line_is_received_and_aborted():
+    ledger = Ledger()
+    ledger.leave_line(Cause.CLIENT)
+    ledger.check()
+    assert (ledger.received, ledger.aborted, ledger.in_flight, ledger.rejected) == (1, 1, 0, 0)
+    assert ledger.abort_causes[Cause.CLIENT] == 1
+
+
 def test_a_suspended_request_is_in_flight():
     ledger = Ledger()
     ledger.receive()

@@ -100,6 +100,14 @@ async def strike(engine, session, moment):
                 await generation.result()
 
 
+async def test_ready_after_a_kill_is_the_next_workers(in_time, config):
+    async with open_engine(config) as engine:
+        os.kill(engine.statistics().worker_pid, signal.SIGKILL)
+        await engine.ready()
+        assert engine.statistics().incarnation == 2
+        assert (await engine.generate("hello", SHORT)).finish_reason is FinishReason.LENGTH
+
+
 ROUNDS = 200
 WAYS = ("cancel", "leave", "abort twice", "end twice", "exception", "two tasks", "last token", "stay")
 

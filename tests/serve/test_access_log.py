@@ -99,7 +99,7 @@ async def test_a_client_that_leaves_before_it_is_answered(autojump_clock, client
     await clients.all_closed()
     assert [record.getMessage() for record in log.records] == [
         "GET /version - 0.0 ms",
-        "a client went away: closed in the middle of a request",
+        "client disconnected: it closed the connection in the middle of a request",
     ]
     assert {record.request_id for record in log.records} == {"mine"}
 

@@ -64,7 +64,7 @@ async def test_before_the_first_token(autojump_clock, clients, caplog, leave, st
         assert not generation.answer.token_ids
         await leave(client.stream)
         await ended_by_disconnect(clients, session, generation)
-    assert caplog.messages[1:] == ["a client went away: it closed the connection"]  # after the line of the access log
+    assert caplog.messages[1:] == ["client disconnected: it closed the connection"]  # after the line of the access log
 
 
 @pytest.mark.parametrize("leave", LEAVING)

@@ -193,7 +193,7 @@ async def test_a_send_that_fails_is_a_departure(autojump_clock, connect, caplog)
     await client.send("GET", "/stream")
     await departed.wait()
     await wait_all_tasks_blocked()
-    assert caplog.messages[1:] == ["a client went away: it closed the connection"]  # after the line of the access log
+    assert caplog.messages[1:] == ["client disconnected: it closed the connection"]  # after the line of the access log
     await client.stream.aclose()
 
 

@@ -7,7 +7,16 @@ from trioengine.testing.fuzz.program import Program, replay
 from trioengine.testing.fuzz.runner import silence
 
 BEGIN = ("begin", {"ready": True, "sessions": 1, "turns": 0, "asks": 0, "thread_passes": 1})
-A = {"which": 0, "prompt": "a", "stop": "", "style": "all", "keep_partial": False, "timeout": None, "wait": False}
+A = {
+    "which": 0,
+    "prompt": "a",
+    "stop": "",
+    "style": "all",
+    "keep_partial": False,
+    "timeout": None,
+    "wait": False,
+    "ignore_eos": False,
+}
 FOUND_IN_THE_ENGINE = {
     "an engine that is cancelled while its worker cannot start raises that in a group": [
         ("begin", {"ready": False, "sessions": 1, "turns": 0, "asks": 0, "thread_passes": 1}),
@@ -35,6 +44,7 @@ FOUND_IN_THE_ENGINE = {
                 "keep_partial": True,
                 "timeout": None,
                 "wait": False,
+                "ignore_eos": False,
             },
         ),
         ("tick", {"passes": 4, "order": 0}),
@@ -160,6 +170,7 @@ FOUND_IN_POWER = {
                 "keep_partial": False,
                 "timeout": None,
                 "wait": False,
+                "ignore_eos": False,
             },
         ),
         ("flow", {"rounds": 8}),

@@ -112,8 +112,11 @@ class Engine(EngineState):
         self.gate.change_power(PowerEvent.CLOSE)
 
     async def ready(self) -> None:
-        """Wait until requests are admitted, also for the end of a sleep. Raises why, if that will never be."""
-        while not self.gate.is_awake:
+        """Wait until requests are admitted, also for the end of a sleep. Raises why, if that will never be.
+
+        A worker whose process is dead, or was sent SIGKILL, is not waited on: its successor is.
+        """
+        while not (self.gate.is_awake and self._supervisor.is_alive):
             if self.gate.power in (Power.DRAINING, Power.CLOSED):
                 raise copy(self.gate.failure or EngineClosed(f"the engine is {self.gate.power.value}"))
             await self.gate.changed()

@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from trioengine.hub.model_files import ModelInfo, read_model
 from trioengine.hub.pull import resolve
 
 T = TypeVar("T")
+_STATUS = "/proc/{pid}/status"
 PIPE_SIZE = 1 << 20  # bytes; what an unprivileged process may ask for by default
 
 
@@ -40,6 +42,11 @@ class WorkerProcess(Protocol):
 
     @property
     def receive_stream(self) -> trio.abc.ReceiveStream: ...
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether nothing is known of its death yet. A SIGKILL that was sent to it is its death."""
+        ...
 
     async def wait(self) -> None:
         """Wait, in one task, for the process's death (not for its pipe's end: a grandchild may hold that open)."""
@@ -84,6 +91,7 @@ class LocalWorkerProcess:
             self.send_stream = trio.lowlevel.FdStream(ours_out)
             self.receive_stream = trio.lowlevel.FdStream(ours_in)
             ours.pop_all()  # the streams' from here on
+        self._is_reaped = False
         self._descriptors = ExitStack()
         self._descriptors.callback(os.close, self._pidfd)
         self._descriptors.callback(trio.lowlevel.notify_closing, self._pidfd)
@@ -94,6 +102,14 @@ class LocalWorkerProcess:
         """The process was started, and something after that failed."""
         self.kill()
         self._process.wait()  # blocks, but not for long: it has only begun to start Python
+
+    @property
+    def is_alive(self) -> bool:
+        if self._is_reaped:
+            return False
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return not poll.poll(0) and not _is_being_killed(self.pid)
 
     async def wait(self) -> None:
         await trio.lowlevel.wait_readable(self._pidfd)
@@ -110,8 +126,19 @@ class LocalWorkerProcess:
 
     def reap(self) -> int | None:
         self.kill()
+        self._is_reaped = True
         self._descriptors.close()
         return self._process.poll()
+
+
+def _is_being_killed(pid: int) -> bool:
+    """Whether a SIGKILL is pending: the process may take a moment to die of it, but nothing can avert that."""
+    try:
+        status = Path(_STATUS.format(pid=pid)).read_text()
+    except OSError:
+        return False
+    pending = next((line.split()[1] for line in status.splitlines() if line.startswith("ShdPnd:")), "0")
+    return bool(int(pending, 16) >> (signal.SIGKILL - 1) & 1)
 
 
 def _pipe(reader: ExitStack, writer: ExitStack) -> tuple[int, int]:

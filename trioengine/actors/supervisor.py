@@ -214,6 +214,11 @@ class Supervisor:
             self.current.end()
 
     @property
+    def is_alive(self) -> bool:
+        """Whether nothing is known of the current worker's death, not even by its process."""
+        return self.current is None or self.current.process.is_alive
+
+    @property
     def is_retiring(self) -> bool:
         """Whether a worker that was told to retire is still there."""
         return self.current is not None and self.current.is_retiring

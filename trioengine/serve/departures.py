@@ -1,11 +1,17 @@
-"""Clients that went away with something in flight: how many there were."""
+"""Clients that disconnect: how many had something in flight, and the line of the log for each."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import trio
+from wsproto.utilities import ProtocolError
+
 from trioengine.serve.streaming import Disconnected
+
+logger = logging.getLogger("trioengine")
 
 
 class Departures:
@@ -29,3 +35,20 @@ class Departures:
             if group.subgroup(Disconnected) is not None:
                 self.add()
             raise
+
+
+def log_disconnect(cause: BaseException | str) -> None:
+    """The one line of a client that leaves, or is made to leave, over HTTP or WebSocket; it never quotes the client."""
+    logger.info("client disconnected: %s", cause if isinstance(cause, str) else _reason(cause))
+
+
+def _reason(error: BaseException) -> str:
+    match error:
+        case Disconnected():
+            return str(error)
+        case trio.TooSlowError():
+            return "it did not read, send or answer in time"
+        case ProtocolError():
+            return "it broke the protocol"
+        case _:
+            return "it closed the connection"

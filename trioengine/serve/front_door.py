@@ -19,7 +19,7 @@ from trioengine.core.serve_config import ConnectionLimits
 from trioengine.serve.access import Access
 from trioengine.serve.access_log import logged, logged_if_unreadable
 from trioengine.serve.byte_budget import ByteBudget, Held
-from trioengine.serve.departures import Departures
+from trioengine.serve.departures import Departures, log_disconnect
 from trioengine.serve.http import (
     BadRequest,
     Handler,
@@ -39,6 +39,14 @@ from trioengine.serve.websocket import AcceptedWebSocket
 
 logger = logging.getLogger("trioengine")
 E = TypeVar("E", bound=BaseException)
+_LEAVING = (  # raised where a client leaves, or is made to leave
+    Disconnected,
+    ConnectionClosed,
+    trio.BrokenResourceError,
+    trio.ClosedResourceError,
+    trio.TooSlowError,
+    ProtocolError,
+)
 MAX_BEYOND = 16  # connections beyond the limit whose requests are looked at, at a time
 BEYOND_TIMEOUT = 2.0  # seconds for the head of such a request
 PROBES = ("/health", "/ready")  # answered also beyond the limit, as operators are
@@ -109,12 +117,8 @@ class FrontDoor:
                     await serve(stream)
                 except* Displaced:
                     logger.debug("a connection made room for another")
-                except* (Disconnected, ConnectionClosed, trio.BrokenResourceError, trio.ClosedResourceError) as group:
-                    logger.info("a client went away: %s", _first(group))
-                except* (trio.TooSlowError, ProtocolError) as group:
-                    logger.info(
-                        "a client was disconnected: %s", type(_first(group)).__name__
-                    )  # it may quote the client
+                except* _LEAVING as group:
+                    log_disconnect(_first(group))
                 except* Exception as group:
                     logger.error("a connection crashed and was closed", exc_info=group)
 

@@ -229,7 +229,7 @@ class HttpConnection:
             if status == 431:
                 raise self._head_too_large() from exc
             if self._h11.trailing_data[1]:
-                raise Disconnected("closed in the middle of a request") from exc
+                raise Disconnected("it closed the connection in the middle of a request") from exc
             raise _bad(status, "bad_request", fault_of(exc)) from exc
         return event
 

@@ -106,6 +106,10 @@ class SimulatedWorker:
 
     # ---- WorkerProcess --------------------------------------------------------------------------------------------
 
+    @property
+    def is_alive(self) -> bool:
+        return self.health is not Health.DEAD
+
     async def wait(self) -> None:
         await self._dead.wait()
 

@@ -11,7 +11,7 @@ from trio_websocket import ConnectionClosed
 
 from trioengine.core.serve_config import ConnectionLimits
 from trioengine.serve.byte_budget import Held, size_of
-from trioengine.serve.departures import Departures
+from trioengine.serve.departures import Departures, log_disconnect
 from trioengine.serve.log_fields import SESSION
 from trioengine.serve.problem import ClientError, OverBudget, problem_of
 from trioengine.serve.realtime.answering import Answering
@@ -112,7 +112,7 @@ class RealtimeConnection:
         except trio.WouldBlock:
             self._refuse_more(f"more than {MAX_UNHANDLED} unhandled events")
         except ConnectionClosed:
-            logger.info("%s: the client has gone", self.id)
+            log_disconnect("it closed the connection")
             self._note_departure()
         work.cancel()
 
@@ -149,7 +149,7 @@ class RealtimeConnection:
         return *self._responder.active, *self._beside.active
 
     def _refuse_more(self, reason: str) -> None:
-        logger.info("%s: %s", self.id, reason)
+        log_disconnect(reason)
         self._note_departure()
         self._close_code, self._close_reason = POLICY_VIOLATION, reason
 

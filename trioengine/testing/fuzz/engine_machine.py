@@ -112,6 +112,7 @@ class EngineMachine(Environment):
         keep_partial=st.booleans(),
         timeout=st.sampled_from((None, 0.5, 8.0)),
         wait=WAIT,
+        ignore_eos=st.booleans(),
     )
     def ask_so(
         self,
@@ -122,8 +123,9 @@ class EngineMachine(Environment):
         keep_partial: bool,
         timeout: float | None,
         wait: bool | None,
+        ignore_eos: bool,
     ) -> None:
-        params = SamplingParams(max_tokens=20, stop=(stop,) if stop else ())
+        params = SamplingParams(max_tokens=20, stop=(stop,) if stop else (), ignore_eos=ignore_eos)
         self._read(which, Style(style), params, prompt=prompt, keep_partial=keep_partial, timeout=timeout, wait=wait)
 
     @precondition(lambda self: self.worker is not None and any(not holder.is_busy for holder in self.open_holders))
@@ -163,7 +165,7 @@ class EngineMachine(Environment):
             timeout = (None, None, 0.5, 8.0)[which]
             self._call("ask", lambda: self._ask_once(wait, timeout), refusals, timeout)
         elif what == "ready":
-            self._call("ready", self.engine.ready, (EngineClosed, WorkerLost, ModelError))
+            self._call("ready", self._ready, (EngineClosed, WorkerLost, ModelError))
         elif what == "audit":
             self._call("audit", self._audit, refusals)
         elif self.running_calls:
@@ -187,6 +189,12 @@ class EngineMachine(Environment):
         check_answer(
             completion, prompt_ids((("user", "hi"),)), params, LIMITS.max_model_len, causes, self.troubles.paths
         )
+
+    async def _ready(self) -> None:
+        await self.engine.ready()
+        worker = self.worker
+        assert self.engine.gate.is_awake and worker is not None, "it is ready, it said, and admits nothing"
+        assert worker.health is not Health.DEAD, "it is ready, it said, and its worker is dead"
 
     async def _audit(self) -> None:
         try:

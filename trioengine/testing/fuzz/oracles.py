@@ -282,7 +282,9 @@ def check_answer(
     if len(set(weights)) > 1:
         check_mixed(ids, prompt, weights)
         return
-    expected = reference(prompt, min(room, params.max_tokens or room), params.stop, *weights[:1])
+    expected = reference(
+        prompt, min(room, params.max_tokens or room), params.stop, *weights[:1], ignore_eos=params.ignore_eos
+    )
     if completion.finish_reason is FinishReason.ABORT:
         assert completion.cause in causes, f"aborted by {completion.cause}, there were {causes or 'no causes'}"
         assert not ids or ids != expected.token_ids, f"the whole answer {text!r} came, and is an abort"
@@ -354,11 +356,15 @@ def _next(history: tuple[int, ...], weights: int) -> int:
 
 
 @lru_cache(maxsize=1 << 14)
-def reference(prompt: tuple[int, ...], max_tokens: int, stop: tuple[str, ...], weights: int = 0) -> Answer:
-    ids = tuple(toy_answer(prompt, max(max_tokens, 0), weights=weights))  # a prompt may be longer than the context
-    ended = ids[-1:] == (IM_END,)
-    text = bytes(ids[:-1] if ended else ids).decode("ascii")  # a token is a character
-    found = [(text.index(string) + len(string), text.index(string)) for string in stop if string in text]
+def reference(
+    prompt: tuple[int, ...], max_tokens: int, stop: tuple[str, ...], weights: int = 0, *, ignore_eos: bool = False
+) -> Answer:
+    length = max(max_tokens, 0)  # a prompt may be longer than the context
+    ids = tuple(toy_answer(prompt, length, ignore_eos=ignore_eos, weights=weights))
+    ended = ids[-1:] == (IM_END,) and not ignore_eos
+    shown = [at for at, token in enumerate(ids) if token != IM_END]
+    text = bytes(ids[at] for at in shown).decode("ascii")  # a token is a character, or hidden
+    found = [(shown[text.index(string) + len(string) - 1] + 1, text.index(string)) for string in stop if string in text]
     if found:
         taken, cut = min(found)
         return Answer(ids[:taken], text[:cut], FinishReason.STOP)
