@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
@@ -46,7 +46,7 @@ class Session:
         client: Client,
         *,
         label: str | None,
-        history: Sequence[dict[str, Any]] | None,
+        history: Sequence[Mapping[str, Any]] | None,
         wait: bool | None,
         deadline: float = math.inf,
     ) -> None:
@@ -106,7 +106,7 @@ class Session:
 
     def generate(
         self,
-        prompt: str | Sequence[dict[str, Any]],
+        prompt: str | Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
         *,
         keep_partial: bool = False,
@@ -129,7 +129,7 @@ class Session:
 
     async def ask(
         self,
-        prompt: str | Sequence[dict[str, Any]],
+        prompt: str | Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
         *,
         keep_partial: bool = False,
@@ -142,7 +142,7 @@ class Session:
         async with generation:
             return await generation.result()
 
-    def replace_history(self, messages: Sequence[dict[str, Any]]) -> None:
+    def replace_history(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Make these messages the conversation. Raises SessionBusy while a request runs, RequestRejected if bad.
 
         What only the server refuses is raised by the next requests, until the history is replaced again.
