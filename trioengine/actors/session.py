@@ -127,8 +127,7 @@ class Session(SessionState):
         as keywords go before those of `params`. Entering raises SessionBusy while another request runs, SessionEnded,
         EngineClosed, and RequestRejected for a bad prompt.
         """
-        deadline = deadline_after(timeout)
-        params = merged_params(params, options)
+        deadline, params = deadline_after(timeout), merged_params(params, options)
         return Generation(self, prompt, params, keep_partial=keep_partial, deadline=deadline, wait=wait)
 
     async def ask(

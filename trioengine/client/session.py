@@ -116,15 +116,11 @@ class Session:
     ) -> Generation:
         """A request, to be entered. `prompt` is a user message, or chat messages.
 
-        `timeout` in seconds runs from this call to the outcome; when it passes, the request is aborted, and TimedOut
-        raised with what came until then. `wait` says when the server is asked again, within `timeout`, instead of
-        raising EngineOverloaded or EngineAsleep: None, where its engine is only full; True, also while it restarts,
-        sleeps or is updated; False, never. Sampling parameters as keywords go before those of `params`. Entering raises
-        SessionBusy while another request runs, SessionEnded, EngineClosed or ConnectionLost when the session is over,
-        and RequestRejected for a bad prompt.
+        The arguments are those of the engine's Session.generate; a request that waits asks the server again after the
+        time that it names. Entering raises SessionBusy while another request runs, SessionEnded, EngineClosed or
+        ConnectionLost when the session is over, and RequestRejected for a bad prompt.
         """
-        deadline = deadline_after(timeout)
-        params = merged_params(params, options)
+        deadline, params = deadline_after(timeout), merged_params(params, options)
         return Generation(self, prompt, params, keep_partial=keep_partial, deadline=deadline, wait=wait)
 
     async def ask(
