@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
 from pathlib import Path
@@ -127,7 +127,7 @@ class Engine(EngineState):
         self,
         *,
         label: str | None = None,
-        history: Sequence[dict[str, Any]] | None = None,
+        history: Sequence[Mapping[str, Any]] | None = None,
         wait: bool | None = None,
         timeout: float | None = None,
         overflow: Overflow = "refuse",

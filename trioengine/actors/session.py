@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -64,7 +64,7 @@ class Session(SessionState):
         engine: EngineState,
         *,
         label: str | None,
-        history: Sequence[dict[str, Any]] | None,
+        history: Sequence[Mapping[str, Any]] | None,
         wait: bool | None,
         overflow: Overflow = "refuse",
         deadline: float = math.inf,
@@ -174,7 +174,7 @@ class Session(SessionState):
         ) as generation:
             return await generation.result()
 
-    def replace_history(self, messages: Sequence[dict[str, Any]]) -> None:
+    def replace_history(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Make these messages the conversation. Raises SessionBusy while a request runs, RequestRejected if bad."""
         self.check_idle()
         self.conversation.replace(messages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Unpack
 
@@ -50,7 +50,7 @@ class Client:
         self,
         *,
         label: str | None = None,
-        history: Sequence[dict[str, Any]] | None = None,
+        history: Sequence[Mapping[str, Any]] | None = None,
         wait: bool | None = None,
         timeout: float | None = None,
         overflow: Overflow = "refuse",
@@ -69,7 +69,7 @@ class Client:
 
     async def generate(
         self,
-        prompt: str | Sequence[dict[str, Any]],
+        prompt: str | Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
         *,
         timeout: float | None = None,

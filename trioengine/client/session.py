@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
@@ -47,7 +47,7 @@ class Session:
         client: Client,
         *,
         label: str | None,
-        history: Sequence[dict[str, Any]] | None,
+        history: Sequence[Mapping[str, Any]] | None,
         wait: bool | None,
         overflow: Overflow = "refuse",
         deadline: float = math.inf,
@@ -114,7 +114,7 @@ class Session:
 
     def generate(
         self,
-        prompt: str | Sequence[dict[str, Any]],
+        prompt: str | Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
         *,
         keep_partial: bool = False,
@@ -124,20 +124,16 @@ class Session:
     ) -> Generation:
         """A request, to be entered. `prompt` is a user message, or chat messages.
 
-        `timeout` in seconds runs from this call to the outcome; when it passes, the request is aborted, and TimedOut
-        raised with what came until then. `wait` says when the server is asked again, within `timeout`, instead of
-        raising EngineOverloaded or EngineAsleep: None, where its engine is only full; True, also while it restarts,
-        sleeps or is updated; False, never. Sampling parameters as keywords go before those of `params`. Entering raises
-        SessionBusy while another request runs, SessionEnded, EngineClosed or ConnectionLost when the session is over,
-        and RequestRejected for a bad prompt.
+        The arguments are those of the engine's Session.generate; a request that waits asks the server again after the
+        time that it names. Entering raises SessionBusy while another request runs, SessionEnded, EngineClosed or
+        ConnectionLost when the session is over, and RequestRejected for a bad prompt.
         """
-        deadline = deadline_after(timeout)
-        params = merged_params(params, options)
+        deadline, params = deadline_after(timeout), merged_params(params, options)
         return Generation(self, prompt, params, keep_partial=keep_partial, deadline=deadline, wait=wait)
 
     async def ask(
         self,
-        prompt: str | Sequence[dict[str, Any]],
+        prompt: str | Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
         *,
         keep_partial: bool = False,
@@ -150,7 +146,7 @@ class Session:
         async with generation:
             return await generation.result()
 
-    def replace_history(self, messages: Sequence[dict[str, Any]]) -> None:
+    def replace_history(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Make these messages the conversation. Raises SessionBusy while a request runs, RequestRejected if bad.
 
         What only the server refuses is raised by the next requests, until the history is replaced again.

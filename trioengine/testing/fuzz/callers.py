@@ -10,7 +10,7 @@ import enum
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import trio
 
@@ -213,6 +213,9 @@ def check_timed_out(error: TimedOut, generation: Generation | None) -> None:
     assert partial_of(error) == generation.completion, f"{error.completion} is not what came: {generation.completion}"
 
 
+Task = TypeVar("Task", Holder, Reader)
+
+
 @dataclass
 class Call:
     """A task that awaits one call; `allowed` are the errors that are documented for it."""
@@ -239,3 +242,8 @@ class Call:
             self.error = exc
         finally:
             self.over = True
+
+
+def latest_first(tasks: list[Task]) -> list[Task]:
+    """Those that are over come last."""
+    return [task for task in tasks[::-1] if not task.over] + [task for task in tasks[::-1] if task.over]

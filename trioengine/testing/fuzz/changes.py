@@ -121,7 +121,8 @@ class Changes:
                 self._awaits_update = False
                 self.asleep, self.level = ALL_TAGS, level
             case "wake", (tags, bool(reload)):
-                wanted = ALL_TAGS if tags is None else frozenset(map(Tag, tags))
+                named = (tags,) if isinstance(tags, str) else tags
+                wanted = ALL_TAGS if named is None else frozenset(map(Tag, named))
                 if self._discarded and not reload and wanted & self.asleep & {Tag.WEIGHTS}:
                     self._awaits_update = True
                     wanted -= {Tag.WEIGHTS}

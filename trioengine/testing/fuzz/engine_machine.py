@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TypeVar
 
 import trio
 from hypothesis import strategies as st
@@ -24,7 +23,7 @@ from trioengine.core.errors import (
 )
 from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.testing.fuzz.callers import UNPREPARED, Holder, Reader, Style, Turn, partial_of
+from trioengine.testing.fuzz.callers import UNPREPARED, Holder, Reader, Style, Turn, latest_first, partial_of
 from trioengine.testing.fuzz.environment import Environment
 from trioengine.testing.fuzz.oracles import (
     GOING,
@@ -42,8 +41,6 @@ from trioengine.testing.fuzz.watching import failing
 from trioengine.testing.fuzz.world import CONFIG, LIMITS
 from trioengine.testing.simulated_worker import Health
 from trioengine.text.conversation import Conversation
-
-Task = TypeVar("Task", Holder, Reader)
 
 AUDIT_TIMEOUT = 10.0
 ROUNDS_TO_FINISH = 12  # of a request for one token, if nothing is in its way
@@ -210,7 +207,7 @@ class EngineMachine(Environment):
     @recorded(which=WHICH, what=st.sampled_from(("abort", "cancel", "go on", "abort by id", "fail")))
     def stop_reading(self, which: int, what: str) -> None:
         """Also of a request that is over; the latest is the first to be chosen."""
-        self._stop(pick(_latest_first(self.readers), which), what)
+        self._stop(pick(latest_first(self.readers), which), what)
 
     def _stop(self, reader: Reader, what: str) -> None:
         generation = reader.generation
@@ -246,7 +243,7 @@ class EngineMachine(Environment):
     @recorded(which=WHICH, what=st.sampled_from(("leave", "cancel", "end")))
     def leave(self, which: int, what: str) -> None:
         """Also a session that has ended."""
-        holder = pick(_latest_first(self.holders), which)
+        holder = pick(latest_first(self.holders), which)
         match what:
             case "leave":
                 holder.leave.set()
@@ -363,8 +360,3 @@ class EngineMachine(Environment):
 
     def _check_stuck(self) -> None:
         """Nothing moves, and the worker is well: all that was asked for is done."""
-
-
-def _latest_first(tasks: list[Task]) -> list[Task]:
-    """Those that are over come last."""
-    return [task for task in tasks[::-1] if not task.over] + [task for task in tasks[::-1] if task.over]
