@@ -1,56 +1,50 @@
-"""Chat templates: jinja2 in its sandbox, with the settings that Hugging Face's templates expect."""
+"""Chat templates: jinja2 in a sandbox with bounds, with the settings that Hugging Face's templates expect."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
-
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any
 
 from trioengine.core.bounds import printable
 from trioengine.core.errors import ModelError, RequestRejected
-
-
-class _Raised(Exception):
-    """The template called raise_exception(message)."""
+from trioengine.text.template_budget import Budget, TemplateTooCostly
+from trioengine.text.template_sandbox import Raised, TemplateEnvironment
 
 
 class ChatTemplate:
-    """Renders a conversation as the text that the model was trained on. Raises ModelError if it does not compile."""
+    """Renders a conversation as the text that the model was trained on. Safe for threads.
+
+    Raises ModelError if it does not compile, or has what no chat template needs.
+    """
 
     def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "") -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, autoescape=False, extensions=[loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:
-            self._template = environment.from_string(source)
+            self._template = TemplateEnvironment().from_string(source)
         except Exception as exc:  # jinja2's own, and Python's where the template is nested too deeply
             raise ModelError(f"the chat template does not compile: {printable(str(exc))}") from exc
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
-        """The text of a conversation. Raises RequestRejected where the template does not take it."""
+        """The text of a conversation, within the bounds of `template_budget`.
+
+        Raises RequestRejected where the template does not take the messages, or takes too much for them.
+        """
+        variables = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None}
+        context: Any = self._template.new_context(variables | self._tokens)
+        context.budget = budget = Budget(messages)
+        pieces = []
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, tools=None, **self._tokens
-            )
-        except _Raised as exc:
-            raise RequestRejected(
-                "template_error", f"messages: the chat template says: {exc}", param="messages"
-            ) from None
+            for piece in self._template.root_render_func(context):
+                budget.charge_output(piece)
+                pieces.append(piece)
+        except Raised as exc:
+            raise _rejected(f"the chat template says: {exc!s:.1000}") from None
+        except TemplateTooCostly as exc:
+            raise _rejected(f"the model's chat template {exc} for them") from None
         except Exception as exc:  # whatever the template's author wrote; its details are not the client's
-            raise RequestRejected(
-                "template_error", "messages: the model's chat template cannot render them", param="messages"
-            ) from exc
+            raise _rejected("the model's chat template cannot render them") from exc
+        return "".join(pieces)
 
 
-def _raise(message: str) -> NoReturn:
-    raise _Raised(message)
-
-
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+def _rejected(problem: str) -> RequestRejected:
+    return RequestRejected("template_error", f"messages: {problem}", param="messages")

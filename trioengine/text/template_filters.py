@@ -1,0 +1,207 @@
+"""Filters and tests of a chat template: those that templates use, each within a rendering's budget.
+
+Jinja2's others (urlize, wordwrap, random and the like) are left out: no chat template needs them, and their cost is
+hard to bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jinja2 import pass_context
+from jinja2.filters import make_attrgetter
+from jinja2.runtime import Context
+from markupsafe import escape
+
+from trioengine.text import template_operations as operations
+from trioengine.text.template_budget import Budget, text_bytes
+from trioengine.text.template_methods import ChatSandbox
+
+FILTER_STEPS = 4
+_MANY = 20  # comparisons of each item while sorting, or objects for each of a text's steps
+MAX_PRECISION = 15
+_PLAIN = ChatSandbox()  # has Jinja's own filters
+
+
+class BoundedContext(Context):
+    """The variables of a rendering, and what it may still cost."""
+
+    budget: Budget
+
+
+Prepare = Callable[[Budget, Any, int], Any]  # charges for a value and steps for each; the value to give to the filter
+Implementation = Callable[..., Any]  # of a budget, a value and arguments
+
+
+def _as_it_is(budget: Budget, value: Any, steps: int) -> Any:
+    return value
+
+
+def _each_once(budget: Budget, value: Any, steps: int) -> Any:
+    """Each item is looked at, and not into it. What an earlier lazy filter gives is read here: they make no chain."""
+    return budget.turns(operations.materialized(budget, value), 1 + steps)
+
+
+def _all(budget: Budget, value: Any, steps: int) -> Any:
+    value = operations.materialized(budget, value)
+    budget.measure(value)
+    return value
+
+
+def _sorted(budget: Budget, value: Any, steps: int) -> Any:
+    value = operations.materialized(budget, value)
+    budget.measure(value, factor=_MANY)
+    return value
+
+
+_OF_JINJA: Mapping[str, Prepare] = {
+    **dict.fromkeys(("attr", "count", "d", "default", "first", "last", "length"), _as_it_is),
+    **dict.fromkeys(("items", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr"), _each_once),
+    **dict.fromkeys(("capitalize", "float", "int", "lower", "string", "truncate", "upper"), _all),
+    **dict.fromkeys(("dictsort", "groupby", "max", "min", "sort", "title", "unique"), _sorted),
+}
+
+
+def _join(budget: Budget, value: Any, d: Any = "", attribute: str | int | None = None) -> str:
+    separator = operations.text_of(budget, d)
+    values = operations.joined(budget, separator, _attributes(budget, value, attribute))
+    return separator.join(map(str, values))
+
+
+def _attributes(budget: Budget, value: Any, attribute: str | int | None) -> Any:
+    """The values, or this attribute of each."""
+    if attribute is None:
+        return value
+    return [*map(make_attrgetter(_PLAIN, attribute), _each_once(budget, value, budget.measure(attribute)))]
+
+
+def _replace(budget: Budget, value: Any, old: Any, new: Any, count: int | None = None) -> str:
+    text, wanted, instead = (operations.text_of(budget, part) for part in (value, old, new))
+    return operations.replaced(budget, text, wanted, instead, count)
+
+
+def _indent(budget: Budget, value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    text = operations.text_of(budget, value)
+    indention = width if isinstance(width, str) else " " * operations.checked_width(width)
+    budget.charge(1 + len(text) // 4)  # the lines
+    budget.charge_text(len(text.splitlines()) * text_bytes(indention))
+    return str(_PLAIN.call_filter("indent", text, (width, first, blank)))
+
+
+def _trim(budget: Budget, value: Any, chars: str | None = None) -> str:
+    text = operations.text_of(budget, value)
+    budget.charge_search(text, chars or "")
+    return text.strip(chars)
+
+
+def _format(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> str:
+    return operations.formatted(budget, operations.text_of(budget, value), kwargs or args)
+
+
+def _escape(budget: Budget, value: Any) -> str:
+    text = operations.text_of(budget, value)
+    budget.charge_text(5 * text_bytes(text))
+    return str(escape(text))
+
+
+def _sum(budget: Budget, value: Any, attribute: str | int | None = None, start: Any = 0) -> Any:
+    total = start
+    for number in budget.turns(_attributes(budget, value, attribute), 2):
+        operations.check_number(number)
+        total = operations.calculated(budget, "+", total, number)
+    return total
+
+
+def _round(budget: Budget, value: Any, precision: int = 0, method: str = "common") -> Any:
+    operations.check_number(value)
+    if abs(precision) > MAX_PRECISION:
+        raise ValueError(f"a precision beyond {MAX_PRECISION}")
+    return _PLAIN.call_filter("round", value, (precision, method))
+
+
+def _abs(budget: Budget, value: Any) -> Any:
+    operations.check_number(value)
+    return abs(value)
+
+
+_OWN: Mapping[str, Implementation] = {
+    "abs": _abs,
+    "e": _escape,
+    "escape": _escape,
+    "format": _format,
+    "indent": _indent,
+    "join": _join,
+    "replace": _replace,
+    "round": _round,
+    "safe": operations.text_of,
+    "sum": _sum,
+    "tojson": operations.to_json,
+    "trim": _trim,
+}
+
+
+def _arguments(budget: Budget, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Charge for a call, and for its arguments, which a filter hashes or prints once at most; returns their steps."""
+    budget.charge(FILTER_STEPS)
+    return budget.measure(*args, *kwargs.values()) if args or kwargs else 0
+
+
+def _bounded(name: str, prepare: Prepare) -> Implementation:
+    @pass_context
+    def bounded(context: BoundedContext, value: Any, *args: Any, **kwargs: Any) -> Any:
+        value = prepare(context.budget, value, _arguments(context.budget, args, kwargs))
+        return _PLAIN.call_filter(name, value, args, kwargs, context=context)
+
+    return bounded
+
+
+def _charged(implementation: Implementation) -> Implementation:
+    @pass_context
+    def charged(context: BoundedContext, value: Any, *args: Any, **kwargs: Any) -> Any:
+        _arguments(context.budget, args, kwargs)
+        return implementation(context.budget, value, *args, **kwargs)
+
+    return charged
+
+
+FILTERS: Mapping[str, Implementation] = {
+    **{name: _bounded(name, prepare) for name, prepare in _OF_JINJA.items()},
+    **{name: _charged(implementation) for name, implementation in _OWN.items()},
+}
+
+
+# ---- tests --------------------------------------------------------------------------------------------------------
+
+
+def _comparison(symbol: str) -> Implementation:
+    return lambda budget, value, other: operations.compared(budget, value, symbol, other)
+
+
+def _divisible(budget: Budget, value: Any, by: Any = 2) -> bool:
+    operations.check_number(value)
+    return bool(operations.calculated(budget, "%", value, by) == 0)
+
+
+_COMPARISONS: Mapping[str, tuple[str, ...]] = {
+    "eq": ("eq", "==", "equalto"),
+    "ne": ("ne", "!="),
+    "gt": ("gt", ">", "greaterthan"),
+    "gteq": ("ge", ">="),
+    "lt": ("lt", "<", "lessthan"),
+    "lteq": ("le", "<="),
+    "in": ("in",),
+}
+_AT_ONCE = (  # they look at a value, and not into it
+    *("boolean", "callable", "defined", "escaped", "false", "float", "integer", "iterable", "mapping", "none"),
+    *("number", "sameas", "sequence", "string", "true", "undefined"),
+)
+TESTS: Mapping[str, Any] = {
+    **{name: _PLAIN.tests[name] for name in _AT_ONCE},
+    **{name: _charged(_comparison(symbol)) for symbol, names in _COMPARISONS.items() for name in names},
+    "divisibleby": _charged(_divisible),
+    "even": _charged(_divisible),
+    "odd": _charged(lambda budget, value: not _divisible(budget, value)),
+    "lower": _charged(lambda budget, value: operations.text_of(budget, value).islower()),
+    "upper": _charged(lambda budget, value: operations.text_of(budget, value).isupper()),
+}

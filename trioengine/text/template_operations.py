@@ -1,0 +1,236 @@
+"""The operations of a chat template whose cost depends on their operands, each within a rendering's budget."""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jinja2 import Undefined
+from jinja2.environment import Environment
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import SandboxedFormatter
+
+from trioengine.text.template_budget import Budget, text_bytes
+
+MAX_INTEGER_BITS = 64
+MAX_EXPONENT = 64
+MAX_INDENT = 64
+MAX_WIDTH = 999
+_FORMAT_STEPS = 40  # for a field of up to 999 characters and 999 digits
+_FIELDS = re.compile(r"%%|%(?:\([^()]*\))?[#0\- +.\d*]*\(?")  # of a printf-style format, up to their types
+_TOO_WIDE = re.compile(r"\*|\d{4}|\($")  # or with parentheses in its key, which hide where that ends
+_ARITHMETIC: Mapping[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+    "//": operator.floordiv,
+    "**": operator.pow,
+    "%": operator.mod,
+}
+_COMPARISONS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "gt": operator.gt,
+    "gteq": operator.ge,
+    "lt": operator.lt,
+    "lteq": operator.le,
+}
+
+
+def text_of(budget: Budget, value: Any) -> str:
+    """The value as a string, charged for."""
+    if isinstance(value, str):
+        budget.charge_text(text_bytes(value))
+        return value
+    budget.measure(value)
+    return str(value)
+
+
+def concatenated(budget: Budget, *values: Any) -> str:
+    """`a ~ b`."""
+    texts = [text_of(budget, value) for value in values]
+    budget.charge_text(sum(map(text_bytes, texts)))
+    return "".join(texts)
+
+
+def calculated(budget: Budget, symbol: str, left: Any, right: Any) -> Any:
+    """`left symbol right`. Raises TypeError for operands that no template needs it for."""
+    if symbol == "%" and isinstance(left, str):
+        return formatted(budget, left, right)
+    if symbol == "+" and isinstance(left, str) and isinstance(right, str):
+        budget.charge_text(text_bytes(left) + text_bytes(right))
+    elif symbol == "+" and isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        budget.charge(1 + len(left) + len(right))
+    elif symbol == "*" and isinstance(left, str | list | tuple):
+        _charge_repetition(budget, left, right)
+    elif symbol == "*" and isinstance(right, str | list | tuple):
+        _charge_repetition(budget, right, left)
+    elif not isinstance(left, Undefined) and not isinstance(right, Undefined):  # which raise what they are for
+        _check_numbers(symbol, left, right)
+    return _ARITHMETIC[symbol](left, right)
+
+
+def _charge_repetition(budget: Budget, sequence: Any, count: Any) -> None:
+    times = max(0, count) if isinstance(count, int) else 0
+    if isinstance(sequence, str):
+        budget.charge_text(times * text_bytes(sequence))
+    else:
+        budget.charge(1 + times * len(sequence))
+
+
+def _check_numbers(symbol: str, *operands: Any) -> None:
+    for operand in operands:
+        check_number(operand)
+    if symbol == "**" and abs(operands[1]) > MAX_EXPONENT:
+        raise ValueError(f"an exponent beyond {MAX_EXPONENT}")
+
+
+def check_number(value: Any) -> None:
+    """Raises TypeError or ValueError for what is no number of reasonable size."""
+    if not isinstance(value, int | float):
+        raise TypeError(f"no number: {type(value).__name__}")
+    if isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
+        raise ValueError(f"an integer beyond {MAX_INTEGER_BITS} bits")
+
+
+def checked_width(width: int) -> int:
+    """The width of a padded text. Raises ValueError beyond MAX_WIDTH."""
+    if width > MAX_WIDTH:
+        raise ValueError(f"a width beyond {MAX_WIDTH}")
+    return width
+
+
+def compared(budget: Budget, left: Any, *rest: Any) -> bool:
+    """`a < b in c`: operators and operands in turn."""
+    result: Any = True
+    for symbol, right in zip(rest[::2], rest[1::2], strict=True):
+        if symbol in ("in", "notin"):
+            result = _contains(budget, right, left) is (symbol == "in")
+        else:
+            _charge_comparison(budget, left, right)
+            result = _COMPARISONS[symbol](left, right)
+        if not result:
+            return bool(result)
+        left = right
+    return bool(result)
+
+
+def _charge_comparison(budget: Budget, left: Any, right: Any) -> None:
+    if isinstance(left, str) and isinstance(right, str):
+        budget.charge_text(min(text_bytes(left), text_bytes(right)))
+    else:
+        budget.measure(left, right)
+
+
+def _contains(budget: Budget, container: Any, item: Any) -> bool:
+    if isinstance(container, str):
+        if isinstance(item, str):
+            budget.charge_search(container, item)
+        return item in container
+    budget.measure(item)
+    if isinstance(container, dict):
+        return item in container
+    held = materialized(budget, container)
+    steps_of_item = budget.measure(item)
+    budget.measure(held)
+    budget.charge(steps_of_item * len(held) if hasattr(held, "__len__") else 0)
+    return item in held
+
+
+def materialized(budget: Budget, value: Any) -> Any:
+    """What an iterator gives, as a list; any other value as it is."""
+    if isinstance(value, Iterator | range):
+        return list(budget.turns(value, 1))
+    return value
+
+
+def sliced(budget: Budget, value: Any, start: Any, stop: Any, step: Any) -> Any:
+    """`value[start:stop:step]`."""
+    where = slice(start, stop, step)
+    if isinstance(value, str):
+        budget.charge_text(text_bytes(value))
+    elif isinstance(value, list | tuple):
+        budget.charge(1 + len(range(*where.indices(len(value)))))
+    return value[where]
+
+
+def formatted(budget: Budget, template: str, values: Any) -> str:
+    """`template % values`."""
+    budget.charge_text(8 * text_bytes(template))
+    if any(_TOO_WIDE.search(field) for field in _FIELDS.findall(template)):
+        raise ValueError("a format with a width beyond 999, or a variable one")
+    steps = _FORMAT_STEPS + budget.measure(values)
+    budget.charge(template.count("%") * steps)
+    return str(template % values)
+
+
+class BoundedFormatter(SandboxedFormatter):
+    """str.format; charges for each field."""
+
+    def __init__(self, environment: Environment, budget: Budget) -> None:
+        super().__init__(environment)
+        self._budget = budget
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
+        found = super().get_field(field_name, args, kwargs)
+        self._budget.measure(found[0])
+        return found
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if re.search(r"\d{4}", format_spec):
+            raise ValueError("a format with a width beyond 999")
+        self._budget.charge(_FORMAT_STEPS)
+        return str(super().format_field(value, format_spec))
+
+
+def replaced(budget: Budget, text: str, old: str, new: str, count: int | None = None) -> str:
+    """`text.replace(old, new)`, the first `count` times if it is given."""
+    budget.charge_search(text, old)
+    times = text.count(old)
+    times = times if count is None or count < 0 else min(times, count)
+    width = 1 if text.isascii() and new.isascii() else 4
+    budget.charge_text(width * (len(text) + times * len(new)))
+    return text.replace(old, new, times)
+
+
+def joined(budget: Budget, separator: str, values: Any) -> Any:
+    """The values, of which a list was made if they were none, charged for as joined by the separator."""
+    values = materialized(budget, values)
+    budget.measure(values)
+    if hasattr(values, "__len__"):
+        budget.charge_text(len(values) * text_bytes(separator))
+    return values
+
+
+def to_json(
+    budget: Budget,
+    value: Any,
+    *,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON, with the options that Hugging Face's templates use."""
+    budget.measure(value, factor=2)
+    if indent is not None and indent > MAX_INDENT:
+        raise ValueError(f"an indent beyond {MAX_INDENT}")
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    if indent is None and separators is None:
+        return encoder.encode(value)
+    pieces = []
+    for piece in encoder.iterencode(value):  # indents and separators may be longer than the values
+        budget.charge_text(text_bytes(piece))
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def checked_key(value: Any) -> Any:
+    """The value, if it may be a key. Raises SecurityError: hashing what holds values may take for ever."""
+    if isinstance(value, tuple):
+        raise SecurityError("a tuple is no key")
+    return value
