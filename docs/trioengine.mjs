@@ -208,6 +208,7 @@ export class Session {
 
   #commit(generation, items) {
     for (const item of items) item.isCommitted = true;
+    for (const id of generation.response.dropped_item_ids ?? []) this.#delete(id); // the model sees them no more
     const answer = items.at(-1);
     if (answer.text !== generation.text) {
       answer.text = generation.text;
@@ -311,12 +312,13 @@ export class Generation {
     this.#onCancel();
   }
 
-  /** Read to the end: {text, status, usage}. */
+  /** Read to the end: {text, status, usage, droppedTurns}. */
   async result() {
     for await (const _ of this);
     await this.over;
     const status = this.isCancelled ? "cancelled" : this.response.status;
-    return { text: this.text, status, usage: this.response?.usage ?? null };
+    const { usage = null, dropped_turns: droppedTurns = 0 } = this.response ?? {};
+    return { text: this.text, status, usage, droppedTurns };
   }
 
   async *[Symbol.asyncIterator]() {

@@ -77,6 +77,20 @@ async function takenBack(url, results) {
   results.sayAfterClose = await thrown(session.say("x"));
 }
 
+/** A chat that outgrows the context: what was dropped is gone from the conversation, here and at the server. */
+async function dropped(url, results) {
+  const session = await connect(url, { ...options, history: [{ role: "system", content: "be kind" }] });
+  const question = (number) => `question ${number}, which is rather long, so that only a few of its kind fit in the context`;
+  results.dropped = [];
+  for (let number = 0; number < 8; number++) {
+    const { droppedTurns } = await session.generate(question(number), { temperature: 0, max_output_tokens: 20 }).result();
+    results.dropped.push([droppedTurns, session.history]);
+  }
+  results.undropped = await thrown(session.generate(question(8), { truncation: "disabled", max_output_tokens: 20 }).result());
+  results.droppedAfter = session.history.length;
+  await session.close();
+}
+
 async function windowed(url, results) {
   const many = await connect(`${url}/v1`, options);
   results.many = (await Promise.all(Array.from({ length: 200 }, () => many.say("a")))).length;
@@ -109,7 +123,7 @@ async function asleep(url, results) {
 
 export async function run(url, wrongUrl) {
   const results = {};
-  for (const part of [conversation, takenBack, windowed, asleep]) await part(url, results);
+  for (const part of [conversation, takenBack, dropped, windowed, asleep]) await part(url, results);
   results.wrongKey = await refused(connect(url, { apiKey: "wrong" }));
   results.noKey = await refused(connect(url));
   results.wrongModel = await refused(connect(url, { ...options, model: "other" }));

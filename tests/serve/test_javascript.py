@@ -179,6 +179,8 @@ def check_results(results, expected, nobody):
     *cancelled, (text, status) = results.pop("rapid")
     assert cancelled == [["", "cancelled"]] * 3
     assert text == four and status in ("completed", "incomplete")
+    check_dropped(results.pop("dropped"), expected)
+    assert results.pop("droppedAfter") == 9
     refused = "the server refuses the connection: "
     assert results == {
         "first": [first, first, "completed"],
@@ -191,6 +193,7 @@ def check_results(results, expected, nobody):
         "badText": [error, "invalid_type", "item.content[0].text"],
         "badItem": [error, "invalid_value", "item.role"],
         "badSetting": [error, "invalid_value", "session.temperature"],
+        "undropped": [error, "context_length_exceeded", "prompt"],
         "afterRefusals": history[3]["content"],
         "afterKept": history[7]["content"],
         "settings": "be",
@@ -211,3 +214,14 @@ def check_results(results, expected, nobody):
         "nobody": ["connection_lost", None, f"no server answers at {nobody}"],
         "later": ["connection_lost", None, f"no server answers at {nobody}"],
     }
+
+
+def check_dropped(results, expected):
+    """Each history is the one before without its dropped turns, and with the answer to that."""
+    before = [{"role": "system", "content": "be kind"}]
+    for count, after in results:
+        before[1 : 1 + 2 * count] = []
+        assert after[:-2] == before
+        assert after[-1] == assistant(expected(after[:-1], 20))
+        before = after
+    assert [count for count, _ in results] == [0, 0, 0, 0, 1, 1, 1, 1]
