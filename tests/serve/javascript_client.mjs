@@ -125,6 +125,13 @@ export async function run(url, wrongUrl) {
   const results = {};
   for (const part of [conversation, takenBack, dropped, windowed, asleep]) await part(url, results);
   results.wrongKey = await refused(connect(url, { apiKey: "wrong" }));
+  results.oddKey = await refused((async () => new Session(url, { apiKey: "a key" }))());
+  class Broken {
+    constructor() {
+      throw new Error("not here");
+    }
+  }
+  results.broken = await refused(connect(url, { ...options, WebSocket: Broken }));
   results.noKey = await refused(connect(url));
   results.wrongModel = await refused(connect(url, { ...options, model: "other" }));
   results.nobody = await refused(connect(wrongUrl));

@@ -210,6 +210,8 @@ def check_results(results, expected, nobody):
             401,
             f"{refused}this needs a key, as in Authorization: Bearer KEY (HTTP status 401)",
         ],
+        "oddKey": ["invalid_api_key", None, "apiKey has characters that the handshake of a WebSocket cannot carry"],
+        "broken": ["connection_lost", None, "cannot open a WebSocket: not here"],
         "wrongModel": ["model_not_found", 404, "model 'other' not found; this server serves 'toy'"],
         "nobody": ["connection_lost", None, f"no server answers at {nobody}"],
         "later": ["connection_lost", None, f"no server answers at {nobody}"],
