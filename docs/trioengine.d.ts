@@ -74,7 +74,7 @@ export interface Result {
   text: string;
   status: Status;
   usage: Usage | null;
-  /** How many of the oldest turns were left out of what the model saw. */
+  /** How many of the oldest turns were left out of the prompt. */
   droppedTurns: number;
 }
 

@@ -154,7 +154,7 @@ export class Session {
 
   #dialled() {
     try {
-      return new Connection(this.#address, this.#options, (event) => this.#told(event));
+      return new Connection(this.#address, this.#options, (event) => this.#receive(event));
     } catch (error) { // such as a page over TLS that asks for a server without
       throw refused(`cannot open a WebSocket: ${error.message}`);
     }
@@ -237,7 +237,7 @@ export class Session {
 
   // ---- the server's events
 
-  #told(event) {
+  #receive(event) {
     const running = this.#running;
     const id = event.response_id ?? event.response?.id;
     const isOurs = running !== null && id !== undefined && id === running.response?.id;
@@ -405,7 +405,7 @@ class Connection {
     this.opened = this.#promise("open");
     let hasOpened = false;
     socket.addEventListener("open", () => (hasOpened = true));
-    socket.addEventListener("message", (message) => this.#told(JSON.parse(message.data)));
+    socket.addEventListener("message", (message) => this.#receive(JSON.parse(message.data)));
     const over = new Promise((resolve) => {
       socket.addEventListener("close", resolve);
       socket.addEventListener("error", () => resolve({ code: 1006, reason: "" }));
@@ -447,7 +447,7 @@ class Connection {
     }
   }
 
-  #told(event) {
+  #receive(event) {
     if (this.loss !== null) return;
     this.#onEvent(event);
     switch (event.type) {

@@ -49,7 +49,7 @@ async function conversation(url, results) {
   await session.close();
 }
 
-/** What is cancelled or refused leaves nothing, here and at the server; and each answer has its own text. */
+/** Turns that are cancelled or refused leave nothing, here and at the server; and each answer has its own text. */
 async function takenBack(url, results) {
   const session = await connect(url, options);
   results.cancelledText = await cancelled(session.generate("stop", LONG));
@@ -77,7 +77,7 @@ async function takenBack(url, results) {
   results.sayAfterClose = await thrown(session.say("x"));
 }
 
-/** A chat that outgrows the context: what was dropped is gone from the conversation, here and at the server. */
+/** A chat that outgrows the context: dropped turns are gone from the conversation, here and at the server. */
 async function dropped(url, results) {
   const session = await connect(url, { ...options, history: [{ role: "system", content: "be kind" }] });
   const question = (number) => `question ${number}, which is rather long, so that only a few of its kind fit in the context`;
@@ -134,7 +134,7 @@ export async function run(url, wrongUrl) {
   results.broken = await refused(connect(url, { ...options, WebSocket: Broken }));
   results.noKey = await refused(connect(url));
   results.wrongModel = await refused(connect(url, { ...options, model: "other" }));
-  results.nobody = await refused(connect(wrongUrl));
+  results.unreachable = await refused(connect(wrongUrl));
   results.later = await refused(new Session(wrongUrl).generate("x").result());
   return results;
 }

@@ -72,7 +72,7 @@ async def test_a_conversation_with_the_package_openai():
 
 
 async def test_a_long_conversation_with_the_package_openai():
-    """It goes on, as OpenAI's own, unless the session says otherwise."""
+    """It goes on, as at OpenAI, unless truncation is disabled."""
     long = "which is rather long, so that only a few of its kind fit in the context of the model"
 
     async def talk(connection):
