@@ -1,1 +1,1 @@
-export * from "./trioengine.js"; // trioengine.d.ts, for those who import trioengine.mjs
+export * from "./trioengine.js"; // trioengine.d.ts, for imports of trioengine.mjs

@@ -30,6 +30,8 @@ export interface Settings {
   ignore_eos?: boolean | null;
   logit_bias?: Record<string, number> | null;
   skip_special_tokens?: boolean | null;
+  /** For a conversation that outgrows the context: leave out the oldest turns, or refuse. */
+  truncation?: "auto" | "disabled" | null;
 }
 
 export interface ResponseSettings extends Settings {
@@ -72,6 +74,8 @@ export interface Result {
   text: string;
   status: Status;
   usage: Usage | null;
+  /** How many of the oldest turns were left out of the prompt. */
+  droppedTurns: number;
 }
 
 export interface GenerationOptions {

@@ -14,6 +14,7 @@ const PATH = "/v1/realtime";
 const WINDOW = 32; // events that may be unanswered; a server closes the connection at 64
 const PROBE_TIMEOUT = 5000; // milliseconds
 const OPEN = 1, GOING_AWAY = 1001;
+const TOKEN = /^[!#$%&'*+.^_`|~0-9A-Za-z-]+$/; // of a subprotocol (RFC 9110, section 5.6.2)
 const CLOSES = {
   1000: "the server closed the connection",
   1001: "the server is shutting down",
@@ -58,6 +59,10 @@ export class Session {
   constructor(url, options = {}) {
     if ((options.WebSocket ?? globalThis.WebSocket) === undefined) {
       throw new TypeError("no global WebSocket: give that of the package ws as the option WebSocket");
+    }
+    if (options.apiKey !== undefined && !TOKEN.test(options.apiKey)) {
+      const message = "apiKey has characters that the handshake of a WebSocket cannot carry";
+      throw new TrioengineError({ code: "invalid_api_key", message });
     }
     this.#address = addressOf(url, options.model);
     this.#options = options;
@@ -128,7 +133,7 @@ export class Session {
   /** Open a connection, and give it the settings and the conversation. */
   async #connect() {
     if (this.#isClosed) throw ended();
-    const connection = new Connection(this.#address, this.#options, (event) => this.#told(event));
+    const connection = this.#dialled();
     this.#opening = connection;
     try {
       this.id = (await connection.opened).id;
@@ -145,6 +150,14 @@ export class Session {
     }
     this.#connection = connection;
     connection.onLoss = (error) => this.#lost(error);
+  }
+
+  #dialled() {
+    try {
+      return new Connection(this.#address, this.#options, (event) => this.#receive(event));
+    } catch (error) { // such as a page over TLS that asks for a server without
+      throw refused(`cannot open a WebSocket: ${error.message}`);
+    }
   }
 
   #lost(error) {
@@ -208,6 +221,7 @@ export class Session {
 
   #commit(generation, items) {
     for (const item of items) item.isCommitted = true;
+    for (const id of generation.response.dropped_item_ids ?? []) this.#delete(id); // the model sees them no more
     const answer = items.at(-1);
     if (answer.text !== generation.text) {
       answer.text = generation.text;
@@ -223,7 +237,7 @@ export class Session {
 
   // ---- the server's events
 
-  #told(event) {
+  #receive(event) {
     const running = this.#running;
     const id = event.response_id ?? event.response?.id;
     const isOurs = running !== null && id !== undefined && id === running.response?.id;
@@ -311,12 +325,13 @@ export class Generation {
     this.#onCancel();
   }
 
-  /** Read to the end: {text, status, usage}. */
+  /** Read to the end: {text, status, usage, droppedTurns}. */
   async result() {
     for await (const _ of this);
     await this.over;
     const status = this.isCancelled ? "cancelled" : this.response.status;
-    return { text: this.text, status, usage: this.response?.usage ?? null };
+    const { usage = null, dropped_turns: droppedTurns = 0 } = this.response ?? {};
+    return { text: this.text, status, usage, droppedTurns };
   }
 
   async *[Symbol.asyncIterator]() {
@@ -390,7 +405,7 @@ class Connection {
     this.opened = this.#promise("open");
     let hasOpened = false;
     socket.addEventListener("open", () => (hasOpened = true));
-    socket.addEventListener("message", (message) => this.#told(JSON.parse(message.data)));
+    socket.addEventListener("message", (message) => this.#receive(JSON.parse(message.data)));
     const over = new Promise((resolve) => {
       socket.addEventListener("close", resolve);
       socket.addEventListener("error", () => resolve({ code: 1006, reason: "" }));
@@ -432,7 +447,7 @@ class Connection {
     }
   }
 
-  #told(event) {
+  #receive(event) {
     if (this.loss !== null) return;
     this.#onEvent(event);
     switch (event.type) {

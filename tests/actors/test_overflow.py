@@ -62,7 +62,7 @@ async def test_by_default_it_is_refused(simulated):
 
 
 async def test_the_oldest_turns_are_dropped_and_leave_the_history(simulated):
-    """Every prompt is the longest that leaves room for its answer, and the worker is sent what it lacks of it."""
+    """Every prompt is the longest that leaves room for its answer; the worker is sent the part that it lacks."""
     engine, simulation = simulated
     total = 0
     async with dropping(engine) as session:

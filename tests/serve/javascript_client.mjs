@@ -49,7 +49,7 @@ async function conversation(url, results) {
   await session.close();
 }
 
-/** What is cancelled or refused leaves nothing, here and at the server; and each answer has its own text. */
+/** Turns that are cancelled or refused leave nothing, here and at the server; and each answer has its own text. */
 async function takenBack(url, results) {
   const session = await connect(url, options);
   results.cancelledText = await cancelled(session.generate("stop", LONG));
@@ -75,6 +75,20 @@ async function takenBack(url, results) {
   await session.close();
   results.afterClose = await thrown(session.generate("x").result());
   results.sayAfterClose = await thrown(session.say("x"));
+}
+
+/** A chat that outgrows the context: dropped turns are gone from the conversation, here and at the server. */
+async function dropped(url, results) {
+  const session = await connect(url, { ...options, history: [{ role: "system", content: "be kind" }] });
+  const question = (number) => `question ${number}, which is rather long, so that only a few of its kind fit in the context`;
+  results.dropped = [];
+  for (let number = 0; number < 8; number++) {
+    const { droppedTurns } = await session.generate(question(number), { temperature: 0, max_output_tokens: 20 }).result();
+    results.dropped.push([droppedTurns, session.history]);
+  }
+  results.undropped = await thrown(session.generate(question(8), { truncation: "disabled", max_output_tokens: 20 }).result());
+  results.droppedAfter = session.history.length;
+  await session.close();
 }
 
 async function windowed(url, results) {
@@ -109,11 +123,18 @@ async function asleep(url, results) {
 
 export async function run(url, wrongUrl) {
   const results = {};
-  for (const part of [conversation, takenBack, windowed, asleep]) await part(url, results);
+  for (const part of [conversation, takenBack, dropped, windowed, asleep]) await part(url, results);
   results.wrongKey = await refused(connect(url, { apiKey: "wrong" }));
+  results.oddKey = await refused((async () => new Session(url, { apiKey: "a key" }))());
+  class Broken {
+    constructor() {
+      throw new Error("not here");
+    }
+  }
+  results.broken = await refused(connect(url, { ...options, WebSocket: Broken }));
   results.noKey = await refused(connect(url));
   results.wrongModel = await refused(connect(url, { ...options, model: "other" }));
-  results.nobody = await refused(connect(wrongUrl));
+  results.unreachable = await refused(connect(wrongUrl));
   results.later = await refused(new Session(wrongUrl).generate("x").result());
   return results;
 }

@@ -8,8 +8,8 @@ const LONG = { temperature: 0, max_output_tokens: 400, ignore_eos: true };
 const lines = createInterface({ input: process.stdin })[Symbol.asyncIterator]();
 
 /** Ask the test to do this, and wait until it is done. */
-async function order(what) {
-  console.log(JSON.stringify({ order: what }));
+async function order(command) {
+  console.log(JSON.stringify({ order: command }));
   await lines.next();
 }
 
@@ -39,7 +39,7 @@ const interrupted = session.generate("lost", LONG);
 await interrupted[Symbol.asyncIterator]().next();
 await order("kill");
 const loss = await thrown(interrupted.result());
-const refusal = await thrown(session.generate("nobody is there", GREEDY).result());
+const refusal = await thrown(session.generate("are you there?", GREEDY).result());
 await order("start");
 const after = await session.generate("what now?", { temperature: 0 }).result();
 ids.push(session.id);
@@ -49,8 +49,8 @@ await kept[Symbol.asyncIterator]().next();
 await order("kill");
 await thrown(kept.result());
 await order("start");
-const [said, one] = [session.say("beside"), session.generate("one", GREEDY)]; // both find no connection
-await said;
+const [added, one] = [session.say("beside"), session.generate("one", GREEDY)]; // both find no connection
+await added;
 const afterKept = await one.result();
 const history = session.history;
 

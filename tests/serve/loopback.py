@@ -16,7 +16,7 @@ STEP_TIME = 0.001
 
 @asynccontextmanager
 async def on_loopback(**options):
-    """The server; what has gone must have left nothing. Cancelled, it closes its connections without a word."""
+    """The server; clients that have gone must have left nothing. Cancelled, it breaks its connections off."""
     async with open_unwrapped_nursery() as nursery:
         simulation = Simulation(nursery, behaviours=[Behaviour(load_time=0, step_time=STEP_TIME)])
         config = ServeConfig(**{"port": 0, "served_model_name": "toy"} | options)

@@ -17,6 +17,7 @@ from realtime_texts import assistant, reference, user
 DOCS = Path(__file__).parents[2] / "docs"
 PROGRAM = Path(__file__).with_name("javascript_client.mjs")
 LOSSES = Path(__file__).with_name("javascript_losses.mjs")
+STRANGE = Path(__file__).with_name("javascript_strange.mjs")
 REFUSALS = Path(__file__).with_name("javascript_refusals.mjs")
 
 
@@ -47,11 +48,13 @@ def required_browser():
 async def check(run, **options):
     """Run the program with the URLs of a server and of an unused port, and check its results."""
     with socket.create_server(("127.0.0.1", 0)) as unused:
-        nobody = f"ws://127.0.0.1:{unused.getsockname()[1]}"
+        unused_address = f"ws://127.0.0.1:{unused.getsockname()[1]}"
     async with on_loopback(api_key=("secret",), admin_key=("admin",), **options) as server:
-        results = await trio.to_thread.run_sync(run, f"http://127.0.0.1:{server.port}", nobody)
+        results = await trio.to_thread.run_sync(run, f"http://127.0.0.1:{server.port}", unused_address)
         assert isinstance(results, dict), results
-        check_results(results, partial(reference, SimpleNamespace(engine=server.engine)), nobody.partition("//")[2])
+        check_results(
+            results, partial(reference, SimpleNamespace(engine=server.engine)), unused_address.partition("//")[2]
+        )
 
 
 def in_node(program, *arguments):
@@ -97,6 +100,14 @@ async def test_an_origin_that_is_not_allowed_is_named(tmp_path):
     assert message.startswith(f"127.0.0.1:{port} refuses the connection: it does not allow pages of {page.origin} (")
 
 
+async def test_an_answer_gets_the_deltas_of_its_own_response():
+    assert await trio.to_thread.run_sync(in_node, STRANGE) == {
+        "texts": ["mine", "more"],
+        "result": {"text": "minemore", "status": "completed", "usage": None, "droppedTurns": 0},
+        "history": [user("hello"), assistant("minemore")],
+    }
+
+
 class KilledServer:
     """A server at one port, which is killed and started again."""
 
@@ -133,24 +144,24 @@ async def test_a_conversation_outlives_its_connections():
             with trio.fail_after(60):
                 while data := await process.stdout.receive_some():
                     *lines, received = (received + data).split(b"\n")
-                    for told in map(json.loads, lines):
-                        if "order" in told:
-                            await getattr(killed, told["order"])()
+                    for event in map(json.loads, lines):
+                        if "order" in event:
+                            await getattr(killed, event["order"])()
                             await process.stdin.send_all(b"\n")
         await process.wait()
-        check_losses(told, partial(reference, SimpleNamespace(engine=killed.server.engine)), killed.port)
+        check_losses(event, partial(reference, SimpleNamespace(engine=killed.server.engine)), killed.port)
         await killed.kill()
 
 
-def check_losses(told, expected, port):
-    results = told["results"]
+def check_losses(event, expected, port):
+    results = event["results"]
     history = [{"role": "system", "content": "be brief"}, user("a note"), user("hello")]
     history += [assistant(expected(history)), user("what now?")]
     history += [assistant(expected(history)), user("kept"), assistant(results.pop("kept"))]
     history += [user("beside"), user("one")]
     after_kept = expected(history)
     broken = "the connection broke off: the server died, or the network failed (close code 1006)"
-    assert told["areDifferent"]
+    assert event["areDifferent"]
     assert results == {
         "loss": ["connection_lost", 1006, broken],
         "refusal": ["connection_lost", None, f"no server answers at 127.0.0.1:{port}"],
@@ -162,7 +173,7 @@ def check_losses(told, expected, port):
     }
 
 
-def check_results(results, expected, nobody):
+def check_results(results, expected, unused_address):
     error = "TrioengineError"
     first = expected([user("hello")])
     second = expected([user("hello"), assistant(first), user("and then?")])
@@ -179,6 +190,8 @@ def check_results(results, expected, nobody):
     *cancelled, (text, status) = results.pop("rapid")
     assert cancelled == [["", "cancelled"]] * 3
     assert text == four and status in ("completed", "incomplete")
+    check_dropped(results.pop("dropped"), expected)
+    assert results.pop("droppedAfter") == 9
     refused = "the server refuses the connection: "
     assert results == {
         "first": [first, first, "completed"],
@@ -191,6 +204,7 @@ def check_results(results, expected, nobody):
         "badText": [error, "invalid_type", "item.content[0].text"],
         "badItem": [error, "invalid_value", "item.role"],
         "badSetting": [error, "invalid_value", "session.temperature"],
+        "undropped": [error, "context_length_exceeded", "prompt"],
         "afterRefusals": history[3]["content"],
         "afterKept": history[7]["content"],
         "settings": "be",
@@ -207,7 +221,20 @@ def check_results(results, expected, nobody):
             401,
             f"{refused}this needs a key, as in Authorization: Bearer KEY (HTTP status 401)",
         ],
+        "oddKey": ["invalid_api_key", None, "apiKey has characters that the handshake of a WebSocket cannot carry"],
+        "broken": ["connection_lost", None, "cannot open a WebSocket: not here"],
         "wrongModel": ["model_not_found", 404, "model 'other' not found; this server serves 'toy'"],
-        "nobody": ["connection_lost", None, f"no server answers at {nobody}"],
-        "later": ["connection_lost", None, f"no server answers at {nobody}"],
+        "unreachable": ["connection_lost", None, f"no server answers at {unused_address}"],
+        "later": ["connection_lost", None, f"no server answers at {unused_address}"],
     }
+
+
+def check_dropped(results, expected):
+    """Each history is the one before without its dropped turns, and with the answer to that."""
+    before = [{"role": "system", "content": "be kind"}]
+    for count, after in results:
+        before[1 : 1 + 2 * count] = []
+        assert after[:-2] == before
+        assert after[-1] == assistant(expected(after[:-1], 20))
+        before = after
+    assert [count for count, _ in results] == [0, 0, 0, 0, 1, 1, 1, 1]

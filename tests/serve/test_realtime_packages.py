@@ -71,6 +71,27 @@ async def test_a_conversation_with_the_package_openai():
         assert following.usage.total_tokens == following.usage.input_tokens + following.usage.output_tokens
 
 
+async def test_a_long_conversation_with_the_package_openai():
+    """It goes on, as at OpenAI, unless truncation is disabled."""
+    long = "which is rather long, so that only a few of its kind fit in the context of the model"
+
+    async def talk(connection):
+        dropped = []
+        for number in range(6):
+            await connection.conversation.item.create(item=say(f"question {number}, {long}"))
+            await connection.response.create(response=GREEDY)
+            dropped.append((await response_of(connection))[1].dropped_turns)
+        await connection.session.update(session={"type": "realtime", "truncation": "disabled"})
+        updated = await connection.recv()
+        await connection.response.create(response=GREEDY)
+        return dropped, updated.session.truncation, (await response_of(connection))[1].status
+
+    async with on_loopback() as server:
+        dropped, truncation, status = await with_openai(server, talk)
+        assert dropped[0] == 0 and dropped[-1] > 0
+        assert (truncation, status) == ("disabled", "failed")
+
+
 async def test_the_package_openai_and_an_engine_that_sleeps():
     """It has no name for the events about that, and hands them on; its conversation is as it was."""
 

@@ -94,7 +94,7 @@ def test_without_a_limit_nothing_is_dropped():
 
 
 def test_turns_that_cannot_fit_are_not_tokenized(monkeypatch):
-    """A text has a token for so many characters at least: what is longer is dropped by its length."""
+    """A text has a token for so many characters at least: longer ones are dropped by their length."""
     lengths = []
     encode = CHAT.encode_rendering
     monkeypatch.setattr(CHAT, "encode_rendering", lambda rendering: lengths.append(len(rendering)) or encode(rendering))

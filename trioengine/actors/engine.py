@@ -139,7 +139,7 @@ class Engine(EngineState):
         at most, or without it for a quarter of the context. System messages at the beginning, and the newest turn, are
         never dropped; a newest turn that leaves no room for a token is refused. `completion.dropped_turns` is the count
         for one request. With its commit the dropped turns leave the history; a request that is not committed leaves the
-        history as it is. Prompts of token ids are always refused.
+        history as it is. Prompts of token ids that do not fit are always refused.
 
         Entering waits for a free slot, with `wait=True` also while the engine sleeps or is updated, and with
         `wait=False` not at all: then it raises EngineOverloaded or EngineAsleep. Raises TimedOut when the wait takes

@@ -29,7 +29,7 @@ class ResponseStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a response.create asked for: the conversation as it was then, and how to go on from it.
+    """The request of a response.create: the conversation as it was then, and how to go on from it.
 
     `item_ids` are those of the messages; None for the instructions.
     """
