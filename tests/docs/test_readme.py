@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from trioengine.testing import simulated_engine
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 DOCS = ROOT / "docs"
@@ -39,6 +41,23 @@ def test_the_table_counts_the_lines_of_the_comparison():
         assert "\n\n" not in block
         assert max(map(len, block.splitlines())) <= 130
         compile(block, "comparison.md", "exec")
+
+
+async def test_our_lines_of_the_comparison_stop_the_generation(autojump_clock):
+    namespace = {}
+    exec(re.search(r"```py\n(.*?)```", (DOCS / "comparison.md").read_text(), re.DOTALL)[1], namespace)
+    sent = []
+
+    async def send(text):
+        sent.append(text)
+        if len(sent) == 3:
+            raise ConnectionError
+
+    async with simulated_engine() as (engine, _):
+        with pytest.raises(ConnectionError):
+            await namespace["stream"](engine, "hello", send)
+        await engine.check_invariants()
+        assert engine.statistics().sessions == 0
 
 
 def test_the_test_line_is_where_ci_looks_for_it():
