@@ -103,6 +103,13 @@ def test_a_recording_shows_each_piece_at_its_time():
     assert 'class="text kill"' in svg
 
 
+def test_long_waits_of_a_recording_are_shortened():
+    make = module("make_recording")
+    pieces = [make.Text(time, 0, "x") for time in (0.0, 20.0, 21.0, 51.0, 52.5)]
+    wait = make.LONGEST_WAIT
+    assert [piece.time for piece in make.shortened(pieces)] == [0.0, wait, wait + 1, 2 * wait + 1, 2 * wait + 2.5]
+
+
 def test_a_recording_of_the_repository_shows_the_kill_before_the_end_of_the_answer():
     text = (DOCS / "recording.svg").read_text()
     times = dict(re.findall(r"@keyframes (k\d+) .*?([\d.]+)% \{ visibility: visible", text))
