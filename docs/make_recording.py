@@ -1,7 +1,8 @@
 """Record docs/recording.svg: a chat whose worker is killed in the middle of an answer: `python docs/make_recording.py`.
 
 Runs the real `trioengine chat` on a terminal of its own, types a question, kills the worker with SIGKILL, and draws the
-text with the times at which it came. Only the wait before the first prompt is shortened. Needs the default model.
+text with the times at which it came. Only waits of more than a few seconds are shortened: a busy machine needs them to
+start a worker. Needs the default model.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ PICTURE = Path(__file__).with_name("recording.svg")
 COLUMNS = 80
 COMMAND = ["chat", "--temperature", "0", "--max-tokens", "160"]
 QUESTION = "Why is the sky blue? Explain it in a few sentences."
-KILL_AFTER = 220  # characters of the answer
-LONGEST_START = 1.0  # seconds that are shown of the start
+KILL_AFTER = 190  # characters of the answer
+LONGEST_WAIT = 4.0  # seconds between two texts; a longer wait is drawn as one of this length
 PAUSE, HOLD = 0.6, 5.0  # seconds before the question is typed, and after the last line
 PATIENCE = 120.0  # seconds
 KEY = 0.045  # seconds between two keys
@@ -106,7 +107,6 @@ def record() -> list[Text]:
     recorder = Recorder()
     try:
         recorder.until("\n> ", 1)
-        prompt = recorder.now()
         recorder.read(PAUSE)
         recorder.type(QUESTION + "\n")
         begun, pieces = recorder.length(), len(recorder.shown)
@@ -118,9 +118,17 @@ def record() -> list[Text]:
     finally:
         recorder.process.kill()
         recorder.process.wait()
-    shown = sorted([*recorder.shown, killed])
-    cut = max(0.0, prompt - LONGEST_START)
-    return [piece._replace(time=max(0.0, piece.time - cut) if piece.time else 0.0) for piece in shown]
+    return shortened(sorted([*recorder.shown, killed]))
+
+
+def shortened(pieces: list[Text]) -> list[Text]:
+    """The pieces in their order, with no wait between two of them longer than LONGEST_WAIT."""
+    cut, before, result = 0.0, 0.0, []
+    for piece in pieces:
+        cut += max(0.0, piece.time - before - LONGEST_WAIT)
+        before = piece.time
+        result.append(piece._replace(time=piece.time - cut))
+    return result
 
 
 class Run(NamedTuple):

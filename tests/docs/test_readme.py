@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from trioengine.testing import simulated_engine
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 DOCS = ROOT / "docs"
@@ -39,6 +41,23 @@ def test_the_table_counts_the_lines_of_the_comparison():
         assert "\n\n" not in block
         assert max(map(len, block.splitlines())) <= 130
         compile(block, "comparison.md", "exec")
+
+
+async def test_our_lines_of_the_comparison_stop_the_generation(autojump_clock):
+    namespace = {}
+    exec(re.search(r"```py\n(.*?)```", (DOCS / "comparison.md").read_text(), re.DOTALL)[1], namespace)
+    sent = []
+
+    async def send(text):
+        sent.append(text)
+        if len(sent) == 3:
+            raise ConnectionError
+
+    async with simulated_engine() as (engine, _):
+        with pytest.raises(ConnectionError):
+            await namespace["stream"](engine, "hello", send)
+        await engine.check_invariants()
+        assert engine.statistics().sessions == 0
 
 
 def test_the_test_line_is_where_ci_looks_for_it():
@@ -82,6 +101,13 @@ def test_a_recording_shows_each_piece_at_its_time():
     assert shares == ["0.00", "12.50", "12.50", "37.50", "25.00"]
     assert svg.count("8.00s step-end infinite") == 5
     assert 'class="text kill"' in svg
+
+
+def test_long_waits_of_a_recording_are_shortened():
+    make = module("make_recording")
+    pieces = [make.Text(time, 0, "x") for time in (0.0, 20.0, 21.0, 51.0, 52.5)]
+    wait = make.LONGEST_WAIT
+    assert [piece.time for piece in make.shortened(pieces)] == [0.0, wait, wait + 1, 2 * wait + 1, 2 * wait + 2.5]
 
 
 def test_a_recording_of_the_repository_shows_the_kill_before_the_end_of_the_answer():

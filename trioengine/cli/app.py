@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -15,13 +14,13 @@ import typer
 from trioengine import __version__
 from trioengine.cli.bench.config import HELP as LOAD_HELP
 from trioengine.cli.bench.config import BenchConfig, goodput_of
+from trioengine.cli.failures import exit_code
 from trioengine.cli.options import ENGINE_OPTIONS, LOAD_OPTIONS, SAMPLING_OPTIONS, SERVE_OPTIONS, build, with_options
 from trioengine.cli.panels import PanelCommand
-from trioengine.cli.sources import typed, unknown_variables, words
+from trioengine.cli.sources import typed, words
 from trioengine.cli.stderr import Stderr
-from trioengine.core.bounds import brief
 from trioengine.core.config import DEFAULT_MODEL, EngineConfig
-from trioengine.core.errors import EngineError, InvalidConfig, RequestRejected
+from trioengine.core.errors import InvalidConfig
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.serve_config import ServeConfig
 
@@ -36,7 +35,6 @@ app.add_typer(bench_app, name="bench")
 command = partial(app.command, cls=PanelCommand)
 bench_command = partial(bench_app.command, cls=PanelCommand)
 
-_SECRETS = {field.name for field in dataclasses.fields(ServeConfig) if not field.repr}
 LOCAL_SERVER = "http://127.0.0.1:8000"  # as `serve` listens without options
 MODEL_HELP = "A name that `pull` knows, a .gguf file, a Hugging Face directory or a hub id."
 Model = Annotated[str, typer.Argument(help=MODEL_HELP, envvar="TRIOENGINE_MODEL", show_envvar=False)]
@@ -54,52 +52,7 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except (Exception, KeyboardInterrupt, BaseExceptionGroup) as exc:
-        return _exit_code(_leaf(exc), stderr)
-
-
-def _exit_code(error: BaseException, stderr: Stderr) -> int:
-    def fail(message: str, code: int, bug: BaseException | None = None) -> int:
-        stderr.fail(message, bug)
-        return code
-
-    match error:
-        case typer.Exit():
-            return int(error.exit_code)
-        case KeyboardInterrupt() | typer.Abort():
-            return 130
-        case typer.TyperException():
-            return fail(_usage(error), 2)
-        case InvalidConfig() | RequestRejected():
-            return fail(str(error), 2)
-        case BrokenPipeError():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its exit
-            return 1
-        case EngineError() | OSError():
-            return fail(str(error), 1)
-        case _:
-            return fail(f"internal error: {type(error).__name__}: {error}", 1, error)
-
-
-def _usage(error: typer.TyperException) -> str:
-    """What is wrong with what was typed, and which help to read."""
-    context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
-    if isinstance(error, typer.BadParameter) and context is not None and parameter is not None:
-        said = words(context, parameter.name)
-        error.param_hint = error.param_hint if said is None else f"'{said}'"
-    message = getattr(error, "format_message", error.__str__)().rstrip(".")
-    for problem in getattr(error.__cause__, "errors", list)()[:1]:  # pydantic's; most do not show the value
-        value = brief(problem["input"])
-        is_secret = parameter is not None and parameter.name in _SECRETS
-        message += "" if is_secret or value in message else f", got {value}"
-    return f"{message}." if context is None else f"{message}. See {context.command_path} --help."
-
-
-def _leaf(error: BaseException) -> BaseException:
-    """The first exception in nested groups; an interrupt before any other."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error
-    interrupts = error.subgroup(KeyboardInterrupt)
-    return _leaf((error if interrupts is None else interrupts).exceptions[0])
+        return exit_code(exc, stderr)
 
 
 def _print_version(asked: bool) -> None:
@@ -117,8 +70,6 @@ def root(
 ) -> None:
     """Runs large language models for programs that must never leak a session."""
     _require_command(context)
-    for warning in unknown_variables(context.command, os.environ):
-        context.obj.warn(warning)
 
 
 @bench_app.callback(invoke_without_command=True)
@@ -261,6 +212,7 @@ def status(connect: Connect = LOCAL_SERVER, admin_key: AdminKey = None, json: Js
 
 
 @command()
+@with_options()
 def pull(model: Model = DEFAULT_MODEL) -> None:
     """Fetch a model and print where it lies."""
     from trioengine.cli.progress import download_bar

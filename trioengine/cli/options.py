@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ from trioengine.cli import config_file
 from trioengine.cli.bench.config import HELP as LOAD_HELP
 from trioengine.cli.bench.config import BenchConfig
 from trioengine.cli.panels import panel_of
-from trioengine.cli.sources import in_the_users_words, variable
+from trioengine.cli.sources import in_the_users_words, unknown_variables, variable
 from trioengine.core.config import EngineConfig
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.serve_config import ServeConfig
@@ -152,7 +153,10 @@ def with_options(*groups: list[inspect.Parameter], check: Check | None = None) -
 
         @functools.wraps(command)
         def run(*, _context: typer.Context, **options: object) -> object:
-            _context.find_root().obj.as_json = options.get("log_json") is True
+            root = _context.find_root()
+            root.obj.as_json = options.get("log_json") is True
+            for warning in unknown_variables(root.command, os.environ):
+                root.obj.warn(warning)
             with in_the_users_words(_context):
                 if check is not None:
                     check(_context)

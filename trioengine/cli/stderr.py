@@ -6,6 +6,7 @@ import json
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from trioengine.cli.printable import printable
@@ -35,12 +36,9 @@ class Stderr:
         self._write("error", " ".join(message.split()), error)
 
     def _write(self, level: str, message: str, error: BaseException | None = None) -> None:
-        print(
-            json_record(level, "trioengine", message, error)
-            if self.as_json
-            else printable(f"trioengine: {level}: {message}"),
-            file=sys.stderr,
-        )
+        text = printable(f"trioengine: {level}: {message}")
+        with suppress(OSError):  # where nothing reads it
+            print(json_record(level, "trioengine", message, error) if self.as_json else text, file=sys.stderr)
 
 
 def json_record(level: str, logger: str, message: str, error: BaseException | None = None) -> str:
