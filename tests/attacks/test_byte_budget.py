@@ -127,7 +127,7 @@ async def test_items_of_a_key(autojump_clock):
 
 
 async def test_the_bytes_of_a_conversation(autojump_clock):
-    """They are given back by what takes items away, and at the end."""
+    """They are given back by events that take items away, and at the end."""
     async with open_clients() as clients, clients.realtime() as client:
         assert buffered(clients) == 0
 
