@@ -44,7 +44,7 @@ def buffered(clients):
 
 
 async def test_unfinished_bodies_of_a_key(autojump_clock):
-    """Over the budget of a key its bodies are refused, and no one else's; what is given up makes room."""
+    """Over the budget of a key its bodies are refused, those of another are not; a body that is given up makes room."""
     async with open_clients(api_key=KEYS, max_buffered_bytes_per_key=100_000) as clients:
         streams = [clients.stream() for _ in range(3)]
         for stream in streams:
@@ -127,7 +127,7 @@ async def test_items_of_a_key(autojump_clock):
 
 
 async def test_the_bytes_of_a_conversation(autojump_clock):
-    """They are given back by what takes items away, and at the end."""
+    """They are given back by events that take items away, and at the end."""
     async with open_clients() as clients, clients.realtime() as client:
         assert buffered(clients) == 0
 
@@ -180,8 +180,12 @@ async def test_instructions_and_events_have_room_or_are_refused(autojump_clock):
         async with clients.realtime() as other:
             with clients.server.budget.holding(None) as rest:
                 rest.charge(11 * LARGE)
-                await client.send("conversation.item.retrieve", item_id="long")
-                assert (await client.next())["error"]["code"] == "buffers_full"
+                for name, fields in (
+                    ("conversation.item.retrieve", {"item_id": "long"}),
+                    ("session.update", {"session": {"temperature": 0.5}}),
+                ):
+                    await client.send(name, **fields)
+                    assert (await client.next())["error"]["code"] == "buffers_full"
             await other.say("x" * (LARGE // 3))
             await other.until("conversation.item.done")
         await client.send("conversation.item.retrieve", item_id="long")
@@ -256,7 +260,7 @@ async def test_unhandled_messages_of_a_client_that_does_not_read(autojump_clock)
         await stream.aclose()
 
 
-async def test_whatever_clients_do_all_is_given_back(autojump_clock):
+async def test_clients_that_leave_at_random_leave_no_bytes(autojump_clock):
     """They leave at random, in the middle of bodies, messages, responses and events."""
     rng = random.Random(5)
     async with open_clients(api_key=KEYS, max_buffered_bytes=200_000, max_buffered_bytes_per_key=120_000) as clients:

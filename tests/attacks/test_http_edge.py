@@ -143,7 +143,7 @@ HOSTS = ["user@localhost", "localhost/x", "localhost?x", "localhost#x", "localho
 
 @pytest.mark.parametrize("options", [{}, {"insecure": True}], ids=["loopback", "insecure"])
 @pytest.mark.parametrize("host", HOSTS)
-async def test_a_host_that_is_none(autojump_clock, host, options):
+async def test_a_malformed_host(autojump_clock, host, options):
     async with open_clients(**options) as clients:
         status, body = status_and_body(await clients.http(head(host=host)))
         assert (status, body["error"]["code"]) == (400, "bad_request")
@@ -155,7 +155,7 @@ ORIGINS = ["ftp://localhost", "localhost", "http://user@localhost", "http://loca
 
 @pytest.mark.parametrize("options", [{}, {"insecure": True}], ids=["loopback", "insecure"])
 @pytest.mark.parametrize("origin", ORIGINS)
-async def test_an_origin_that_is_none(autojump_clock, origin, options):
+async def test_a_malformed_origin(autojump_clock, origin, options):
     async with open_clients(**options) as clients:
         status, body = status_and_body(await clients.http(head("/health", f"Origin: {origin}")))
         assert (status, body["error"]["code"]) == (400, "bad_request")

@@ -24,8 +24,8 @@ async def is_closed(stream):
 
 
 @pytest.mark.parametrize("sent", [b"", VERSION[:20], BODY, BODY[:-1]], ids=["nothing", "head", "body", "no body"])
-async def test_what_does_not_go_on_makes_room(autojump_clock, sent):
-    """The oldest of those that have not asked for anything yet is closed, as often as there is a newcomer."""
+async def test_waiting_connections_make_room(autojump_clock, sent):
+    """Each newcomer has the connection closed that has waited longest for its client."""
     async with open_clients(max_connections=3) as clients:
         waiting = []
         for _ in range(3):
@@ -41,7 +41,7 @@ async def test_what_does_not_go_on_makes_room(autojump_clock, sent):
         assert clients.server.front_door._places.left == 3
 
 
-async def test_what_is_idle_makes_room(autojump_clock):
+async def test_idle_connections_make_room(autojump_clock):
     """It has waited since its last answer, not since it came."""
     async with open_clients(max_connections=2) as clients:
         first, second = clients.stream(), clients.stream()
@@ -67,7 +67,7 @@ async def test_a_flood_of_half_heads(autojump_clock):
         assert clients.server.front_door._places.left == 8
 
 
-async def test_what_is_being_handled_keeps_its_place(autojump_clock):
+async def test_a_request_being_handled_keeps_its_place(autojump_clock):
     async with simulated_engine() as (engine, simulation), trio.open_nursery() as nursery:
         clients = Clients(engine, simulation, nursery)
         slow = SlowDoor(clients, max_connections=1)
@@ -165,7 +165,7 @@ def test_addresses():
     assert network_of(None) is None
 
 
-async def test_who_makes_room():
+async def test_the_order_in_which_connections_make_room():
     """Of an address over its share the oldest, the newcomer's own before another's; else the oldest of all."""
     places = Places(SHARE * 2)
     left = []

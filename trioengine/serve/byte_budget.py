@@ -1,6 +1,6 @@
 """How many bytes of its clients the server keeps: one budget for the process, and one for each key.
 
-Counted are bodies of requests, from the first byte until the request is over, and what a WebSocket connection holds:
+Counted are bodies of requests, from the first byte until the request is over, and of each WebSocket connection:
 messages on their way and unhandled, its conversation and instructions, the input of its responses, and unsent events.
 """
 

@@ -47,7 +47,7 @@ _LEAVING = (  # raised where a client leaves, or is made to leave
     trio.TooSlowError,
     ProtocolError,
 )
-MAX_BEYOND = 16  # connections beyond the limit whose requests are looked at, at a time
+MAX_BEYOND = 16  # connections beyond the limit that are read up to a request's head, at a time
 BEYOND_TIMEOUT = 2.0  # seconds for the head of such a request
 PROBES = ("/health", "/ready")  # answered also beyond the limit, as operators are
 MAX_UNREAD = 64 << 10  # bytes of a body that no handler looks at: it may come from whoever has no key
@@ -132,7 +132,7 @@ class FrontDoor:
 
     async def _serve_requests(self, guest: _Guest) -> None:
         while (request := await self._next_request(guest)) is not None:
-            with self._answered_by_headers(guest, request):
+            with self._serving(guest, request):
                 if not await self._serve_request(guest, request):
                     break
 
@@ -144,14 +144,14 @@ class FrontDoor:
             raise self._no_place()
         if request is None:
             return
-        with self._answered_by_headers(guest, request, (b"connection", b"close")):
+        with self._serving(guest, request, (b"connection", b"close")):
             route = route_of(self._routes, request.path)
             if route is None or not (request.path in PROBES or route.role is Role.OPERATOR):
                 raise self._no_place()
             await self._serve_request(guest, request)
 
     @contextmanager
-    def _answered_by_headers(self, guest: _Guest, request: Request, *more: tuple[bytes, bytes]) -> Iterator[None]:
+    def _serving(self, guest: _Guest, request: Request, *more: tuple[bytes, bytes]) -> Iterator[None]:
         """Within, the request is served and logged; its response has these headers, and those for its origin."""
         with logged(guest.http, request):
             guest.http.common_headers += (*self._access.origins.headers(request), *more)

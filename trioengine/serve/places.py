@@ -56,7 +56,7 @@ class Place:
 
     def displace(self) -> None:
         """Have the connection closed; it is waiting."""
-        assert self._scope is not None, "only what waits makes room"
+        assert self._scope is not None, "only a waiting connection makes room"
         self.is_leaving = True
         self._scope.cancel()
 

@@ -233,8 +233,8 @@ class RealtimeConnection:
     def _update(self, settings: Settings) -> None:
         """Raises OverBudget where there is no room for the instructions, and for the event that repeats them."""
         size, old_size = size_of(settings.instructions), size_of(self._settings.instructions)
-        if size > old_size:
-            self._held.check_room(size - old_size + EVENT_FACTOR * size)
+        if size:
+            self._held.check_room(max(0, size - old_size) + EVENT_FACTOR * size)
         self._held.charge(size - old_size)
         self._settings = settings
 

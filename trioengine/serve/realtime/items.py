@@ -147,7 +147,7 @@ def chat_messages(items: Iterable[Item], instructions: str) -> tuple[list[dict[s
 
 
 def size_of_messages(messages: Iterable[Mapping[str, str]]) -> int:
-    """The bytes in memory of what a response goes on from."""
+    """The bytes in memory of the messages that a response goes on from."""
     return sum(ITEM_SIZE + size_of(message["content"]) for message in messages)
 
 

@@ -52,7 +52,7 @@ class Order:
 class Response:
     """One response; every change of it is told to the client in the same step.
 
-    The bytes of what it goes on from are charged to its outbox's account until it ends.
+    The bytes of its order's messages are charged to its outbox's account until it ends.
     """
 
     order: Order
