@@ -1,10 +1,8 @@
 """How many deaths of the worker end the engine: those in a row in which none was of any use."""
 
-from contextlib import suppress
-
 import pytest
 import trio
-from expectations import LONG
+from expectations import GREEDY, LONG
 
 from trioengine import EngineConfig, WorkerLost
 from trioengine.testing import simulated_engine
@@ -39,23 +37,30 @@ async def test_a_request_that_was_aborted_without_a_token_is_of_none(autojump_cl
                 await kill(engine, simulation)
 
 
-@pytest.mark.parametrize("leaves", [True, False])
-async def test_a_request_that_kills_the_worker_after_its_first_token_ends_the_engine(autojump_clock, leaves):
-    """Also one whose reader has left it by then: the worker never gets to say so."""
+async def test_requests_that_kill_the_worker_after_their_first_token_fail_alone(autojump_clock):
+    """The engine lives through any number of them, and serves others."""
+    async with simulated_engine(CONFIG) as (engine, simulation):
+        for _ in range(10):
+            async with engine.open_session() as session, session.generate("one", LONG, wait=True) as generation:
+                simulation.poisoned[generation.request_id] = 1
+                await anext(generation)
+                with pytest.raises(WorkerLost):
+                    await generation.result()
+        assert (await engine.generate("two", GREEDY, wait=True)).cause is None
+        assert engine.statistics().failed == 10
+
+
+async def test_a_worker_that_dies_before_any_token_counts(autojump_clock):
+    """Though requests were admitted and left."""
     with pytest.raises(WorkerLost, match="died 3 times"):
         async with simulated_engine(CONFIG) as (engine, simulation):
             for _ in range(10):
                 async with engine.open_session() as session:
                     generation = session.generate("one", LONG, wait=True)
                     await generation.__aenter__()
-                    simulation.poisoned[generation.request_id] = 1
-                    await anext(generation)
-                    if leaves:
-                        simulation.worker.hang()  # it has no time to read the STOP
-                        generation.abort()
-                        simulation.worker.kill()
-                    with suppress(WorkerLost):
-                        await generation.result()
+                    simulation.worker.hang()
+                    generation.abort()
+                    await kill(engine, simulation)
 
 
 @pytest.mark.parametrize("lives", [MINUTES - 1, MINUTES + 1])

@@ -115,9 +115,9 @@ class EngineState:
         self._sessions.remove(session)
         self.gate.free_session()
 
-    def request_served(self) -> None:
-        """A request ended, and the worker that reported it had computed tokens for it."""
-        self._supervisor.request_served()
+    def reset_deaths(self) -> None:
+        """Forget the worker's deaths so far: a token was delivered."""
+        self._supervisor.reset_deaths()
 
     # ---- workers --------------------------------------------------------------------------------------------------
 

@@ -187,11 +187,6 @@ class Generation(Readable["Session"]):
         """That were delivered."""
         return len(self.answer.token_ids) if self.answer is not None else 0
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the answer came to its own end (stop or length)."""
-        return self.outcome is not None and self.outcome.is_complete
-
     def note_weights(self, version: int) -> None:
         """Tokens came that were computed with these."""
         if not self.weight_versions or self.weight_versions[-1] != version:

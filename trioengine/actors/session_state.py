@@ -93,15 +93,13 @@ class SessionState(abc.ABC):
             self._move(generation, Stand.RUNNING)
         if not is_next and row.token_ids and generation.outcome is None:
             generation.note_weights(self._engine.weights.version)
+            self._engine.reset_deaths()
         if generation.usage is None:
             generation.usage = row.usage
         if generation.outcome is None and (outcome := generation.receive(row, now)) is not None:
             self._conclude(generation, outcome)
             if row.finish_reason is None and self.phase in (Phase.RUNNING, Phase.SUSPENDED):
                 self._apply(Event.ABORT)
-        is_over = row.finish_reason is not None or generation.is_complete
-        if is_over and (is_next or row.token_ids):
-            self._engine.request_served()
         if row.finish_reason is not None:
             self._finish()
         if not is_next:

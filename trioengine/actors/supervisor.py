@@ -194,7 +194,7 @@ class Supervisor:
         self.last_loss: EngineError | None = None
         self._engine = engine
         self._config = engine.config
-        self._deaths = 0  # in a row, of workers that were of no use
+        self._deaths = 0  # in a row, of workers that delivered no token
         self._shutdown = trio.Event()
         self._scope = trio.CancelScope(shield=True)
 
@@ -223,8 +223,8 @@ class Supervisor:
         """Whether a worker that was told to retire is still there."""
         return self.current is not None and self.current.is_retiring
 
-    def request_served(self) -> None:
-        """A request got tokens from this worker and ended by itself or by its reader: the count of deaths restarts."""
+    def reset_deaths(self) -> None:
+        """Forget the deaths so far: the worker is worth restarting."""
         self._deaths = 0
 
     async def run(self) -> None:
@@ -279,7 +279,7 @@ class Supervisor:
     async def _back_off(self) -> None:
         if self._deaths >= self._config.max_restarts:
             last = self.last_loss
-            raise WorkerLost(f"the worker died {self._deaths} times without serving a request; {last}") from last
+            raise WorkerLost(f"the worker died {self._deaths} times without delivering a token; {last}") from last
         delays = self._config.restart_delays
         delay = delays[min(max(self._deaths - 1, 0), len(delays) - 1)]
         self._engine.gate.retry_after = delay + 1.0

@@ -53,7 +53,7 @@ _HELP = {
     "unresponsive_timeout": "Seconds that the worker may leave a ping unanswered.",
     "ping_interval": "Seconds between two pings of the worker.",
     "worker_shutdown_timeout": "Seconds that the engine may take to end.",
-    "max_restarts": "Deaths in a row, of workers that served no request, until the engine gives up.",
+    "max_restarts": "Deaths in a row, of workers that delivered no token, until the engine gives up.",
     "on_worker_loss": "What becomes of requests in flight: resume, they go on with the next worker, or fail.",
     "host": "The address to listen on.",
     "port": "0: a free one.",

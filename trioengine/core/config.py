@@ -88,7 +88,7 @@ class EngineConfig:
     ping_interval: float = 0.5  # from an answer to the next PING: silence is noticed after both together
     worker_shutdown_timeout: float = 5.0  # bounds the whole shutdown, the worker's end included
     restart_delays: tuple[float, ...] = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0)  # the last one repeats
-    max_restarts: int = 10  # deaths in a row, of workers that served no request, until the engine gives up
+    max_restarts: int = 10  # deaths in a row, of workers that delivered no token, until the engine gives up
     on_worker_loss: OnWorkerLoss = "resume"  # the requests in flight go on with the next worker; or "fail"
 
     def __repr__(self) -> str:
