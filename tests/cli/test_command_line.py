@@ -18,7 +18,7 @@ from trioengine.cli import app as app_module
 from trioengine.cli.app import run
 from trioengine.cli.bench.config import BenchConfig
 
-NOT_OPTIONS = {"model", "restart_delays", "logit_bias", "logprobs"}
+NOT_OPTIONS = {"model", "restart_delays", "logit_bias", "logprobs", "cache_salt"}
 
 
 @pytest.fixture(autouse=True)

@@ -86,7 +86,7 @@ _HELP = {
     "ignore_eos": "Do not end at the model's end token.",
     "skip_special_tokens": "Leave special tokens out of the text.",
 }
-_NOT_OPTIONS = ("model", "restart_delays", "logit_bias", "logprobs")
+_NOT_OPTIONS = ("model", "restart_delays", "logit_bias", "logprobs", "cache_salt")
 
 
 def _options(cls: type, panel: str, texts: Mapping[str, str] = _HELP) -> list[inspect.Parameter]:
