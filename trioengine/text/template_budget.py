@@ -14,8 +14,8 @@ from jinja2.utils import Namespace
 
 BYTES_PER_STEP = 64
 BASE_STEPS = 20_000
-STEPS_PER_VALUE = 500  # for each string, number, list and object of the messages
-STEPS_PER_BYTE = 1  # of the messages' strings
+STEPS_PER_VALUE = 300  # for each string, number, list and object of the messages
+STEPS_PER_BYTE = 0.5  # of the messages' strings
 BASE_OUTPUT = 32 << 10  # bytes
 OUTPUT_PER_VALUE = 1 << 10
 OUTPUT_PER_BYTE = 4
@@ -35,7 +35,7 @@ class Budget:
 
     def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
         num_values, num_bytes = _size(messages)
-        self._steps = BASE_STEPS + STEPS_PER_VALUE * num_values + STEPS_PER_BYTE * num_bytes
+        self._steps = BASE_STEPS + STEPS_PER_VALUE * num_values + int(STEPS_PER_BYTE * num_bytes)
         self._output = BASE_OUTPUT + OUTPUT_PER_VALUE * num_values + OUTPUT_PER_BYTE * num_bytes
         self._depth = 0
 

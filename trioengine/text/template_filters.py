@@ -84,7 +84,7 @@ def _replace(budget: Budget, value: Any, old: Any, new: Any, count: int | None =
 def _indent(budget: Budget, value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
     text = operations.text_of(budget, value)
     indention = width if isinstance(width, str) else " " * operations.checked_width(width)
-    budget.charge(1 + len(text) // 4)  # the lines
+    budget.charge(1 + len(text) // 8)  # the lines
     budget.charge_text(len(text.splitlines()) * text_bytes(indention))
     return str(_PLAIN.call_filter("indent", text, (width, first, blank)))
 

@@ -59,7 +59,7 @@ def _split(budget: Budget, text: str, sep: str | None = None, maxsplit: int = -1
         budget.charge_search(text, sep)
         budget.charge(text.count(sep))
     else:
-        budget.charge(len(text) // 4)  # an object for a word of a few characters
+        budget.charge(len(text) // 8)  # an object for a word of a few characters
 
 
 def _splitlines(budget: Budget, text: str, keepends: bool = False) -> None:
