@@ -15,7 +15,7 @@ import trio
 from trioengine.actors.generation import Generation
 from trioengine.actors.waiting_line import NOT_NOW
 from trioengine.actors.worker_session import Posting
-from trioengine.core.errors import FrameTooLarge, RequestRejected
+from trioengine.core.errors import EngineError, FrameTooLarge, RequestRejected
 from trioengine.core.lifecycle import Phase
 from trioengine.core.messages import AddMessage
 from trioengine.core.outcome import Cause
@@ -46,6 +46,8 @@ class Admission:
                 await self._prepare()
                 await self._commit()
             except Exception as exc:
+                if generation.outcome is not None and isinstance(exc, EngineError):
+                    return  # it was aborted before it was refused
                 session.refuse(generation, exc)
                 raise
             except BaseException:

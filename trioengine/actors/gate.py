@@ -97,22 +97,19 @@ class Gate:
     ) -> None:
         """Call `admission`; where it raises NOT_NOW and `wait` is true, when its turn in `line` has come.
 
-        After the deadline it raises why it still cannot be admitted. Cancelled, nothing is taken.
+        After the deadline it raises why it still cannot be admitted. Cancelled, nothing is taken. A refusal is the
+        caller's to count.
         """
         try:
-            try:
-                admission()
-                return
-            except NOT_NOW:
-                if not wait:
-                    raise
-            with trio.move_on_at(deadline):
-                await line.wait(admission)
-                return
-            admission()  # too late: raises the reason as it is now
-        except EngineError:
-            self.ledger.reject()
-            raise
+            admission()
+            return
+        except NOT_NOW:
+            if not wait:
+                raise
+        with trio.move_on_at(deadline):
+            await line.wait(admission)
+            return
+        admission()  # too late: raises the reason as it is now
 
     def admit_session(self) -> int:
         """Take a session slot and return the session's id. Raises EngineClosed, EngineAsleep or EngineOverloaded."""
