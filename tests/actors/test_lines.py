@@ -131,6 +131,26 @@ async def test_a_caller_that_is_cancelled_in_line_is_counted_as_aborted(autojump
         await everything_is_given_back(engine, simulation)
 
 
+@pytest.mark.parametrize("config", [ONE_SLOT, ONE_SESSION])
+async def test_refused_and_then_aborted_in_one_step(autojump_clock, config):
+    """The refusal has not reached its caller when the abort comes: it is counted once, as what its caller gets."""
+    completions = []
+    async with trio.open_nursery() as nursery:
+        async with simulated_engine(config) as (engine, _):
+
+            async def ask():
+                completions.append(await engine.generate("x", LONG, wait=True))
+
+            for _ in range(2):
+                nursery.start_soon(ask)
+                await wait_all_tasks_blocked()
+            engine.close()
+            assert engine.abort_all(Cause.SHUTDOWN) == 2
+    statistics = engine.statistics()
+    assert [completion.cause for completion in completions] == [Cause.SHUTDOWN] * 2
+    assert (statistics.received, statistics.aborted, statistics.rejected) == (2, 2, 0)
+
+
 async def test_a_session_that_is_cancelled_in_line_is_counted_as_refused(autojump_clock):
     async with simulated_engine(ONE_SESSION) as (engine, _), engine.open_session():
         with trio.move_on_after(1) as scope:

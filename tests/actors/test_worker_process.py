@@ -15,8 +15,12 @@ def descriptors():
     return sorted(path.name for path in Path("/proc/self/fd").iterdir())
 
 
-def environment_of(pid):
-    return Path(f"/proc/{pid}/environ").read_bytes()
+async def environment_of(pid):
+    """The environment that a process was started with; it is empty until the process has its own program."""
+    with trio.fail_after(60):
+        while not (environment := Path(f"/proc/{pid}/environ").read_bytes()):  # noqa: ASYNC240
+            await trio.lowlevel.checkpoint()
+    return environment
 
 
 async def test_a_spawn_that_fails_half_way_leaves_nothing(monkeypatch):
@@ -80,7 +84,7 @@ async def test_the_worker_gets_no_keys(monkeypatch):
     monkeypatch.setenv("TRIOENGINE_TEST_MARK", "seen")
     process = await ports.Ports().spawn_worker()
     try:
-        environment = environment_of(process.pid)
+        environment = await environment_of(process.pid)
     finally:
         process.kill()
         await process.wait()

@@ -59,6 +59,13 @@ FOUND_IN_THE_ENGINE = {
         ("outage", {"way": "close"}),
         ("settle", {}),
     ],
+    "a request that is refused, and aborted before it hears of that, is counted twice": [
+        ("begin", {"ready": False, "sessions": 0, "turns": 0, "asks": 0, "thread_passes": 1}),
+        ("call", {"what": "ask", "wait": True, "which": 0}),
+        ("flow", {"rounds": 1}),
+        ("outage", {"way": "close"}),
+        ("outage", {"way": "abort all"}),
+    ],
     "a one-shot request of an engine that ends is told that its session has ended": [
         BEGIN,
         ("kill_worker", {"last_bytes": 0}),

@@ -15,7 +15,7 @@ import trio
 from trioengine.actors.generation import Generation
 from trioengine.actors.waiting_line import NOT_NOW, waits_for
 from trioengine.actors.worker_session import Posting
-from trioengine.core.errors import FrameTooLarge, RequestRejected, TimedOut
+from trioengine.core.errors import EngineError, FrameTooLarge, RequestRejected, TimedOut
 from trioengine.core.lifecycle import Phase
 from trioengine.core.messages import AddMessage
 from trioengine.core.outcome import Cause
@@ -46,7 +46,12 @@ class Admission:
                 await self._reserve()
                 await self._prepare()
                 await self._commit()
+            except TimedOut as exc:
+                session.abort_request(generation, Cause.TIMEOUT)
+                raise generation.timed_out(str(exc)) from exc.__cause__
             except Exception as exc:
+                if generation.outcome is not None and isinstance(exc, EngineError):
+                    return  # it was aborted before it was refused
                 session.refuse(generation, exc)
                 raise
             except BaseException:
@@ -59,18 +64,14 @@ class Admission:
     async def _reserve(self) -> None:
         """Wait for a slot, as far as asked to, and take it. Raises TimedOut if the deadline passes first."""
         session, generation = self._session, self._generation
-        reserve = partial(session.reserve, generation)
-        try:
-            await session.open_for_request()
-            with trio.move_on_at(generation.deadline):
-                while session.phase is Phase.STOPPING and session.generation is not None:
-                    await session.generation.settled.wait()
-            if session.phase is Phase.STOPPING:
-                session.abort_request(generation, Cause.TIMEOUT)
-            await self._gate.admit(self._gate.requests, reserve, wait=generation.wait, deadline=generation.deadline)
-        except TimedOut as exc:
+        await session.open_for_request()
+        with trio.move_on_at(generation.deadline):
+            while session.phase is Phase.STOPPING and session.generation is not None:
+                await session.generation.settled.wait()
+        if session.phase is Phase.STOPPING:
             session.abort_request(generation, Cause.TIMEOUT)
-            raise generation.timed_out(str(exc)) from exc.__cause__
+        reserve = partial(session.reserve, generation)
+        await self._gate.admit(self._gate.requests, reserve, wait=generation.wait, deadline=generation.deadline)
 
     @property
     def _is_over(self) -> bool:

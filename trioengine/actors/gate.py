@@ -100,27 +100,21 @@ class Gate:
     ) -> None:
         """Call `admission`; where it is refused for the moment and `wait` allows, when its turn in `line` has come.
 
-        Raises TimedOut when the deadline passes before. Cancelled, nothing is taken.
+        Raises TimedOut when the deadline passes before. Cancelled, nothing is taken. The caller counts a refusal.
         """
         try:
-            try:
-                admission()
-                return
-            except NOT_NOW as exc:
-                if not waits_for(exc, wait):
-                    raise
-            with trio.move_on_at(deadline):
-                await line.wait(admission, wait=wait)
-                return
-            try:
-                admission()  # too late: raises the reason as it is now
-            except NOT_NOW as exc:
-                raise TimedOut(f"timed out while waiting: {exc}") from exc
-        except TimedOut:
-            raise  # the caller counts it: as an aborted request, or a rejected session
-        except EngineError:
-            self.ledger.reject()
-            raise
+            admission()
+            return
+        except NOT_NOW as exc:
+            if not waits_for(exc, wait):
+                raise
+        with trio.move_on_at(deadline):
+            await line.wait(admission, wait=wait)
+            return
+        try:
+            admission()  # too late: raises the reason as it is now
+        except NOT_NOW as exc:
+            raise TimedOut(f"timed out while waiting: {exc}") from exc
 
     def admit_session(self) -> int:
         """Take a session slot and return the session's id. Raises EngineClosed, EngineAsleep or EngineOverloaded."""

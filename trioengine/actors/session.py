@@ -20,7 +20,7 @@ from trioengine.actors.generation import Generation
 from trioengine.actors.session_state import SessionState
 from trioengine.actors.worker_session import Posting
 from trioengine.core.completion import Completion
-from trioengine.core.errors import EngineClosed, EngineError, SessionBusy, SessionEnded, TimedOut
+from trioengine.core.errors import EngineClosed, EngineError, SessionBusy, SessionEnded
 from trioengine.core.ledger import Stand
 from trioengine.core.lifecycle import Event, Phase
 from trioengine.core.messages import FinishReason
@@ -105,11 +105,10 @@ class Session(SessionState):
         try:
             with self._opening:
                 await self._open()
-        except (trio.Cancelled, TimedOut):
-            self._gate.ledger.reject()
-            raise
+        finally:
+            if self.id is None:  # refused, cancelled, or ended in the line
+                self._gate.ledger.reject()
         if self.id is None:
-            self._gate.ledger.reject()
             raise self._ended_by(self.end_cause)
         return self
 
@@ -255,11 +254,13 @@ class Session(SessionState):
         self._move(generation, Stand.WAITING)
 
     def refuse(self, generation: Generation, error: Exception) -> None:
-        """Its preparation failed."""
+        """It gets no slot, or its preparation failed."""
         if self.generation is generation and self.phase is Phase.PREPARING:
             typed = error if isinstance(error, EngineError) else EngineError(f"preparing failed: {error!r}")
             generation.decide(Outcome(FinishReason.ERROR, error=typed))
             self._apply(Event.REFUSE)
+        elif generation.outcome is None:
+            self._gate.ledger.reject()
 
     def check_idle(self) -> None:
         """Raise SessionEnded or SessionBusy, unless it could run a request."""
