@@ -48,6 +48,7 @@ PROMPTS = ("a", "to be", "be or not be or not be or", "<|im_end|>", "", UNPREPAR
 HISTORIES: tuple[tuple[Turn, ...], ...] = ((), (("user", "a"), ("assistant", "b")))
 WHICH = st.integers(0, 3)
 SALTS = ("", "", "mine")  # of the requests in turn
+REFUSALS = (EngineOverloaded, EngineAsleep, EngineClosed, WorkerLost)
 WAIT = st.sampled_from((None, True, False))
 
 
@@ -94,6 +95,13 @@ class EngineMachine(Environment):
     @recorded(wait=WAIT, timeout=st.sampled_from((None, None, 0.5)))
     def open(self, wait: bool | None, timeout: float | None) -> None:
         self._open(wait, timeout)
+
+    @precondition(lambda self: not self.running_calls)
+    @recorded(callers=st.integers(2, 6), first=st.integers(0, 2))
+    def crowd(self, callers: int, first: int) -> None:
+        """More one-shots than there are slots, those that wait for different things one after the other."""
+        for number in range(first, first + callers):
+            self._ask((True, None, False)[number % 3], None)
 
     @precondition(lambda self: self.open_holders)
     @recorded(which=WHICH, max_tokens=st.sampled_from((1, 2, 5, 40)), reads=st.sampled_from((True, True, False)))
@@ -157,16 +165,17 @@ class EngineMachine(Environment):
     @recorded(what=st.sampled_from(("ask", "audit", "ready", "cancel")), wait=WAIT, which=WHICH)
     def call(self, what: str, wait: bool | None, which: int) -> None:
         """`engine.generate` with a session of its own, `check_invariants`, `ready`; or one of these is cancelled."""
-        refusals = (EngineOverloaded, EngineAsleep, EngineClosed, WorkerLost, TimedOut)
         if what == "ask":
-            timeout = (None, None, 0.5, 8.0)[which]
-            self._call("ask", lambda: self._ask_once(wait, timeout), refusals, timeout)
+            self._ask(wait, (None, None, 0.5, 8.0)[which])
         elif what == "ready":
             self._call("ready", self._ready, (EngineClosed, WorkerLost, ModelError))
         elif what == "audit":
-            self._call("audit", self._audit, refusals)
+            self._call("audit", self._audit, REFUSALS)
         elif self.running_calls:
             pick(self.running_calls, which).scope.cancel()
+
+    def _ask(self, wait: bool | None, timeout: float | None) -> None:
+        self._call("ask", lambda: self._ask_once(wait, timeout), (*REFUSALS, TimedOut), timeout)
 
     async def _ask_once(self, wait: bool | None, timeout: float | None) -> None:
         params = SamplingParams(max_tokens=3)
