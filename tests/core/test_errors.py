@@ -10,6 +10,7 @@ from trioengine import (
     EngineError,
     EngineOverloaded,
     RequestRejected,
+    SamplingFailed,
     SessionEnded,
     WorkerLost,
 )
@@ -36,6 +37,7 @@ def test_errors_carry_their_fields():
         SessionEnded("over", cause="client"),
         WorkerLost("gone", exit_code=-9, traceback="Traceback"),
         ConnectionLost("gone", code=1006),
+        SamplingFailed("logits are not finite"),
     ],
 )
 def test_a_copy_is_the_same_error_that_was_not_raised(error, cause):
