@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from trioengine.core.errors import InvariantError as InvariantError
     from trioengine.core.errors import ModelError as ModelError
     from trioengine.core.errors import RequestRejected as RequestRejected
+    from trioengine.core.errors import SamplingFailed as SamplingFailed
     from trioengine.core.errors import SessionBusy as SessionBusy
     from trioengine.core.errors import SessionEnded as SessionEnded
     from trioengine.core.errors import TimedOut as TimedOut
@@ -66,6 +67,7 @@ _HOMES = {
     "InvariantError": "trioengine.core.errors",
     "ModelError": "trioengine.core.errors",
     "RequestRejected": "trioengine.core.errors",
+    "SamplingFailed": "trioengine.core.errors",
     "SessionBusy": "trioengine.core.errors",
     "SessionEnded": "trioengine.core.errors",
     "TimedOut": "trioengine.core.errors",

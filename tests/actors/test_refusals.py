@@ -5,7 +5,15 @@ import trio
 from expectations import GREEDY, LONG, chat, reference
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineConfig, EngineOverloaded, RequestRejected, SamplingParams, SessionBusy, TimedOut
+from trioengine import (
+    EngineConfig,
+    EngineOverloaded,
+    RequestRejected,
+    SamplingFailed,
+    SamplingParams,
+    SessionBusy,
+    TimedOut,
+)
 from trioengine.core.codec import encode
 from trioengine.core.lifecycle import Phase
 from trioengine.core.messages import AddMessage
@@ -78,9 +86,9 @@ async def test_one_request_fails_alone(autojump_clock, simulated):
     async with engine.open_session() as session:
         async with session.generate("one", GREEDY) as generation:
             simulation.worker.runner.fail_requests.add(generation.request_id)
-            with pytest.raises(RequestRejected, match="told to fail"):
+            with pytest.raises(SamplingFailed, match="told to fail"):
                 await generation.result()
-            with pytest.raises(RequestRejected, match="told to fail"):
+            with pytest.raises(SamplingFailed, match="told to fail"):
                 _ = generation.completion
         assert session.history == []
         async with session.generate("two", GREEDY) as generation:

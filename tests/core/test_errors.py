@@ -10,6 +10,7 @@ from trioengine import (
     EngineError,
     EngineOverloaded,
     RequestRejected,
+    SamplingFailed,
     SessionEnded,
     TimedOut,
     WorkerLost,
@@ -42,6 +43,7 @@ def test_errors_carry_their_fields():
         WorkerLost("gone", exit_code=-9, traceback="Traceback"),
         ConnectionLost("gone", code=1006),
         TimedOut("late", completion=Completion(1, "hi", (7,), None, FinishReason.ABORT, Cause.TIMEOUT, Usage(3, 1, 0))),
+        SamplingFailed("logits are not finite"),
     ],
 )
 def test_a_copy_is_the_same_error_that_was_not_raised(error, cause):

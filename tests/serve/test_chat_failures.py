@@ -106,7 +106,8 @@ async def test_a_whole_answer_that_fails(autojump_clock, clients):
         (session,) = clients.engine._sessions
         clients.simulation.worker.runner.fail_requests.add(session.generation.request_id)
         answer = await client.answer()
-        assert (answer.status, answer.error["code"]) == (422, "sampling_failed")
+        assert (answer.status, answer.error["code"]) == (500, "sampling_failed")
+        assert answer.error["type"] == "server_error"
 
 
 @pytest.mark.parametrize(("cause", "status"), [(Cause.SHUTDOWN, 503), (Cause.ABORT_ALL, 500), (Cause.TIMEOUT, 500)])

@@ -122,6 +122,35 @@ def test_top_k():
     assert set(drawn(row, top_k=-1)) == {10, 11, 12, 13}
 
 
+@pytest.mark.parametrize("top_k", [1, 3, 5, 299])
+def test_top_k_keeps_as_many_among_ties(top_k):
+    """Those with the lowest ids: 20 is best, all others tie."""
+    assert set(drawn({20: 0.1}, draws=3000, top_k=top_k)) <= {20, *range(top_k if top_k > 20 else top_k - 1)}
+    assert len(set(drawn({20: 0.1}, draws=3000, top_k=min(top_k, 5)))) == min(top_k, 5)
+
+
+def test_ties_within_top_k_stay():
+    row = {token: math.log(token % 3 + 1) for token in range(VOCAB)}
+    assert all(token % 3 == 2 for token in drawn(row, draws=2000, top_k=100))
+    assert max(drawn(row, draws=2000, top_k=100)) > 250
+    assert max(token for token in drawn(row, draws=2000, top_k=101) if token % 3 == 1) == 1
+
+
+def test_top_p_takes_the_fewest_among_ties():
+    row = dict.fromkeys(range(VOCAB), -math.inf) | dict.fromkeys((9, 50, 51, 200), 0.0)
+    assert set(drawn(row, top_p=0.4)) == {9, 50}
+    assert set(drawn(row, top_p=0.6)) == {9, 50, 51}
+    assert set(drawn(row, top_p=0.6, top_k=2)) == {9, 50}
+    assert set(drawn(row, top_p=0.4, top_k=2)) == {9}
+    wide = dict.fromkeys(range(VOCAB), 0.0)
+    assert max(drawn(wide, draws=4000, top_p=0.9)) == 269
+
+
+def test_min_p_keeps_ties():
+    assert set(drawn(peaked(0.4, 0.2, 0.2, 0.2), min_p=0.49)) == {10, 11, 12, 13}
+    assert set(drawn(peaked(0.4, 0.2, 0.2, 0.2), min_p=0.49, top_k=3)) == {10, 11, 12}
+
+
 def test_top_p():
     row = peaked(0.4, 0.3, 0.2, 0.1)
     assert set(drawn(row, top_p=0)) == {10}
@@ -210,12 +239,22 @@ def test_logprobs_are_of_the_raw_logits():
     assert list(token.logprobs) == [10, 11]
 
 
+@pytest.mark.parametrize("bias", [{}, {3: 1.0}])
+def test_a_row_of_nothing_but_infinities_is_not_the_parameters_fault(bias):
+    """As where a model's own mask leaves nothing."""
+    rows = torch.full((1, VOCAB), -math.inf)
+    for params in ({}, {"temperature": 1.0}):
+        (token,) = sample(rows.clone(), [sequence(logit_bias=bias, **params)])
+        assert (token.error, token.code) == ("logits are not finite", "sampling_failed")
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "top_p": 0.9, "logprobs": 1, "presence_penalty": 1.0}])
 def test_rows_that_are_not_finite_fail_alone(bad, params):
     rows = logits({5: 50.0}, {5: 50.0, 6: bad}, {8: 50.0})
     tokens = sample(rows, [sequence(request=request, **params) for request in range(3)])
     assert [token.error for token in tokens] == [None, "logits are not finite", None]
+    assert tokens[1].code == "sampling_failed"
     assert [token.request for token in tokens] == [0, 1, 2]
     assert (tokens[0].token_id, tokens[2].token_id) == (5, 8)
 
@@ -236,7 +275,8 @@ def test_rows_that_overflow_or_have_every_token_banned_fail_alone(temperature, f
         ],
     )
     no_token = "the parameters leave no token to choose"
-    assert [token.error for token in tokens] == [None, "logits are not finite", no_token, no_token, None]
+    assert [token.error for token in tokens] == [None, no_token, no_token, no_token, None]
+    assert {token.code for token in tokens if token.error} == {"no_token_left"}
     assert [token.request for token in tokens] == list(range(5))
     assert (tokens[0].token_id, tokens[4].token_id) == (5, 8)
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from trioengine.actors.generation import Generation
 from trioengine.actors.link import Link
 from trioengine.actors.worker_session import Posting, WorkerSession
-from trioengine.core.errors import EngineError, RequestRejected
+from trioengine.core.errors import EngineError, RequestRejected, SamplingFailed
 from trioengine.core.ledger import Stand
 from trioengine.core.lifecycle import Action, Attachment, Event, Phase, SessionLifecycle
-from trioengine.core.messages import AddMessage, FinishReason, RequestFailed, TokensRow
+from trioengine.core.messages import SAMPLING_FAILED, AddMessage, FinishReason, RequestFailed, TokensRow
 from trioengine.core.outcome import Cause, Outcome
 from trioengine.text.conversation import Conversation
 
@@ -113,7 +113,9 @@ class SessionState(abc.ABC):
     def on_failed(self, message: RequestFailed) -> None:
         """REQUEST_FAILED."""
         generation = self._in_flight()
-        generation.decide(Outcome(FinishReason.ERROR, error=RequestRejected(message.code, message.message)))
+        is_ours = message.code == SAMPLING_FAILED
+        error = SamplingFailed(message.message) if is_ours else RequestRejected(message.code, message.message)
+        generation.decide(Outcome(FinishReason.ERROR, error=error))
         self._finish()
 
     def _finish(self) -> None:

@@ -16,6 +16,7 @@ from trioengine.core.errors import (
     EngineError,
     EngineOverloaded,
     RequestRejected,
+    SamplingFailed,
     SessionBusy,
     SessionEnded,
     TransitionFailed,
@@ -38,6 +39,8 @@ def error_of(problem: Mapping[str, Any]) -> EngineError:
             return WorkerLost(message)
         case "transition_failed":
             return TransitionFailed(message)
+        case "sampling_failed":
+            return SamplingFailed(message)
         case "session_ended":
             return SessionEnded(message, cause=Cause.ERROR.value)
         case "conversation_already_has_active_response":

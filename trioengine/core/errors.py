@@ -97,6 +97,13 @@ class RequestRejected(EngineError, ValueError):
         self.param = param
 
 
+class SamplingFailed(EngineError):
+    """No token could be chosen for one request, for a reason that lies in the model, as logits that are not finite.
+
+    Other requests are not disturbed.
+    """
+
+
 class SessionBusy(EngineError):
     """The session already runs a request; it is not disturbed."""
 

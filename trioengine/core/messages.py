@@ -27,6 +27,10 @@ def token_ids(ids: Iterable[int] = ()) -> TokenIds:
     return array("i", ids)
 
 
+SAMPLING_FAILED = "sampling_failed"  # codes of REQUEST_FAILED, beside those of RequestRejected
+NO_TOKEN_LEFT = "no_token_left"
+
+
 class FinishReason(enum.StrEnum):
     """Why an answer ended; `ERROR` never travels in a row (see REQUEST_FAILED)."""
 
@@ -212,7 +216,7 @@ class RequestFailed:
 
     session: int
     request: int
-    code: str
+    code: str  # SAMPLING_FAILED is the worker's fault; any other one is the request's
     message: str
 
 

@@ -11,6 +11,7 @@ from trioengine.core.errors import (
     EngineClosed,
     EngineOverloaded,
     RequestRejected,
+    SamplingFailed,
     SessionEnded,
     TimedOut,
     TransitionFailed,
@@ -28,7 +29,7 @@ _STATUS = {  # of what a client asked for; others are 400
     "too_large": 413,
     "no_chat_template": 422,
     "template_error": 422,
-    "sampling_failed": 422,
+    "no_token_left": 422,
 }
 _FULL = ("sessions", "queue")  # codes of EngineOverloaded: there is an engine, and it has no room
 _ABORTED: Mapping[Cause | None, str] = {  # by whom; a client that is still there to be told did not do it itself
@@ -101,6 +102,8 @@ def problem_of(error: Exception) -> Problem:
             return Problem(SERVER_ERROR, "shutting_down", "the server is shutting down")
         case WorkerLost():
             return Problem(SERVER_ERROR, "worker_lost", "the worker process was lost before the answer was whole")
+        case SamplingFailed():
+            return Problem(SERVER_ERROR, "sampling_failed", str(error))
         case SessionEnded():
             return Problem(SERVER_ERROR, "session_ended", str(error))
         case TransitionFailed():

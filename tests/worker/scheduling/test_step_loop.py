@@ -7,6 +7,7 @@ from toy_driver import answer, params
 
 from trioengine.core.errors import RemoteProtocolError
 from trioengine.core.messages import (
+    NO_TOKEN_LEFT,
     AddMessage,
     AddSession,
     Audit,
@@ -255,6 +256,17 @@ def test_a_request_that_cannot_be_sampled_fails_alone() -> None:
     replies = bench.step_loop.step()
     failed = RequestFailed(2, 2, "sampling_failed", "told to fail")
     assert replies == [Tokens((), bench.step_loop.statistics()), failed]
+
+
+def test_a_failure_says_whose_fault_it_is() -> None:
+    class Runner:
+        def execute(self, output: SchedulerOutput) -> list[SampledToken]:
+            return [SampledToken(1, 0, error="none left", code=NO_TOKEN_LEFT)]
+
+    step_loop = StepLoop(Runner(), LIMITS, Clock())
+    step_loop.handle(AddSession(1))
+    step_loop.handle(message(1, 1, 0, [1]))
+    assert step_loop.step()[1:] == [RequestFailed(1, 1, "no_token_left", "none left")]
 
 
 def test_logprobs_travel_with_their_token() -> None:

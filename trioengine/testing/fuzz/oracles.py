@@ -21,6 +21,7 @@ from trioengine.core.errors import (
     EngineClosed,
     EngineOverloaded,
     RequestRejected,
+    SamplingFailed,
     SessionBusy,
     SessionEnded,
     TimedOut,
@@ -143,7 +144,9 @@ def check_reader(reader: Reader, max_model_len: int, troubles: Troubles) -> None
                 assert troubles.workers, f"nobody harmed a worker, and {outcome.error!r}"
                 _check_lost(reader, generation, troubles)
             case RequestRejected():
-                assert too_long or generation.request_id in troubles.requests, f"nothing was wrong, and {expected}"
+                assert too_long, f"nothing was wrong, and {expected}"
+            case SamplingFailed():
+                assert generation.request_id in troubles.requests, f"nothing was wrong, and {expected}"
             case error:
                 assert isinstance(error, EngineClosed), f"a request ends with {expected}"
                 assert troubles.closing, f"nobody closed the engine, and {expected}"

@@ -1,6 +1,8 @@
-"""top_k, top_p and min_p as one threshold a row: tokens below it are out.
+"""top_k, top_p and min_p: a threshold for each row, below which tokens are out.
 
-A threshold is a property of its row alone, whatever the path that finds it; tokens that tie with it stay in.
+A threshold is a property of its row alone, whatever the path that finds it. Of the tokens that tie with it, top_k and
+top_p keep those with the lowest ids, so that exactly top_k tokens stay, or the fewest that reach top_p; min_p keeps
+all of them.
 """
 
 from __future__ import annotations
@@ -35,10 +37,14 @@ def filter_rows(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
     least = [math.log(row.min_p) if row.min_p > 0.0 else float("-inf") for row in params]
     threshold = torch.maximum(threshold, torch.tensor(least, device=scaled.device))
     weights = torch.where(scaled >= threshold[:, None], scaled.exp(), 0.0)
+    staying = (scaled >= threshold[:, None]).sum(dim=-1).tolist()
     for row, row_params in enumerate(params):
+        if 0 < counts[row] < staying[row]:
+            _keep(weights[row], scaled[row], threshold[row], counts[row])
         if row_params.top_p < 1.0:
-            nucleus = _nucleus(scaled[row], candidates[row], threshold[row], row_params.top_p * weights[row].sum())
-            weights[row].masked_fill_(scaled[row] < nucleus, 0.0)
+            mass = row_params.top_p * weights[row].sum()
+            if (last_one := _nucleus(scaled[row], candidates[row], threshold[row], mass)) is not None:
+                _keep(weights[row], scaled[row], *last_one)
     return weights
 
 
@@ -46,12 +52,20 @@ def _limits_count(params: SamplingParams, vocab_size: int) -> bool:
     return 0 < params.top_k < vocab_size
 
 
-def _nucleus(scaled: Tensor, candidates: Tensor, threshold: Tensor, mass: Tensor) -> Tensor:
-    """The smallest value of the fewest best tokens that weigh `mass` together."""
+def _keep(weights: Tensor, scaled: Tensor, smallest: Tensor, count: int) -> None:
+    """Take out all but the `count` best tokens of a row, of which `smallest` is the last one's value."""
+    weights.masked_fill_(scaled < smallest, 0.0)
+    tied = (scaled == smallest).nonzero().squeeze(1)  # in the order of their ids
+    weights[tied[count - int((scaled > smallest).sum()) :]] = 0.0
+
+
+def _nucleus(scaled: Tensor, candidates: Tensor, threshold: Tensor, mass: Tensor) -> tuple[Tensor, int] | None:
+    """The smallest value of the fewest best tokens that weigh `mass` together, and their number; None: all stay."""
     for values in (candidates, scaled):
         ordered = values if values is candidates else values.sort(descending=True).values
         weights = torch.where(ordered >= threshold, ordered.exp(), 0.0)
         reached = weights.double().cumsum(0) >= mass
         if reached[-1]:
-            return ordered[reached.byte().argmax()]
-    return threshold  # the sums differ in their last digits: everything stays
+            index = int(reached.byte().argmax())
+            return ordered[index], index + 1
+    return None  # the sums differ in their last digits

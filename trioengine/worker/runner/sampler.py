@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from trioengine.core.messages import Logprobs
+from trioengine.core.messages import NO_TOKEN_LEFT, SAMPLING_FAILED, Logprobs
 from trioengine.worker.runner.filters import filter_rows, has_filter
 from trioengine.worker.runner.logits import changes_logits, process_row
 from trioengine.worker.runner.random import uniform
@@ -31,17 +31,16 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
         return []
     if all(_is_plain(sequence) for sequence in sequences):
         best, token_ids = best_tokens(logits)
-        return _rows(sequences, token_ids.tolist(), best.tolist(), [None] * len(sequences))
+        return _rows(sequences, token_ids.tolist(), _checked(best, best), [None] * len(sequences))
     raw = logits.float()
     changed = [row for row, sequence in enumerate(sequences) if changes_logits(sequence)]
     processed = raw.clone() if changed else raw
     for row in changed:
         process_row(processed[row], sequences[row])
     best, token_ids = best_tokens(processed)
-    if changed:
-        best = torch.where(raw.amax(dim=-1).isfinite(), best, math.nan)
     _draw_all(processed, best, token_ids, sequences)
-    return _rows(sequences, token_ids.tolist(), best.tolist(), _logprobs(raw, token_ids, sequences))
+    checked = _checked(best, raw.amax(dim=-1) if changed else best)
+    return _rows(sequences, token_ids.tolist(), checked, _logprobs(raw, token_ids, sequences))
 
 
 def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,17 +63,23 @@ def _is_plain(sequence: Sequence) -> bool:
     return params.temperature < GREEDY_BELOW and params.logprobs is None and not changes_logits(sequence)
 
 
+def _checked(best: Tensor, raw_best: Tensor) -> list[float]:
+    """The greatest logit of each row, as the parameters have changed it; nan where the model's own is not finite."""
+    checked: list[float] = torch.where(raw_best.isfinite(), best, math.nan).tolist()
+    return checked
+
+
 def _rows(
     sequences: list[Sequence], token_ids: list[int], best: list[float], logprobs: list[Logprobs | None]
 ) -> list[SampledToken]:
-    """`best` holds the greatest logit of each row, which tells whether there is a token at all."""
+    """`best` holds the greatest logit of each row: nan is the model's fault, an infinity that of the parameters."""
     rows = []
     for sequence, token_id, logit, logprob in zip(sequences, token_ids, best, logprobs, strict=True):
         if math.isfinite(logit):
             rows.append(SampledToken(sequence.request, token_id, logprob))
         else:
-            error = NOTHING_LEFT if logit == -math.inf else NOT_FINITE
-            rows.append(SampledToken(sequence.request, 0, error=error))
+            error, code = (NOT_FINITE, SAMPLING_FAILED) if math.isnan(logit) else (NOTHING_LEFT, NO_TOKEN_LEFT)
+            rows.append(SampledToken(sequence.request, 0, error=error, code=code))
     return rows
 
 

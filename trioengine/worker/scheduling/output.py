@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from trioengine.core.messages import Logprobs
+from trioengine.core.messages import SAMPLING_FAILED, Logprobs
 from trioengine.core.tag import Tag
 from trioengine.worker.scheduling.sequence import Sequence
 
@@ -57,6 +57,7 @@ class SampledToken:
     token_id: int
     logprobs: Logprobs | None = None  # {token_id: logprob}, the chosen token first; when asked for
     error: str | None = None  # the request fails alone (logits that are not finite, say); token_id means nothing
+    code: str = SAMPLING_FAILED  # of the error; NO_TOKEN_LEFT: the request's parameters are the reason
 
 
 class ModelRunner(Protocol):

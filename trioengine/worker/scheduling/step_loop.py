@@ -291,7 +291,7 @@ class StepLoop:
     def _failed(self, row: SampledRow) -> RequestFailed:
         self._settle(row.sequence)
         message = row.sampled.error or "no token could be sampled"
-        return RequestFailed(row.sequence.session, row.sequence.request, "sampling_failed", message)
+        return RequestFailed(row.sequence.session, row.sequence.request, row.sampled.code, message)
 
     def _settle(self, sequence: Sequence) -> None:
         """The request is over: the session takes the tokens back from the sequence."""
