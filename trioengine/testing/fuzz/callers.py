@@ -77,7 +77,7 @@ class Holder:
             check_not_admitted(exc, self.engine, wait=self.wait, deadline=deadline)
             self.error = exc
         except SessionEnded as exc:
-            assert self.session is None and self.wait, "only a session in the line is ended so"
+            assert self.session is None and self.wait is not False, "only a session in the line is ended so"
             self.error = exc
         finally:
             self.over = True
