@@ -123,6 +123,8 @@ def _kind(hint: Any) -> Any:
         (hint,) = (argument for argument in typing.get_args(hint) if argument is not types.NoneType)
     if typing.get_origin(hint) is tuple:
         return list[typing.get_args(hint)[0]]  # type: ignore[misc]
+    if typing.get_origin(hint) is typing.Literal:
+        return str  # the configuration checks it, and names the option
     return hint
 
 

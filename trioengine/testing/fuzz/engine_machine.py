@@ -92,9 +92,13 @@ class EngineMachine(Environment):
 
     # ---- programs that use the engine -----------------------------------------------------------------------------
 
-    @recorded(wait=WAIT, timeout=st.sampled_from((None, None, 0.5)))
-    def open(self, wait: bool | None, timeout: float | None) -> None:
-        self._open(wait, timeout)
+    @recorded(wait=st.booleans())
+    def open(self, wait: bool) -> None:
+        self._open(wait)
+
+    @recorded(timeout=st.sampled_from((None, 0.5)))
+    def open_by_default(self, timeout: float | None) -> None:
+        self._open(None, timeout)
 
     @precondition(lambda self: not self.running_calls)
     @recorded(callers=st.integers(2, 6), first=st.integers(0, 2))
