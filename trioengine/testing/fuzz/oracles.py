@@ -106,8 +106,8 @@ def check_stopped(engine: Engine, generations: AbstractSet[Generation | None]) -
 
 def check_line(engine: Engine) -> None:
     """Right after all in the lines were aborted: nobody waits."""
-    gate = engine.gate
-    assert not len(gate.requests) and not len(gate.sessions), f"all were aborted, and {len(gate.requests)} wait in line"
+    waiting = len(engine.gate.requests) + len(engine.gate.sessions)
+    assert not waiting, f"all were aborted, and {waiting} wait in line"
 
 
 def num_going(engine: Engine, *, with_waiting: bool) -> int:

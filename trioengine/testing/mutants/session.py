@@ -55,7 +55,7 @@ SESSION_MUTANTS = (
         "F1",
         "a request whose caller is cancelled while it is prepared is never removed",
         replaced(Session, "abort_request", _forget_cancelled_preparation),
-        shows="requests are in flight, the worker has none|goes on",
+        shows=r"requests are in flight, the worker has none|goes on|abort(_all)?\(\) said",
     ),
     Mutant(
         "F2",
