@@ -36,14 +36,20 @@ def check_overloaded(error: EngineOverloaded, gate: Gate, codes: tuple[str, ...]
 def check_refused(
     error: EngineError, engine: Engine, codes: tuple[str, ...], *, wait: bool | None, deadline: float = math.inf
 ) -> None:
-    """A call is refused: not for the lack that it waits out, and with TimedOut not before the deadline."""
+    """A call is refused: not for the lack that it waits out, and with TimedOut not before the deadline.
+
+    A call with `wait=None` may be refused in the line and resume a pass later, in another state of the engine; its
+    reason was checked when it was refused (Admissions).
+    """
     if isinstance(error, TimedOut):
         assert trio.current_time() >= deadline, f"it has time until {deadline}, and got {error!r}"
     if isinstance(error, EngineOverloaded | EngineAsleep):
         assert not waits_for(error, wait), f"it was to wait, and got {error!r}"
-        if isinstance(error, EngineOverloaded):
+        if wait is None and isinstance(error, EngineOverloaded):
+            assert error.code in codes, f"refused for {error.code}, which is no reason here"
+        elif isinstance(error, EngineOverloaded):
             check_overloaded(error, engine.gate, codes)
-        else:
+        elif wait is not None:
             assert not engine.gate.is_awake, f"the engine is awake, and {error!r}"
 
 
