@@ -16,7 +16,10 @@ def descriptors():
 
 
 def environment_of(pid):
-    return Path(f"/proc/{pid}/environ").read_bytes()
+    """Of a live process; it is empty in the middle of exec."""
+    while not (environment := Path(f"/proc/{pid}/environ").read_bytes()):
+        os.sched_yield()
+    return environment
 
 
 async def test_a_spawn_that_fails_half_way_leaves_nothing(monkeypatch):
