@@ -17,7 +17,7 @@ from trioengine.testing.mutants import MUTANTS
 
 RUNS = {  # seed and programs: those that reach what can be reached soonest
     "EngineMachine": (0, 400),
-    "PowerMachine": (0, 450),
+    "PowerMachine": (1, 450),
     "RealtimeMachine": (0, 400),
     "HttpMachine": (0, 300),
 }
