@@ -73,7 +73,7 @@ SESSION_MUTANTS = (
             Transition(Phase.IDLE, _A, (Action.POST_STOP_SESSION, Action.SETTLE_ABORTED)),
         ),
         shows="not the session's|in flight|committed was|rows come after"
-        "|wait for ever|the model's is|was ended by Cause.ERROR|nobody ended the session",
+        "|wait for ever|the model's is|was ended by error",
     ),
     Mutant(
         "F8",
