@@ -104,9 +104,9 @@ COSTLY = {
     + "{% set y = [ns.x]|unique|list %}",
     "a namespace that doubles": DOUBLED.replace("[ns.x, ns.x]", "namespace(a=ns.x, b=ns.x)") + "{{ ns.x }}",
     "a namespace of itself": "{% set ns = namespace() %}{% set ns.x = ns %}{{ ns }}",
-    "what calls double": "{% macro f(n) %}{% if n %}{{ f(n - 1, varargs, varargs) }}{% else %}{{ varargs }}{% endif %}"
+    "doubled arguments": "{% macro f(n) %}{% if n %}{{ f(n - 1, varargs, varargs) }}{% else %}{{ varargs }}{% endif %}"
     "{% endmacro %}{{ f(50) }}",
-    "a macro that calls itself for ever": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "a macro that calls itself endlessly": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
     "{{ f(60) }}",
     "a macro that loops": "{% macro f(n) %}{% for i in range(99) %}{{ f(n) }}{% endfor %}{% endmacro %}{{ f(1) }}",
@@ -162,7 +162,7 @@ REFUSED_AT_ONCE = {
     "an include": "{% include 'x' %}",
     "an import": "{% import 'x' as x %}",
     "a parent": "{% extends messages %}",
-    "a test for what hashes": "{{ (1, 2) is filter }}",
+    "a test that hashes": "{{ (1, 2) is filter }}",
     "another escaping": "{% autoescape true %}{{ 'x' }}{% endautoescape %}",
     "a recursive loop": "{% for i in [[[]]] recursive %}{{ loop(i) }}{% endfor %}",
     "too long a source": "x" * (MAX_SOURCE + 1),

@@ -14,7 +14,7 @@ from trioengine.text.template_sandbox import Raised, TemplateEnvironment
 class ChatTemplate:
     """Renders a conversation as the text that the model was trained on. Safe for threads.
 
-    Raises ModelError if it does not compile, or has what no chat template needs.
+    Raises ModelError if it does not compile, or has a statement that chat templates may not have.
     """
 
     def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "") -> None:
@@ -41,7 +41,7 @@ class ChatTemplate:
             raise _rejected(f"the chat template says: {exc!s:.1000}") from None
         except TemplateTooCostly as exc:
             raise _rejected(f"the model's chat template {exc} for them") from None
-        except Exception as exc:  # whatever the template's author wrote; its details are not the client's
+        except Exception as exc:  # the template author's mistake; its details are not for the client
             raise _rejected("the model's chat template cannot render them") from exc
         return "".join(pieces)
 

@@ -1,8 +1,8 @@
-"""What one rendering of a chat template may cost, counted in steps.
+"""The budget of one rendering of a chat template, counted in steps.
 
 A step is one node of the template that is evaluated, or BYTES_PER_STEP bytes of text that are made or searched. An
-operation charges before it allocates or loops, so that a rendering's time and memory are bounded by its steps, whatever
-the template does. The bounds grow with the conversation, and are the same for equal conversations.
+operation charges before it allocates or loops, so that a rendering's time and memory are bounded by its steps for
+every template. The bounds grow with the conversation, and are the same for equal conversations.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Budget:
     def measure(self, *values: Any, factor: int = 1) -> int:
         """Charge for all that values hold, however often they hold it; returns the steps.
 
-        Whatever looks into values (to print, compare, sort or hash them) costs as many steps at most. Raises
-        TemplateTooCostly, too, where they are nested so deeply that Python's own recursion is in danger.
+        Printing, comparing or hashing the values takes at most as many steps. Raises TemplateTooCostly also where they
+        are nested so deeply that Python's own recursion is in danger.
         """
         before, level, depth = self._steps, list(values), 0
         while level:
@@ -82,7 +82,7 @@ class Budget:
         return before - self._steps
 
     def _look_at(self, value: Any, held: list[Any]) -> int:
-        """Add what a value holds to `held`; returns the steps for the value itself."""
+        """Add the values that a value holds to `held`; returns the steps for the value itself."""
         if isinstance(value, str):
             return 1 + _OPAQUE_BYTES * text_bytes(value) // BYTES_PER_STEP
         if isinstance(value, Namespace):

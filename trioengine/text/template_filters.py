@@ -25,7 +25,7 @@ _PLAIN = ChatSandbox()  # has Jinja's own filters
 
 
 class BoundedContext(Context):
-    """The variables of a rendering, and what it may still cost."""
+    """The variables of a rendering, and its budget."""
 
     budget: Budget
 
@@ -39,7 +39,7 @@ def _as_it_is(budget: Budget, value: Any, steps: int) -> Any:
 
 
 def _each_once(budget: Budget, value: Any, steps: int) -> Any:
-    """Each item is looked at, and not into it. What an earlier lazy filter gives is read here: they make no chain."""
+    """Each item is looked at, and not into it. An earlier lazy filter's output is read here: they form no chain."""
     return budget.turns(operations.materialized(budget, value), 1 + steps)
 
 

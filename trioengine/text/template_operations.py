@@ -69,7 +69,7 @@ def calculated(budget: Budget, symbol: str, left: Any, right: Any) -> Any:
         _charge_repetition(budget, left, right)
     elif symbol == "*" and isinstance(right, str | list | tuple):
         _charge_repetition(budget, right, left)
-    elif not isinstance(left, Undefined) and not isinstance(right, Undefined):  # which raise what they are for
+    elif not isinstance(left, Undefined) and not isinstance(right, Undefined):  # these raise their own error
         _check_numbers(symbol, left, right)
     return _ARITHMETIC[symbol](left, right)
 
@@ -90,9 +90,9 @@ def _check_numbers(symbol: str, *operands: Any) -> None:
 
 
 def check_number(value: Any) -> None:
-    """Raises TypeError or ValueError for what is no number of reasonable size."""
+    """Raises TypeError for other types than numbers, ValueError for an integer beyond MAX_INTEGER_BITS."""
     if not isinstance(value, int | float):
-        raise TypeError(f"no number: {type(value).__name__}")
+        raise TypeError(f"expected a number, got {type(value).__name__}")
     if isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
         raise ValueError(f"an integer beyond {MAX_INTEGER_BITS} bits")
 
@@ -142,7 +142,7 @@ def _contains(budget: Budget, container: Any, item: Any) -> bool:
 
 
 def materialized(budget: Budget, value: Any) -> Any:
-    """What an iterator gives, as a list; any other value as it is."""
+    """An iterator's items as a list; any other value unchanged."""
     if isinstance(value, Iterator | range):
         return list(budget.turns(value, 1))
     return value
@@ -230,7 +230,7 @@ def to_json(
 
 
 def checked_key(value: Any) -> Any:
-    """The value, if it may be a key. Raises SecurityError: hashing what holds values may take for ever."""
+    """The value, if it may be a key. Raises SecurityError for a tuple, which is hashed with all that it holds."""
     if isinstance(value, tuple):
-        raise SecurityError("a tuple is no key")
+        raise SecurityError("a tuple may not be a key")
     return value

@@ -1,8 +1,8 @@
 """Rewrites a chat template's syntax tree before it is compiled, so that all that a rendering does is charged for.
 
-Each loop's items, and each macro's body, are charged with the number of nodes that they evaluate at most. What Jinja
-would compile to a bare Python operator (comparisons, `~`, slices, keys) becomes a filter, which gets the rendering's
-context.
+Each loop's items, and each macro's body, are charged with the number of nodes that they evaluate at most. An
+operation that Jinja would compile to bare Python (comparisons, `~`, slices, keys) becomes a filter, which gets the
+rendering's context.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REFUSED: dict[type[nodes.Node], str] = {
 
 
 class TemplateRefused(Exception):
-    """The template has what no chat template needs, or too much of it."""
+    """The template has a statement that no chat template needs, or is too large."""
 
 
 def rewritten(template: nodes.Template) -> nodes.Template:
@@ -151,7 +151,7 @@ def _unchanged(node: nodes.Node) -> nodes.Node:
 
 
 def _compares_with_constant(node: nodes.Compare) -> bool:
-    """Whether this takes one step, whatever the other operand is."""
+    """Whether this takes one step for every value of the other operand."""
     if len(node.ops) > 1:
         return False
     (operand,) = node.ops

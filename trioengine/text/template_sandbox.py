@@ -1,7 +1,7 @@
 """The sandbox of chat templates: Jinja's, with each loop, call, operator and output charged to a rendering's budget.
 
-A template comes with the model's file, from anywhere, and is rendered in the API process. Loops, macros and what would
-be bare Python operators are charged by the syntax tree's rewriting; other operators, calls, filters, tests and outputs
+A template comes with the model's file, from anywhere, and is rendered in the API process. Loops, macros and
+bare Python operators are charged by the syntax tree's rewriting; other operators, calls, filters, tests and outputs
 by Jinja's own hooks. Nothing is evaluated at compile time.
 """
 
