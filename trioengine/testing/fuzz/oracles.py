@@ -112,9 +112,10 @@ def check_line(engine: Engine) -> None:
 
 def num_going(engine: Engine, *, with_waiting: bool) -> int:
     """How many requests an abort of all is to end: without an outcome, and not aborted before."""
+    sessions = dict.fromkeys((*engine._sessions._opening, *engine._sessions))  # one that just got its slot is in both
     return sum(
         generation.outcome is None and (generation is not session.generation or session.phase in GOING)
-        for session in (*engine._sessions._opening, *engine._sessions)
+        for session in sessions
         for generation in session.requests
         if with_waiting or generation is session.generation
     )
