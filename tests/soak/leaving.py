@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import socket
@@ -62,9 +63,18 @@ class Soak:
     seen: Counter[str] = field(default_factory=Counter)  # how they left
     kept: Kept = field(default_factory=Kept)
 
-    async def run(self, sessions: int, connections: int, after: Callable[[int], None]) -> None:
-        """So many sessions over so many connections at a time; `after` is told how many are over."""
-        numbers = iter(range(sessions))
+    async def run(
+        self,
+        sessions: int,
+        connections: int,
+        after: Callable[[int], None],
+        goes_on: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Run so many sessions, and more while `goes_on()`, over so many connections at a time.
+
+        `after` is called with the count of those that are over.
+        """
+        numbers = itertools.takewhile(lambda number: number < sessions or goes_on(), itertools.count())
         over = 0
 
         async def clients() -> None:

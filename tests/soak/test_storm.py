@@ -44,6 +44,7 @@ class Storm:
         self.done = dict.fromkeys(("kill", "stop", "sleep"), 0)
         self._over, self._sessions = 0, sessions
         self._next, self._due = 0.0, trio.Event()
+        self.goes_on = True
         self._choose = random.Random(seed)
         self._http = http
 
@@ -64,6 +65,7 @@ class Storm:
             await trio.sleep(self._choose.uniform(0, 0.2))
             await act()
             await self.ready()
+        self.goes_on = False
 
     async def ready(self):
         """Wait until the server is ready, and return the worker's pid."""
@@ -122,18 +124,22 @@ async def pass_over(served, sessions):
         before = served.rss, rss(await storm.ready())
         async with trio.open_nursery() as nursery:
             nursery.start_soon(storm.run)
-            await storming.run(sessions, CONNECTIONS, storm.after)
+            await storming.run(sessions, CONNECTIONS, storm.after, lambda: storm.goes_on)
         assert await storm.answer() == expected
         after = served.rss, rss(await storm.ready())
         gauges = await storm.gauges()
     assert len(gauges) == 5 and not any(gauges.values()), gauges
     assert after[0] < before[0] * MOST_GROWTH and after[1] < before[1] * MOST_GROWTH, (before, after)
-    return f"{sessions} clients, {storming.refused} refused; {storm.done}; RSS {before} to {after}"
+    return f"{sum(storming.seen.values())} clients, {storming.refused} refused; {storm.done}; RSS {before} to {after}"
 
 
 def test_clients_that_abort_while_the_worker_dies_and_sleeps_leave_nothing_behind(served, request):
     before = served.get("/debug/invariants")["tasks"], served.descriptors
-    figures = trio.run(pass_over, served, request.config.getoption("--sessions"))
+    try:
+        figures = trio.run(pass_over, served, request.config.getoption("--sessions"))
+    except BaseException:
+        print(served.log.read_text()[-4000:])
+        raise
     statistics = served.rest(*before)
     assert statistics["finished"] == 2  # the two answers that were read to their ends
     assert statistics["received"] == statistics["finished"] + statistics["aborted"] + statistics["failed"]
