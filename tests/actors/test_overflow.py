@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from expectations import said
 
-from trioengine import RequestRejected, SamplingParams
+from trioengine import RequestRejected, SamplingFailed, SamplingParams
 from trioengine.core.messages import AddMessage
 from trioengine.testing import toy_answer
 
@@ -129,7 +129,8 @@ async def test_an_answer_that_is_not_committed_leaves_the_history_as_it_was(simu
             await ask(session, question(number))
         before = session.history
         params = replace(SHORT, stop_token_ids=(99999,)) if how == "rejected" else SHORT
-        with pytest.raises(RequestRejected) if how in ("failed", "rejected") else nullcontext():
+        error = {"failed": SamplingFailed, "rejected": RequestRejected}.get(how)
+        with nullcontext() if error is None else pytest.raises(error):
             async with session.generate(question(5), params) as generation:
                 if how == "failed":
                     simulation.worker.runner.fail_requests.add(generation.request_id)

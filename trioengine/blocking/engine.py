@@ -20,6 +20,7 @@ from trioengine.core.completion import Chunk, Completion
 from trioengine.core.config import EngineConfig
 from trioengine.core.lifecycle import Power
 from trioengine.core.options import EngineOptions, SamplingOptions
+from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.tag import TagName
 from trioengine.text.conversation import Prompt
@@ -158,9 +159,11 @@ class _Host:
         history: Sequence[Mapping[str, Any]] | None = None,
         wait: bool | None = None,
         timeout: float | None = None,
+        overflow: Overflow = "refuse",
     ) -> Session:
         """An open session. The arguments are those of the asynchronous `open_session`."""
-        return Session(self, {"label": label, "history": history, "wait": wait, "timeout": timeout})
+        options = {"label": label, "history": history, "wait": wait, "timeout": timeout, "overflow": overflow}
+        return Session(self, options)
 
     def generate(
         self,
@@ -199,9 +202,12 @@ class Engine(_Host):
         statistics: Statistics = self.loop.call_sync(self.loop.resource.statistics)
         return statistics
 
-    def sleep(self, level: Level = 1, *, mode: ModeName = "abort", timeout: float | None = None) -> None:
+    def sleep(
+        self, level: Level = 1, *, mode: ModeName = "abort", timeout: float | None = None, keep_waiting: bool = False
+    ) -> None:
         """Give the worker's memory back."""
-        self.loop.call(partial(self.loop.resource.sleep, level, mode=mode, timeout=timeout))
+        sleep = self.loop.resource.sleep
+        self.loop.call(partial(sleep, level, mode=mode, timeout=timeout, keep_waiting=keep_waiting))
 
     def wake(self, tags: TagName | Collection[TagName] | None = None, *, reload: bool = True) -> None:
         """Take memory back."""
