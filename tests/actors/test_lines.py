@@ -44,6 +44,38 @@ async def test_all_that_wait_in_line_are_aborted(autojump_clock, config, way):
         await everything_is_given_back(engine, simulation)
 
 
+@pytest.mark.parametrize("wait", [None, True])
+async def test_a_sleep_ends_sessions_in_line_however_they_wait(autojump_clock, wait):
+    async with simulated_engine(ONE_SESSION) as (engine, _), engine.open_session(), trio.open_nursery() as nursery:
+
+        async def enter():
+            with pytest.raises(SessionEnded) as caught:
+                await engine.open_session(wait=wait).__aenter__()
+            assert caught.value.cause == "sleep"
+
+        nursery.start_soon(enter)
+        await wait_all_tasks_blocked()
+        await engine.sleep()
+
+
+async def test_a_session_in_line_is_ended_by_its_own_end(autojump_clock):
+    """It is not opened later, and leaves no slot taken."""
+    async with simulated_engine(ONE_SESSION) as (engine, _), trio.open_nursery() as nursery:
+        async with engine.open_session():
+            second = engine.open_session()
+
+            async def enter():
+                with pytest.raises(SessionEnded) as caught:
+                    await second.__aenter__()
+                assert caught.value.cause == "client"
+
+            nursery.start_soon(enter)
+            await wait_all_tasks_blocked()
+            second.end()
+        await wait_all_tasks_blocked()
+        assert (engine.statistics().sessions, engine.statistics().rejected) == (0, 1)
+
+
 async def test_a_session_that_waits_for_its_slot_is_ended_too(autojump_clock):
     async with simulated_engine(ONE_SESSION) as (engine, _), engine.open_session(), trio.open_nursery() as nursery:
 

@@ -44,7 +44,6 @@ def said(server, capsys):
 
 STORY = [
     (["status"], "awake, weights 1\n"),
-    (["sleep", "--keep-waiting"], "asleep at level 1 (kv_cache, weights), weights 1\n"),
     (["sleep", "--level", "1", "--mode", "keep"], "asleep at level 1 (kv_cache, weights), weights 1\n"),
     (
         ["sleep", "--level", "2", "--mode", "wait", "--timeout", "5"],

@@ -139,7 +139,6 @@ async def test_any_fields_of_the_other_routes(autojump_clock, path, data):
         "return_token_strs",
         "request_id",
         "abort_all",
-        "keep_waiting",
     )
     async with open_clients() as clients:
         answer = await clients.request("POST", path, data.draw(objects(names)))

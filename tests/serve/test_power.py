@@ -231,7 +231,6 @@ REFUSED = [
     ("/sleep?level=1&level=2", "level", "level is given 2 times"),
     ("/sleep?mode=later", "mode", "mode must be abort, wait or keep, got 'later'"),
     ("/sleep?timeout=5", "timeout", "timeout is for mode wait, not abort"),
-    ("/sleep?keep_waiting=perhaps", "keep_waiting", "keep_waiting must be true or false, got 'perhaps'"),
     ("/sleep?mode=wait&timeout=soon", "timeout", "timeout must be a number from 0 to 1000000000, got 'soon'"),
     ("/sleep?mode=wait&timeout=nan", "timeout", "timeout must be a number from 0 to 1000000000, got nan"),
     ("/sleep?mode=wait&timeout=-1", "timeout", "timeout must be a number from 0 to 1000000000, got -1.0"),

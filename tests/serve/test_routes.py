@@ -147,8 +147,6 @@ REFUSED = [
     ("/abort_request", {"abort_all": 1}, 400, "invalid_type", "abort_all"),
     ("/abort_request", {"abort_all": False}, 400, "invalid_value", "request_id"),
     ("/abort_request", {"id": "x"}, 400, "unsupported_parameter", "id"),
-    ("/abort_request", {"abort_all": True, "keep_waiting": "no"}, 400, "invalid_type", "keep_waiting"),
-    ("/abort_request", {"request_id": "x", "keep_waiting": True}, 400, "invalid_value", "keep_waiting"),
 ]
 
 
@@ -325,21 +323,16 @@ async def test_each_request_of_a_connection_has_its_own_id(autojump_clock, clien
             assert (await client.answer()).error["code"] == "aborted"
 
 
-@pytest.mark.parametrize("keep_waiting", [False, True])
-async def test_abort_all_and_the_line(autojump_clock, keep_waiting):
+async def test_abort_all_and_the_line(autojump_clock):
     """A program that embeds the engine waits in line beside the server's requests."""
     config = EngineConfig(model="toy", max_num_seqs=1, max_num_queued_reqs=0)
     async with simulated_engine(config) as (engine, simulation), trio.open_nursery() as nursery:
         clients = Clients(engine, simulation, nursery)
         for _ in range(3):
-            nursery.start_soon(lambda: engine.generate("hello", ENDLESS, wait=True))
+            nursery.start_soon(lambda: engine.generate("hello", ENDLESS))
         await wait_all_tasks_blocked()
-        answer = await clients.request("POST", "/abort_request", {"abort_all": True, "keep_waiting": keep_waiting})
-        assert answer.json == {"aborted": 1 if keep_waiting else 3}
-        sleeping = "/sleep?keep_waiting=" + str(keep_waiting).lower()
-        assert (await clients.request("POST", sleeping)).status == 200
-        assert (len(engine.gate.requests) > 0) is keep_waiting
-        nursery.cancel_scope.cancel()
+        assert (await clients.request("POST", "/abort_request", {"abort_all": True})).json == {"aborted": 3}
+        assert len(engine.gate.requests) == 0
 
 
 async def test_abort_all(autojump_clock, clients):

@@ -224,9 +224,9 @@ class Engine(EngineState):
         Nothing is admitted from the first step of the call until everything is awake again: new sessions and requests
         raise EngineAsleep, or wait. `mode` is for the requests in flight: `abort` ends them with cause `sleep`; `wait`
         lets them finish, for `timeout` seconds at most; with `keep` they pause, and go on after `wake`. What is being
-        prepared is aborted in every mode. `abort` also ends what waits in line in that step, unless `keep_waiting`:
-        requests end with cause `sleep`, sessions that wait for their slot raise SessionEnded. Sessions keep their
-        conversation.
+        prepared is aborted in every mode. `abort` also ends what waits in line in that step: requests end with cause
+        `sleep`, sessions that wait for their slot raise SessionEnded. With `keep_waiting` those that wait with
+        `wait=True` stay in line; others raise EngineAsleep. Sessions keep their conversation.
 
         Raises RequestRejected for an unknown level or mode, and TransitionFailed where it cannot be done: while the
         engine loads or drains, or to level 1 from level 2. Where the engine sleeps at this level, it only ends, with

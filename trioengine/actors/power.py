@@ -116,9 +116,9 @@ class PowerActor:
     def _ask_to_close(self, name: str, leniency: Leniency, make: Callable[[], Awaitable[None]]) -> PowerChange:
         change = self._ask(PowerChange(f"{name} ({leniency.mode.value})", make, closes_gate=True))
         self._closure.begin()
-        self._gate.begin_pending()
-        if leniency.aborts_waiting:
+        if leniency.aborts_waiting:  # before the gate closes, which refuses those that wait for a slot only
             change.num_aborted += self._sessions.abort_waiting(Cause.SLEEP)
+        self._gate.begin_pending()
         change.num_aborted += self._sessions.abort_phase(Phase.PREPARING, Cause.SLEEP)
         if leniency.mode is Mode.ABORT and self._gate.power in (Power.FALLING_ASLEEP, Power.UPDATING):
             change.num_aborted += self._sessions.abort_all(Cause.SLEEP)  # nor does one before it wait for them

@@ -179,8 +179,12 @@ class Session(SessionState):
         self.conversation.replace(messages)
 
     def end(self, cause: Cause = Cause.CLIENT) -> None:
-        """End the session; harmless when it has ended. Posts END_SESSION in the same step if the worker holds it."""
+        """End the session; harmless when it has ended. Posts END_SESSION in the same step if the worker holds it.
+
+        While the session waits for its slot, entering it raises SessionEnded.
+        """
         if self.id is None:
+            self._end_opening(cause)
             return
         if self.end_cause is None:
             self.end_cause = cause
@@ -190,6 +194,11 @@ class Session(SessionState):
         self._wake.set()
         for generation in self._waiting:
             generation.entering.cancel()
+
+    def _end_opening(self, cause: Cause) -> None:
+        if self._entered and not self._opens_with_request:
+            self.end_cause = cause
+            self._opening.cancel()
 
     def _free(self) -> None:
         self._engine.release(self)
@@ -307,9 +316,8 @@ class Session(SessionState):
 
     def abort_waiting(self, cause: Cause) -> int:
         """Abort all of it that waits for a slot: its requests, and its own opening. Returns how many requests."""
-        if self.id is None and not self._opens_with_request:
-            self.end_cause = cause
-            self._opening.cancel()
+        if self.id is None:
+            self._end_opening(cause)
         waiting = [generation for generation in self._waiting if generation is not self.generation]
         return sum(self.abort_request(generation, cause) for generation in waiting)
 

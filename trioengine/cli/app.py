@@ -170,16 +170,12 @@ def sleep(
     timeout: Annotated[
         float | None, typer.Option(help="With --mode wait: seconds after which the rest is aborted.")
     ] = None,
-    keep_waiting: Annotated[
-        bool, typer.Option("--keep-waiting", help="With --mode abort: what waits in line for a slot is kept.")
-    ] = False,
     json: Json = False,
 ) -> None:
     """Have a server's engine give its memory back, and wait until it has."""
     from trioengine.cli.operating import operate
 
-    given = {"level": level, "mode": mode, "timeout": timeout, "keep_waiting": "true" if keep_waiting else None}
-    operate(connect, admin_key, "POST", "/sleep", given, as_json=json)
+    operate(connect, admin_key, "POST", "/sleep", {"level": level, "mode": mode, "timeout": timeout}, as_json=json)
 
 
 @command()

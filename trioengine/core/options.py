@@ -63,7 +63,7 @@ class EngineOptions(TypedDict, total=False):
     on_worker_loss: OnWorkerLoss
 
 
-_REQUEST_KEYWORDS = ("keep_partial", "timeout", "wait")  # of `generate`, beside the sampling parameters
+_REQUEST_KEYWORDS = ("keep_partial", "timeout", "wait", "label")  # of `generate`, beside the sampling parameters
 _ENGINE_KEYWORDS = ("ports", "on_progress", "on_load")  # of `open_engine`, beside the configuration
 
 

@@ -36,15 +36,12 @@ class Operator:
 
     async def abort_request(self, request: Request) -> Response:
         """How many requests this call aborts; none is no error, they may have finished."""
-        fields = known_fields(load_object(request.body, "the body"), ("request_id", "abort_all", "keep_waiting"))
+        fields = known_fields(load_object(request.body, "the body"), ("request_id", "abort_all"))
         id, is_all = fields.get("request_id"), flag_of(fields.get("abort_all"), "abort_all")
-        keep_waiting = flag_of(fields.get("keep_waiting"), "keep_waiting")
         if is_all == (id is not None):
             raise ClientError("invalid_value", "give request_id, or abort_all: true", param="request_id")
         if is_all:
-            return json_response(200, {"aborted": self._engine.abort_all(keep_waiting=keep_waiting)})
-        if keep_waiting:
-            raise ClientError("invalid_value", "keep_waiting is for abort_all", param="keep_waiting")
+            return json_response(200, {"aborted": self._engine.abort_all()})
         return json_response(200, {"aborted": self._in_flight.abort(text_of(id, "request_id"))})
 
 

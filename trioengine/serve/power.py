@@ -33,12 +33,10 @@ class PowerSwitch:
         self._checkpoints = checkpoints
 
     async def sleep(self, request: Request) -> Response:
-        given = parameters_of(request, ("level", "mode", "timeout", "keep_waiting"))
+        given = parameters_of(request, ("level", "mode", "timeout"))
         level = cast("Level", int(one_of(given, "level", _LEVELS)))
         mode = cast("ModeName", one_of(given, "mode", _MODES))
-        timeout = number_in(given, "timeout", 0, MAX_SECONDS)
-        keep_waiting = flag_in(given, "keep_waiting", default=False)
-        await self._engine.sleep(level, mode=mode, timeout=timeout, keep_waiting=keep_waiting)
+        await self._engine.sleep(level, mode=mode, timeout=number_in(given, "timeout", 0, MAX_SECONDS))
         return self._state()
 
     async def wake_up(self, request: Request) -> Response:
