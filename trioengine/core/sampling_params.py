@@ -49,7 +49,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # over prompt and output, multiplicative; 1: none
     presence_penalty: float = 0.0  # over the output, additive
     frequency_penalty: float = 0.0  # over the output, additive, times the count
-    seed: int | None = None  # None: minted by the engine; with a seed, float32 answers are repeatable
+    seed: int | None = None  # None: minted by the engine; with a seed, answers are as repeatable as greedy ones
     stop: tuple[str, ...] = ()  # not part of the text; a string or a sequence of strings
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0  # no end by a stop token or a stop string before that many
