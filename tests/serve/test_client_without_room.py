@@ -1,0 +1,85 @@
+"""trioengine.connect and a server that has no room for bytes: nothing hangs, and no turn is answered in part."""
+
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+from clients import open_clients
+from params import GREEDY
+from realtime_texts import assistant, reference, user
+from trio.testing import wait_all_tasks_blocked
+
+from trioengine import EngineOverloaded, SamplingParams, connect
+
+KEY = "k" * 16
+OF_ALL = {"max_buffered_bytes": 100_000}
+OF_A_KEY = {"max_buffered_bytes_per_key": 100_000, "api_key": (KEY,)}
+BUDGETS = [(OF_ALL, "buffers_full"), (OF_A_KEY, "key_buffers_full")]
+BIASED = SamplingParams(temperature=0, max_tokens=5, logit_bias={token: 0.5 for token in range(20, 220)})
+either_budget = pytest.mark.parametrize(("options", "code"), BUDGETS, ids=[code for _, code in BUDGETS])
+
+
+@asynccontextmanager
+async def narrow(options):
+    """A client, and its server with a budget for bytes."""
+    async with open_clients(**options) as clients:
+        async with connect("ws://localhost", dial=clients.dial, api_key=KEY if "api_key" in options else None) as client:
+            yield client, clients
+
+
+@asynccontextmanager
+async def room(clients, size):
+    """Within, there is room for so many bytes more."""
+    await wait_all_tasks_blocked()
+    budget = clients.server.budget
+    key = next(iter(budget._of_keys), None)  # of a session that has items
+    with budget.holding(key) as rest:
+        rest.charge(100_000 - size - budget.num_bytes)
+        yield
+
+
+def check_refusal(refusal, code):
+    assert (refusal.code, refusal.retry_after) == (code, 1.0)
+    assert str(refusal).startswith("the connection to the server is gone: the server buffers at most 100000 bytes (--max")
+
+
+@either_budget
+@pytest.mark.parametrize("wait", [None, True, False])
+async def test_a_question_that_was_dropped_is_not_answered(autojump_clock, options, code, wait):
+    """The session is over then, and keeps the turns that were answered."""
+    async with narrow(options) as (client, clients), client.open_session() as session:
+        answer = (await session.ask("hi", GREEDY)).text
+        async with room(clients, 1000):
+            with trio.fail_after(5), pytest.raises(EngineOverloaded) as refused:
+                await session.ask("y" * 2000, GREEDY, wait=wait)
+            check_refusal(refused.value, code)
+            await session.ended()
+        with trio.fail_after(5), pytest.raises(EngineOverloaded) as refused:
+            await session.ask("again", GREEDY)
+        check_refusal(refused.value, code)
+        assert session.history == [user("hi"), assistant(answer)]
+        async with client.open_session(history=session.history) as other:
+            expected = reference(clients, [*session.history, user("again")])
+            assert (await other.ask("again", GREEDY)).text == expected
+
+
+@either_budget
+async def test_a_response_create_that_was_dropped(autojump_clock, options, code):
+    async with narrow(options) as (client, clients), client.open_session() as session:
+        await session.ask("hi", GREEDY)
+        async with room(clients, 1000):
+            with trio.fail_after(5), pytest.raises(EngineOverloaded) as refused:
+                await session.ask("hi", BIASED)
+            check_refusal(refused.value, code)
+        assert len(session.history) == 2
+
+
+@either_budget
+async def test_a_history_that_was_dropped(autojump_clock, options, code):
+    async with narrow(options) as (client, clients), client.open_session() as session:
+        await session.ask("hi", GREEDY)
+        async with room(clients, 1000):
+            with trio.fail_after(5), pytest.raises(EngineOverloaded) as refused:
+                async with client.open_session(history=[user("z" * 4000), assistant("w")]):
+                    pass
+            check_refusal(refused.value, code)
