@@ -1,6 +1,6 @@
 """trioengine.connect and a server that has no room for bytes: nothing hangs, and no turn is answered in part."""
 
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 import trio
@@ -9,7 +9,7 @@ from params import GREEDY
 from realtime_texts import assistant, reference, user
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineOverloaded, SamplingParams, connect
+from trioengine import EngineOverloaded, SamplingParams, TimedOut, connect
 
 KEY = "k" * 16
 OF_ALL = {"max_buffered_bytes": 100_000}
@@ -83,3 +83,55 @@ async def test_a_history_that_was_dropped(autojump_clock, options, code):
                 async with client.open_session(history=[user("z" * 4000), assistant("w")]):
                     pass
             check_refusal(refused.value, code)
+
+
+PROMPTS = [[user("more")], [user("one"), assistant("two"), user("x" * 200)]]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=["one", "some"])
+@pytest.mark.parametrize("size", [3000, 8000, 9500], ids=str)
+async def test_a_prompt_that_was_refused_waits_for_room(autojump_clock, prompt, size):
+    """None of its messages, or not all, are taken at first; those that the server has are not there twice."""
+    async with narrow(OF_A_KEY) as (client, clients), client.open_session() as session:
+        await session.ask("hi", GREEDY)
+        answers = []
+        async with trio.open_nursery() as nursery:
+
+            async def ask():
+                answers.append((await session.ask(prompt, GREEDY)).text)
+
+            async with room(clients, size):
+                nursery.start_soon(ask)
+                await trio.sleep(2.5)  # simulated: it asks again meanwhile
+        history = [*session.history[:2], *prompt]
+        assert answers == [reference(clients, history)]
+        assert session.history == [*history, assistant(answers[0])]
+        assert (await session.ask("next", GREEDY)).text == reference(clients, [*history, assistant(*answers), user("next")])
+
+
+@either_budget
+async def test_a_prompt_that_was_refused_and_does_not_wait(autojump_clock, options, code):
+    async with narrow(options) as (client, clients), client.open_session() as session:
+        await session.ask("hi", GREEDY)
+        history = session.history
+        async with room(clients, 3000):
+            with pytest.raises(EngineOverloaded) as refused:
+                await session.ask("more", GREEDY, wait=False)
+            assert (refused.value.code, refused.value.is_full) == (code, code == "key_buffers_full")
+            assert session.history == history
+        assert (await session.ask("again", GREEDY)).text == reference(clients, [*history, user("again")])
+
+
+@pytest.mark.parametrize("how", ["timeout", "cancel"])
+async def test_a_prompt_that_was_refused_may_stop_waiting(autojump_clock, how):
+    async with narrow(OF_A_KEY) as (client, clients), client.open_session() as session:
+        await session.ask("hi", GREEDY)
+        history = session.history
+        async with room(clients, 3000):
+            before = trio.current_time()
+            with trio.move_on_after(2.5 if how == "cancel" else 60):
+                with pytest.raises(TimedOut) if how == "timeout" else nullcontext():
+                    await session.ask("more", GREEDY, timeout=2.5 if how == "timeout" else None)
+            assert trio.current_time() - before == pytest.approx(2.5)
+            assert session.history == history
+        assert (await session.ask("again", GREEDY)).text == reference(clients, [*history, user("again")])

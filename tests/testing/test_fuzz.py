@@ -83,6 +83,7 @@ REACHED = {
     | MORE_THAN_THERE_IS_ROOM_FOR
     | {
         "a cancel crosses what the server sends",
+        "a message is dropped",
         "a response beside the conversation is cancelled",
         "an answer is truncated",
         "an outbox is full",
