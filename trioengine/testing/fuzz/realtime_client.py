@@ -78,7 +78,7 @@ class RealtimeClient(SimulatedClient):
     def truncate(self, text_end: int) -> bool:
         """The last answer that it knows of; False if there is none."""
         answers = [id for id in self.order if self.items[id][0] == "assistant"]
-        place = {"item_id": answers[-1] if answers else "none", "content_index": 0}
+        place: dict[str, Any] = {"item_id": answers[-1] if answers else "none", "content_index": 0}
         self.ask("conversation.item.truncate", **place, text_end=text_end)
         return bool(answers)
 
