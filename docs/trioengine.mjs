@@ -13,7 +13,7 @@ export const VERSION = "0.1.0"; // of the package that this file belongs to
 const PATH = "/v1/realtime";
 const WINDOW = 32; // events that may be unanswered; a server closes the connection at 64
 const PROBE_TIMEOUT = 5000; // milliseconds
-const OPEN = 1, GOING_AWAY = 1001;
+const OPEN = 1, GOING_AWAY = 1001, TRY_AGAIN_LATER = 1013;
 const TOKEN = /^[!#$%&'*+.^_`|~0-9A-Za-z-]+$/; // of a subprotocol (RFC 9110, section 5.6.2)
 const CLOSES = {
   1000: "the server closed the connection",
@@ -21,6 +21,7 @@ const CLOSES = {
   1006: "the connection broke off: the server died, or the network failed",
   1008: "the server closed the connection, because too many events were unhandled",
   1009: "the server closed the connection, because a message was too large",
+  1013: "the server had no room for a message",
 };
 
 /** `code` is the server's, or connection_lost, session_busy, session_ended; `param` the field at fault, `retryAfter`
@@ -396,6 +397,7 @@ class Connection {
   #promised = new Map(); // event id -> resolve and reject of its answer
   #unsent = [];
   #unanswered = new Set(); // event ids
+  #problem = null; // the latest of no event of ours: of a message that was not kept, after which the server closes
 
   constructor(address, { apiKey, model, WebSocket = globalThis.WebSocket }, onEvent) {
     const protocols = ["realtime"]; // a browser's WebSocket sends no headers of ours: the key goes here
@@ -411,7 +413,7 @@ class Connection {
       socket.addEventListener("error", () => resolve({ code: 1006, reason: "" }));
     });
     this.closed = over.then(async (close) => {
-      this.#lose(hasOpened || this.loss !== null ? lossOf(close) : await refusalOf(address, apiKey, model));
+      this.#lose(hasOpened || this.loss !== null ? lossOf(close, this.#problem) : await refusalOf(address, apiKey, model));
     });
   }
 
@@ -462,6 +464,7 @@ class Connection {
       case "conversation.item.deleted":
         return this.#answered(`delete_${event.item_id}`);
       case "error":
+        if (event.error.event_id === null) this.#problem = event.error;
         return this.#answered(event.error.event_id, new TrioengineError(event.error), "reject");
     }
   }
@@ -506,9 +509,11 @@ function ended() {
 }
 
 /** The error for a WebSocket that was open and is closed. */
-function lossOf({ code, reason }) {
+function lossOf({ code, reason }, problem) {
   const message = `${CLOSES[code] ?? "the connection was closed"} (close code ${code}${reason && `: ${reason}`})`;
-  return new TrioengineError({ code: code === GOING_AWAY ? "shutting_down" : "connection_lost", message, closeCode: code });
+  const retry_after = code === TRY_AGAIN_LATER ? problem?.retry_after : null;
+  const name = code === GOING_AWAY ? "shutting_down" : "connection_lost";
+  return new TrioengineError({ code: name, message, retry_after, closeCode: code });
 }
 
 /** The error for a handshake that failed. A browser hides its status: a request over HTTP meets the same refusal. */

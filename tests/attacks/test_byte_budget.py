@@ -11,9 +11,9 @@ from scrapes import now
 from trio.testing import lockstep_stream_pair, wait_all_tasks_blocked
 from trio_websocket import ConnectionClosed
 
-from trioengine.serve.byte_budget import ByteBudget, size_of
+from trioengine.serve.byte_budget import ALWAYS_TAKEN, ByteBudget, size_of
 from trioengine.serve.problem import OverBudget
-from trioengine.serve.realtime.connection import ALWAYS_TAKEN
+from trioengine.serve.realtime.connection import TRY_AGAIN_LATER
 from trioengine.serve.realtime.items import ITEM_SIZE
 
 KEYS = ("k" * 16, "l" * 16)
@@ -218,7 +218,7 @@ LAST = b"\x80\x80" + MASK
 
 
 async def test_messages_that_are_on_their_way(autojump_clock):
-    """Of one that has no room, nothing is kept; its end is answered by an error, and the connection lives."""
+    """Of one that has no room, nothing is kept; its end is answered by an error, and the connection is closed."""
     async with open_clients(max_buffered_bytes=100_000) as clients:
         streams = []
         for _ in range(2):
@@ -229,34 +229,100 @@ async def test_messages_that_are_on_their_way(autojump_clock):
             await wait_all_tasks_blocked()
         assert buffered(clients) == 60_000
         await streams[1].send_all(LAST)
-        assert b'"buffers_full"' in await read_until(streams[1], b"error")
-        await streams[1].send_all(event("response.cancel"))
-        await read_until(streams[1], b"response_cancel_not_active")
+        data = await read_until(streams[1], TRY_AGAIN_LATER.to_bytes(2) + b"no room for a message: buffers_full")
+        assert data.count(b'"buffers_full"') == 1
+        await streams[1].aclose()
         await streams[0].send_all(LAST)
         await read_until(streams[0], b"invalid_json")
         await wait_all_tasks_blocked()
         assert buffered(clients) == 0
-        for stream in streams:
+        await streams[0].aclose()
+
+
+async def test_a_small_message_in_pieces_is_always_taken(autojump_clock):
+    async with open_clients(max_buffered_bytes=10_000) as clients:
+        stream = clients.stream()
+        await stream.send_all(HANDSHAKE)
+        await read_until(stream, b"session.created")
+        cancel = event("response.cancel")
+        with clients.server.budget.holding(None) as rest:
+            rest.charge(10_000)
+            for piece in (cancel[:10], cancel[10:]):
+                await stream.send_all(piece)
+                await wait_all_tasks_blocked()
+            await read_until(stream, b"response_cancel_not_active")
+        await stream.aclose()
+
+
+async def test_nothing_is_done_after_a_message_that_was_dropped(autojump_clock):
+    """The question has no room, so the response is not of the conversation that its client means: none begins."""
+    async with open_clients(max_buffered_bytes=100_000) as clients, clients.realtime() as client:
+        await client.ask("first", **GREEDY)
+        answered = clients.engine.statistics().finished
+        await wait_all_tasks_blocked()
+        with clients.server.budget.holding(None) as rest:
+            rest.charge(99_000 - clients.server.budget.num_bytes)
+            await client.say("x" * 2000)
+            await client.send("response.create", response=GREEDY)
+            error = (await client.next())["error"]
+            assert (error["code"], error["event_id"], error["retry_after"]) == ("buffers_full", None, 1.0)
+            with pytest.raises(ConnectionClosed) as closed:
+                await client.next()
+        reason = closed.value.reason
+        assert (reason.code, reason.reason) == (TRY_AGAIN_LATER, "no room for a message: buffers_full")
+        await wait_all_tasks_blocked()
+        assert clients.engine.statistics().finished == answered
+        assert now(clients).value("client_disconnected_total") == 0
+
+
+async def test_a_response_in_progress_ends_with_the_connection_of_a_dropped_message(autojump_clock):
+    """All of its bytes are given back, and its client counts among those that left in the middle."""
+    async with open_clients(max_buffered_bytes=100_000) as clients, clients.realtime() as client:
+        await client.say("first")
+        await client.send("response.create", response=GREEDY | {"max_output_tokens": 400, "ignore_eos": True})
+        await client.until("response.output_text.delta")
+        with clients.server.budget.holding(None) as rest:
+            rest.charge(99_500 - clients.server.budget.num_bytes)
+            await client.say("x" * 2000)
+            assert (await client.until("error"))["error"]["event_id"] is None
+            with pytest.raises(ConnectionClosed):
+                await client.until("response.done")
+        await clients.all_closed()
+        assert now(clients).value("client_disconnected_total") == 1
+
+
+async def test_a_client_that_goes_before_it_hears_of_its_dropped_message(autojump_clock):
+    async with open_clients(max_buffered_bytes=100_000, send_timeout=1000) as clients:
+        stream = clients.stream(*lockstep_stream_pair())
+        await stream.send_all(HANDSHAKE)
+        await read_until(stream, b"session.created")
+        with clients.server.budget.holding(None) as rest:
+            rest.charge(99_000 - clients.server.budget.num_bytes)
+            for _ in range(3):
+                await stream.send_all(event("conversation.item.create", **say("x" * 2000)))
+            await wait_all_tasks_blocked()
+            before = trio.current_time()
             await stream.aclose()
+            await clients.all_closed()
+        assert trio.current_time() == before
 
 
 async def test_unhandled_messages_of_a_client_that_does_not_read(autojump_clock):
-    """Those that have no room are dropped, the others are not, and small ones are always taken."""
+    """Those before the first one that has no room are handled, and then the connection is closed."""
     async with open_clients(max_buffered_bytes=300_000, send_timeout=1000) as clients:
         stream = clients.stream(*lockstep_stream_pair())
         await stream.send_all(HANDSHAKE)
         await read_until(stream, b"session.created")
         large = event("conversation.item.retrieve", item_id="x" * 50_000)
         for _ in range(20):
-            await stream.send_all(event("conversation.item.create", **say("x" * 10_000)))
+            await stream.send_all(event("conversation.item.create", event_id="mine", **say("x" * 10_000)))
         for _ in range(10):
             await stream.send_all(large)
             await wait_all_tasks_blocked()
         assert buffered(clients) <= 300_000
-        await stream.send_all(event("response.cancel"))
-        data = await read_until(stream, b"response_cancel_not_active")
-        assert data.count(b"buffers_full") + data.count(b"item_not_found") + data.count(b"item.done") == 30
-        assert data.count(b"buffers_full") > 0
+        data = await read_until(stream, TRY_AGAIN_LATER.to_bytes(2))
+        assert data.count(b'"conversation.item.done"') + data.count(b'"event_id": "mine"') == 20
+        assert data.count(b'"event_id": null') == data.count(b"item_not_found") + 1 <= 10
         await stream.aclose()
 
 

@@ -16,6 +16,7 @@ from realtime_texts import assistant, reference, user
 
 DOCS = Path(__file__).parents[2] / "docs"
 PROGRAM = Path(__file__).with_name("javascript_client.mjs")
+ROOM = Path(__file__).with_name("javascript_room.mjs")
 LOSSES = Path(__file__).with_name("javascript_losses.mjs")
 STRANGE = Path(__file__).with_name("javascript_strange.mjs")
 REFUSALS = Path(__file__).with_name("javascript_refusals.mjs")
@@ -132,23 +133,59 @@ class KilledServer:
         self.killed.set()
 
 
+async def last_words(program, url, servant):
+    """What a program in node says last; its orders are methods of the servant."""
+    command = [*required_node(), str(program), url]
+    process = await trio.lowlevel.open_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    async with process.stdin, process.stdout:
+        received = b""
+        with trio.fail_after(60):
+            while data := await process.stdout.receive_some():
+                *lines, received = (received + data).split(b"\n")
+                for event in map(json.loads, lines):
+                    if "order" in event:
+                        await getattr(servant, event["order"])()
+                        await process.stdin.send_all(b"\n")
+    await process.wait()
+    return event
+
+
+class Room:
+    """The bytes of a server: all of them are taken, or given back."""
+
+    def __init__(self, held):
+        self.held = held
+
+    async def take(self):
+        self.held.charge(100_000)
+
+    async def give(self):
+        self.held.give_back(100_000)
+
+
+async def test_what_was_dropped_for_want_of_room_is_taken_back():
+    """The connection is closed with 1013; the next question opens another one, which gets the conversation."""
+    async with on_loopback(max_buffered_bytes=100_000) as server:
+        with server.budget.holding(None) as held:
+            url = f"http://127.0.0.1:{server.port}"
+            event = await last_words(ROOM, url, Room(held))
+        results = event["results"]
+        expected, history = partial(reference, SimpleNamespace(engine=server.engine)), []
+        for question, answer in zip(["hello", *["and now?"] * 4], results["answers"], strict=True):
+            history.append(user(question))
+            assert answer == expected(history)
+            history.append(assistant(answer))
+        dropped = "the server had no room for a message (close code 1013: no room for a message: buffers_full)"
+        assert results["refusals"] == [["connection_lost", 1013, 1, dropped]] * 4
+        assert (results["losses"], results["count"], results["history"]) == ([1013] * 4, 5, history)
+
+
 async def test_a_conversation_outlives_its_connections():
     """The server is killed during an answer, during one that is kept, and between two; then it starts again."""
     async with trio.open_nursery() as nursery:
         killed = KilledServer(nursery)
         await killed.start()
-        command = [*required_node(), str(LOSSES), f"http://127.0.0.1:{killed.port}"]
-        process = await trio.lowlevel.open_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        async with process.stdin, process.stdout:
-            received = b""
-            with trio.fail_after(60):
-                while data := await process.stdout.receive_some():
-                    *lines, received = (received + data).split(b"\n")
-                    for event in map(json.loads, lines):
-                        if "order" in event:
-                            await getattr(killed, event["order"])()
-                            await process.stdin.send_all(b"\n")
-        await process.wait()
+        event = await last_words(LOSSES, f"http://127.0.0.1:{killed.port}", killed)
         check_losses(event, partial(reference, SimpleNamespace(engine=killed.server.engine)), killed.port)
         await killed.kill()
 

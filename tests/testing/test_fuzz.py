@@ -18,7 +18,7 @@ from trioengine.testing.mutants import MUTANTS
 RUNS = {  # seed and programs: those that reach what can be reached soonest
     "EngineMachine": (0, 400),
     "PowerMachine": (3, 450),
-    "RealtimeMachine": (0, 400),
+    "RealtimeMachine": (1, 400),
     "HttpMachine": (0, 300),
 }
 PROGRAMS_A_MUTANT = 3000
@@ -83,6 +83,7 @@ REACHED = {
     | MORE_THAN_THERE_IS_ROOM_FOR
     | {
         "a cancel crosses what the server sends",
+        "a message is dropped",
         "a response beside the conversation is cancelled",
         "an answer is truncated",
         "an outbox is full",

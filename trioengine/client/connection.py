@@ -41,6 +41,7 @@ class Connection:
         self._on_event = on_event
         self._on_state = on_state
         self._on_loss = on_loss
+        self._problem: dict[str, Any] | None = None  # the latest of no event of ours: a message that was not kept
         self._loss: EngineError = ConnectionLost("the connection was closed")
         self._nursery: trio.Nursery | None = None
         self._closing = trio.Event()
@@ -116,10 +117,12 @@ class Connection:
         """Hand events on until one tells a state; None when there are no more."""
         try:
             while (event := json.loads(await websocket.read()))["type"] != "engine.state":
+                if event["type"] == "error" and event["error"].get("event_id") is None:
+                    self._problem = event["error"]
                 self._on_event(event)
             return str(event["state"])
         except Closed as exc:
-            self._loss = loss_of(exc)
+            self._loss = loss_of(exc, self._problem)
         except (ValueError, LookupError, TypeError) as exc:
             self._loss = ConnectionLost("the server sent what is no event of the protocol")
             self._loss.__cause__ = exc

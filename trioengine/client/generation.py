@@ -106,7 +106,7 @@ class Generation(Readable["Session"]):
         return self.outcome is not None or self.abort_cause is not None
 
     def receive(self, text: str) -> None:
-        if self.outcome is None and text:
+        if self.outcome is None and self.spoiled is None and text:
             self._pieces.append(text)
             self._unread.append(text)
             self._changes.notify()
@@ -117,5 +117,5 @@ class Generation(Readable["Session"]):
 
     async def answered(self) -> None:
         """Wait until the server has said whether the engine takes the request."""
-        while self.stage in (Stage.ASKED, Stage.CREATED):
+        while self.stage is not Stage.NONE and (self.stage is not Stage.ADMITTED or self.spoiled is not None):
             await self._changes.wait()

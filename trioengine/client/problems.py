@@ -24,7 +24,7 @@ from trioengine.core.errors import (
 )
 from trioengine.core.outcome import Cause
 
-GOING_AWAY = 1001
+GOING_AWAY, TRY_AGAIN_LATER = 1001, 1013
 
 
 def error_of(problem: Mapping[str, Any]) -> EngineError:
@@ -68,10 +68,12 @@ def refusal_of(rejected: Rejected) -> EngineError:
         return ConnectionLost(f"the server refuses the WebSocket: HTTP status {rejected.status}")
 
 
-def loss_of(closed: Closed) -> EngineError:
-    """The connection is over, and it was not we who closed it."""
+def loss_of(closed: Closed, problem: Mapping[str, Any] | None = None) -> EngineError:
+    """The connection is over, and it was not we who closed it. `problem` is that of a message that was not kept."""
     if closed.code == GOING_AWAY:
         return EngineClosed(closed.reason or "the server has gone away")
+    if closed.code == TRY_AGAIN_LATER and problem is not None:
+        return error_of({**problem, "message": f"the connection to the server is gone: {problem.get('message')}"})
     return ConnectionLost(f"the connection to the server is gone: {closed}", code=closed.code)
 
 

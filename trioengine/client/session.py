@@ -197,7 +197,7 @@ class Session:
                 self.generation = generation
                 generation.messages, generation.item_ids = messages, list(events)
                 self._conversation.create(events)
-                await self._ask(generation, fields)
+                await self._ask(generation, fields, events)
         except BaseException:
             self.leave(generation)
             raise
@@ -208,12 +208,12 @@ class Session:
         elif generation.outcome.error is not None and generation.answer_id is None:
             raise copy(generation.outcome.error)
 
-    async def _ask(self, generation: Generation, fields: dict[str, Any]) -> None:
-        """Until the engine takes the request, or never will."""
+    async def _ask(self, generation: Generation, fields: dict[str, Any], events: dict[str, str]) -> None:
+        """Until the engine takes the request, or never will. The events of the prompt have been posted once."""
         while True:
             generation.ask_id, generation.response_id = f"ask_{next(self._ids)}", None
-            generation.problem = generation.refusal = None
-            generation.stage = Stage.ASKED
+            generation.problem = generation.refusal = generation.spoiled = None
+            generation.stage, generation.cancel_sent = Stage.ASKED, False
             self._connection.posts.put(rendered("response.create", generation.ask_id, {"response": fields}))
             await generation.answered()
             refusal = generation.refusal
@@ -223,7 +223,12 @@ class Session:
                 self._conclude(generation, Outcome(FinishReason.ERROR, error=refusal))
                 self._settle(generation)
                 return
-            await trio.sleep(refusal.retry_after)
+            if generation.spoiled is None:
+                await trio.sleep(refusal.retry_after)
+            else:  # all of the prompt goes again, so that it is in order
+                self._conversation.delete(generation.item_ids)
+                await trio.sleep(refusal.retry_after)
+                self._conversation.create(events)
 
     async def _expire(self, generation: Generation) -> None:
         with trio.move_on_at(generation.deadline):
@@ -301,12 +306,15 @@ class Session:
         if event_id == generation.ask_id:
             generation.problem = error_of(problem)
             if generation.stage is Stage.ASKED:  # it is not even begun
-                self._refused(generation, generation.problem)
+                self._refused(generation, generation.spoiled or generation.problem)
         elif event_id in {f"create_{id}" for id in generation.item_ids} and generation.outcome is None:
             generation.spoiled = error_of(problem)
             self._cancel(generation)
 
     def _done(self, generation: Generation, response: dict[str, Any]) -> None:
+        if generation.spoiled is not None:
+            self._refused(generation, generation.spoiled)
+            return
         generation.usage, generation.dropped_turns = usage_of(response), response.get("dropped_turns", 0)
         outcome = outcome_of(response, generation.abort_cause, generation.problem)
         if outcome.error is not None:
@@ -319,7 +327,10 @@ class Session:
             self._conversation.drop(response.get("dropped_item_ids", ()))
 
     def _refused(self, generation: Generation, error: EngineError) -> None:
-        if generation.answer_id is None and not generation.is_stopping and generation.spoiled is None:
+        if generation.spoiled is not None and generation.answer_id is not None:
+            self._conversation.delete([generation.answer_id])
+            generation.answer_id = None
+        if generation.answer_id is None and not generation.is_stopping:
             generation.stage, generation.refusal = Stage.NONE, error
             generation.notify()
         elif generation.abort_cause is not None:
@@ -330,8 +341,6 @@ class Session:
     def _over(self, generation: Generation, outcome: Outcome) -> None:
         """The server is done with the response."""
         generation.stage = Stage.NONE
-        if generation.spoiled is not None:
-            outcome = Outcome(FinishReason.ERROR, error=generation.spoiled)
         self._conclude(generation, outcome)
         if generation.answer_id is not None and not generation.is_kept:
             self._conversation.delete([generation.answer_id])

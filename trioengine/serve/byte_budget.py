@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from trioengine.serve.problem import RATE_LIMIT, SERVER_ERROR, OverBudget, Problem
 
 RETRY_AFTER = 1.0  # seconds
+ALWAYS_TAKEN = 1 << 10  # bytes of a WebSocket message that is handled also where there is no room: it may be a cancel
 
 
 def size_of(text: str | bytes) -> int:

@@ -11,7 +11,7 @@ from wsproto import ConnectionType, WSConnection
 from wsproto.connection import ConnectionState
 from wsproto.events import BytesMessage, CloseConnection, Event, Pong, TextMessage
 
-from trioengine.serve.byte_budget import Held
+from trioengine.serve.byte_budget import ALWAYS_TAKEN, Held
 from trioengine.serve.problem import OverBudget
 
 _NOT_UTF8 = 1007
@@ -104,11 +104,13 @@ class WebSocketProtocol(WSConnection):
         if self._refusal is not None:
             return
         try:
-            self._held.take(len(part))
+            if self._parts.tell() + len(part) > ALWAYS_TAKEN:
+                self._held.check_room(len(part))
         except OverBudget as exc:
             self._refusal = exc
             self._drop_parts()
         else:
+            self._held.charge(len(part))
             self._parts.write(part)
 
     def _drop_parts(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
 
@@ -10,10 +11,10 @@ import trio
 from trio_websocket import ConnectionClosed
 
 from trioengine.core.serve_config import ConnectionLimits
-from trioengine.serve.byte_budget import Held, size_of
+from trioengine.serve.byte_budget import ALWAYS_TAKEN, Held, size_of
 from trioengine.serve.departures import Departures, log_disconnect
 from trioengine.serve.log_fields import SESSION
-from trioengine.serve.problem import ClientError, OverBudget, problem_of
+from trioengine.serve.problem import ClientError, OverBudget, Problem, problem_of
 from trioengine.serve.realtime.answering import Answering
 from trioengine.serve.realtime.beside import Beside
 from trioengine.serve.realtime.client_events import (
@@ -41,10 +42,9 @@ from trioengine.serve.websocket import AcceptedWebSocket
 logger = logging.getLogger("trioengine")
 MAX_UNHANDLED = 64  # events
 MAX_UNHANDLED_SIZE = 8 << 20  # bytes in memory of these
-ALWAYS_TAKEN = 1 << 10  # bytes of a message that is handled also where there is no room: it may ask for an end
 CLOSE_TIMEOUT = 5.0
 Message: TypeAlias = str | bytes | OverBudget  # the error stands for a message that was not kept
-GOING_AWAY, POLICY_VIOLATION = 1001, 1008
+GOING_AWAY, POLICY_VIOLATION, TRY_AGAIN_LATER = 1001, 1008, 1013
 
 
 class RealtimeConnection:
@@ -107,10 +107,13 @@ class RealtimeConnection:
         """Read always, also while nobody handles: only so is it noticed that the client has gone."""
         try:
             while self._unhandled_size <= self._max_unhandled_size:
-                inbox.send_nowait(await self._next_message())
-            self._refuse_more(f"more than {self._max_unhandled_size} bytes of unhandled events")
+                message = await self._next_message()
+                inbox.send_nowait(message)
+                if isinstance(message, OverBudget):
+                    await self._discard()
+            self._expel(POLICY_VIOLATION, f"more than {self._max_unhandled_size} bytes of unhandled events")
         except trio.WouldBlock:
-            self._refuse_more(f"more than {MAX_UNHANDLED} unhandled events")
+            self._expel(POLICY_VIOLATION, f"more than {MAX_UNHANDLED} unhandled events")
         except ConnectionClosed:
             log_disconnect("it closed the connection")
             self._note_departure()
@@ -128,6 +131,12 @@ class RealtimeConnection:
         self._held.charge(size)
         self._unhandled_size += size
         return message
+
+    async def _discard(self) -> None:
+        """Read what follows a message that was not kept, to notice when the client goes. Raises ConnectionClosed."""
+        while True:
+            with suppress(OverBudget):
+                await self._websocket.get_message()
 
     async def _send(self) -> None:
         try:
@@ -148,10 +157,11 @@ class RealtimeConnection:
     def _active(self) -> tuple[Response, ...]:
         return *self._responder.active, *self._beside.active
 
-    def _refuse_more(self, reason: str) -> None:
+    def _expel(self, code: int, reason: str) -> None:
+        """Close with this code, when the work is cancelled."""
         log_disconnect(reason)
         self._note_departure()
-        self._close_code, self._close_reason = POLICY_VIOLATION, reason
+        self._close_code, self._close_reason = code, reason
 
     async def _ping(self) -> None:
         """A client that does not answer is gone, also in the middle of a goodbye. Raises TooSlowError."""
@@ -182,13 +192,20 @@ class RealtimeConnection:
         async for message in inbox:
             await self._outbox.room()
             if isinstance(message, OverBudget):
-                self._outbox.put_error(message.problem, None)
-                continue
+                await self._give_up(message.problem)
+                break
             self._unhandled_size -= size_of(message)
             try:
                 await self._handle_message(message, work)
             finally:
                 self._held.give_back(size_of(message))
+        work.cancel()
+
+    async def _give_up(self, problem: Problem) -> None:
+        """A message was not kept, so the conversation is not the one that the client means: close the connection."""
+        self._outbox.put_error(problem, None)
+        await self._outbox.flushed()
+        self._expel(TRY_AGAIN_LATER, f"no room for a message: {problem.code}")
 
     async def _handle_message(self, message: str | bytes, work: trio.CancelScope) -> None:
         try:

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from trioengine.serve.realtime.beside import MAX_BESIDE
-from trioengine.serve.realtime.connection import GOING_AWAY
+from trioengine.serve.realtime.connection import GOING_AWAY, TRY_AGAIN_LATER
 from trioengine.serve.realtime.engine_states import AWAKE
 from trioengine.testing.fuzz.callers import Turn
 from trioengine.testing.fuzz.followed_response import Asked, FollowedResponse
@@ -16,6 +16,7 @@ from trioengine.testing.simulated_client import SimulatedClient
 from trioengine.testing.simulated_peer import Mood
 
 PATH = "/v1/realtime"
+_ANSWERS = ("session.updated", "conversation.item.deleted", "conversation.item.truncated", "response.created")
 
 
 class RealtimeClient(SimulatedClient):
@@ -35,6 +36,7 @@ class RealtimeClient(SimulatedClient):
         self._ids = itertools.count(1)
         self._owed: dict[str, str] = {}  # what it sent and was not answered yet: event id -> type
         self._asked: dict[str, Asked] = {}  # of these, the responses
+        self._is_dropped = False  # one of its messages
 
     @property
     def response(self) -> str | None:
@@ -46,11 +48,11 @@ class RealtimeClient(SimulatedClient):
 
     # ---- what it asks ---------------------------------------------------------------------------------------------
 
-    def ask(self, name: str, **fields: Any) -> str:
-        """Send an event that is answered; returns its id."""
+    def ask(self, name: str, *, size: int = 0, **fields: Any) -> str:
+        """Send an event of at least so many bytes, which is answered; returns its id."""
         id = f"e{next(self._ids)}"
         self._owed[id] = name
-        self.send(json.dumps({"type": name, "event_id": id, **fields}))
+        self.send(json.dumps({"type": name, "event_id": id, **fields}).ljust(size))
         return id
 
     def say(self, text: str) -> None:
@@ -76,7 +78,7 @@ class RealtimeClient(SimulatedClient):
     def truncate(self, text_end: int) -> bool:
         """The last answer that it knows of; False if there is none."""
         answers = [id for id in self.order if self.items[id][0] == "assistant"]
-        place = {"item_id": answers[-1] if answers else "none", "content_index": 0}
+        place: dict[str, Any] = {"item_id": answers[-1] if answers else "none", "content_index": 0}
         self.ask("conversation.item.truncate", **place, text_end=text_end)
         return bool(answers)
 
@@ -106,12 +108,15 @@ class RealtimeClient(SimulatedClient):
         """Everything is answered; a response may be in progress."""
         if self.mood is Mood.WELL and self.accepted and self.can_send:
             assert not self._owed, f"never answered: {self._owed}"
+            assert not self._is_dropped, "the server dropped a message, and goes on"
 
     def on_goodbye(self, code: int) -> None:
+        assert code != TRY_AGAIN_LATER or self._is_dropped, "no message was dropped"
         assert code != GOING_AWAY or not self.responses, f"a goodbye in the middle of {set(self.responses)}"
 
     def _told(self, event: dict[str, Any]) -> None:
         assert event["sequence_number"] == self.num_events, f"event {self.num_events} is {event}"
+        assert not self._is_dropped or event["type"] not in _ANSWERS, f"a message was dropped, and then {event}"
         self.num_events += 1
         match event["type"]:
             case "session.updated":
@@ -156,6 +161,8 @@ class RealtimeClient(SimulatedClient):
     def _complain(self, error: dict[str, Any]) -> None:
         assert error["code"] != "internal_error", f"the server has a bug: {error}"
         id = error["event_id"]
+        if id is None and error["code"] == "buffers_full":
+            self._is_dropped = True
         if id in self._owed:
             del self._owed[id]
             self._asked.pop(id, None)

@@ -18,7 +18,7 @@ from trioengine.testing.fuzz.oracles import check_worker
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.realtime_client import RealtimeClient
 from trioengine.testing.fuzz.served import WHICH, ServedEnvironment
-from trioengine.testing.fuzz.watching import Cancels, CrashLog, when_full, with_room
+from trioengine.testing.fuzz.watching import Cancels, CrashLog, noting, when_full, with_room
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_peer import Mood
 from trioengine.testing.simulated_worker import Health
@@ -29,6 +29,7 @@ SENDS = (
     *("cancel", "cancel", "respond", "say", "delete", "instruct", "odd", "ping"),
     *("cancel", "truncate", "cancel beside", "cancel beside"),
 )
+LONG = 10_500  # bytes of a message that is dropped where there are items
 ROOM, AT_ONCE = 1024, 512  # characters of an outbox, so that few events fill it, and not all of them go at once
 
 
@@ -44,6 +45,8 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
         self._watch(RealtimeConnection, "_act", self.cancels.of_events)
         for module in (connection, answering):
             self._watch(module, "logger", lambda _: CrashLog(self.loop.crashes))
+        is_dropped = functools.partial(self.rare.saw, "a message is dropped")
+        self._watch(RealtimeConnection, "_give_up", noting(is_dropped))
         self._watch(outbox, "ROOM", lambda _: ROOM)
         self._watch(outbox, "AT_ONCE", lambda _: AT_ONCE)
         is_full = functools.partial(self.rare.saw, "an outbox is full")
@@ -118,7 +121,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
                 settings = {"type": "realtime", "instructions": "be", "truncation": truncation}
                 client.ask("session.update", session=settings)
             case "odd":
-                client.ask("conversation.fly")
+                client.ask("conversation.fly", size=LONG)
             case "truncate":
                 if client.truncate(1):
                     self.rare.saw("an answer is truncated")

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 from trioengine.actors.generation import Generation
 from trioengine.serve.byte_budget import ByteBudget
 from trioengine.serve.in_flight import InFlight
-from trioengine.serve.places import Place
 from trioengine.serve.problem import OverBudget
 from trioengine.serve.realtime.client_events import ClientEvent, ResponseCancel
 from trioengine.serve.realtime.connection import RealtimeConnection
@@ -135,12 +134,12 @@ def stopping(crashes: Crashes, saw: Callable[[bool], None]) -> Callable[[Any], A
 
 
 def noting(saw: Callable[[], None]) -> Callable[[Any], Any]:
-    """For `Place.displace`: a connection is closed for another."""
+    """For any method: `saw` is called before it."""
 
-    def mutate(displace: Any) -> Any:
-        def watched(place: Place) -> None:
+    def mutate(method: Any) -> Any:
+        def watched(*args: Any) -> Any:
             saw()
-            displace(place)
+            return method(*args)
 
         return watched
 
