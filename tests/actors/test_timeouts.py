@@ -1,5 +1,6 @@
 """A timeout raises TimedOut with what came until then, wherever the request stands."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,16 @@ import trio
 from expectations import GREEDY, LONG, chat
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineAsleep, EngineConfig, EngineOverloaded, FinishReason, TimedOut, open_engine
+from trioengine import (
+    EngineAsleep,
+    EngineConfig,
+    EngineOverloaded,
+    FinishReason,
+    SessionBusy,
+    SessionEnded,
+    TimedOut,
+    open_engine,
+)
 from trioengine.core.outcome import Cause
 from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
@@ -158,3 +168,135 @@ async def test_a_finish_that_is_in_time(autojump_clock, simulated):
     engine, _ = simulated
     assert (await engine.generate("one", GREEDY, timeout=100)).cause is None
     await wait_all_tasks_blocked()
+
+
+# ---- a worker that does not answer --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def hung(autojump_clock, simulated):
+    """An engine, and a function that stops its worker as SIGSTOP does, until it is replaced."""
+    engine, simulation = simulated
+    yield engine, simulation.worker.hang
+    assert (await engine.generate("last", GREEDY, wait=True)).text
+
+
+async def check_recovers(engine, session):
+    """The timeout is one entry in the books, and the next request of the session waits for the next worker."""
+    assert (await session.ask("again", GREEDY, wait=True)).text
+    statistics = engine.statistics()
+    assert (statistics.received, statistics.finished, statistics.aborted) == (2, 1, 1)
+    assert statistics.abort_causes[Cause.TIMEOUT] == 1
+    await engine.check_invariants()
+
+
+@pytest.mark.parametrize("keep_partial", [False, True])
+async def test_a_hung_worker_does_not_delay_the_timeout(autojump_clock, hung, keep_partial):
+    engine, hang = hung
+    async with engine.open_session() as session:
+        before = trio.current_time()
+        with pytest.raises(TimedOut) as caught:
+            async with session.generate("one", LONG, timeout=2, keep_partial=keep_partial) as generation:
+                await anext(generation)
+                hang()
+                await generation.result()
+        assert trio.current_time() == before + 2
+        assert (engine.statistics().running, engine.statistics().aborted) == (1, 0)  # its slot waits for the worker
+        text = caught.value.completion.text
+        assert text == generation.completion.text != ""
+        history = [*chat("one"), {"role": "assistant", "content": text}] if keep_partial else []
+        assert session.history == history
+        await check_recovers(engine, session)
+        assert session.history[: len(history)] == history
+        assert caught.value.completion == generation.completion
+
+
+async def test_a_hung_worker_does_not_delay_the_timeout_of_a_call(autojump_clock, hung):
+    engine, hang = hung
+    hang()
+    before = trio.current_time()
+    with pytest.raises(TimedOut) as caught:
+        await engine.generate("one", LONG, timeout=2)
+    assert trio.current_time() == before + 2
+    check_empty(caught.value)
+    async with engine.open_session() as session:
+        await check_recovers(engine, session)
+
+
+async def test_the_next_request_waits_for_the_worker_within_its_own_timeout(autojump_clock, hung):
+    engine, hang = hung
+    async with engine.open_session() as session:
+        hang()
+        for timeout in (2, 3):
+            before = trio.current_time()
+            with pytest.raises(TimedOut) as caught:
+                await session.ask("one", LONG, timeout=timeout)
+            assert trio.current_time() == before + timeout
+            check_empty(caught.value)
+        assert (await session.ask("again", GREEDY, wait=True)).text
+        assert engine.statistics().abort_causes[Cause.TIMEOUT] == 2
+
+
+@pytest.mark.parametrize(("timeout", "finished"), [(2, 0), (4, 1)])
+async def test_a_finish_that_comes_after_the_deadline_changes_nothing(autojump_clock, timeout, finished):
+    """The worker is in its only step when the deadline passes, and finishes the request there."""
+    async with simulated_engine(behaviours=[Behaviour(step_time=3)]) as (engine, _), engine.open_session() as session:
+        generation = session.generate("one", max_tokens=1, timeout=timeout)
+        with nullcontext() if finished else pytest.raises(TimedOut):
+            async with generation:
+                await generation.result()
+        completion = generation.completion
+        await generation.settled.wait()
+        assert generation.completion == completion
+        assert (len(completion.token_ids), len(session.history)) == (finished, 2 * finished)
+        assert (engine.statistics().finished, engine.statistics().aborted) == (finished, 1 - finished)
+        await engine.check_invariants()
+
+
+async def test_leaving_waits_for_the_worker_until_the_deadline(autojump_clock, hung):
+    engine, hang = hung
+    async with engine.open_session() as session:
+        before = trio.current_time()
+        async with session.generate("one", LONG, timeout=2) as generation:
+            await anext(generation)
+            hang()
+        assert trio.current_time() == before + 2
+        assert generation.completion.cause is Cause.CLIENT
+
+
+async def test_the_deadline_of_an_aborted_request_decides_by_the_first_cause(autojump_clock, hung):
+    engine, hang = hung
+    async with engine.open_session() as session:
+        before = trio.current_time()
+        async with session.generate("one", LONG, timeout=2) as generation:
+            hang()
+            generation.abort()
+            assert (await generation.result()).cause is Cause.CLIENT
+        assert trio.current_time() == before + 2
+
+
+async def test_a_history_is_replaced_while_the_worker_hangs(autojump_clock, hung):
+    engine, hang = hung
+    async with engine.open_session() as session:
+        hang()
+        with pytest.raises(TimedOut):
+            async with session.generate("one", LONG, timeout=2) as generation:
+                with pytest.raises(SessionBusy):
+                    session.replace_history([])
+                await generation.result()
+        history = [*chat("other"), {"role": "assistant", "content": "yes"}]
+        session.replace_history(history)
+        assert (await session.ask("again", GREEDY, wait=True)).text
+        assert session.history[:-1] == [*history, *chat("again")]
+
+
+async def test_a_session_that_ends_after_a_timeout_has_ended(autojump_clock, hung):
+    engine, hang = hung
+    async with engine.open_session() as session:
+        hang()
+        with pytest.raises(TimedOut):
+            await session.ask("one", LONG, timeout=2)
+    with pytest.raises(SessionEnded):
+        session.replace_history([])
+    with pytest.raises(SessionEnded):
+        await session.ask("two", GREEDY)

@@ -40,8 +40,8 @@ class Generation(Readable["Session"]):
     passes on the way. Iterating ends normally for stop, length and abort; after the last delta it raises the typed
     error of a failed request, and TimedOut for a request that its timeout has aborted. Leaving before
     the outcome aborts the request: its turn is taken back at once (`keep_partial` keeps what came until then), and
-    leaving waits until the worker has let go of it. When the scope is cancelled, leaving does the same but does not
-    wait. Cancelling a read loses nothing: the next read goes on.
+    leaving waits until the worker has let go of it, or the timeout passes. When the scope is cancelled, leaving does
+    the same but does not wait. Cancelling a read loses nothing: the next read goes on.
     """
 
     __slots__ = (

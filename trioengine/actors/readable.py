@@ -153,7 +153,8 @@ class Readable(abc.ABC, Generic[S]):
     ) -> None:
         self._session.leave(self)
         if not self.settled.is_set() and (exc is None or isinstance(exc, Exception)):
-            await self.settled.wait()
+            with trio.move_on_at(self.deadline):
+                await self.settled.wait()
 
     def __aiter__(self) -> Self:
         return self

@@ -146,12 +146,12 @@ class Session(SessionState):
         """A request, to be entered. `prompt` is a user message, chat messages, or token ids.
 
         `timeout` in seconds runs from this call to the outcome; when it passes, the request is aborted, and TimedOut
-        raised with what came until then. `wait` says what the request waits for, within `timeout` and in the order of
-        arrival, instead of raising EngineOverloaded or EngineAsleep: None, for a free slot; True, also while the engine
-        restarts, sleeps or is updated; False, for nothing; it never gets ahead of those who wait. Sampling parameters
-        as keywords go before those of `params`. `label` is the caller's name for the request, by which `engine.abort`
-        ends it; it need not be unique. Entering raises SessionBusy while another request runs, SessionEnded,
-        EngineClosed, and RequestRejected for a bad prompt.
+        raised with what came until then, whatever the worker does. `wait` says what the request waits for, within
+        `timeout` and in the order of arrival, instead of raising EngineOverloaded or EngineAsleep: None, for a free
+        slot; True, also while the engine restarts, sleeps or is updated; False, for nothing; it never gets ahead of
+        those who wait. Sampling parameters as keywords go before those of `params`. `label` is the caller's name for
+        the request, by which `engine.abort` ends it; it need not be unique. Entering raises SessionBusy while another
+        request runs, SessionEnded, EngineClosed, and RequestRejected for a bad prompt.
         """
         deadline, params = deadline_after(timeout), merged_params(params, options)
         return Generation(self, prompt, params, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label)
@@ -174,8 +174,14 @@ class Session(SessionState):
             return await generation.result()
 
     def replace_history(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Make these messages the conversation. Raises SessionBusy while a request runs, RequestRejected if bad."""
-        self.check_idle()
+        """Make these messages the conversation.
+
+        Raises SessionBusy while a request has no outcome, RequestRejected if bad.
+        """
+        if self.generation is not None and self.generation.outcome is not None:
+            self._check_open()  # its turn is decided, also while the worker is not done with it
+        else:
+            self.check_idle()
         self.conversation.replace(messages)
 
     def end(self, cause: Cause = Cause.CLIENT) -> None:
@@ -216,11 +222,12 @@ class Session(SessionState):
         try:
             while self.end_cause is None:
                 generation = self.generation
-                with trio.move_on_at(math.inf if generation is None else generation.deadline) as scope:
+                deadline = math.inf if generation is None or generation.outcome is not None else generation.deadline
+                with trio.move_on_at(deadline) as scope:
                     await self._wake.wait()
                 if scope.cancelled_caught and generation is not None:
                     self.abort_request(generation, Cause.TIMEOUT)
-                    generation.deadline = math.inf
+                    self.leave(generation)  # decided now: a finish on its way is too late
                 if self.end_cause is None:
                     self._wake = trio.Event()
         except Exception as exc:
@@ -273,14 +280,17 @@ class Session(SessionState):
 
     def check_idle(self) -> None:
         """Raise SessionEnded or SessionBusy, unless it could run a request."""
+        self._check_open()
+        if self.phase is not Phase.IDLE:
+            raise SessionBusy(f"the session is busy: its request is {self.phase.value}")
+
+    def _check_open(self) -> None:
         if self.id is None:
             raise RuntimeError("the session was not entered: use `async with engine.open_session()`")
         if self.end_cause is Cause.SHUTDOWN:
             raise EngineClosed("the engine is closed")
         if self.end_cause is not None:
             raise self._ended_by(self.end_cause)
-        if self.phase is not Phase.IDLE:
-            raise SessionBusy(f"the session is busy: its request is {self.phase.value}")
 
     def _ended_by(self, cause: Cause | None) -> SessionEnded:
         assert cause is not None, "it has ended"

@@ -94,7 +94,7 @@ class SessionState(abc.ABC):
         if not is_next and row.token_ids and generation.outcome is None:
             generation.note_weights(self._engine.weights.version)
             self._engine.reset_deaths()
-        if generation.usage is None:
+        if generation.usage is None and generation.outcome is None:
             generation.usage = row.usage
         if generation.outcome is None and (outcome := generation.receive(row, now)) is not None:
             self._conclude(generation, outcome)

@@ -39,7 +39,8 @@ class Session:
     """One session: `async with client.open_session() as session`.
 
     Entering opens a WebSocket. Leaving, in whatever way, ends the session: a request in flight is aborted, and the
-    WebSocket closed. Leaving waits for the server's goodbye, but neither long nor when the scope is cancelled.
+    WebSocket closed. Leaving waits for the server's goodbye, but neither long nor when the scope is cancelled or left
+    by TimedOut.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Session:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.end()
-        if exc is None or isinstance(exc, Exception):
+        if exc is None or (isinstance(exc, Exception) and not isinstance(exc, TimedOut)):
             await self.ended()
 
     def generate(
@@ -147,13 +148,19 @@ class Session:
             return await generation.result()
 
     def replace_history(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Make these messages the conversation. Raises SessionBusy while a request runs, RequestRejected if bad.
+        """Make these messages the conversation.
 
+        Raises SessionBusy while a request has no outcome, RequestRejected if bad.
         What only the server refuses is raised by the next requests, until the history is replaced again.
         """
-        self._check_idle()
+        if self.generation is not None and self.generation.outcome is not None:
+            self._check_open()
+        else:
+            self._check_idle()
         history = chat_messages(messages, "history")
         self._conversation.replace(history, self._conversation.prepared(history))
+        if self.generation is not None:
+            self.generation.is_kept = False  # its answer is deleted when the server is done with it
 
     def end(self, cause: Cause = Cause.CLIENT) -> None:
         """End the session; harmless when it has ended. The WebSocket is closed in its own time."""
@@ -235,6 +242,8 @@ class Session:
             await generation.settled.wait()
             return
         self.abort_request(generation, Cause.TIMEOUT)
+        self.leave(generation)  # decided now: the server may not answer, and a finish on its way is too late
+        generation.entering.cancel()
 
     def _check_open(self) -> None:
         if self.id is None:
@@ -315,7 +324,8 @@ class Session:
         if generation.spoiled is not None:
             self._refused(generation, generation.spoiled)
             return
-        generation.usage, generation.dropped_turns = usage_of(response), response.get("dropped_turns", 0)
+        if not generation.is_timed_out:  # the error has its completion
+            generation.usage, generation.dropped_turns = usage_of(response), response.get("dropped_turns", 0)
         outcome = outcome_of(response, generation.abort_cause, generation.problem)
         if outcome.error is not None:
             self._refused(generation, outcome.error)

@@ -21,8 +21,9 @@ A request in flight survives its attachment: where the worker dies, or is to sle
 session and its tokens to a worker again. What does not go on is given up in the same step. Rows that are on their way
 while the attachment ends still count, and a finish among them is the outcome.
 
-A request's outcome for its reader can be decided earlier (a stop string, a reader that left); the phase is about the
-worker, and the slot stays taken until the worker is done with the request: STOPPING and ENDING are still in flight.
+A request's outcome for its reader can be decided earlier (a stop string, a reader that left, a timeout); the phase is
+about the worker, and the slot stays taken until the worker is done with the request: STOPPING and ENDING are still in
+flight.
 """
 
 from __future__ import annotations

@@ -144,7 +144,8 @@ class Reader:
                         await self._read(generation)
                     finally:
                         self.left, self.outcome_at_leaving = True, generation.outcome
-                assert generation.settled.is_set(), "leaving waits until the worker has let go"
+                in_time = trio.current_time() < self.deadline
+                assert generation.settled.is_set() or not in_time, "leaving waits until the worker has let go"
         except EngineError as exc:
             self.error = exc
             check_refused(exc, self.holder.engine, FOR_A_REQUEST, wait=self.wait, deadline=self.deadline)
@@ -187,6 +188,11 @@ class Reader:
         token_ids = tuple(token for chunk in self.chunks for token in chunk.token_ids)
         assert text == completion.text, f"the chunks give {text!r}, the completion {completion.text!r}"
         assert token_ids == completion.token_ids, "the chunks give other tokens than the completion"
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether it reads nothing, whatever there is."""
+        return self.style is Style.STALLED and not self.go_on.is_set()
 
     @property
     def causes(self) -> set[Cause]:

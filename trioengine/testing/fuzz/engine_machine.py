@@ -268,11 +268,12 @@ class EngineMachine(Environment):
     @precondition(lambda self: self.open_holders)
     @recorded(which=WHICH, turns=st.integers(0, 1))
     def replace_history(self, which: int, turns: int) -> None:
-        """Refused while the session has a request."""
+        """Refused while the session has a request without an outcome."""
         holder = pick(self.open_holders, which)
         session, history = holder.session, HISTORIES[turns]
         assert session is not None, "it is open"
-        is_busy, last_id = session.generation is not None, self.engine.gate.mint()
+        is_busy = session.generation is not None and session.generation.outcome is None
+        last_id = self.engine.gate.mint()
         try:
             session.replace_history([{"role": role, "content": content} for role, content in history])
         except SessionBusy:

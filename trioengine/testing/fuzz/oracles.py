@@ -207,13 +207,13 @@ def check_call(call: Call, troubles: Troubles) -> None:
 
 
 def check_deadline(reader: Reader) -> None:
-    """No task can run: a request whose time is over was aborted, whatever the worker does."""
+    """No task can run: a request whose time is over has its outcome, and its reader left, whatever the worker does."""
     if trio.current_time() < reader.deadline:
         return
-    session, generation = reader.holder.session, reader.generation
-    assert session is not None and generation is not None, "a reader begins with both"
-    is_stopping = session.generation is generation and session.phase in (Phase.STOPPING, Phase.ENDING)
-    assert is_stopping or generation.outcome is not None, f"its time is over, and it goes on: {generation}"
+    generation = reader.generation
+    assert generation is not None, "a reader begins with it"
+    assert generation.outcome is not None, f"its time is over, and it goes on: {generation}"
+    assert reader.over or reader.is_stalled, f"its time is over, and its reader waits: {generation}"
 
 
 def check_aborted(reader: Reader) -> None:

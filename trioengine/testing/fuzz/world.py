@@ -184,11 +184,10 @@ class World(Machine):
         """What must hold whenever no task can run, whatever the worker still has to do."""
         check_decided(self.engine)
         for call in self.running_calls:
-            if trio.current_time() >= call.deadline:  # its request is on the worker, or nothing keeps it
-                own = self.accounts.latest_of(call.task)  # None: it waits for those of others
-                stopping = [session for session in self.engine._sessions if session.phase in STOPPING]
-                is_stopping = any(own in (None, session.generation) for session in stopping)
-                assert is_stopping, f"its time is over, and it goes on: {call.name}\n{self.loop.stacks()}"
+            if trio.current_time() >= call.deadline:  # nothing keeps it, but for the requests of others
+                has_own = self.accounts.latest_of(call.task) is not None
+                is_kept = not has_own and any(session.phase in STOPPING for session in self.engine._sessions)
+                assert is_kept, f"its time is over, and it goes on: {call.name}\n{self.loop.stacks()}"
 
     def _close(self) -> None:
         for worker in self.simulation.workers:
