@@ -67,6 +67,14 @@ def interrupted(generation, after=1):
 # ---- answers ------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """SIGINT interrupts, also where the tests were started in the background, where a shell has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_a_conversation(engine):
     with engine.open_session(label="mine") as session:
         generation = session.generate("hello", max_tokens=20, ignore_eos=True)
