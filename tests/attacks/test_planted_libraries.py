@@ -16,7 +16,7 @@ PLANTED = 'extern "C" int answer() { return 666; }'
 @pytest.fixture
 def kernels(tmp_path, monkeypatch):
     """The folder of compiled kernels, two folders deep."""
-    if find_compiler() is None:
+    if find_compiler() is None and os.environ.get("CI") != "true":
         pytest.skip("no C++ compiler")
     monkeypatch.setenv("TRIOENGINE_HOME", str(tmp_path / "cache" / "home"))
     return tmp_path / "cache" / "home" / "kernels"
