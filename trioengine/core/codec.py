@@ -186,7 +186,7 @@ def _converter(annotation: Any) -> _Converter:
         return _map_of(_converter(args[0]), _converter(args[1]))
     if annotation is float:
         return _Converter(float, _unpack_float, frozenset({float}))
-    if annotation in (int, str, bool):
+    if annotation in (int, str, bool, bytes):
         return _exactly(annotation)
     if issubclass(annotation, enum.Enum):
         return _enum(annotation)

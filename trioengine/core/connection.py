@@ -9,6 +9,9 @@ in flight, its last one or REQUEST_FAILED ending it, and SESSION_ENDED after END
 the same rules to what they send and what they receive. Messages cross: a STOP may meet a request that has finished,
 and rows may meet an END; both are legal.
 
+The payloads that an ADD_MESSAGE announces travel beside the frames; PAYLOAD_CONSUMED is said once for each, before or
+after its request's end, or its session's.
+
 SLEEP, WAKE and UPDATE_WEIGHTS are said while there is no attachment, in the order of `PowerOrder`.
 """
 
@@ -18,6 +21,7 @@ import enum
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from trioengine.core.codec import LENGTH, decode, encode
@@ -35,6 +39,7 @@ from trioengine.core.messages import (
     FinishReason,
     Loading,
     Message,
+    PayloadConsumed,
     Ping,
     Pong,
     Ready,
@@ -92,6 +97,8 @@ class Connection:
         self.max_frame_bytes = MIN_FRAME_LIMIT
         self._vocab_size = 0  # said in READY
         self._attachments: dict[int, _Attachment] = {}
+        self._payloads: set[int] = set()  # announced, and not consumed
+        self._latest_payload = 0
         self._audits: deque[int] = deque()
         self._ping: int | None = None
         self._power = PowerOrder()
@@ -107,6 +114,11 @@ class Connection:
     def open_sessions(self) -> frozenset[int]:
         """Those of them that were not told to end."""
         return frozenset(session for session, attachment in self._attachments.items() if not attachment.ending)
+
+    @property
+    def payloads(self) -> frozenset[int]:
+        """The payloads that messages announced and of which PAYLOAD_CONSUMED has not been said."""
+        return frozenset(self._payloads)
 
     def send(self, message: Message, payload: bytes | None = None) -> bytes:
         """The frame to write. Raises LocalProtocolError, or FrameTooLarge, and changes nothing then.
@@ -197,10 +209,15 @@ class Connection:
             raise blame(f"ADD_MESSAGE: session {message.session} has request {attachment.latest_request} in flight")
         if message.request <= attachment.latest_request:
             raise blame(f"ADD_MESSAGE: request {message.request} is not newer than {attachment.latest_request}")
+        payloads = [image.payload for image in message.images]
+        if any(later <= earlier for earlier, later in pairwise([self._latest_payload, *payloads])):
+            raise blame(f"ADD_MESSAGE: payloads {payloads} do not ascend from {self._latest_payload}")
 
         def apply() -> None:
             attachment.latest_request = message.request
             attachment.in_flight = True
+            self._payloads.update(payloads)
+            self._latest_payload = payloads[-1] if payloads else self._latest_payload
 
         return apply
 
@@ -248,6 +265,11 @@ class Connection:
         if attachment is None or not attachment.ending:
             raise blame(f"SESSION_ENDED: session {message.session} was not told to end")
         return lambda: self._attachments.__delitem__(message.session)
+
+    def _check_payload_consumed(self, message: PayloadConsumed, blame: type[ProtocolError]) -> Callable[[], None]:
+        if message.payload not in self._payloads:
+            raise blame(f"PAYLOAD_CONSUMED: payload {message.payload} was not announced, or is consumed already")
+        return lambda: self._payloads.remove(message.payload)
 
     def _check_audit(self, message: Audit, blame: type[ProtocolError]) -> Callable[[], None]:
         return lambda: self._audits.append(message.audit)
@@ -315,6 +337,7 @@ _STAGES: dict[type, frozenset[Stage]] = {
     Tokens: frozenset({Stage.READY}),
     RequestFailed: frozenset({Stage.READY}),
     SessionEnded: frozenset({Stage.READY}),
+    PayloadConsumed: frozenset({Stage.READY}),
     Audited: frozenset({Stage.READY}),
     Pong: _ALIVE,
     Slept: frozenset({Stage.READY}),
@@ -333,6 +356,7 @@ _CHECKS: dict[type, Callable[[Connection, Any, type[ProtocolError]], Callable[[]
     Tokens: Connection._check_tokens,
     RequestFailed: Connection._check_request_failed,
     SessionEnded: Connection._check_session_ended,
+    PayloadConsumed: Connection._check_payload_consumed,
     Audit: Connection._check_audit,
     Audited: Connection._check_audited,
     Ping: Connection._check_ping,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from trioengine.core.config import WorkerConfig
+from trioengine.core.image import ImageInfo
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.tag import Tag
 
@@ -58,10 +59,23 @@ class AddSession:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageInput:
+    """An image of a prompt. Its bytes travel beside the frames, as a payload."""
+
+    payload: int  # id of the payload; minted for this message, and never used again
+    name: str  # of the image's part in the request, for error messages: messages[0].content[1]
+    digest: bytes  # of its bytes and the request's cache salt: images with the same digest are the same
+    info: ImageInfo
+    num_bytes: int
+    tiles: TokenIds  # position of each tile's first token among the session's tokens, ascending
+
+
+@dataclass(frozen=True, slots=True)
 class AddMessage:
     """Run a request: truncate the session's tokens to `base`, append `token_ids`, and generate.
 
-    The last `num_output` of these are output already: the request goes on where another attachment left it.
+    The last `num_output` of these are output already: the request goes on where another attachment left it. The request
+    starts once the payloads of its images have come.
     """
 
     session: int
@@ -71,6 +85,7 @@ class AddMessage:
     params: SamplingParams  # max_tokens and seed are set
     eos_token_ids: tuple[int, ...]
     num_output: int = 0
+    images: tuple[ImageInput, ...] = ()  # of the whole prompt, those before `base` included
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +215,8 @@ class WorkerStatistics:
     kv_blocks_cached: int  # held by no sequence, kept for the prefix cache
     prefix_cache_queries: int  # tokens looked up
     prefix_cache_hits: int  # tokens found
+    encoder_cache_queries: int = 0  # images looked up
+    encoder_cache_hits: int = 0  # images whose features were there
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +246,13 @@ class SessionEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class PayloadConsumed:
+    """The worker has closed this payload, whether it was used or its request had ended; said once for each payload."""
+
+    payload: int
+
+
+@dataclass(frozen=True, slots=True)
 class Audited:
     """What the worker holds: blocks free + cached + held = total."""
 
@@ -239,6 +263,7 @@ class Audited:
     kv_blocks_free: int
     kv_blocks_cached: int
     kv_blocks_held: int
+    payloads: tuple[int, ...] = ()  # announced, and not consumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +335,18 @@ ToWorker: TypeAlias = (
     | Shutdown
 )
 FromWorker: TypeAlias = (
-    Loading | Ready | Tokens | RequestFailed | SessionEnded | Audited | Pong | Slept | Woken | Updated | Fatal
+    Loading
+    | Ready
+    | Tokens
+    | RequestFailed
+    | SessionEnded
+    | PayloadConsumed
+    | Audited
+    | Pong
+    | Slept
+    | Woken
+    | Updated
+    | Fatal
 )
 Message: TypeAlias = ToWorker | FromWorker
 
@@ -331,6 +367,7 @@ WIRE_NAMES: dict[type, str] = {
     Tokens: "TOKENS",
     RequestFailed: "REQUEST_FAILED",
     SessionEnded: "SESSION_ENDED",
+    PayloadConsumed: "PAYLOAD_CONSUMED",
     Audited: "AUDITED",
     Pong: "PONG",
     Slept: "SLEPT",
