@@ -37,7 +37,7 @@ def say(text, **fields):
 
 def buffered(clients):
     """As the gauge has it."""
-    return now(clients).value("payload_bytes_inflight")
+    return now(clients).value("buffered_bytes")
 
 
 # ---- bodies ---------------------------------------------------------------------------------------------------------

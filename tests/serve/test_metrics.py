@@ -46,10 +46,12 @@ async def ask(engine, prompt=PROMPT, params=TEN, **options):
 NAMES = {
     "gauge": [
         *("num_requests_running", "num_requests_waiting", "num_requests_suspended", "num_sessions"),
-        *("kv_cache_usage_perc", "engine_sleep_state", "weight_version", "payload_bytes_inflight"),
+        *("kv_cache_usage_perc", "engine_sleep_state", "weight_version", "buffered_bytes"),
+        *("payload_bytes_inflight", "payload_bytes_kept"),
     ],
     "counter": [
         *("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
+        *("encoder_cache_queries", "encoder_cache_hits"),
         *("request_success", "requests_aborted", "client_disconnected", "worker_restarts", "requests_resumed"),
     ],
     "histogram": [

@@ -129,7 +129,7 @@ class Admission:
             return
         link, message = self._gate.committing_link(), self._message()
         try:
-            posting = Posting(link, message, link.encode(message))
+            posting = Posting.of(link, message)
         except FrameTooLarge as exc:
             raise RequestRejected("too_large", str(exc), param="prompt") from exc
         self._session.commit(self._generation, posting)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from trioengine.actors.invariants import check_audit
+from trioengine.actors.invariants import check_audit, check_payloads
 from trioengine.actors.link import Link
 from trioengine.core.errors import InvariantError, WorkerLost
 from trioengine.core.messages import Audit, Audited
@@ -21,6 +21,8 @@ from trioengine.core.messages import Audit, Audited
 class _Pending:
     """An AUDIT on its way."""
 
+    link: Link
+    payloads: frozenset[int]  # handed over before it, and, when it is answered, not consumed
     answered: trio.Event = field(default_factory=trio.Event)
     answer: Audited | None = None
     lost: WorkerLost | None = None
@@ -40,7 +42,7 @@ class Auditor:
         """
         known = link.connection.open_sessions
         link.post(Audit(audit_id))
-        audit = self._pending[audit_id] = _Pending()
+        audit = self._pending[audit_id] = _Pending(link, link.payloads)
         try:
             with trio.move_on_after(timeout):
                 await audit.answered.wait()
@@ -51,11 +53,12 @@ class Auditor:
         if audit.answer is None:
             raise InvariantError(f"the worker did not answer an audit within {timeout:g} s")
         check_audit(audit.answer, known, attached)
+        check_payloads(audit.answer, audit.payloads)
 
     def on_audited(self, answer: Audited) -> None:
         """AUDITED; the one who asked may have gone."""
         if (audit := self._pending.get(answer.audit)) is not None:
-            audit.answer = answer
+            audit.answer, audit.payloads = answer, audit.payloads & audit.link.payloads
             audit.answered.set()
 
     def on_worker_lost(self, error: WorkerLost) -> None:

@@ -276,6 +276,7 @@ class Engine(EngineState):
         """
         self.gate.check()
         check_books(self.gate.ledger, self._sessions)
+        self.payloads.check()
         link, power = self.gate.link, self.gate.power
         if power is Power.CLOSED:
             raise EngineClosed("the engine is closed")

@@ -18,6 +18,7 @@ from trioengine.actors.auditor import Auditor
 from trioengine.actors.gate import Gate
 from trioengine.actors.link import Link
 from trioengine.actors.observer import Observer
+from trioengine.actors.payload import PayloadBudget
 from trioengine.actors.ports import Ports
 from trioengine.actors.power import PowerActor
 from trioengine.actors.power_change import Weights
@@ -48,6 +49,7 @@ class EngineState:
         self.config = config
         self.ports = ports
         self.gate = Gate(config)
+        self.payloads = PayloadBudget(config.payload_memory, ports.max_payloads())
         self.observers: list[Observer] = []  # one that is added is told what happens from then on
         self._sessions = Sessions()
         self.replays = Replays(config, self.gate, self._sessions)
@@ -96,7 +98,7 @@ class EngineState:
     def statistics(self) -> Statistics:
         """The counts at this moment; those of the worker as it said last."""
         kv_blocks_total = self._limits.kv_blocks_total if self._limits is not None else 0
-        return statistics_of(self.gate, self._supervisor, self._worker_counts, kv_blocks_total)
+        return statistics_of(self.gate, self._supervisor, self.payloads, self._worker_counts, kv_blocks_total)
 
     # ---- sessions -------------------------------------------------------------------------------------------------
 

@@ -38,5 +38,18 @@ def check_audit(answer: Audited, expected: frozenset[int], attached: frozenset[i
         raise InvariantError(f"{answer.kv_blocks_held} KV blocks are held though no request is there")
 
 
+def check_payloads(answer: Audited, expected: frozenset[int]) -> None:
+    """The worker has yet to consume exactly these payloads.
+
+    `expected` were handed over before the AUDIT, and not consumed when it was answered.
+    """
+    worker = frozenset(answer.payloads)
+    if worker != expected:
+        raise InvariantError(
+            f"the worker has yet to consume payloads {_show(worker - expected)} that it was not given, "
+            f"and lacks {_show(expected - worker)}"
+        )
+
+
 def _show(ids: frozenset[int]) -> str:
     return "{" + ", ".join(map(str, sorted(ids))) + "}"

@@ -1,19 +1,27 @@
-"""The link to one worker incarnation: an outbox, one task that writes, one that reads. Nobody else touches the pipe.
+"""The link to one worker incarnation: an outbox, one task that writes, one that reads, one that passes payloads.
+
+Nobody else touches the pipes and the payload socket.
 
 Posting is synchronous: it cannot be cancelled half-way, and needs nothing awaited in a dying scope. The writer is a
 service that outlives the sessions, so what was posted is written. A new incarnation has a new link, so nothing that
 was posted for a dead worker can reach the next one.
+
+A payload is pinned from the step that hands it over until the worker has consumed it, or is lost. The link keeps these
+by id, and so gives each of them back once.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import trio
 
+from trioengine.actors.payload import Payload
 from trioengine.actors.ports import WorkerProcess
 from trioengine.core.connection import Connection, Role
-from trioengine.core.messages import AddMessage, Message
+from trioengine.core.errors import RemoteProtocolError
+from trioengine.core.messages import AddMessage, Message, PayloadConsumed
 from trioengine.core.power_order import Answer, Change
 
 READ_SIZE = 1 << 16
@@ -27,15 +35,18 @@ class Link:
         self.connection = Connection(Role.ENGINE)
         self._outbox: list[bytes] = []
         self._posted = trio.Event()
+        self._payloads: dict[int, Payload] = {}  # handed over, and not consumed
+        self._unsent: deque[int] = deque()
+        self._handed_over = trio.Event()
         self._answer: Answer | None = None
         self._answered = trio.Event()
 
-    def post(self, message: Message, payload: bytes | None = None) -> None:
+    def post(self, message: Message, encoded: bytes | None = None) -> None:
         """Queue a message. Raises LocalProtocolError, FrameTooLarge among them, and changes nothing then.
 
-        `payload` is what `encode` gave for it; who asked that first meets no FrameTooLarge here.
+        `encoded` is what `encode` gave for it; who asked that first meets no FrameTooLarge here.
         """
-        self._outbox.append(self.connection.send(message, payload))
+        self._outbox.append(self.connection.send(message, encoded))
         self._posted.set()
 
     def encode(self, message: AddMessage) -> bytes:
@@ -55,8 +66,43 @@ class Link:
         self._answered.set()
 
     def lose(self) -> None:
-        """The worker is dead: nothing will be answered."""
+        """The worker is dead: nothing will be answered, and no payload consumed."""
         self._answered.set()
+        self._unsent.clear()
+        while self._payloads:
+            self._payloads.popitem()[1].unpin()
+
+    # ---- payloads -------------------------------------------------------------------------------------------------
+
+    @property
+    def payloads(self) -> frozenset[int]:
+        """The payloads that were handed over and of which the worker has not said PAYLOAD_CONSUMED."""
+        return frozenset(self._payloads)
+
+    def hand_over(self, payload_id: int, payload: Payload) -> None:
+        """Pass a payload to the worker, under an id that a message announced in this step."""
+        payload.pin()
+        self._payloads[payload_id] = payload
+        self._unsent.append(payload_id)
+        self._handed_over.set()
+
+    def on_consumed(self, message: PayloadConsumed) -> None:
+        """The worker has closed a payload. Raises RemoteProtocolError if that was not passed to it yet."""
+        if message.payload in self._unsent:
+            raise RemoteProtocolError(f"PAYLOAD_CONSUMED: payload {message.payload} was not passed yet")
+        self._payloads.pop(message.payload).unpin()
+
+    async def send_payloads(self) -> None:
+        """Service: pass what is handed over, until cancelled. Raises BrokenResourceError or ClosedResourceError."""
+        while True:
+            await self._handed_over.wait()
+            self._handed_over = trio.Event()
+            while self._unsent:
+                payload_id = self._unsent[0]
+                await self.process.send_payload(payload_id, self._payloads[payload_id].sealed)
+                self._unsent.popleft()
+
+    # ---- services -------------------------------------------------------------------------------------------------
 
     async def write(self) -> None:
         """Service: write what is posted, until cancelled or the worker no longer reads."""

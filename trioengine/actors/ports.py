@@ -6,12 +6,16 @@ import fcntl
 import logging
 import os
 import random
+import resource
 import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Awaitable, Callable
+from array import array
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,12 +27,27 @@ import trio
 import trioengine
 from trioengine.core.child_environment import child_environment
 from trioengine.core.errors import EngineError, WorkerLost
+from trioengine.core.image import BytesLike
 from trioengine.hub.model_files import ModelInfo, read_model
 from trioengine.hub.pull import resolve
 
 T = TypeVar("T")
 _STATUS = "/proc/{pid}/status"
 PIPE_SIZE = 1 << 20  # bytes; what an unprivileged process may ask for by default
+PAYLOAD_ID = struct.Struct("<Q")
+MAX_PAYLOADS = 4096  # at once, so that AUDITED, with up to 9 bytes for each, fits a frame
+SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class SealedBytes(Protocol):
+    """Bytes outside of this process's memory, which nobody can change any more."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def close(self) -> None:
+        """Give them back, once."""
+        ...
 
 
 class WorkerProcess(Protocol):
@@ -42,6 +61,13 @@ class WorkerProcess(Protocol):
 
     @property
     def receive_stream(self) -> trio.abc.ReceiveStream: ...
+
+    async def send_payload(self, payload: int, sealed: SealedBytes) -> None:
+        """Pass these bytes to the worker; they stay the caller's, too. From one task only.
+
+        Raises BrokenResourceError or ClosedResourceError where the worker is gone, or is about to be.
+        """
+        ...
 
     @property
     def is_alive(self) -> bool:
@@ -68,8 +94,38 @@ class WorkerProcess(Protocol):
         ...
 
 
+class SealedMemfd:
+    """A sealed memfd: its descriptor, which another process may be given, and its size."""
+
+    __slots__ = ("fd", "num_bytes")
+
+    def __init__(self, chunks: Iterable[BytesLike]) -> None:
+        """Write the chunks, which are dropped one by one, and seal what they make. Blocks for some 0.3 ms a MB.
+
+        Raises OSError where there is no memory or no descriptor for it.
+        """
+        self.fd = os.memfd_create("trioengine-payload", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            for chunk in chunks:
+                _write_all(self.fd, chunk)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+            self.num_bytes = os.fstat(self.fd).st_size
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def _write_all(fd: int, chunk: BytesLike) -> None:
+    view = memoryview(chunk).cast("B")
+    while view:
+        view = view[os.write(fd, view) :]
+
+
 class LocalWorkerProcess:
-    """`python -m trioengine.worker` in a session of its own, with a pipe each way and a pidfd."""
+    """`python -m trioengine.worker` in a session of its own, with pipes, a payload socket and a pidfd."""
 
     def __init__(self, stderr: int | None = None) -> None:
         if sys.platform != "linux":
@@ -77,11 +133,12 @@ class LocalWorkerProcess:
         with ExitStack() as children, ExitStack() as ours:
             child_in, ours_out = _pipe(children, ours)
             ours_in, child_out = _pipe(ours, children)
+            ours_payloads, child_payloads = _payload_sockets(ours, children)
             self._process = subprocess.Popen(
-                _command(child_in, child_out),
+                _command(child_in, child_out, child_payloads),
                 stdin=subprocess.DEVNULL,
                 stderr=stderr,
-                pass_fds=(child_in, child_out),
+                pass_fds=(child_in, child_out, child_payloads),
                 start_new_session=True,
                 env=_environment(),
             )
@@ -90,6 +147,7 @@ class LocalWorkerProcess:
             self._pidfd = os.pidfd_open(self.pid)
             self.send_stream = trio.lowlevel.FdStream(ours_out)
             self.receive_stream = trio.lowlevel.FdStream(ours_in)
+            self._payload_socket = trio.socket.from_stdlib_socket(ours_payloads)
             ours.pop_all()  # the streams' from here on
         self._is_reaped = False
         self._descriptors = ExitStack()
@@ -97,6 +155,17 @@ class LocalWorkerProcess:
         self._descriptors.callback(trio.lowlevel.notify_closing, self._pidfd)
         self._descriptors.callback(self.send_stream.close)
         self._descriptors.callback(self.receive_stream.close)
+        self._descriptors.callback(self._payload_socket.close)
+
+    async def send_payload(self, payload: int, sealed: SealedBytes) -> None:
+        assert isinstance(sealed, SealedMemfd), "made by the same ports"
+        rights = array("i", [sealed.fd])
+        try:
+            await self._payload_socket.sendmsg(
+                [PAYLOAD_ID.pack(payload)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+            )
+        except OSError as exc:
+            raise trio.BrokenResourceError(f"the payload socket: {exc}") from exc
 
     def _discard(self) -> None:
         """The process was started, and something after that failed."""
@@ -151,10 +220,19 @@ def _pipe(reader: ExitStack, writer: ExitStack) -> tuple[int, int]:
     return fd_out, fd_in
 
 
-def _command(child_in: int, child_out: int) -> list[str]:
+def _payload_sockets(ours: ExitStack, children: ExitStack) -> tuple[socket.socket, int]:
+    """Our end of a pair that keeps messages whole, and the descriptor of the child's."""
+    our_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.callback(our_end.close)
+    children.callback(child_end.close)
+    return our_end, child_end.fileno()
+
+
+def _command(child_in: int, child_out: int, child_payloads: int) -> list[str]:
     level = logging.getLogger("trioengine").getEffectiveLevel()
-    options = ["--in", str(child_in), "--out", str(child_out), "--parent", str(os.getpid()), "--log-level", str(level)]
-    return [sys.executable, "-P", "-m", "trioengine.worker", *options]
+    options = {"in": child_in, "out": child_out, "payloads": child_payloads, "parent": os.getpid(), "log-level": level}
+    arguments = [argument for name, value in options.items() for argument in (f"--{name}", str(value))]
+    return [sys.executable, "-P", "-m", "trioengine.worker", *arguments]
 
 
 def _environment() -> dict[str, str]:
@@ -191,12 +269,22 @@ def _mint_seed() -> int:
     return random.SystemRandom().getrandbits(63)
 
 
+def _mint_secret() -> bytes:
+    return os.urandom(32)
+
+
+def _max_payloads() -> int:
+    """A quarter of the descriptors that this process may open: the others are connections, mostly."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_PAYLOADS if soft == resource.RLIM_INFINITY else max(1, min(MAX_PAYLOADS, soft // 4))
+
+
 @dataclass(frozen=True)
 class Ports:
     """The outside world, as functions; the default is the real one.
 
-    `run_in_thread` is for functions that change nothing: cancelled, their result is thrown away. `read_model` blocks,
-    and is called through it.
+    `run_in_thread` is for functions that change nothing: cancelled, their result is thrown away. `read_model` and
+    `seal` block, and are called through it.
     """
 
     spawn_worker: Callable[[], Awaitable[WorkerProcess]] = spawn_worker
@@ -204,4 +292,7 @@ class Ports:
     find_model: Callable[[str, Callable[[int, int], None] | None], Awaitable[Path]] = _find_model
     read_model: Callable[[Path], ModelInfo] = read_model
     mint_seed: Callable[[], int] = _mint_seed
+    mint_secret: Callable[[], bytes] = _mint_secret
+    seal: Callable[[Iterable[BytesLike]], SealedBytes] = SealedMemfd
+    max_payloads: Callable[[], int] = _max_payloads
     thread_threshold: int = 1 << 13  # characters or tokens; a longer prompt is prepared in a thread

@@ -156,7 +156,7 @@ class SessionState(abc.ABC):
             eos_token_ids=tuple(self._engine.model.eos_token_ids),
             num_output=len(answer.token_ids),
         )
-        posting = Posting(link, message, link.encode(message))
+        posting = Posting.of(link, message)
         self.worker_session.attach(link)
         self._apply(Event.RESUME, posting=posting)
         self._move(generation, Stand.WAITING)

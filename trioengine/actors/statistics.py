@@ -12,6 +12,7 @@ from trioengine.core.outcome import Cause
 
 if TYPE_CHECKING:
     from trioengine.actors.gate import Gate
+    from trioengine.actors.payload import PayloadBudget
     from trioengine.actors.supervisor import Supervisor
     from trioengine.actors.worker_counts import WorkerCounts
 
@@ -36,6 +37,8 @@ class Statistics:
     kv_blocks_total: int
     kv_blocks_free: int
     kv_blocks_cached: int
+    payload_bytes_inflight: int  # of images that are prepared, or on their way to the worker
+    payload_bytes_kept: int  # of images that are kept for later turns
     worker_sessions: int
     worker_pid: int | None
     incarnation: int
@@ -46,11 +49,15 @@ class Statistics:
     preemptions: int
     prefix_cache_queries: int  # tokens looked up
     prefix_cache_hits: int  # tokens found
+    encoder_cache_queries: int  # images looked up
+    encoder_cache_hits: int  # images whose features were there
     finish_reasons: Mapping[FinishReason, int] = field(repr=False)  # of all that finished, aborted or failed
     abort_causes: Mapping[Cause, int] = field(repr=False)  # of all that aborted
 
 
-def statistics_of(gate: Gate, supervisor: Supervisor, worker: WorkerCounts, kv_blocks_total: int) -> Statistics:
+def statistics_of(
+    gate: Gate, supervisor: Supervisor, payloads: PayloadBudget, worker: WorkerCounts, kv_blocks_total: int
+) -> Statistics:
     """The counts at this moment; those of the worker as it said last."""
     ledger, latest, current = gate.ledger, worker.latest, supervisor.current
     return Statistics(
@@ -67,6 +74,8 @@ def statistics_of(gate: Gate, supervisor: Supervisor, worker: WorkerCounts, kv_b
         kv_blocks_total=kv_blocks_total,
         kv_blocks_free=latest.kv_blocks_free if latest is not None else kv_blocks_total,
         kv_blocks_cached=latest.kv_blocks_cached if latest is not None else 0,
+        payload_bytes_inflight=payloads.bytes_in_flight,
+        payload_bytes_kept=payloads.bytes_kept,
         worker_sessions=len(current.link.connection.sessions) if current is not None else 0,
         worker_pid=current.process.pid if current is not None else None,
         incarnation=supervisor.incarnations,

@@ -24,6 +24,7 @@ from trioengine.core.messages import (
     FatalCode,
     Loading,
     Message,
+    PayloadConsumed,
     Ping,
     Pong,
     Ready,
@@ -71,6 +72,7 @@ class Incarnation:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.link.write)
                 nursery.start_soon(self._read)
+                nursery.start_soon(self._send_payloads)
                 nursery.start_soon(self._watch)
                 nursery.start_soon(self._shut_down)
                 await self.process.wait()
@@ -131,10 +133,20 @@ class Incarnation:
         except RemoteProtocolError as exc:
             self.kill(f"it broke the protocol: {exc}")
         self._end_of_stream.set()
+        await self._kill_unless_dead("it closed its pipe")
+
+    async def _send_payloads(self) -> None:
+        try:
+            await self.link.send_payloads()
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            await self._kill_unless_dead("it takes no payloads")
+
+    async def _kill_unless_dead(self, reason: str) -> None:
+        """Kill it, unless it is about to die or was told to end."""
         with trio.move_on_after(LAST_FRAMES_TIMEOUT):
             await self._dead.wait()
         if not self._dead.is_set() and not self._told_to_end.is_set():
-            self.kill("it closed its pipe")
+            self.kill(reason)
 
     def _route(self, message: Message) -> None:
         match message:
@@ -150,6 +162,8 @@ class Incarnation:
                 self.fatal = message
             case Slept() | Woken() | Updated():
                 self.link.answer(message)
+            case PayloadConsumed():
+                self.link.on_consumed(message)
             case _:
                 self._engine.on_message(message)
 

@@ -14,6 +14,8 @@ class Counters(NamedTuple):
     preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    encoder_cache_queries: int = 0
+    encoder_cache_hits: int = 0
 
 
 class WorkerCounts:
@@ -30,7 +32,14 @@ class WorkerCounts:
         """The sums over all incarnations."""
         if self.latest is None:
             return self._lost
-        now = (self.latest.num_preemptions, self.latest.prefix_cache_queries, self.latest.prefix_cache_hits)
+        latest = self.latest
+        now = (
+            latest.num_preemptions,
+            latest.prefix_cache_queries,
+            latest.prefix_cache_hits,
+            latest.encoder_cache_queries,
+            latest.encoder_cache_hits,
+        )
         return Counters(*map(sum, zip(self._lost, now, strict=True)))
 
     def on_tokens(self, message: Tokens) -> int:

@@ -9,16 +9,23 @@ import trio
 
 from trioengine.actors.link import Link
 from trioengine.actors.observer import Observer
+from trioengine.actors.payload import Payload
 from trioengine.core.messages import AddMessage, AddSession, EndSession, StopSession, TokenIds, token_ids
 
 
 @dataclass(frozen=True, slots=True)
 class Posting:
-    """An ADD_MESSAGE that is known to fit a frame of the link on which it is to be posted."""
+    """An ADD_MESSAGE that is known to fit a frame of the link on which it is to be posted, and its images' payloads."""
 
     link: Link
     message: AddMessage
-    payload: bytes
+    encoded: bytes
+    payloads: tuple[Payload, ...] = ()  # of `message.images`
+
+    @staticmethod
+    def of(link: Link, message: AddMessage, payloads: tuple[Payload, ...] = ()) -> Posting:
+        """Raises FrameTooLarge if the message does not fit."""
+        return Posting(link, message, link.encode(message), payloads)
 
 
 class WorkerSession:
@@ -52,7 +59,10 @@ class WorkerSession:
 
     def add_message(self, posting: Posting) -> None:
         message = posting.message
-        self._attached_link.post(message, posting.payload)
+        link = self._attached_link
+        link.post(message, posting.encoded)
+        for image, payload in zip(message.images, posting.payloads, strict=True):
+            link.hand_over(image.payload, payload)
         self._held = self._held[: message.base]
         self._held.extend(message.token_ids)
 

@@ -25,6 +25,7 @@ _INTEGERS = {
     "max_num_batched_tokens": (1, MAX_COUNT),
     "block_size": (1, MAX_COUNT),
     "max_restarts": (1, MAX_COUNT),
+    "payload_memory": (1, MAX_INT64),
 }
 _OPTIONAL_INTEGERS = {
     "max_model_len": (2, MAX_COUNT),  # a prompt and a token
@@ -79,6 +80,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    payload_memory: int = 512 << 20  # images on their way to the worker, or kept for later turns
     num_threads: int | None = None
     kernels: Kernels = "auto"  # native, in C++, on a CPU where there is a compiler, else torch
     batch_invariant: bool = False  # the same bits whatever shares a step, in bfloat16 as well; needs native kernels

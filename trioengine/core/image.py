@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import TypeAlias
+
+BytesLike: TypeAlias = bytes | bytearray | memoryview
 
 
 class ImageFormat(enum.StrEnum):

@@ -1,0 +1,196 @@
+"""Payloads: the bytes of images, outside of this process's memory, and the budget that bounds them.
+
+A payload is a sealed memfd. It is *pinned* while a request that needs it is prepared, and from the commit until the
+worker has consumed it or is lost; then it is kept for later turns as long as a conversation *holds* it. What is kept
+makes room for what is new, the least recently used first; what is pinned is never dropped. A payload that nobody holds
+or pins is closed. Everything here is synchronous, and every byte is given back once. See docs/decisions/029.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from trioengine.actors.ports import SealedBytes
+from trioengine.actors.waiting_line import WaitingLine
+from trioengine.core.errors import EngineOverloaded, InvariantError, RequestRejected
+from trioengine.core.image import ImageInfo
+
+
+class Payload:
+    """One image's bytes. Whoever makes it has pinned it once."""
+
+    __slots__ = ("_budget", "_num_holders", "_num_pins", "_sealed", "digest", "info", "num_bytes")
+
+    def __init__(self, budget: PayloadBudget, sealed: SealedBytes, info: ImageInfo, digest: bytes) -> None:
+        self.info = info
+        self.digest = digest  # of the bytes, under the engine's secret
+        self.num_bytes = sealed.num_bytes
+        self._budget = budget
+        self._sealed: SealedBytes | None = sealed
+        self._num_holders = 0
+        self._num_pins = 1
+
+    def __repr__(self) -> str:
+        image = f"{self.info.format} {self.info.width} x {self.info.height}"
+        return f"<Payload {image}, {self.num_bytes} bytes{', dropped' if self.is_dropped else ''}>"
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether its bytes are gone."""
+        return self._sealed is None
+
+    @property
+    def is_pinned(self) -> bool:
+        return self._num_pins > 0
+
+    @property
+    def sealed(self) -> SealedBytes:
+        """The bytes, of a payload that is pinned."""
+        assert self._sealed is not None, "a pinned payload has its bytes"
+        return self._sealed
+
+    def hold(self) -> None:
+        """A conversation refers to it: its bytes are kept as long as there is room."""
+        self._num_holders += 1
+
+    def release(self) -> None:
+        """That conversation does not refer to it any more."""
+        self._num_holders -= 1
+        self._settle()
+
+    def pin(self) -> None:
+        """Keep its bytes, which are there, until `unpin`."""
+        assert self._sealed is not None, "only what is there is pinned"
+        self._num_pins += 1
+        self._budget.use(self)
+
+    def unpin(self) -> None:
+        self._num_pins -= 1
+        self._settle()
+
+    def _settle(self) -> None:
+        assert self._num_pins >= 0 and self._num_holders >= 0, "given back once"
+        if self._sealed is not None and not self._num_pins:
+            if self._num_holders:
+                self._budget.use(self)
+            else:
+                self.drop()
+            self._budget.line.serve()
+
+    def drop(self) -> None:
+        """Close the bytes, which nobody pins."""
+        sealed, self._sealed = self.sealed, None
+        sealed.close()
+        self._budget.forget(self)
+
+
+class Reservation:
+    """Bytes and descriptors of the budget for payloads that are being made."""
+
+    def __init__(self, budget: PayloadBudget, num_bytes: int, count: int) -> None:
+        self.num_bytes = num_bytes
+        self.count = count
+        self._budget = budget
+
+    def make(self, sealed: SealedBytes, info: ImageInfo, digest: bytes, num_reserved: int) -> Payload:
+        """The payload of these bytes, pinned; `num_reserved` were reserved for it, which is at least its size."""
+        self.num_bytes -= num_reserved
+        self.count -= 1
+        return self._budget.add(Payload(self._budget, sealed, info, digest))
+
+    def give_back(self) -> None:
+        """What is reserved still."""
+        self.num_bytes = self.count = 0
+        self._budget.end(self)
+
+
+class PayloadBudget:
+    """Bytes and descriptors of all payloads of one engine.
+
+    `line` is for those who wait for room; their admission is `reserve`.
+    """
+
+    def __init__(self, max_bytes: int, max_count: int) -> None:
+        self.line = WaitingLine()
+        self.max_bytes = max_bytes
+        self.max_count = max_count
+        self._payloads: OrderedDict[Payload, None] = OrderedDict()  # with bytes; the least recently used first
+        self._reservations: set[Reservation] = set()
+
+    @property
+    def payloads(self) -> tuple[Payload, ...]:
+        """Those with bytes."""
+        return tuple(self._payloads)
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Of payloads that are being made, are prepared for, or are on their way to the worker."""
+        reserved = sum(reservation.num_bytes for reservation in self._reservations)
+        return reserved + sum(payload.num_bytes for payload in self._payloads if payload.is_pinned)
+
+    @property
+    def bytes_kept(self) -> int:
+        """Of payloads that are kept for later turns."""
+        return sum(payload.num_bytes for payload in self._payloads if not payload.is_pinned)
+
+    def reserve(self, num_bytes: int, count: int) -> Reservation:
+        """Take room for `count` payloads, dropping what is kept for it.
+
+        Raises RequestRejected if they are larger than the whole budget, EngineOverloaded if there is no room now.
+        """
+        self._check_size(num_bytes, count)
+        pinned = sum(payload.is_pinned for payload in self._payloads)
+        reserved = sum(reservation.count for reservation in self._reservations)
+        is_full = self.bytes_in_flight + num_bytes > self.max_bytes or pinned + reserved + count > self.max_count
+        if is_full:
+            raise EngineOverloaded(
+                f"images of {num_bytes} bytes have to wait: {self.bytes_in_flight} of {self.max_bytes} bytes are on "
+                "their way to the worker",
+                code="payloads",
+                is_full=True,
+            )
+        reservation = Reservation(self, num_bytes, count)
+        self._reservations.add(reservation)
+        self._make_room()
+        return reservation
+
+    def _check_size(self, num_bytes: int, count: int) -> None:
+        if num_bytes > self.max_bytes:
+            raise RequestRejected(
+                "too_large", f"the images have {num_bytes} bytes, and the engine takes at most {self.max_bytes}"
+            )
+        if count > self.max_count:
+            raise RequestRejected("too_large", f"{count} images, and the engine takes at most {self.max_count} at once")
+
+    def _make_room(self) -> None:
+        kept = [payload for payload in self._payloads if not payload.is_pinned]
+        for payload in kept:
+            total = self.bytes_in_flight + self.bytes_kept
+            count = len(self._payloads) + sum(reservation.count for reservation in self._reservations)
+            if total <= self.max_bytes and count <= self.max_count:
+                return
+            payload.drop()
+
+    def add(self, payload: Payload) -> Payload:
+        self._payloads[payload] = None
+        return payload
+
+    def use(self, payload: Payload) -> None:
+        """It is the latest to have been used."""
+        self._payloads.move_to_end(payload)
+
+    def forget(self, payload: Payload) -> None:
+        del self._payloads[payload]
+
+    def end(self, reservation: Reservation) -> None:
+        self._reservations.discard(reservation)
+        self.line.serve()
+
+    def check(self) -> None:
+        """Raise InvariantError unless the budget is kept, and everything in it is wanted by somebody."""
+        total = self.bytes_in_flight + self.bytes_kept
+        if total > self.max_bytes:
+            raise InvariantError(f"payloads have {total} bytes, and the budget is {self.max_bytes}")
+        for payload in self._payloads:
+            if not payload.is_pinned and not payload._num_holders:
+                raise InvariantError(f"{payload} is kept, and nobody holds it")
