@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 import trio
 
 from trioengine.actors.generation import Generation
+from trioengine.actors.image_parts import put_images
+from trioengine.actors.images import RequestImages, image_inputs, payload_of
+from trioengine.actors.payload import Payload
 from trioengine.actors.waiting_line import NOT_NOW, waits_for
 from trioengine.actors.worker_session import Posting
 from trioengine.core.errors import EngineError, FrameTooLarge, RequestRejected, TimedOut
@@ -37,6 +40,7 @@ class Admission:
         self._gate = engine.gate
         self._session = session
         self._generation = generation
+        self._images = RequestImages(engine, wait=generation.wait, deadline=generation.deadline)
 
     async def run(self) -> None:
         """Raises why the request is refused. An abort on the way ends this early, without an error."""
@@ -58,6 +62,8 @@ class Admission:
                 has_ended = generation.outcome is None and session.end_cause is not None  # the session, in the line
                 session.abort_request(generation, session.end_cause or Cause.CLIENT)
                 raise
+            finally:
+                self._images.unpin()
         if has_ended:
             session.check_idle()
 
@@ -82,11 +88,15 @@ class Admission:
         generation = self._generation
         if self._is_over:
             return
-        prompt, generation.prompt = generation.prompt, None
+        (prompt, generation.prompt), (media, generation.media) = (generation.prompt, None), (generation.media, ())
         conversation = self._session.conversation
         drops = self._session.overflow == "drop_oldest_turns"
         limit = self._engine.limits.max_model_len
         conversation.check_length(least_prompt(prompt) if drops else prompt, limit)
+        prompt, sources = self._engine.take_images(prompt, media)
+        del media
+        if sources:
+            prompt = put_images(prompt, await self._images.admit(sources))
         most = prompt_limit(limit, generation.params.max_tokens) if drops else None
         if prompt_length(prompt) + conversation.size > self._engine.ports.thread_threshold:
             prepared = await self._engine.ports.run_in_thread(conversation.prepare, prompt, most)
@@ -94,6 +104,7 @@ class Admission:
             await trio.lowlevel.checkpoint()
             prepared = conversation.prepare(prompt, most)
         self._check(prepared, generation.params)
+        self._images.pin(prepared.images)
         generation.prepared = prepared
         model = self._engine.model
         generation.answer = Answer(model.tokenizer, generation.params, model.eos_token_ids)
@@ -129,7 +140,7 @@ class Admission:
             return
         link, message = self._gate.committing_link(), self._message()
         try:
-            posting = Posting.of(link, message)
+            posting = Posting.of(link, message, self._payloads)
         except FrameTooLarge as exc:
             raise RequestRejected("too_large", str(exc), param="prompt") from exc
         self._session.commit(self._generation, posting)
@@ -145,7 +156,13 @@ class Admission:
             token_ids=prepared.token_ids[base:],
             params=self._resolved(self._generation.params, len(prepared.token_ids)),
             eos_token_ids=tuple(self._engine.model.eos_token_ids),
+            images=image_inputs(prepared.images, self._generation.params.cache_salt, self._gate.mint),
         )
+
+    @property
+    def _payloads(self) -> tuple[Payload, ...]:
+        prepared = self._generation.prepared
+        return tuple(map(payload_of, prepared.images)) if prepared is not None else ()
 
     def _resolved(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """With max_tokens within the context, and a seed."""

@@ -14,6 +14,7 @@ from trioengine.actors.deadline import deadline_after
 from trioengine.actors.engine_state import EngineState, as_lost
 from trioengine.actors.generation import Completion, Generation
 from trioengine.actors.invariants import check_books
+from trioengine.actors.media import Media
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.ports import Ports
 from trioengine.actors.power_change import Level, ModeName, Weights
@@ -154,15 +155,19 @@ class Engine(EngineState):
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        media: Sequence[Media] = (),
         timeout: float | None = None,
         wait: bool | None = None,
         label: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Completion:
-        """One answer, in a session of its own. Errors, keywords, timeout, wait and label as in Session.generate."""
+        """One answer, in a session of its own. Errors and keywords as in Session.generate."""
         deadline, params = deadline_after(timeout), merged_params(params, options)
         session = Session(self, label=label, history=None, wait=wait, deadline=deadline, opens_with_request=True)
-        generation = Generation(session, prompt, params, keep_partial=False, deadline=deadline, wait=wait, label=label)
+        generation = Generation(
+            session, prompt, params, media=media, keep_partial=False, deadline=deadline, wait=wait, label=label
+        )
+        del prompt, media  # this frame lives as long as the answer takes, and must not keep an image
         try:
             async with generation:
                 return await generation.result()

@@ -6,17 +6,19 @@ All of it is synchronous, but for the check of a model's files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import trio
 
 from trioengine.actors.auditor import Auditor
 from trioengine.actors.gate import Gate
+from trioengine.actors.image_parts import take_images
 from trioengine.actors.link import Link
+from trioengine.actors.media import ImageSource, Media
 from trioengine.actors.observer import Observer
 from trioengine.actors.payload import PayloadBudget
 from trioengine.actors.ports import Ports
@@ -30,7 +32,14 @@ from trioengine.actors.statistics import Statistics, statistics_of
 from trioengine.actors.supervisor import Supervisor
 from trioengine.actors.worker_counts import WorkerCounts
 from trioengine.core.config import EngineConfig, WorkerConfig
-from trioengine.core.errors import EngineError, EngineOverloaded, ModelError, RemoteProtocolError, WorkerLost
+from trioengine.core.errors import (
+    EngineError,
+    EngineOverloaded,
+    ModelError,
+    RemoteProtocolError,
+    RequestRejected,
+    WorkerLost,
+)
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
 from trioengine.core.messages import Audited, Loading, Message, Ready, RequestFailed, SessionEnded, Tokens
 from trioengine.core.tag import sorted_tags
@@ -50,6 +59,7 @@ class EngineState:
         self.ports = ports
         self.gate = Gate(config)
         self.payloads = PayloadBudget(config.payload_memory, ports.max_payloads())
+        self.secret = ports.mint_secret()  # keys the digests of images
         self.observers: list[Observer] = []  # one that is added is told what happens from then on
         self._sessions = Sessions()
         self.replays = Replays(config, self.gate, self._sessions)
@@ -99,6 +109,21 @@ class EngineState:
         """The counts at this moment; those of the worker as it said last."""
         kv_blocks_total = self._limits.kv_blocks_total if self._limits is not None else 0
         return statistics_of(self.gate, self._supervisor, self.payloads, self._worker_counts, kv_blocks_total)
+
+    def take_images(
+        self, prompt: Any, media: Sequence[Media] = (), *, where: str = "messages"
+    ) -> tuple[Any, list[ImageSource]]:
+        """A prompt without its images, and these, to be admitted.
+
+        Raises RequestRejected for what cannot be an image, and where the model takes none.
+        """
+        prompt, sources = take_images(prompt, media, max_bytes=self.config.payload_memory, where=where)
+        if sources and self.model.images is None:
+            where = sources[0].where
+            raise RequestRejected(
+                "images_not_supported", f"{where}: model {self.config.model!r} takes no images", param=where
+            )
+        return prompt, sources
 
     # ---- sessions -------------------------------------------------------------------------------------------------
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trioengine.actors.media import Media
 from trioengine.actors.readable import Readable
 from trioengine.actors.request_times import RequestTimes
 from trioengine.core.completion import Chunk as Chunk
@@ -53,6 +54,7 @@ class Generation(Readable["Session"]):
         "answer",
         "label",
         "losses",
+        "media",
         "prepared",
         "prompt",
         "resolved",
@@ -68,6 +70,7 @@ class Generation(Readable["Session"]):
         prompt: Prompt,
         params: SamplingParams,
         *,
+        media: Sequence[Media] = (),
         keep_partial: bool,
         deadline: float,
         wait: bool | None,
@@ -78,7 +81,8 @@ class Generation(Readable["Session"]):
             shown = type(label).__name__
             raise RequestRejected("invalid_value", f"label must be a string, got {shown}", param="label")
         self.label = label
-        self.prompt: Any = prompt  # of any type, until it is prepared; then it is dropped
+        self.prompt: Any = prompt  # of any type, until it is prepared; then it is dropped, as the media are
+        self.media = media
         # The session's part: it alone writes these.
         self.stand = Stand.PREPARING
         self.prepared: Prepared | None = None

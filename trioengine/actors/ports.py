@@ -256,6 +256,10 @@ async def _run_in_thread(function: Callable[..., T], *args: Any) -> T:
     return await trio.to_thread.run_sync(partial(function, *args), abandon_on_cancel=True)
 
 
+async def _finish_in_thread(function: Callable[..., T], *args: Any) -> T:
+    return await trio.to_thread.run_sync(function, *args)
+
+
 async def _find_model(model: str, progress: Callable[[int, int], None] | None) -> Path:
     def report(done: int, total: int) -> None:
         trio.from_thread.check_cancelled()  # raises in the thread, so that a download is ended with its caller
@@ -283,12 +287,14 @@ def _max_payloads() -> int:
 class Ports:
     """The outside world, as functions; the default is the real one.
 
-    `run_in_thread` is for functions that change nothing: cancelled, their result is thrown away. `read_model` and
-    `seal` block, and are called through it.
+    `run_in_thread` is for functions that change nothing: cancelled, their result is thrown away; `finish_in_thread`
+    is for the others, and cannot be cancelled once it has begun. `read_model` and `seal` block, and are called through
+    them.
     """
 
     spawn_worker: Callable[[], Awaitable[WorkerProcess]] = spawn_worker
     run_in_thread: Callable[..., Awaitable[Any]] = _run_in_thread
+    finish_in_thread: Callable[..., Awaitable[Any]] = _finish_in_thread
     find_model: Callable[[str, Callable[[int, int], None] | None], Awaitable[Path]] = _find_model
     read_model: Callable[[Path], ModelInfo] = read_model
     mint_seed: Callable[[], int] = _mint_seed

@@ -17,6 +17,9 @@ import trio
 from trioengine.actors.admission import Admission
 from trioengine.actors.deadline import deadline_after
 from trioengine.actors.generation import Generation
+from trioengine.actors.image_parts import put_images
+from trioengine.actors.images import RequestImages
+from trioengine.actors.media import Media
 from trioengine.actors.session_state import SessionState
 from trioengine.actors.worker_session import Posting
 from trioengine.core.completion import Completion
@@ -116,11 +119,18 @@ class Session(SessionState):
         """Take a session slot. Raises the refusal, or RequestRejected for a bad history; cancelled, it has no slot."""
         with self._engine.opening(self):
             await self._gate.admit(self._gate.sessions, self._begin, wait=self._wait, deadline=self._deadline)
+        images = RequestImages(self._engine, wait=self._wait, deadline=self._deadline)
         try:
-            self._conversation = Conversation(self._engine.tokenizer, self._initial_history)
+            history, sources = self._engine.take_images(self._initial_history, where="history")
+            self._initial_history = None
+            history = put_images(history, await images.admit(sources))
+            self._conversation = Conversation(self._engine.tokenizer, history)
+            self.hold_payloads()
         except BaseException:
             self.end()
             raise
+        finally:
+            images.unpin()
 
     def _begin(self) -> None:
         """Take a session slot, and begin."""
@@ -137,6 +147,7 @@ class Session(SessionState):
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        media: Sequence[Media] = (),
         keep_partial: bool = False,
         timeout: float | None = None,
         wait: bool | None = None,
@@ -145,6 +156,8 @@ class Session(SessionState):
     ) -> Generation:
         """A request, to be entered. `prompt` is a user message, chat messages, or token ids.
 
+        `media` are images, before the text of the last message: bytes of a PNG, JPEG, WebP or GIF file, paths, or PIL
+        images. They are copied out of this process's memory while the request is entered, and not referred to after it.
         `timeout` in seconds runs from this call to the outcome; when it passes, the request is aborted, and TimedOut
         raised with what came until then, whatever the worker does. `wait` says what the request waits for, within
         `timeout` and in the order of arrival, instead of raising EngineOverloaded or EngineAsleep: None, for a free
@@ -154,13 +167,16 @@ class Session(SessionState):
         request runs, SessionEnded, EngineClosed, and RequestRejected for a bad prompt.
         """
         deadline, params = deadline_after(timeout), merged_params(params, options)
-        return Generation(self, prompt, params, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label)
+        return Generation(
+            self, prompt, params, media=media, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label
+        )
 
     async def ask(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        media: Sequence[Media] = (),
         keep_partial: bool = False,
         timeout: float | None = None,
         wait: bool | None = None,
@@ -168,9 +184,11 @@ class Session(SessionState):
         **options: Unpack[SamplingOptions],
     ) -> Completion:
         """One whole answer: `generate` and `result` in one. Cancelled, the request is aborted."""
-        async with self.generate(
-            prompt, params, keep_partial=keep_partial, timeout=timeout, wait=wait, label=label, **options
-        ) as generation:
+        entering = self.generate(
+            prompt, params, media=media, keep_partial=keep_partial, timeout=timeout, wait=wait, label=label, **options
+        )
+        del prompt, media  # this frame lives as long as the answer takes, and must not keep an image
+        async with entering as generation:
             return await generation.result()
 
     def replace_history(self, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -182,7 +200,13 @@ class Session(SessionState):
             self._check_open()  # its turn is decided, also while the worker is not done with it
         else:
             self.check_idle()
-        self.conversation.replace(messages)
+        prompt, sources = self._engine.take_images(messages, where="history")
+        payloads = RequestImages(self._engine)
+        try:
+            self.conversation.replace(put_images(prompt, payloads.admit_now(sources)))
+            self.hold_payloads()
+        finally:
+            payloads.unpin()
 
     def end(self, cause: Cause = Cause.CLIENT) -> None:
         """End the session; harmless when it has ended. Posts END_SESSION in the same step if the worker holds it.
@@ -197,6 +221,7 @@ class Session(SessionState):
         if self.generation is not None:
             self._cut_short(self.generation, cause)
         self._apply(Event.END)
+        self.hold_payloads()
         self._wake.set()
         for generation in self._waiting:
             generation.entering.cancel()
@@ -267,6 +292,7 @@ class Session(SessionState):
         generation.resolved = posting.message.params
         self.worker_session.attach(posting.link)
         self._apply(Event.COMMIT, posting=posting)
+        self.hold_payloads()
         self._move(generation, Stand.WAITING)
 
     def refuse(self, generation: Generation, error: Exception) -> None:

@@ -9,7 +9,9 @@ import abc
 from typing import TYPE_CHECKING
 
 from trioengine.actors.generation import Generation
+from trioengine.actors.images import find_dropped, image_inputs, payload_of
 from trioengine.actors.link import Link
+from trioengine.actors.payload import Payload
 from trioengine.actors.worker_session import Posting, WorkerSession
 from trioengine.core.errors import EngineError, RequestRejected, SamplingFailed
 from trioengine.core.ledger import Stand
@@ -31,6 +33,7 @@ class SessionState(abc.ABC):
         "_engine",
         "_gate",
         "_lifecycle",
+        "_payloads",
         "generation",
         "id",
         "observers",
@@ -46,6 +49,7 @@ class SessionState(abc.ABC):
         self._gate = engine.gate
         self._lifecycle = SessionLifecycle()
         self._conversation: Conversation | None = None
+        self._payloads: tuple[Payload, ...] = ()  # held: of the conversation, and of the request in flight
 
     @abc.abstractmethod
     def _free(self) -> None:
@@ -145,6 +149,9 @@ class SessionState(abc.ABC):
         generation = self._in_flight()
         prepared, answer, params = generation.prepared, generation.answer, generation.resolved
         assert prepared is not None and answer is not None and params is not None, "it was committed"
+        if (dropped := find_dropped(prepared.images)) is not None:
+            self.give_up(dropped)
+            return
         ids = prepared.token_ids[:]
         ids.extend(answer.token_ids)
         message = AddMessage(
@@ -155,8 +162,9 @@ class SessionState(abc.ABC):
             params=params,
             eos_token_ids=tuple(self._engine.model.eos_token_ids),
             num_output=len(answer.token_ids),
+            images=image_inputs(prepared.images, params.cache_salt, self._gate.mint),
         )
-        posting = Posting.of(link, message)
+        posting = Posting.of(link, message, tuple(map(payload_of, prepared.images)))
         self.worker_session.attach(link)
         self._apply(Event.RESUME, posting=posting)
         self._move(generation, Stand.WAITING)
@@ -196,6 +204,7 @@ class SessionState(abc.ABC):
         if outcome.is_complete:
             generation.tell_times()
         self.generation = None
+        self.hold_payloads()
         generation.settle()
         self._engine.replays.on_progress(self, generation)
         self._gate.settle(generation.stand, outcome.finish_reason, outcome.cause)
@@ -208,6 +217,26 @@ class SessionState(abc.ABC):
     def _id(self) -> int:
         assert self.id is not None, "only an entered session has transitions"
         return self.id
+
+    # ---- images ----------------------------------------------------------------------------------------------------
+
+    def hold_payloads(self) -> None:
+        """Hold the payloads of the conversation and of the request in flight, and of nothing else; of none at the end.
+
+        The conversation, or the request, has changed.
+        """
+        prepared = self.generation.prepared if self.generation is not None else None
+        in_flight = prepared.images if prepared is not None else ()
+        committed = self._conversation.images if self._conversation is not None else ()
+        if not (self._payloads or in_flight or committed):
+            return
+        is_over = self.phase is Phase.ENDED
+        wanted = () if is_over else (*map(payload_of, in_flight), *map(payload_of, committed))
+        before, self._payloads = self._payloads, tuple(dict.fromkeys(wanted))
+        for payload in self._payloads:
+            payload.hold()
+        for payload in before:
+            payload.release()
 
     # ---- the request, and its turn --------------------------------------------------------------------------------
 

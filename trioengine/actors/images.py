@@ -1,0 +1,139 @@
+"""The images of a request on its way in: room for them, their payloads, and pins until the link has its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import trio
+
+from trioengine.actors.media import ImageSource, SealedImage, seal_images
+from trioengine.actors.payload import Payload, Reservation
+from trioengine.actors.waiting_line import waits_for
+from trioengine.core.errors import EngineOverloaded, RequestRejected, TimedOut
+from trioengine.core.messages import ImageInput
+from trioengine.text.conversation import PlacedImage
+
+if TYPE_CHECKING:
+    from trioengine.actors.engine_state import EngineState
+
+MAX_WAIT = 60.0  # seconds for room in the budget, whatever the request's own timeout
+
+
+class RequestImages:
+    """Those of one request. `unpin` gives back whatever it has pinned."""
+
+    def __init__(self, engine: EngineState, *, wait: bool | None = False, deadline: float = math.inf) -> None:
+        self._engine = engine
+        self._wait = wait
+        self._deadline = deadline
+        self._pinned: list[Payload] = []
+
+    async def admit(self, sources: Sequence[ImageSource]) -> list[Payload]:
+        """Make payloads of these images, pinned.
+
+        Raises RequestRejected for what is no image or larger than the whole budget, EngineOverloaded where there is no
+        room within MAX_WAIT seconds, TimedOut at the request's deadline. Cancelled, nothing is left of them.
+        """
+        if not sources:
+            return []
+        ports, size = self._engine.ports, sum(source.num_bytes for source in sources)
+        with self._making(await self._reserve(size, len(sources))) as reservation:
+            images = await ports.finish_in_thread(seal_images, sources, ports.seal, self._engine.secret)
+            return self._make(reservation, sources, images)
+
+    def admit_now(self, sources: Sequence[ImageSource]) -> list[Payload]:
+        """As `admit`, but in this step: it blocks for some 3 ms for each 10 MB, and waits for no room."""
+        size = sum(source.num_bytes for source in sources)
+        with self._making(self._engine.payloads.reserve(size, len(sources))) as reservation:
+            return self._make(reservation, sources, seal_images(sources, self._engine.ports.seal, self._engine.secret))
+
+    @contextmanager
+    def _making(self, reservation: Reservation) -> Iterator[Reservation]:
+        """Within, payloads are made of what is reserved; what is left of it is given back."""
+        try:
+            yield reservation
+        except OSError as exc:
+            raise EngineOverloaded(f"no memory for an image: {exc}", code="payloads") from exc
+        finally:
+            reservation.give_back()
+
+    def _make(
+        self, reservation: Reservation, sources: Sequence[ImageSource], images: Sequence[SealedImage]
+    ) -> list[Payload]:
+        payloads = [reservation.make(*image, source.num_bytes) for image, source in zip(images, sources, strict=True)]
+        self._pinned += payloads
+        return payloads
+
+    def pin(self, images: Iterable[PlacedImage]) -> None:
+        """Pin a prompt's payloads. Raises RequestRejected, naming the part, if one was dropped."""
+        images = tuple(images)
+        if (dropped := find_dropped(images)) is not None:
+            raise dropped
+        for placed in images:
+            payload_of(placed).pin()
+            self._pinned.append(payload_of(placed))
+
+    def unpin(self) -> None:
+        """Give the pins back: the request is committed, and its link has pins of its own; or it is refused."""
+        while self._pinned:
+            self._pinned.pop().unpin()
+
+    async def _reserve(self, num_bytes: int, count: int) -> Reservation:
+        budget, reservation = self._engine.payloads, None
+
+        def reserve() -> None:
+            nonlocal reservation
+            reservation = budget.reserve(num_bytes, count)
+
+        try:
+            reserve()
+        except EngineOverloaded as exc:
+            if not waits_for(exc, self._wait):
+                raise
+            with trio.move_on_at(min(self._deadline, trio.current_time() + MAX_WAIT)):
+                await budget.line.wait(reserve, wait=self._wait)
+        if reservation is not None:
+            return reservation
+        try:
+            return budget.reserve(num_bytes, count)  # too late: raises the reason as it is now
+        except EngineOverloaded as exc:
+            if trio.current_time() < self._deadline:
+                raise
+            raise TimedOut(f"timed out while waiting: {exc}") from exc
+
+
+def payload_of(placed: PlacedImage) -> Payload:
+    """The payload that an image's part refers to; RequestRejected where the caller has made the part himself."""
+    payload = placed.image.handle
+    if not isinstance(payload, Payload):
+        raise RequestRejected("invalid_value", f"{placed.name}: is no image of this engine", param=placed.name)
+    return payload
+
+
+def find_dropped(images: Iterable[PlacedImage]) -> RequestRejected | None:
+    """The error, which names the part, of the first image that was dropped; None if all are there."""
+    placed = next((each for each in images if payload_of(each).is_dropped), None)
+    if placed is None:
+        return None
+    problem = "the image is not kept any more, because others needed the room; send it again"
+    return RequestRejected("image_dropped", f"{placed.name}: {problem}", param=placed.name)
+
+
+def image_inputs(images: Iterable[PlacedImage], cache_salt: str, mint: Callable[[], int]) -> tuple[ImageInput, ...]:
+    """The images as ADD_MESSAGE announces them, each with a payload id of its own."""
+    return tuple(_image_input(placed, payload_of(placed), cache_salt, mint()) for placed in images)
+
+
+def _image_input(placed: PlacedImage, payload: Payload, cache_salt: str, payload_id: int) -> ImageInput:
+    return ImageInput(
+        payload=payload_id,
+        name=placed.name,
+        digest=blake2b(cache_salt.encode(), digest_size=32, key=payload.digest).digest(),
+        info=payload.info,
+        num_bytes=payload.num_bytes,
+        tiles=placed.tiles,
+    )

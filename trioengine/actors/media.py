@@ -1,0 +1,182 @@
+"""Images as callers give them, and how they become payloads.
+
+A source is emptied by the one who reads it, so that the bytes that a caller has let go of are not kept alive while they
+are copied, nor after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from trioengine.actors.ports import SealedBytes
+from trioengine.core.bounds import brief
+from trioengine.core.data_url import parse_data_url
+from trioengine.core.errors import RequestRejected
+from trioengine.core.image import BytesLike, ImageFormat, ImageInfo
+from trioengine.core.image_header import check_size, read_header
+
+CHUNK_SIZE = 1 << 20  # bytes
+Seal: TypeAlias = "Callable[[Iterator[BytesLike]], SealedBytes]"
+
+
+class PillowImage(Protocol):
+    """A PIL.Image.Image, as far as it is needed here: trioengine does not import Pillow."""
+
+    @property
+    def size(self) -> tuple[int, int]: ...
+    @property
+    def mode(self) -> str: ...
+    def convert(self, mode: str) -> PillowImage: ...
+    def crop(self, box: tuple[int, int, int, int]) -> PillowImage: ...
+    def tobytes(self) -> bytes: ...
+
+
+Media: TypeAlias = BytesLike | str | Path | PillowImage
+
+
+@dataclass(slots=True)
+class ImageSource:
+    """One image of a request. `where` names its part for error messages: media[0], messages[1].content[0]."""
+
+    where: str
+    num_bytes: int  # of the payload, at most
+    _open: Callable[[], tuple[ImageInfo, Iterator[BytesLike]]] | None
+
+    def open(self) -> tuple[ImageInfo, Iterator[BytesLike]]:
+        """What its header declares, and its bytes in chunks; once. Raises RequestRejected for what is no image."""
+        open_, self._open = self._open, None
+        assert open_ is not None, "a source is opened once"
+        return open_()
+
+
+def source_of(media: Media, where: str) -> ImageSource:
+    """An image as an embedder gives it: encoded bytes, a file's path, or a PIL image, whose pixels are sent.
+
+    Reads nothing but a file's size. Raises RequestRejected for anything else, and for a file that cannot be read.
+    """
+    if isinstance(media, bytes | bytearray | memoryview):
+        return ImageSource(where, memoryview(media).nbytes, _bytes_opener(media, where))
+    if isinstance(media, str | Path):
+        return _file_source(Path(media), where)
+    if _is_pillow_image(media):
+        width, height = media.size
+        check_size(width, height, where=where)
+        return ImageSource(where, width * height * 3, _pillow_opener(media))
+    raise RequestRejected(
+        "invalid_value", f"{where}: must be bytes, a path or a PIL image, got {type(media).__name__}", param=where
+    )
+
+
+def source_of_url(url: str, max_bytes: int, where: str) -> ImageSource:
+    """An image as a client sends it: a data URL, which is decoded when the source is opened."""
+
+    def open_() -> tuple[ImageInfo, Iterator[BytesLike]]:
+        nonlocal url
+        media_type, data = parse_data_url(url, max_bytes, where=where)
+        url = ""
+        info = read_header(data, media_type=media_type, where=where)
+        return info, iter((data,))
+
+    return ImageSource(where, len(url) // 4 * 3, open_)
+
+
+class SealedImage(NamedTuple):
+    """An image that was copied out of this process's memory."""
+
+    sealed: SealedBytes
+    info: ImageInfo
+    digest: bytes  # of all this, under the engine's secret
+
+
+def seal_images(sources: Sequence[ImageSource], seal: Seal, secret: bytes) -> list[SealedImage]:
+    """Copy these images out of this process's memory: all, or none. Blocks.
+
+    Raises RequestRejected for what is no image, OSError where there is no memory or no descriptor for one.
+    """
+    images: list[SealedImage] = []
+    try:
+        for source in sources:
+            images.append(_seal(source, seal, secret))
+    except BaseException:
+        for image in images:
+            image.sealed.close()
+        raise
+    return images
+
+
+def _seal(source: ImageSource, seal: Seal, secret: bytes) -> SealedImage:
+    info, chunks = source.open()
+    digest = blake2b(f"{info.format} {info.width} {info.height} ".encode(), digest_size=32, key=secret)
+
+    def digested() -> Iterator[BytesLike]:
+        for chunk in chunks:
+            digest.update(chunk)
+            yield chunk
+
+    sealed = seal(digested())
+    if sealed.num_bytes > source.num_bytes:
+        sealed.close()
+        raise RequestRejected("invalid_value", f"{source.where}: has grown while it was read", param=source.where)
+    return SealedImage(sealed, info, digest.digest())
+
+
+def _bytes_opener(data: BytesLike, where: str) -> Callable[[], tuple[ImageInfo, Iterator[BytesLike]]]:
+    view = memoryview(data).cast("B")
+
+    def open_() -> tuple[ImageInfo, Iterator[BytesLike]]:
+        nonlocal view
+        info, chunks = read_header(view, where=where), iter((view,))
+        view = memoryview(b"")
+        return info, chunks
+
+    return open_
+
+
+def _file_source(path: Path, where: str) -> ImageSource:
+    def chunks() -> Iterator[BytesLike]:
+        with path.open("rb", buffering=0) as file:
+            while chunk := file.read(CHUNK_SIZE):
+                yield chunk
+
+    def open_() -> tuple[ImageInfo, Iterator[BytesLike]]:
+        try:
+            with path.open("rb") as file:
+                return read_header(file.read(CHUNK_SIZE), where=where), chunks()
+        except OSError as exc:
+            raise _unreadable(path, where, exc) from exc
+
+    try:
+        return ImageSource(where, path.stat().st_size, open_)
+    except (OSError, ValueError) as exc:
+        raise _unreadable(path, where, exc) from exc
+
+
+def _unreadable(path: Path, where: str, error: Exception) -> RequestRejected:
+    reason = getattr(error, "strerror", None) or str(error)
+    return RequestRejected("invalid_value", f"{where}: cannot read {brief(str(path))}: {reason}", param=where)
+
+
+def _is_pillow_image(media: Any) -> bool:
+    return all(hasattr(media, name) for name in ("size", "mode", "convert", "crop", "tobytes"))
+
+
+def _pillow_opener(image: PillowImage) -> Callable[[], tuple[ImageInfo, Iterator[BytesLike]]]:
+    def rows(image: PillowImage) -> Iterator[BytesLike]:
+        """Some rows at a time, so that the pixels are not there twice."""
+        width, height = image.size
+        step = max(1, CHUNK_SIZE // (width * 3))
+        for top in range(0, height, step):
+            yield image.crop((0, top, width, min(top + step, height))).convert("RGB").tobytes()
+
+    def open_() -> tuple[ImageInfo, Iterator[BytesLike]]:
+        nonlocal image
+        width, height = image.size
+        info, chunks = ImageInfo(ImageFormat.RGB, width, height), rows(image)
+        del image
+        return info, chunks
+
+    return open_
