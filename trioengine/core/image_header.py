@@ -1,0 +1,263 @@
+"""The format and the dimensions of an encoded image, read from its header alone.
+
+Nothing is decoded or copied, and at most MAX_SEGMENTS parts of a file are looked at, so that the cost has a bound for
+every file. Formats: PNG (W3C), JPEG (ITU T.81), GIF89a (CompuServe), WebP (RFC 9649). Pillow is left to the worker: its
+WebP reader allocates the canvas when a file is opened.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+from zlib import crc32
+
+from trioengine.core.bounds import brief
+from trioengine.core.errors import RequestRejected
+from trioengine.core.image import ImageFormat, ImageInfo
+
+MAX_PIXELS = 1 << 26  # 192 MiB as RGB
+MAX_SIDE = 1 << 14  # as libraries and GPUs have it for textures; WebP's own limit is one less
+MAX_SEGMENTS = 1 << 12  # of metadata, before the image itself: an ICC profile of 1 MB in a GIF
+FORMAT_NAMES = {ImageFormat.PNG: "PNG", ImageFormat.JPEG: "JPEG", ImageFormat.WEBP: "WebP", ImageFormat.GIF: "GIF"}
+MEDIA_TYPES = {
+    "image/png": ImageFormat.PNG,
+    "image/jpeg": ImageFormat.JPEG,
+    "image/jpg": ImageFormat.JPEG,  # no registered type, but widely used
+    "image/webp": ImageFormat.WEBP,
+    "image/gif": ImageFormat.GIF,
+}
+Size: TypeAlias = tuple[int, int]  # width, height
+
+
+class _BadHeader(Exception):
+    """The header is of a known format, and breaks its rules; the message completes `the PNG image …`."""
+
+
+def read_header(
+    data: bytes | memoryview, *, media_type: str | None = None, max_pixels: int = MAX_PIXELS, where: str = "image"
+) -> ImageInfo:
+    """The image's format, width and height in pixels; of an animation, those of its canvas.
+
+    Raises RequestRejected, whose message begins with `where`, for other formats, for headers that are damaged or
+    contradict themselves, for more than `max_pixels` pixels or MAX_SIDE in a row or column, and for data that is not of
+    the `media_type` that was declared for it.
+    """
+    format = _format_of(data, where)
+    if media_type is not None:
+        _check_media_type(media_type, format, where)
+    try:
+        width, height = _READERS[format](data)
+    except _BadHeader as exc:
+        raise _rejected("image_parse_error", f"the {FORMAT_NAMES[format]} image {exc}", where) from None
+    _check_size(width, height, max_pixels, where)
+    return ImageInfo(format, width, height)
+
+
+def _format_of(data: bytes | memoryview, where: str) -> ImageFormat:
+    head = bytes(data[:12])
+    for format, is_format in _SIGNATURES.items():
+        if is_format(head):
+            return format
+    problem = "not a PNG, JPEG, WebP or GIF image" if head else "the image is empty"
+    raise _rejected("invalid_image_format", problem, where)
+
+
+def _check_media_type(media_type: str, format: ImageFormat, where: str) -> None:
+    if media_type not in MEDIA_TYPES:
+        problem = f"the media type must be image/png, image/jpeg, image/webp or image/gif, got {brief(media_type)}"
+        raise _rejected("unsupported_image_media_type", problem, where)
+    if MEDIA_TYPES[media_type] is not format:
+        problem = f"declared {media_type}, but the data is a {FORMAT_NAMES[format]} image"
+        raise _rejected("invalid_image_format", problem, where)
+
+
+def _check_size(width: int, height: int, max_pixels: int, where: str) -> None:
+    shown = f"the image is {width} x {height} pixels"
+    if not width or not height:
+        raise _rejected("image_parse_error", shown, where)
+    if width * height > max_pixels:
+        raise _rejected("image_too_large", f"{shown}; at most {max_pixels} pixels are accepted", where)
+    if max(width, height) > MAX_SIDE:
+        raise _rejected("image_too_large", f"{shown}; at most {MAX_SIDE} pixels a side are accepted", where)
+
+
+def _rejected(code: str, problem: str, where: str) -> RequestRejected:
+    return RequestRejected(code, f"{where}: {problem}", param=where)
+
+
+def _unpack(layout: str, data: bytes | memoryview, at: int) -> tuple[int, ...]:
+    try:
+        return struct.unpack_from(layout, data, at)
+    except struct.error:
+        raise _BadHeader("is truncated") from None
+
+
+def _name(data: bytes | memoryview, at: int) -> bytes:
+    """A chunk's, of four letters."""
+    return bytes(_unpack("4B", data, at))
+
+
+# ---- PNG ----------------------------------------------------------------------------------------------------------
+
+
+def _png(data: bytes | memoryview) -> Size:
+    length, width, height = _unpack(">I4xII", data, 8)
+    if length != 13 or _name(data, 12) != b"IHDR":
+        raise _BadHeader("does not begin with a header of 13 bytes")
+    (checksum,) = _unpack(">I", data, 29)
+    if crc32(data[12:29]) != checksum:
+        raise _BadHeader("has a header whose checksum is wrong")
+    return width, height
+
+
+# ---- JPEG ---------------------------------------------------------------------------------------------------------
+
+_START_OF_FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_WITHOUT_LENGTH = frozenset({0x01, *range(0xD0, 0xD8)})
+_END, _START_OF_SCAN, _FILL = 0xD9, 0xDA, 0xFF
+
+
+def _jpeg(data: bytes | memoryview) -> Size:
+    """The frame header's, which has to be the only one before the first scan."""
+    size, at = None, 2
+    for _ in range(MAX_SEGMENTS):
+        mark, marker = _unpack("BB", data, at)
+        if mark != 0xFF:
+            raise _BadHeader("has bytes between its segments")
+        if marker == _FILL:
+            at += 1
+        elif marker in _WITHOUT_LENGTH:
+            at += 2
+        elif marker in (_END, _START_OF_SCAN):
+            break
+        else:
+            if marker in _START_OF_FRAME:
+                size = _jpeg_frame(data, at + 2, size)
+            at += 2 + _unpack(">H", data, at + 2)[0]
+    else:
+        raise _BadHeader(f"has more than {MAX_SEGMENTS} segments before its first scan")
+    if size is None:
+        raise _BadHeader("has no frame header")
+    return size
+
+
+def _jpeg_frame(data: bytes | memoryview, at: int, before: Size | None) -> Size:
+    length, height, width, num_components = _unpack(">HxHHB", data, at)
+    if before is not None:
+        raise _BadHeader("has two frame headers")
+    if length != 8 + 3 * num_components:
+        raise _BadHeader("has a frame header of a wrong length")
+    return width, height
+
+
+# ---- GIF ----------------------------------------------------------------------------------------------------------
+
+_EXTENSION, _FRAME = 0x21, 0x2C
+
+
+def _gif(data: bytes | memoryview) -> Size:
+    """Its screen, extended where the first frame does not fit it, as decoders do."""
+    width, height, flags = _unpack("<HHB", data, 6)
+    at, left = _behind_color_table(13, flags), MAX_SEGMENTS
+    while (kind := _unpack("B", data, at)[0]) == _EXTENSION:
+        at, left = _behind_extension(data, at + 2, left)
+    if kind != _FRAME:
+        raise _BadHeader("has no frame")
+    x, y, frame_width, frame_height = _unpack("<HHHH", data, at + 1)
+    if not frame_width or not frame_height:
+        raise _BadHeader("has an empty frame")
+    return max(width, x + frame_width), max(height, y + frame_height)
+
+
+def _behind_color_table(at: int, flags: int) -> int:
+    return at + (3 << ((flags & 7) + 1) if flags & 0x80 else 0)
+
+
+def _behind_extension(data: bytes | memoryview, at: int, left: int) -> tuple[int, int]:
+    """The position behind the blocks at `at`, the last of which is empty, and how many may follow."""
+    for remaining in range(left - 1, -1, -1):
+        (length,) = _unpack("B", data, at)
+        at += 1 + length
+        if not length:
+            return at, remaining
+    raise _BadHeader(f"has more than {MAX_SEGMENTS} blocks before its first frame")
+
+
+# ---- WebP ---------------------------------------------------------------------------------------------------------
+
+_ANIMATED = 0x02
+
+
+def _webp(data: bytes | memoryview) -> Size:
+    kind = _name(data, 12)
+    if kind in _FRAMES:
+        return _FRAMES[kind](data, 20)
+    if kind != b"VP8X":
+        raise _BadHeader("begins with a chunk of an unknown kind")
+    flags, *canvas = _unpack("<B3x6B", data, 20)
+    size = _uint24(canvas[:3]) + 1, _uint24(canvas[3:]) + 1
+    _check_canvas(data, size, is_animated=bool(flags & _ANIMATED))
+    return size
+
+
+def _check_canvas(data: bytes | memoryview, canvas: Size, *, is_animated: bool) -> None:
+    """An image fills the canvas; the first frame of an animation lies within it."""
+    kind, at = _first_frame(data)
+    width, height, *place = _animation_frame(data, at) if kind == b"ANMF" else (*_FRAMES[kind](data, at), 0, 0)
+    if is_animated != (kind == b"ANMF"):
+        raise _BadHeader("is an animation and an image at once")
+    left, upper = place
+    fits = left + width <= canvas[0] and upper + height <= canvas[1]
+    if not fits or (not is_animated and (width, height) != canvas):
+        raise _BadHeader(f"has a canvas of {canvas[0]} x {canvas[1]} pixels, which its frame does not fit")
+
+
+def _first_frame(data: bytes | memoryview) -> tuple[bytes, int]:
+    """The kind of the chunk and the position of its content."""
+    at = 12
+    for _ in range(MAX_SEGMENTS):
+        kind, (length,) = _name(data, at), _unpack("<I", data, at + 4)
+        if kind in _FRAMES or kind == b"ANMF":
+            return kind, at + 8
+        at += 8 + length + length % 2
+    raise _BadHeader(f"has more than {MAX_SEGMENTS} chunks before its first frame")
+
+
+def _animation_frame(data: bytes | memoryview, at: int) -> tuple[int, int, int, int]:
+    fields = _unpack("12B", data, at)
+    x, y, width, height = (_uint24(fields[start : start + 3]) for start in range(0, 12, 3))
+    return width + 1, height + 1, 2 * x, 2 * y
+
+
+def _lossy_frame(data: bytes | memoryview, at: int) -> Size:
+    tag, *start, width, height = _unpack("<B2x3BHH", data, at)
+    if tag & 1 or start != [0x9D, 0x01, 0x2A]:
+        raise _BadHeader("does not begin with a key frame")
+    return width & 0x3FFF, height & 0x3FFF  # the other bits are for scaling, by the one who shows it
+
+
+def _lossless_frame(data: bytes | memoryview, at: int) -> Size:
+    signature, bits = _unpack("<BI", data, at)
+    if signature != 0x2F or bits >> 29:
+        raise _BadHeader("has an unknown version")
+    return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+
+
+def _uint24(data: Sequence[int]) -> int:
+    return data[0] | data[1] << 8 | data[2] << 16
+
+
+_FRAMES: dict[bytes, Callable[[bytes | memoryview, int], Size]] = {b"VP8 ": _lossy_frame, b"VP8L": _lossless_frame}
+_SIGNATURES: dict[ImageFormat, Callable[[bytes], bool]] = {  # of the first twelve bytes
+    ImageFormat.PNG: lambda head: head.startswith(b"\x89PNG\r\n\x1a\n"),
+    ImageFormat.JPEG: lambda head: head.startswith(b"\xff\xd8\xff"),
+    ImageFormat.GIF: lambda head: head.startswith((b"GIF87a", b"GIF89a")),
+    ImageFormat.WEBP: lambda head: head.startswith(b"RIFF") and head[8:] == b"WEBP",
+}
+_READERS: dict[ImageFormat, Callable[[bytes | memoryview], Size]] = {
+    ImageFormat.PNG: _png,
+    ImageFormat.JPEG: _jpeg,
+    ImageFormat.GIF: _gif,
+    ImageFormat.WEBP: _webp,
+}
