@@ -162,7 +162,7 @@ class Admission:
     @property
     def _payloads(self) -> tuple[Payload, ...]:
         prepared = self._generation.prepared
-        return tuple(map(payload_of, prepared.images)) if prepared is not None else ()
+        return tuple(payload_of(placed.image) for placed in prepared.images) if prepared is not None else ()
 
     def _resolved(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """With max_tokens within the context, and a seed."""

@@ -14,8 +14,9 @@ from trioengine.actors.media import ImageSource, SealedImage, seal_images
 from trioengine.actors.payload import Payload, Reservation
 from trioengine.actors.waiting_line import waits_for
 from trioengine.core.errors import EngineOverloaded, RequestRejected, TimedOut
-from trioengine.core.messages import ImageInput
-from trioengine.text.conversation import PlacedImage
+from trioengine.core.image_part import Image
+from trioengine.core.messages import ImageInput, token_ids
+from trioengine.text.placed_image import PlacedImage
 
 if TYPE_CHECKING:
     from trioengine.actors.engine_state import EngineState
@@ -74,8 +75,9 @@ class RequestImages:
         if (dropped := find_dropped(images)) is not None:
             raise dropped
         for placed in images:
-            payload_of(placed).pin()
-            self._pinned.append(payload_of(placed))
+            payload = payload_of(placed.image)
+            payload.pin()
+            self._pinned.append(payload)
 
     def unpin(self) -> None:
         """Give the pins back: the request is committed, and its link has pins of its own; or it is refused."""
@@ -106,17 +108,16 @@ class RequestImages:
             raise TimedOut(f"timed out while waiting: {exc}") from exc
 
 
-def payload_of(placed: PlacedImage) -> Payload:
-    """The payload that an image's part refers to; RequestRejected where the caller has made the part himself."""
-    payload = placed.image.handle
-    if not isinstance(payload, Payload):
-        raise RequestRejected("invalid_value", f"{placed.name}: is no image of this engine", param=placed.name)
-    return payload
+def payload_of(image: Image) -> Payload:
+    """The payload that an image refers to; RequestRejected for an Image that no engine has made."""
+    if not isinstance(image.handle, Payload):
+        raise RequestRejected("invalid_value", "messages: an Image comes from a session's history", param="messages")
+    return image.handle
 
 
 def find_dropped(images: Iterable[PlacedImage]) -> RequestRejected | None:
     """The error, which names the part, of the first image that was dropped; None if all are there."""
-    placed = next((each for each in images if payload_of(each).is_dropped), None)
+    placed = next((each for each in images if payload_of(each.image).is_dropped), None)
     if placed is None:
         return None
     problem = "the image is not kept any more, because others needed the room; send it again"
@@ -125,7 +126,7 @@ def find_dropped(images: Iterable[PlacedImage]) -> RequestRejected | None:
 
 def image_inputs(images: Iterable[PlacedImage], cache_salt: str, mint: Callable[[], int]) -> tuple[ImageInput, ...]:
     """The images as ADD_MESSAGE announces them, each with a payload id of its own."""
-    return tuple(_image_input(placed, payload_of(placed), cache_salt, mint()) for placed in images)
+    return tuple(_image_input(placed, payload_of(placed.image), cache_salt, mint()) for placed in images)
 
 
 def _image_input(placed: PlacedImage, payload: Payload, cache_salt: str, payload_id: int) -> ImageInput:
@@ -135,5 +136,5 @@ def _image_input(placed: PlacedImage, payload: Payload, cache_salt: str, payload
         digest=blake2b(cache_salt.encode(), digest_size=32, key=payload.digest).digest(),
         info=payload.info,
         num_bytes=payload.num_bytes,
-        tiles=placed.tiles,
+        tiles=token_ids(span.start for span in placed.spans),
     )

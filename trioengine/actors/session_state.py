@@ -164,7 +164,7 @@ class SessionState(abc.ABC):
             num_output=len(answer.token_ids),
             images=image_inputs(prepared.images, params.cache_salt, self._gate.mint),
         )
-        posting = Posting.of(link, message, tuple(map(payload_of, prepared.images)))
+        posting = Posting.of(link, message, tuple(payload_of(placed.image) for placed in prepared.images))
         self.worker_session.attach(link)
         self._apply(Event.RESUME, posting=posting)
         self._move(generation, Stand.WAITING)
@@ -231,8 +231,8 @@ class SessionState(abc.ABC):
         if not (self._payloads or in_flight or committed):
             return
         is_over = self.phase is Phase.ENDED
-        wanted = () if is_over else (*map(payload_of, in_flight), *map(payload_of, committed))
-        before, self._payloads = self._payloads, tuple(dict.fromkeys(wanted))
+        images = () if is_over else (*committed, *(placed.image for placed in in_flight))
+        before, self._payloads = self._payloads, tuple(dict.fromkeys(map(payload_of, images)))
         for payload in self._payloads:
             payload.hold()
         for payload in before:

@@ -50,7 +50,7 @@ def read_header(
         width, height = _READERS[format](data)
     except _BadHeader as exc:
         raise _rejected("image_parse_error", f"the {FORMAT_NAMES[format]} image {exc}", where) from None
-    _check_size(width, height, max_pixels, where)
+    check_size(width, height, max_pixels, where)
     return ImageInfo(format, width, height)
 
 
@@ -72,7 +72,8 @@ def _check_media_type(media_type: str, format: ImageFormat, where: str) -> None:
         raise _rejected("invalid_image_format", problem, where)
 
 
-def _check_size(width: int, height: int, max_pixels: int, where: str) -> None:
+def check_size(width: int, height: int, max_pixels: int = MAX_PIXELS, where: str = "image") -> None:
+    """Raise RequestRejected, naming `where`, for an image without pixels or with too many."""
     shown = f"the image is {width} x {height} pixels"
     if not width or not height:
         raise _rejected("image_parse_error", shown, where)
