@@ -255,6 +255,32 @@ def offline(
     bench_offline(config, requests, prompt_len, output_len, repeat=repeat, as_json=json)
 
 
+@bench_command("payload")
+@with_options(ENGINE_OPTIONS)
+def bench_payload(
+    model: Annotated[str, typer.Argument(help="A vision model's directory.")],
+    requests: Annotated[int, typer.Option(min=1, help="Requests of a wave, all at once.")] = 128,
+    waves: Annotated[int, typer.Option(min=1, help="Waves, one after the other.")] = 5,
+    image_bytes: Annotated[int, typer.Option(min=3, help="Bytes of each request's picture, as raw RGB.")] = 10_000_000,
+    output_len: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 64,
+    slow: Annotated[float, typer.Option(min=0, max=1, help="Share of readers that take 0.5 s for each piece.")] = 0.0,
+    leave: Annotated[float, typer.Option(min=0, max=1, help="Share of readers that leave on the way.")] = 0.0,
+    kill: Annotated[bool, typer.Option("--kill", help="Kill the worker in every second wave.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="An .svg or .png file for the memory over time.")] = None,
+    json: Json = False,
+    **fields: object,
+) -> None:
+    """Images and long answers.
+
+    The memory of the engine's process while it takes images and streams answers, over several waves.
+    """
+    from trioengine.cli.bench.payload import PayloadWork
+    from trioengine.cli.bench.payload import bench_payload as run_bench
+
+    config = build(EngineConfig, fields, model=model)
+    run_bench(config, PayloadWork(requests, waves, image_bytes, output_len, slow, leave, kill), plot=plot, as_json=json)
+
+
 @bench_command("serve")
 @with_options(LOAD_OPTIONS)
 def bench_serve(

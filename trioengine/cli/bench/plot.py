@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from trioengine.cli.bench.figures import values
 from trioengine.cli.bench.load import Run
+from trioengine.cli.bench.memory_curve import MB, MemorySample
 from trioengine.cli.bench.sample import End
 from trioengine.core.errors import InvalidConfig
 
@@ -39,4 +40,23 @@ def plot(run: Run, metrics: Sequence[str], path: Path) -> None:
         axes.locator_params(axis="x", nbins=5)
         axes.grid(visible=True, alpha=0.3)
     figure.axes[0].set_ylabel("share")
+    figure.savefig(path)
+
+
+def plot_memory(samples: Sequence[MemorySample], path: Path) -> None:
+    """Draw the memory of a process over time, in MB; the waves are shaded in turn."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    axes = figure.subplots()
+    times = [sample.at for sample in samples]
+    axes.plot(times, [sample.total / MB for sample in samples], label="resident + memfds")
+    axes.plot(times, [sample.rss / MB for sample in samples], label="resident")
+    for wave in {sample.wave for sample in samples if sample.wave % 2}:
+        during = [sample.at for sample in samples if sample.wave == wave]
+        axes.axvspan(during[0], during[-1], alpha=0.1)
+    axes.set(xlabel="s", ylabel="MB")
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="upper right")
+    axes.grid(visible=True, alpha=0.3)
     figure.savefig(path)
