@@ -1,4 +1,4 @@
-"""The budget of payloads: every byte is given back once, what is pinned is never dropped, what nobody wants is closed."""
+"""The budget of payloads: bytes are given back once, what is pinned stays, what nobody wants is closed."""
 
 from itertools import count
 

@@ -71,7 +71,7 @@ def _memfds() -> int:
     total = 0
     for link in Path("/proc/self/fd").iterdir():
         try:
-            if os.readlink(link).startswith("/memfd:"):
+            if str(link.readlink()).startswith("/memfd:"):
                 total += link.stat().st_size
         except OSError:  # closed meanwhile
             continue
