@@ -141,18 +141,21 @@ def chat(
 ) -> None:
     """Talk to a model.
 
-    On a terminal Ctrl+C stops an answer, and what came of it stays in the conversation. An empty line, Ctrl+D, or
-    Ctrl+C where a line is awaited, ends the chat. Of a pipe each line that is not empty is a message.
+    On a terminal Ctrl+C stops an answer, and what came of it stays in the conversation. /bye, Ctrl+D, or Ctrl+C
+    where a line is awaited, ends the chat. Each line of a pipe that is not empty is a message.
     """
-    from trioengine.cli.chatting import hold_chat
-    from trioengine.cli.sessions import local_session, remote_session
+    from trioengine.cli.keys import hidden_on_terminal
 
-    params = build(SamplingParams, fields)
-    if connect is not None:
-        hold_chat(partial(remote_session, connect, api_key, model), model or connect, params)
-    else:
-        config = build(EngineConfig, fields, model=DEFAULT_MODEL if model is None else model)
-        hold_chat(partial(local_session, config), config.model, params)
+    with hidden_on_terminal():  # from here on: the imports take a part of a second
+        from trioengine.cli.chatting import hold_chat
+        from trioengine.cli.sessions import local_session, remote_session
+
+        params = build(SamplingParams, fields)
+        if connect is not None:
+            hold_chat(partial(remote_session, connect, api_key, model), model or connect, params)
+        else:
+            config = build(EngineConfig, fields, model=DEFAULT_MODEL if model is None else model)
+            hold_chat(partial(local_session, config), config.model, params)
 
 
 @command()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
-from trioengine.cli.printable import printable
+from trioengine.cli.screen import fitted
 
 
 def complain(text: str, *, before: str = "") -> None:
     """Write a line to stderr; `before` ends the line before it."""
     with suppress(OSError):
-        print(f"{before}trioengine: {printable(text)}", file=sys.stderr, flush=True)
+        print(f"{before}{fitted(f'trioengine: {text}', sys.stderr)}", file=sys.stderr, flush=True)

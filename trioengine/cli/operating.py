@@ -10,11 +10,12 @@ from urllib.parse import urlencode
 import trio
 
 from trioengine.cli.bench.http_client import Address, BackendError, exchange
-from trioengine.cli.printable import json_line, printable
+from trioengine.cli.json_line import json_line
 from trioengine.client import address
 from trioengine.client.problems import error_of
 from trioengine.core.bounds import is_key
 from trioengine.core.errors import ConnectionLost, EngineError, InvalidConfig, RequestRejected
+from trioengine.core.printable import printable
 
 _KEY_REFUSALS = ("invalid_api_key", "admin_key_required")
 

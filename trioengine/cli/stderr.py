@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 
-from trioengine.cli.printable import printable
-
 _FLAG, _VARIABLE = "--log-json", "TRIOENGINE_LOG_JSON"
 _NO = ("", "0", "false", "f", "no", "n", "off")
 
@@ -36,9 +34,13 @@ class Stderr:
         self._write("error", " ".join(message.split()), error)
 
     def _write(self, level: str, message: str, error: BaseException | None = None) -> None:
-        text = printable(f"trioengine: {level}: {message}")
+        if not self.as_json:
+            from trioengine.cli.complaints import complain  # its wrapping wants a library that `--help` does without
+
+            complain(f"{level}: {message}")
+            return
         with suppress(OSError):  # where nothing reads it
-            print(json_record(level, "trioengine", message, error) if self.as_json else text, file=sys.stderr)
+            print(json_record(level, "trioengine", message, error), file=sys.stderr)
 
 
 def json_record(level: str, logger: str, message: str, error: BaseException | None = None) -> str:
