@@ -72,7 +72,7 @@ def test_the_story(said):
 
 @pytest.mark.parametrize("power", ["loading", "falling_asleep", "restarting"])
 def test_a_change_has_no_parts(power):
-    """Which part of the memory is there, a change leaves open."""
+    """During a change the server does not report them."""
     state = {"is_sleeping": False, "level": None, "tags": [], "power": power, "weight_version": 2}
     assert _sentence(state) == f"{power.replace('_', ' ')}; weight version 2"
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from trioengine.cli.answering import check_prompt, write_answer
 from trioengine.cli.complaints import complain
-from trioengine.cli.screen import fitted
+from trioengine.cli.screen import wrapped
 from trioengine.cli.sessions import AnySession
 from trioengine.cli.terminal import read_message, stopped_by_interrupt
 from trioengine.core.errors import RequestRejected, WorkerLost
@@ -81,4 +81,4 @@ class Repl:
 
 
 def _say(text: str) -> None:
-    print(fitted(text, sys.stdout))
+    print(wrapped(text, sys.stdout))

@@ -29,10 +29,8 @@ class Screen:
         return self._wrap.flush()
 
 
-def fitted(text: str, stream: TextIO) -> str:
-    """A whole text, printable, for a stream: broken at words if it is a terminal."""
-    if not stream.isatty():
-        return printable_lines(text)
+def wrapped(text: str, stream: TextIO) -> str:
+    """A whole text for a stream, which is a terminal."""
     screen = Screen(stream)
     return screen.feed(text) + screen.flush()
 

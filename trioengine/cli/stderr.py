@@ -10,6 +10,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from trioengine.cli.complaints import complain
 from trioengine.cli.config_file import is_true
 
 _FLAG, _VARIABLE = "--log-json", "TRIOENGINE_LOG_JSON"
@@ -38,8 +39,6 @@ class Stderr:
 
     def _write(self, level: str, message: str, error: BaseException | None = None) -> None:
         if not self.as_json:
-            from trioengine.cli.complaints import complain  # its wrapping wants a library that `--help` does without
-
             complain(f"{level}: {message}")
             return
         with suppress(OSError):  # where nothing reads it
