@@ -197,6 +197,18 @@ def test_an_empty_line_does_nothing():
         assert user.process.wait(PATIENCE) == 0
 
 
+def test_an_empty_line_does_nothing_where_the_answers_go_to_a_file():
+    master, terminal = pty.openpty()
+    command = [sys.executable, "-c", CHAT, "0", "--max-tokens", "3"]
+    with subprocess.Popen(command, stdin=terminal, stdout=subprocess.PIPE) as process:
+        os.write(master, b"\n\nhello\n" + CTRL_D)
+        shown, _ = process.communicate(timeout=PATIENCE)
+    os.close(master)
+    os.close(terminal)
+    assert process.returncode == 0
+    assert re.fullmatch(rb"loading\n> > > ...\n> ", shown)
+
+
 def test_everything_breaks_at_words():
     """The first line, the help, errors, and the notice of a reset."""
     with chat("toy", columns=25) as user:
