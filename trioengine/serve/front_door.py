@@ -141,7 +141,8 @@ class FrontDoor:
         with trio.move_on_after(BEYOND_TIMEOUT) as scope:
             request = await self._next_request(guest)
         if scope.cancelled_caught:
-            raise self._no_place()
+            with logged_if_unreadable(guest.http):
+                raise self._no_place()
         if request is None:
             return
         with self._serving(guest, request, (b"connection", b"close")):

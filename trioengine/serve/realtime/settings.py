@@ -45,7 +45,9 @@ class Settings:
 
     def for_response(self, fields: Mapping[str, Any]) -> Settings:
         """These with the fields of a response.create. Raises ClientError."""
-        return self._with(fields, _FIXED, ("metadata",), "response")
+        return self._with(
+            fields, _FIXED, ("metadata", "conversation", "input"), "response"
+        )  # these two are read already
 
     def params(self, where: str) -> SamplingParams:
         """The engine's parameters. Raises ClientError."""
