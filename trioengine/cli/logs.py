@@ -8,6 +8,7 @@ import sys
 import threading
 from datetime import UTC, datetime
 
+from trioengine.actors.supervisor import LOSS_FIELDS
 from trioengine.serve.access_log import FIELDS
 from trioengine.serve.log_fields import CONTEXT, ContextFilter
 
@@ -59,7 +60,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        for name in (*CONTEXT, *FIELDS):
+        for name in (*CONTEXT, *FIELDS, *LOSS_FIELDS):
             if (value := getattr(record, name, None)) is not None:
                 shown[name] = value
         if record.exc_info:
