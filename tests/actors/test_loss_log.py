@@ -77,11 +77,10 @@ async def test_a_request_that_is_given_up(autojump_clock, losses):
 async def test_the_last_attempt(autojump_clock, losses):
     """Also of workers that could not be started, which have no pid."""
     with pytest.raises(WorkerLost, match="died 3 times"):
-        async with simulated_engine(BOUNDED) as (_, simulation):
+        async with simulated_engine(BOUNDED) as (engine, simulation):
             simulation.failing_starts = 1
             simulation.worker.kill()
-            while len(simulation.workers) == 1:
-                await trio.sleep(0.1)
+            await until_restarted(engine)
             simulation.worker.kill()
             await trio.sleep_forever()
     steps = [(record.worker_pid, record.getMessage().rpartition("; ")[2]) for record in losses()]
