@@ -40,9 +40,9 @@ class RefusedText(str):
 class WebSocketProtocol(WSConnection):
     """What trio-websocket reads and writes, in place of wsproto's own.
 
-    Messages come whole, or as far as they are longer than `max_message_size` bytes, so that it matters little in how many
-    fragments they are sent. The bytes of one that is on its way are taken of `held`; where there is no room for them, a
-    RefusedText comes in its place. A client that breaks the rules gets a close, after which nothing is sent.
+    Messages come whole, or as far as they are longer than `max_message_size` bytes, so that it matters little in how
+    many fragments they are sent. The bytes of one that is on its way are taken of `held`; where there is no room for
+    them, a RefusedText comes in its place. A client that breaks the rules gets a close, after which nothing is sent.
     """
 
     def __init__(self, max_message_size: int, held: Held) -> None:
