@@ -88,11 +88,12 @@ class Admission:
         limit = self._engine.limits.max_model_len
         conversation.check_length(least_prompt(prompt) if drops else prompt, limit)
         most = prompt_limit(limit, generation.params.max_tokens) if drops else None
+        ratio = self._session.retention_ratio
         if prompt_length(prompt) + conversation.size > self._engine.ports.thread_threshold:
-            prepared = await self._engine.ports.run_in_thread(conversation.prepare, prompt, most)
+            prepared = await self._engine.ports.run_in_thread(conversation.prepare, prompt, most, ratio)
         else:
             await trio.lowlevel.checkpoint()
-            prepared = conversation.prepare(prompt, most)
+            prepared = conversation.prepare(prompt, most, ratio)
         self._check(prepared, generation.params)
         generation.prepared = prepared
         model = self._engine.model

@@ -57,6 +57,7 @@ class Session(SessionState):
         "end_cause",
         "label",
         "overflow",
+        "retention_ratio",
     )
 
     def __init__(
@@ -72,7 +73,8 @@ class Session(SessionState):
     ) -> None:
         super().__init__(engine)
         self.label = label
-        self.overflow = check_overflow(overflow)  # of the requests that follow
+        self.overflow = check_overflow(overflow)  # of the requests that follow, as the next
+        self.retention_ratio = 1.0  # of the limit, to which a chat over it is shortened
         self.end_cause: Cause | None = None
         self._initial_history = history
         self._wait = wait

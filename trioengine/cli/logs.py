@@ -9,6 +9,7 @@ import threading
 from datetime import UTC, datetime
 from typing import Any
 
+from trioengine.actors.supervisor import LOSS_FIELDS
 from trioengine.core.printable import printable, printable_lines
 from trioengine.serve.access_log import FIELDS
 from trioengine.serve.log_fields import CONTEXT, ContextFilter
@@ -64,7 +65,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        for name in (*CONTEXT, *FIELDS):
+        for name in (*CONTEXT, *FIELDS, *LOSS_FIELDS):
             if (value := getattr(record, name, None)) is not None:
                 shown[name] = value
         if record.exc_info:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, TypedDict
 
 from trioengine.core.config import DType, EngineConfig, Kernels, OnWorkerLoss
 from trioengine.core.errors import RequestRejected
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.suggestion import did_you_mean
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -103,6 +103,5 @@ def _names(cls: type[SamplingParams] | type[EngineConfig]) -> list[str]:
 def _check_names(function: str, options: Iterable[str], fields: list[str], others: tuple[str, ...]) -> None:
     for name in options:
         if name not in fields:
-            nearest = difflib.get_close_matches(name, [*fields, *others], n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            hint = did_you_mean(name, (*fields, *others))
             raise TypeError(f"{function} has no argument {name!r}{hint}")

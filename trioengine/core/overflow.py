@@ -25,3 +25,12 @@ def prompt_limit(max_model_len: int, max_tokens: int | None) -> int:
     """
     room = max_model_len // 4 if max_tokens is None else min(max_tokens, max_model_len // 2)
     return max_model_len - room
+
+
+def retained(limit: int, ratio: float) -> int:
+    """Tokens to which a prompt over its `limit` is shortened.
+
+    With a ratio below 1 more turns go at once than have to, so that the next ones fit without a cut, and find the
+    prompt before them in the prefix cache.
+    """
+    return int(limit * ratio)
