@@ -71,6 +71,11 @@ def brief(value: object) -> str:
     return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
 
 
+def counted(count: int, noun: str) -> str:
+    """The count with its noun, in the plural unless there is one."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def printable(text: str, length: int = 200) -> str:
     """A message of another library about a file: at most `length` characters, control characters escaped."""
     shown = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text[:length])

@@ -94,7 +94,7 @@ def check_decided(engine: Engine) -> None:
         generation = session.generation
         if generation is not None and session.phase in GOING:
             assert generation.outcome is None, f"it has its outcome, and goes on: {session}"
-            assert trio.current_time() < generation.deadline, f"its time is over, and it goes on: {session}"
+            assert trio.current_time() < generation.deadline.at, f"its time is over, and it goes on: {session}"
 
 
 def check_stopped(engine: Engine, generations: AbstractSet[Generation | None]) -> None:
