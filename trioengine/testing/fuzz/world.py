@@ -22,7 +22,8 @@ from trioengine.testing.fuzz.accounts import Accounts
 from trioengine.testing.fuzz.admissions import Admissions
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.machine import Machine
-from trioengine.testing.fuzz.oracles import Troubles, check_decided, check_limits
+from trioengine.testing.fuzz.oracles import check_decided, check_limits
+from trioengine.testing.fuzz.troubles import Troubles
 from trioengine.testing.sim_loop import SimLoop
 from trioengine.testing.simulated_worker import SIGSEGV, Health, SimulatedWorker
 from trioengine.testing.simulation import Simulation
