@@ -58,7 +58,8 @@ async def test_one_that_waits_for_a_connection_is_ended(autojump_clock):
         await clients.all_closed()
 
 
-async def test_a_request_behind_another_of_its_session_is_ended(autojump_clock, remote):
+async def test_a_request_behind_another_of_its_session_is_ended(autojump_clock, remote, clients):
+    """It waits for the end of one that was aborted, whose worker hangs."""
     async with remote.open_session() as session, trio.open_nursery() as nursery:
         completions = []
 
@@ -67,11 +68,12 @@ async def test_a_request_behind_another_of_its_session_is_ended(autojump_clock, 
 
         async with session.generate("one", LONG) as first:
             await anext(first)
+            clients.simulation.worker.hang()
             first.abort()
             nursery.start_soon(ask)
-            await trio.lowlevel.checkpoint()
-            remote.abort("second")
-        nursery.cancel_scope.deadline = trio.current_time() + 60
+            await wait_all_tasks_blocked()
+            assert completions == []
+            assert [remote.abort("second"), remote.abort("second")] == [1, 0]
     assert [completion.cause for completion in completions] == [Cause.CLIENT]
 
 
