@@ -74,6 +74,7 @@ async def test_a_request_behind_another_of_its_session_is_ended(autojump_clock, 
             await wait_all_tasks_blocked()
             assert completions == []
             assert [remote.abort("second"), remote.abort("second")] == [1, 0]
+        await clients.engine.ready()
     assert [completion.cause for completion in completions] == [Cause.CLIENT]
 
 
