@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 import trio
@@ -130,9 +129,7 @@ class Session(SessionState):
         self.id = self._gate.admit_session()
         self._engine.adopt(self)
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         self.end()
 
     def generate(
