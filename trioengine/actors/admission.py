@@ -48,7 +48,8 @@ class Admission:
                 await self._commit()
             except TimedOut as exc:
                 session.abort_request(generation, Cause.TIMEOUT)
-                raise generation.timed_out(str(exc)) from exc.__cause__
+                exc.completion = generation.completion
+                raise
             except Exception as exc:
                 if generation.outcome is not None and isinstance(exc, EngineError):
                     return  # it was aborted before it was refused
@@ -65,7 +66,7 @@ class Admission:
         """Wait for a slot, as far as asked to, and take it. Raises TimedOut if the deadline passes first."""
         session, generation = self._session, self._generation
         await session.open_for_request()
-        with trio.move_on_at(generation.deadline):
+        with trio.move_on_at(generation.deadline.at):
             while session.phase is Phase.STOPPING and session.generation is not None:
                 await session.generation.settled.wait()
         if session.phase is Phase.STOPPING:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trioengine.actors.deadline import Deadline
 from trioengine.actors.readable import Readable
 from trioengine.actors.request_times import RequestTimes
 from trioengine.core.completion import Chunk as Chunk
 from trioengine.core.completion import Completion as Completion
-from trioengine.core.errors import RequestRejected
 from trioengine.core.ledger import Stand
 from trioengine.core.messages import FinishReason, Logprobs, TokensRow, Usage
 from trioengine.core.outcome import Cause, Outcome
@@ -51,7 +51,6 @@ class Generation(Readable["Session"]):
         "_offer",
         "abort_cause",
         "answer",
-        "label",
         "losses",
         "prepared",
         "prompt",
@@ -69,15 +68,11 @@ class Generation(Readable["Session"]):
         params: SamplingParams,
         *,
         keep_partial: bool,
-        deadline: float,
+        deadline: Deadline,
         wait: bool | None,
         label: str | None = None,
     ) -> None:
-        super().__init__(session, params, keep_partial=keep_partial, deadline=deadline, wait=wait)
-        if not (label is None or isinstance(label, str)):
-            shown = type(label).__name__
-            raise RequestRejected("invalid_value", f"label must be a string, got {shown}", param="label")
-        self.label = label
+        super().__init__(session, params, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label)
         self.prompt: Any = prompt  # of any type, until it is prepared; then it is dropped
         # The session's part: it alone writes these.
         self.stand = Stand.PREPARING
@@ -94,13 +89,9 @@ class Generation(Readable["Session"]):
         self._num_texts_read = 0
         self._offer: Callable[[], bool] = _decline
 
-    def __repr__(self) -> str:
-        state = self.stand.value if self.outcome is None else self.outcome.finish_reason.value
-        return f"<Generation {self._request_id} {state}>"
-
-    def is_called(self, name: int | str) -> bool:
-        """Whether this is its id or its label."""
-        return name == (self.label if isinstance(name, str) else self._request_id)
+    @property
+    def _progress(self) -> str:
+        return self.stand.value
 
     def _answer(self, outcome: Outcome) -> Completion:
         answer = self.answer

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from trioengine.cli.kinds import element_of, fits, is_list, rule
-from trioengine.cli.suggestion import suggestion
 from trioengine.core.bounds import brief
 from trioengine.core.errors import InvalidConfig
+from trioengine.core.suggestion import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def is_true(path: Path, name: str) -> bool:
 def _suggestion(key: str, kinds: Iterable[str]) -> str:
     """The option that was probably meant, spelled as the key is."""
     options = kinds if "_" in key else [name.replace("_", "-") for name in kinds]
-    return suggestion(key, options)
+    return did_you_mean(key, options)
 
 
 def _load(path: Path) -> dict[str, Any]:

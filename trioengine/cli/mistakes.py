@@ -11,9 +11,9 @@ import typer
 
 from trioengine.cli.kinds import element_of, rule
 from trioengine.cli.sources import words
-from trioengine.cli.suggestion import suggestion
 from trioengine.core.bounds import brief
 from trioengine.core.serve_config import ServeConfig
+from trioengine.core.suggestion import did_you_mean
 
 _SECRETS = {field.name for field in dataclasses.fields(ServeConfig) if not field.repr}
 
@@ -43,7 +43,7 @@ def _problem(error: Any) -> str:
 def _near(error: Any) -> str:
     """The option that was probably meant."""
     known = [] if error.ctx is None else list(_flags(error.ctx.command))
-    return suggestion(error.option_name.lstrip("-"), known, "--")
+    return did_you_mean(error.option_name.lstrip("-"), known, "--")
 
 
 def _flags(command: Any) -> Iterator[str]:

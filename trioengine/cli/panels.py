@@ -6,8 +6,8 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-from trioengine.cli.suggestion import suggestion
 from trioengine.core.bounds import brief
+from trioengine.core.suggestion import did_you_mean
 
 PANELS = {
     "Model": ("device", "dtype", "kernels", "batch_invariant", "num_threads", "max_model_len", "served_model_name"),
@@ -67,7 +67,7 @@ class CommandGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None:
-            ctx.fail(f"unknown command {brief(args[0])}{suggestion(args[0], self.commands)}")
+            ctx.fail(f"unknown command {brief(args[0])}{did_you_mean(args[0], self.commands)}")
         return super().resolve_command(ctx, args)
 
 

@@ -73,6 +73,11 @@ def brief(value: object) -> str:
     return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
 
 
+def counted(count: int, noun: str) -> str:
+    """The count with its noun, in the plural unless there is one."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def excerpt(text: str, length: int = 200) -> str:
     """A message of another library about a file, printable on one line of at most `length` characters."""
     shown = printable(text[:length])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias, cast, get_args
 
-from trioengine.core.errors import RequestRejected
+from trioengine.core.arguments import rejected
 
 Overflow: TypeAlias = Literal["refuse", "drop_oldest_turns"]
 
@@ -13,7 +13,7 @@ def check_overflow(overflow: object) -> Overflow:
     """Return the policy of this name. Raises RequestRejected for another one."""
     if overflow not in get_args(Overflow):
         names = " or ".join(map(repr, get_args(Overflow)))
-        raise RequestRejected("invalid_value", f"overflow must be {names}, got {overflow!r:.60}", param="overflow")
+        raise rejected("overflow", f"must be {names}, got {overflow!r:.60}")
     return cast("Overflow", overflow)
 
 
