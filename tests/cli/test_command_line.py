@@ -30,10 +30,10 @@ def no_variables(monkeypatch):
 
 BAD = [
     (["nope"], 2, "error: unknown command 'nope'. See trioengine --help.\n"),
-    (["sevre"], 2, "error: unknown command 'sevre'; did you mean serve? See trioengine --help.\n"),
-    (["bench", "offlin"], 2, "error: unknown command 'offlin'; did you mean offline? See trioengine bench --help.\n"),
+    (["sevre"], 2, "error: unknown command 'sevre'; did you mean 'serve'? See trioengine --help.\n"),
+    (["bench", "offlin"], 2, "error: unknown command 'offlin'; did you mean 'offline'? See trioengine bench --help.\n"),
     (["serve", "--nope"], 2, "error: unknown option --nope. See trioengine serve --help.\n"),
-    (["serve", "--prot"], 2, "error: unknown option --prot; did you mean --port? See trioengine serve --help.\n"),
+    (["serve", "--prot"], 2, "error: unknown option --prot; did you mean '--port'? See trioengine serve --help.\n"),
     (["serve", "--port"], 2, "error: --port needs a value.\n"),
     (["serve", "--insecure=1"], 2, "error: --insecure takes no value.\n"),
     (["serve", "toy", "two"], 2, "error: unexpected argument 'two'. See trioengine serve --help.\n"),

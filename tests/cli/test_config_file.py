@@ -94,8 +94,8 @@ def test_other_commands_take_one_too(capsys, file, command):
 
 BAD = [
     ("colour = 1", "'colour' is not an option of this command"),
-    ("max-num-seq = 1", "'max-num-seq' is not an option of this command; did you mean max-num-seqs?"),
-    ("max_num_seq = 1", "'max_num_seq' is not an option of this command; did you mean max_num_seqs?"),
+    ("max-num-seq = 1", "'max-num-seq' is not an option of this command; did you mean 'max-num-seqs'?"),
+    ("max_num_seq = 1", "'max_num_seq' is not an option of this command; did you mean 'max_num_seqs'?"),
     ("prompt = 'x'", "'prompt' is not an option of this command"),
     ("config = 'x'", "'config' is not an option of this command"),
     ("[server]\nport = 1", "'server' is not an option of this command"),
@@ -183,6 +183,6 @@ def test_a_variable_with_a_typo_is_reported(capsys, served, monkeypatch):
     monkeypatch.setenv("TRIOENGINE_ZZZ", "4")
     assert served()[0] == EngineConfig()
     assert capsys.readouterr().err.splitlines() == [
-        "trioengine: warning: no option has the variable TRIOENGINE_MAX_NUM_SEQ; did you mean TRIOENGINE_MAX_NUM_SEQS?",
+        "trioengine: warning: no option has the variable TRIOENGINE_MAX_NUM_SEQ; did you mean 'TRIOENGINE_MAX_NUM_SEQS'?",
         "trioengine: warning: no option has the variable TRIOENGINE_ZZZ",
     ]

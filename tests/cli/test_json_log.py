@@ -57,7 +57,7 @@ def test_a_file_may_ask_for_it(tmp_path):
         typo, refusal = records(process.stderr)
     assert (typo["level"], typo["message"]) == (
         "warning",
-        "no option has the variable TRIOENGINE_PROT; did you mean TRIOENGINE_PORT?",
+        "no option has the variable TRIOENGINE_PROT; did you mean 'TRIOENGINE_PORT'?",
     )
     assert "port must be an integer" in refusal["message"]
 
