@@ -31,7 +31,7 @@ export interface Settings {
   logit_bias?: Record<string, number> | null;
   skip_special_tokens?: boolean | null;
   /** For a conversation that outgrows the context: leave out the oldest turns, or refuse. */
-  truncation?: "auto" | "disabled" | null;
+  truncation?: "auto" | "disabled" | { type: "retention_ratio"; retention_ratio: number } | null;
 }
 
 export interface ResponseSettings extends Settings {

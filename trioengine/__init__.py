@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from trioengine.core.errors import SessionEnded as SessionEnded
     from trioengine.core.errors import TimedOut as TimedOut
     from trioengine.core.errors import TransitionFailed as TransitionFailed
+    from trioengine.core.errors import UnknownArgument as UnknownArgument
     from trioengine.core.errors import WorkerLost as WorkerLost
     from trioengine.core.lifecycle import Power as Power
     from trioengine.core.messages import FinishReason as FinishReason
@@ -72,6 +73,7 @@ _HOMES = {
     "SessionEnded": "trioengine.core.errors",
     "TimedOut": "trioengine.core.errors",
     "TransitionFailed": "trioengine.core.errors",
+    "UnknownArgument": "trioengine.core.errors",
     "WorkerLost": "trioengine.core.errors",
     "Power": "trioengine.core.lifecycle",
     "FinishReason": "trioengine.core.messages",

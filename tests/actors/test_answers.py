@@ -26,7 +26,7 @@ async def test_an_answer_is_the_models(autojump_clock, simulated):
     assert completion.finish_reason is (FinishReason.STOP if expected[-1] == IM_END else FinishReason.LENGTH)
     assert session.history == [*chat("hello"), {"role": "assistant", "content": completion.text}]
     assert "mine" in repr(session)
-    assert repr(engine) == "<Engine 'toy' awake: 1 sessions, 0 requests>"
+    assert repr(engine) == "<Engine 'toy' awake: 1 session, 0 requests>"
     assert len(repr(session)) < 80
     assert len(repr(generation)) < 80
 

@@ -5,6 +5,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineClosed, EngineConfig, EngineOverloaded, FinishReason, InvariantError, TimedOut
+from trioengine.actors.deadline import NEVER, deadline_after
 from trioengine.actors.gate import Gate
 from trioengine.core.ledger import Stand
 from trioengine.core.lifecycle import PowerEvent
@@ -20,7 +21,7 @@ class Caller:
         self.answer = None
         self._admit = (gate, line, admission)
 
-    async def run(self, deadline=float("inf")):
+    async def run(self, deadline=NEVER):
         gate, line, admission = self._admit
         with self.scope:
             try:
@@ -131,7 +132,7 @@ async def test_who_was_handed_a_slot_has_it_though_cancelled_in_the_same_step(sl
 
 async def test_a_deadline_passes_the_slot_on(autojump_clock, slots):
     async with trio.open_nursery() as nursery:
-        (first,) = await slots.queue(nursery, 1, deadline=trio.current_time() + 5)
+        (first,) = await slots.queue(nursery, 1, deadline=deadline_after(5))
         (second,) = await slots.queue(nursery, 1)
         await trio.sleep(5)
         await wait_all_tasks_blocked()

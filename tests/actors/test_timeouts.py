@@ -300,3 +300,21 @@ async def test_a_session_that_ends_after_a_timeout_has_ended(autojump_clock, hun
         session.replace_history([])
     with pytest.raises(SessionEnded):
         await session.ask("two", GREEDY)
+
+
+async def test_a_timeout_names_its_seconds_and_how_far_the_call_came(autojump_clock):
+    async with simulated_engine(ONE_SLOT) as (engine, simulation), engine.open_session() as session:
+        with pytest.raises(TimedOut) as caught:
+            await session.ask("one", LONG, timeout=0.25)
+        came = len(caught.value.completion.text)
+        assert (
+            str(caught.value) == f"timed out after 0.25 s with {came} characters of the answer, which .completion holds"
+        )
+        async with session.generate("one", LONG):
+            with pytest.raises(TimedOut) as caught:
+                await engine.generate("two", GREEDY, timeout=0.5)
+            assert str(caught.value) == "timed out after 0.5 s while waiting: all 1 request slots are taken"
+        simulation.worker.hang()
+        with pytest.raises(TimedOut) as caught:
+            await session.ask("one", LONG, timeout=2.5)
+        assert str(caught.value) == "timed out after 2.5 s before any text"

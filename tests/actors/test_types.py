@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-from trioengine import ChatMessage, Engine, FinishReason, connect, open_engine
+from trioengine import ChatMessage, Engine, FinishReason, blocking, connect, open_engine
 from trioengine.core.config import EngineConfig
 
 message: ChatMessage = {"role": "user", "content": "x"}
@@ -44,6 +44,8 @@ async def wrong(engine: Engine) -> None:
         await session.ask("x", temprature=0)  # typo
         await session.generate("x")  # typo
     await engine.generate("x", max_token=3)  # typo
+    engine.abort(None)  # typo
+    engine.open_session(labl="x")  # typo
     await engine.sleep(3)  # typo
     await engine.sleep(mode="abrt")  # typo
     await engine.update_weights("x", mode="keeep")  # typo
@@ -52,6 +54,29 @@ async def wrong(engine: Engine) -> None:
     async with connect("ws://localhost") as client, client.open_session() as remote:
         await remote.ask("x", max_token=3)  # typo
         await client.generate("x", max_token=3)  # typo
+
+def right_blocking(engine: blocking.Engine) -> None:
+    with engine.open_session(label="x", timeout=3) as session:
+        for chunk in session.generate("x", max_tokens=3, temperature=0, wait=False, label="mine"):
+            print(chunk.text)
+        assert session.ask([message], stop=["a"], timeout=3).usage.completion_tokens > 0
+        session.replace_history([])
+    assert engine.generate("x", max_tokens=3).finish_reason == "stop"
+    engine.sleep(2, mode="keep")
+    engine.wake("kv_cache")
+    assert engine.abort("mine") + engine.abort_all() == 0
+
+def wrong_blocking(engine: blocking.Engine, client: blocking.Client) -> None:
+    session = engine.open_session(labl="x")  # typo
+    session.generate("x", max_token=3)  # typo
+    session.generate("x", max_tokens="3")  # typo
+    session.ask("x", temprature=0)  # typo
+    session.ask("x").txt  # typo
+    engine.generate("x", max_token=3)  # typo
+    engine.sleep(mode="abrt")  # typo
+    engine.wake("kv_cach")  # typo
+    client.generate("x", max_token=3)  # typo
+    client.sleep()  # typo
 """
 
 

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
+from trioengine.core.printable import printable
 from trioengine.hub.model_files import read_model
 from trioengine.testing.toy_model import toy_model
 from trioengine.worker.runner.model_runner import TorchModelRunner
@@ -376,7 +377,7 @@ def read(path):
             action()
         except ModelError as exc:
             message = str(exc).replace(str(path), "")
-            if len(message) > MESSAGE or not message.isprintable():
+            if len(message) > MESSAGE or message != printable(message):
                 return f"a message of {len(message)} characters: {message[:MESSAGE]!a}"
         except BaseException as exc:
             return f"{type(exc).__name__}: {str(exc)[:MESSAGE]!a}"

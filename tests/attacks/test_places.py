@@ -4,12 +4,13 @@ import pytest
 import trio
 from clients import Clients, open_clients, read_all, status_and_body
 from doors import SlowDoor
-from frames import HANDSHAKE, HEALTH, read_until, request
+from frames import HANDSHAKE, HEALTH, frame, read_until, request
 from loopback import on_loopback
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine.serve.front_door import BEYOND_TIMEOUT, MAX_BEYOND
 from trioengine.serve.places import MAX_LEAVING, SHARE, Displaced, Places, network_of
+from trioengine.serve.sockets import LINGER_TIMEOUT
 from trioengine.testing import simulated_engine
 
 VERSION = request("/version")
@@ -79,6 +80,70 @@ async def test_a_request_being_handled_keeps_its_place(autojump_clock):
                 assert status_and_body(await read_all(ours))[0] == 503
             slow.may_answer.set()
             assert status_and_body(await read_all(stream))[0] == 200
+
+
+# ---- refused connections whose client does not close them -----------------------------------------------------------
+
+REFUSED = request("/version", host="evil.org")
+GOODBYE = (1000).to_bytes(2)
+
+
+async def lingering(clients, *exchange):
+    """The client's end of a connection that has its last word, and is not closed by the client."""
+    stream = clients.stream()
+    for sent, end in exchange:
+        await stream.send_all(sent)
+        await read_until(stream, end)
+    await wait_all_tasks_blocked()
+    return stream
+
+
+LINGERING = {
+    "refused": [(REFUSED, b"}")],
+    "unreadable": [(b"garbage\r\n\r\n", b"}")],
+    "websocket": [(HANDSHAKE, b"session.created"), (frame(GOODBYE, 8), GOODBYE)],
+}
+
+
+@pytest.mark.parametrize("exchange", LINGERING.values(), ids=LINGERING)
+async def test_lingering_connections_hold_no_places(autojump_clock, exchange):
+    """They make room before a connection that has waited longer."""
+    async with open_clients(max_connections=3) as clients:
+        idle = clients.stream()
+        await idle.send_all(VERSION)
+        await read_until(idle, b"}")
+        first, second = [await lingering(clients, *exchange) for _ in range(2)]
+        before = trio.current_time()
+        for _ in range(2):
+            newcomer = await lingering(clients, (VERSION, b"}"))
+            await newcomer.aclose()
+        assert trio.current_time() == before
+        assert await is_closed(first)
+        await second.aclose()
+        assert not await is_closed(idle)
+        await idle.aclose()
+        await clients.all_closed()
+        assert clients.server.front_door._places.left == 3
+        assert not clients.server.front_door._places._lingering
+
+
+async def test_one_that_lingers_is_read_to_its_end_where_there_is_room(autojump_clock):
+    async with open_clients(max_connections=3) as clients:
+        stream = await lingering(clients, (REFUSED, b"}"))
+        await stream.send_all(b"x" * 100_000)
+        await trio.sleep(LINGER_TIMEOUT - 0.1)
+        assert clients.server.front_door._places.left == 2
+        await trio.sleep(0.2)
+        assert clients.server.front_door._places.left == 3
+
+
+async def test_refused_connections_beyond_the_limit_leave_room_for_probes(autojump_clock):
+    async with open_clients(max_connections=1) as clients, clients.realtime():
+        before = trio.current_time()
+        for _ in range(2 * MAX_BEYOND):
+            await lingering(clients, (VERSION, b"}"))
+        await lingering(clients, (HEALTH, b'"ok"}'))
+        assert trio.current_time() == before
 
 
 # ---- beyond the limit -----------------------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ from websockets.sync.server import serve
 
 from trioengine.cli.answering import write_answer
 from trioengine.cli.app import run
-from trioengine.cli.printable import json_line
+from trioengine.cli.json_line import json_line
 from trioengine.core.completion import Chunk
 
-EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\x08\rred\n"
-HARMLESS = "␛]0;title␇␛[2J�31m␈red"
+EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\x08\u202e\u2067\rred\n"
+HARMLESS = r"\x1b]0;title\x07\x1b[2J\x9b31m\x08\u202e\u2067red"
 
 
 class HostileServer:
@@ -78,7 +78,7 @@ def test_a_chat_with_a_hostile_server():
         url = f"ws://127.0.0.1:{server.socket.getsockname()[1]}"
         shown = shown_on_a_terminal(["chat", "--connect", url], b"hello\n")
     assert shown.count(HARMLESS) == 2  # the state and the answer
-    assert not set(shown) & {"\x1b", "\x07", "\x08", "\r", "\x9b"}
+    assert not set(shown) & {"\x1b", "\x07", "\x08", "\r", "\x9b", "\u202e", "\u2067"}
 
 
 class HostileHttp(BaseHTTPRequestHandler):

@@ -57,14 +57,14 @@ def test_json_and_files(tmp_path, monkeypatch, capsys, suffix):
 
 def test_a_table_and_a_failure(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TRIOENGINE_HOME", str(tmp_path))
-    refused = plain(503, b'{"error": {"message": "loading"}}')
+    refused = plain(503, b'{"error": {"message": "\\u001b[2Jloading"}}')
     with listening(answer(0), answer(0), refused) as url:
         goals = ["--goodput", "ttft:60000", "e2el:60000"]
         assert run(["bench", "serve", "--base-url", url, "--num-prompts", "3", "--max-concurrency", "1", *goals]) == 1
     printed = capsys.readouterr()
     assert "requests failed" in printed.out
     assert "goodput" in printed.out
-    assert printed.err == "trioengine: error: 2 requests failed: HTTP 503: loading\n"
+    assert printed.err == "trioengine: error: 2 requests failed: HTTP 503: \\x1b[2Jloading\n"
 
 
 @pytest.mark.parametrize("option", ["--save-result", "--plot"])

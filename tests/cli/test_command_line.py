@@ -29,25 +29,39 @@ def no_variables(monkeypatch):
 
 
 BAD = [
-    (["nope"], 2, "nope"),
-    (["serve", "--nope"], 2, "). See trioengine serve --help.\n"),
+    (["nope"], 2, "error: unknown command 'nope'. See trioengine --help.\n"),
+    (["sevre"], 2, "error: unknown command 'sevre'; did you mean 'serve'? See trioengine --help.\n"),
+    (["bench", "offlin"], 2, "error: unknown command 'offlin'; did you mean 'offline'? See trioengine bench --help.\n"),
+    (["serve", "--nope"], 2, "error: unknown option --nope. See trioengine serve --help.\n"),
+    (["serve", "--prot"], 2, "error: unknown option --prot; did you mean '--port'? See trioengine serve --help.\n"),
+    (["serve", "--port"], 2, "error: --port needs a value.\n"),
+    (["serve", "--insecure=1"], 2, "error: --insecure takes no value.\n"),
+    (["serve", "toy", "two"], 2, "error: unexpected argument 'two'. See trioengine serve --help.\n"),
     (["serve", "--port", "70000"], 2, "port must be an integer from 0 to 65535, got 70000"),
-    (["serve", "--max-num-seqs", "many"], 2, "unable to parse string as an integer, got 'many'. See trioengine"),
+    (
+        ["serve", "--max-num-seqs", "many"],
+        2,
+        "--max-num-seqs must be an integer, got 'many'. See trioengine serve --help.\n",
+    ),
     (["serve", "--max-num-seqs", "m" * 1000], 2, "mmm…. See trioengine serve --help.\n"),
-    (["fuzz", "--profile", "lazy"], 2, "'lazy' is not one of 'quick', 'deep'. See trioengine fuzz --help.\n"),
+    (
+        ["fuzz", "--profile", "lazy"],
+        2,
+        "error: --profile must be quick or deep, got 'lazy'. See trioengine fuzz --help.\n",
+    ),
     (["serve", "--max-num-seqs", "0"], 2, "error: --max-num-seqs must be an integer from 1"),
     (["serve", "--max-num-seqs", "4096"], 2, "error: max_num_batched_tokens (2048) must be at least --max-num-seqs (4"),
     (["serve", "--dtype", "float13"], 2, "error: --dtype must be"),
     (["serve", "--host", "0.0.0.0"], 2, "error: --host 0.0.0.0 is reachable from other machines, and there is no key"),
     (["serve", "--api-key", "two words"], 2, "error: --api-key must be keys of visible ASCII characters; they are not"),
     (["serve", "--allowed-origin", "*"], 2, "error: --allowed-origin must be origins such as https://example.com"),
-    (["serve", "--log-level", "loud"], 2, "'loud' is not one of 'debug', 'info', 'warning', 'error'."),
-    (["serve", "--config", "/no/such.toml"], 2, "error: /no/such.toml: No such file or directory"),
+    (["serve", "--log-level", "loud"], 2, "--log-level must be debug, info, warning or error, got 'loud'."),
+    (["serve", "--config", "/no/such.toml"], 2, "error: config file /no/such.toml: No such file or directory"),
     (["fuzz", "--config", "x"], 2, "--config"),
     (["serve", "/no/such/file.gguf"], 1, "'/no/such/file.gguf': no such file"),
     (["serve", "--host", "a..b", "--insecure"], 1, "cannot listen on a..b:8000"),
     (["serve", "--max-connections", "0"], 2, "error: --max-connections must be an integer from 1"),
-    (["generate"], 2, "Missing argument 'prompt'. See trioengine generate --help."),
+    (["generate"], 2, "missing argument 'prompt'. See trioengine generate --help."),
     (["generate", " "], 2, "prompt is empty"),
     (["generate", "hi", "--temperature", "-1"], 2, "temperature"),
     (["generate", "hi", "--max-tokens", "0"], 2, "error: --max-tokens must be"),
@@ -56,7 +70,18 @@ BAD = [
     (["chat", "no-such-model"], 1, "no-such-model"),
     (["pull", "no-such-model"], 1, "no-such-model"),
     (["pull", ""], 1, "empty"),
-    (["bench", "offline", "--requests", "0"], 2, "--requests"),
+    (["bench", "offline", "--requests", "0"], 2, "error: --requests must be an integer of at least 1, got 0. See"),
+    (
+        ["sleep", "--level", "3"],
+        2,
+        "error: --level must be an integer from 1 to 2, got 3. See trioengine sleep --help.",
+    ),
+    (
+        ["sleep", "--timeout", "soon"],
+        2,
+        "error: --timeout must be a number, got 'soon'. See trioengine sleep --help.\n",
+    ),
+    (["generate", "hi", "--stop-token-ids", "a"], 2, "error: --stop-token-ids must be an integer, got 'a'. See"),
     (["bench", "offline", "no-such-model"], 1, "no-such-model"),
     (["bench", "serve", "--num-prompts", "0"], 2, "--num-prompts"),
     (["bench", "serve", "--goodput", "ttft:200", "tpot"], 2, "--goodput must be"),
@@ -66,7 +91,11 @@ BAD = [
     (["bench", "serve", "--goodput", "ttft:9", "http://a"], 2, "unexpected argument 'http://a': a server is --base"),
     (["bench", "serve", "some"], 2, "error: unexpected argument 'some'. See trioengine bench serve --help.\n"),
     (["bench", "serve", "--plot", "x.gif"], 2, "--plot must be a file that ends in .svg or .png"),
-    (["bench", "serve", "--base-url", "http://127.0.0.1:1"], 1, "cannot connect to 127.0.0.1:1"),
+    (
+        ["bench", "serve", "--base-url", "http://127.0.0.1:1"],
+        1,
+        "cannot connect to http://127.0.0.1:1: connection refused",
+    ),
 ]
 
 
@@ -321,6 +350,17 @@ def test_help_says_what_a_chat_does_at_an_interrupt(capsys):
     assert run(["chat", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "Ctrl+C stops an answer, and what came of it stays in the conversation" in shown
+
+
+@pytest.mark.parametrize("command", [[], ["bench"]])
+@pytest.mark.parametrize("columns", ["80", "50"])
+def test_help_shows_the_summaries_of_commands_whole(capsys, monkeypatch, command, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert run([*command, "--help"]) == 0
+    summaries = capsys.readouterr().out.partition("Commands:")[2].splitlines()
+    assert max(map(len, summaries)) <= int(columns)
+    assert not [line for line in summaries if "..." in line or "…" in line]
+    assert columns == "50" or all(line.endswith(".") for line in summaries if line)  # one line each
 
 
 def test_help_says_what_bench_does(capsys):

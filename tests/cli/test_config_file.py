@@ -87,18 +87,20 @@ def test_a_variable_that_is_empty_is_none(served, monkeypatch):
 def test_other_commands_take_one_too(capsys, file, command):
     path = file("max_num_seqs = 0")
     assert run([*command, "--config", path]) == 2
-    assert capsys.readouterr().err.startswith(f"trioengine: error: {path}: max_num_seqs must be an integer from 1")
+    assert capsys.readouterr().err.startswith(
+        f"trioengine: error: config file {path}: max_num_seqs must be an integer from 1"
+    )
 
 
 BAD = [
     ("colour = 1", "'colour' is not an option of this command"),
-    ("max-num-seq = 1", "'max-num-seq' is not an option of this command; did you mean max-num-seqs?"),
-    ("max_num_seq = 1", "'max_num_seq' is not an option of this command; did you mean max_num_seqs?"),
+    ("max-num-seq = 1", "'max-num-seq' is not an option of this command; did you mean 'max-num-seqs'?"),
+    ("max_num_seq = 1", "'max_num_seq' is not an option of this command; did you mean 'max_num_seqs'?"),
     ("prompt = 'x'", "'prompt' is not an option of this command"),
     ("config = 'x'", "'config' is not an option of this command"),
     ("[server]\nport = 1", "'server' is not an option of this command"),
     ("max-num-seqs = 1\nmax_num_seqs = 1", "max_num_seqs is there twice, as max-num-seqs, too"),
-    ("port = '80'", "port must be an integer"),
+    ("port = '80'", "port must be an integer, got '80'"),
     ("port = true", "port must be an integer"),
     ("port = 80.0", "port must be an integer"),
     ("shutdown-timeout = '1'", "shutdown-timeout must be a number"),
@@ -121,7 +123,7 @@ def test_what_cannot_be_is_refused_by_file_and_name(capsys, file, text, problem)
     path = file(text)
     assert run(["serve", "--config", path]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"trioengine: error: {path}: {problem}")
+    assert said.startswith(f"trioengine: error: config file {path}: {problem}")
     assert said.count("\n") == 1
     assert "12345" not in said
 
@@ -129,10 +131,15 @@ def test_what_cannot_be_is_refused_by_file_and_name(capsys, file, text, problem)
 def test_what_only_the_option_knows_is_said_in_the_same_words(capsys, file, monkeypatch):
     path = file("log-level = 'loud'")
     assert run(["serve", "--config", path]) == 2
-    assert f"Invalid value for '{path}: log-level': " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"error: config file {path}: log-level must be debug, info, warning or error, got 'loud'." in said
     monkeypatch.setenv("TRIOENGINE_PORT", "many")
     assert run(["serve"]) == 2
-    assert "Invalid value for 'TRIOENGINE_PORT': " in capsys.readouterr().err
+    assert "error: TRIOENGINE_PORT must be an integer, got 'many'." in capsys.readouterr().err
+    monkeypatch.setenv("TRIOENGINE_PORT", "0")
+    monkeypatch.setenv("TRIOENGINE_INSECURE", "perhaps")
+    assert run(["serve"]) == 2
+    assert "error: TRIOENGINE_INSECURE must be true or false, got 'perhaps'." in capsys.readouterr().err
 
 
 def test_what_is_found_later_is_said_in_the_same_words(capsys, file):
@@ -140,7 +147,7 @@ def test_what_is_found_later_is_said_in_the_same_words(capsys, file):
     assert run(["serve", "--config", path, "toy.gguf"]) == 1  # the model is looked for first
     capsys.readouterr()
     assert run(["serve", "--config", path]) == 2
-    assert capsys.readouterr().err.startswith(f"trioengine: error: {path}: host 0.0.0.0 is reachable")
+    assert capsys.readouterr().err.startswith(f"trioengine: error: config file {path}: host 0.0.0.0 is reachable")
 
 
 def test_an_error_names_the_variable(capsys, monkeypatch):
@@ -153,7 +160,9 @@ def test_two_fields_at_odds_are_both_named(capsys, file):
     path = file("max-num-batched-tokens = 4")
     assert run(["serve", "--config", path, "--max-num-seqs", "5"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"trioengine: error: {path}: max-num-batched-tokens (4) must be at least --max-num-seqs (5)")
+    assert said.startswith(
+        f"trioengine: error: config file {path}: max-num-batched-tokens (4) must be at least --max-num-seqs (5)"
+    )
 
 
 def test_keys_are_not_shown(file):
@@ -174,6 +183,6 @@ def test_a_variable_with_a_typo_is_reported(capsys, served, monkeypatch):
     monkeypatch.setenv("TRIOENGINE_ZZZ", "4")
     assert served()[0] == EngineConfig()
     assert capsys.readouterr().err.splitlines() == [
-        "trioengine: warning: no option has the variable TRIOENGINE_MAX_NUM_SEQ; did you mean TRIOENGINE_MAX_NUM_SEQS?",
+        "trioengine: warning: no option has the variable TRIOENGINE_MAX_NUM_SEQ; did you mean 'TRIOENGINE_MAX_NUM_SEQS'?",
         "trioengine: warning: no option has the variable TRIOENGINE_ZZZ",
     ]

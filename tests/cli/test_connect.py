@@ -140,7 +140,11 @@ def test_a_variable_for_other_commands_is_not(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("url", "exit_code", "said"),
     [
-        ("ws://127.0.0.1:1", 1, "cannot connect to 127.0.0.1:1"),
+        (
+            "ws://127.0.0.1:1",
+            1,
+            "cannot connect to http://127.0.0.1:1: connection refused; is 'trioengine serve' running there?\n",
+        ),
         ("somewhere", 2, "error: --connect must be an address like http://localhost:8000 or ws://"),
     ],
 )

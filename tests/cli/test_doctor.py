@@ -192,14 +192,14 @@ def test_a_machine_without_a_compiler(device, kernels, expected):
 
 
 def test_a_report(capsys):
-    parts = {"memory": lambda: Part({"free_bytes": 2 * 10**9, "gpus": []}, (warning("tight", "buy some"),))}
+    parts = {"memory": lambda: Part({"free_bytes": 2 * 10**9, "gpus": []}, (warning("ti\x1b[mght", "buy some"),))}
     assert examine(parts, as_json=False) == 0
     assert capsys.readouterr().out.splitlines() == [
         "memory",
         "  free                 2.00 GB",
         "  gpus                 none",
         "problems",
-        "  warning: tight",
+        r"  warning: ti\x1b[mght",
         "    -> buy some",
     ]
     assert examine(parts | {"disk": lambda: Part(problems=(fatal("none", "buy one"),))}, as_json=True) == 1

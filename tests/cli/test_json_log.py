@@ -32,9 +32,9 @@ def records(lines):
 
 
 REFUSALS = [
-    (["--nope"], 2, "No such option"),
+    (["--nope"], 2, "unknown option --nope"),
     (["--max-num-seqs", "0"], 2, "--max-num-seqs must be"),
-    (["--log-level", "loud"], 2, "'loud' is not one of"),
+    (["--log-level", "loud"], 2, "log-level must be debug"),
     (["--config", "/no/such.toml"], 2, "/no/such.toml: No such file"),
     (["/no/such/file.gguf"], 1, "no such file"),
     (["--host", "0.0.0.0"], 2, "--host 0.0.0.0 is reachable"),
@@ -57,9 +57,37 @@ def test_a_file_may_ask_for_it(tmp_path):
         typo, refusal = records(process.stderr)
     assert (typo["level"], typo["message"]) == (
         "warning",
-        "no option has the variable TRIOENGINE_PROT; did you mean TRIOENGINE_PORT?",
+        "no option has the variable TRIOENGINE_PROT; did you mean 'TRIOENGINE_PORT'?",
     )
     assert "port must be an integer" in refusal["message"]
+
+
+FILES = [
+    ('log-json = true\nport = "80"', [], 2, "port must be an integer, got '80'"),
+    ("log_json = true\nprot = 80", [], 2, "'prot' is not an option of this command"),
+    ("log-json = true", ["--nope"], 2, "unknown option --nope"),
+    ("log-json = true", ["--port", "many"], 2, "--port must be an integer"),
+]
+
+
+@pytest.mark.parametrize("way", ["flag", "flag with =", "variable"])
+@pytest.mark.parametrize(("text", "arguments", "exit_code", "message"), FILES)
+def test_refusals_when_a_file_asks_for_it(tmp_path, text, arguments, exit_code, message, way):
+    path = tmp_path / "file.toml"
+    path.write_text(text)
+    flags = {"flag": ["--config", str(path)], "flag with =": [f"--config={path}"], "variable": []}[way]
+    environment = {"TRIOENGINE_CONFIG": str(path)} if way == "variable" else {}
+    with serve(*flags, *arguments, environment=environment) as process:
+        (refusal,) = records(process.stderr)
+    assert process.returncode == exit_code
+    assert message in refusal["message"]
+
+
+def test_a_variable_beats_the_file(tmp_path):
+    path = tmp_path / "file.toml"
+    path.write_text('log-json = true\nport = "80"')
+    with serve("--config", str(path), environment={"TRIOENGINE_LOG_JSON": "0"}) as process:
+        assert process.stderr.read().startswith("trioengine: error: config file ")
 
 
 def test_without_it_there_is_text(tmp_path):

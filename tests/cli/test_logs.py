@@ -37,6 +37,17 @@ def test_lines(logs):
     assert second.endswith(" WARNING trioengine: oh [request_id=req_1 client=[::1]:5]")
 
 
+def test_text_from_outside_is_not_obeyed(logs):
+    lines = logs(as_json=False)
+    try:
+        raise ValueError("\x1b[2J\u202e")
+    except ValueError:
+        logging.getLogger("trioengine").exception("loading %s", "a\x1b]0;title\x07\n2026 forged")
+    shown = lines()
+    assert shown[0].endswith(r" ERROR trioengine: loading a\x1b]0;title\x07\n2026 forged")
+    assert shown[-1] == r"ValueError: \x1b[2J\u202e"
+
+
 def test_json(logs):
     lines = logs(as_json=True)
     logger = logging.getLogger("trioengine.access")

@@ -9,7 +9,7 @@ from trio.testing import memory_stream_pair
 
 from trioengine.cli.app import run
 from trioengine.cli.bench.http_client import Address
-from trioengine.cli.operating import _ask
+from trioengine.cli.operating import _ask, _sentence
 from trioengine.core.errors import ConnectionLost
 from trioengine.core.lifecycle import Power
 
@@ -43,18 +43,24 @@ def said(server, capsys):
 
 
 STORY = [
-    (["status"], "awake, weights 1\n"),
-    (["sleep", "--level", "1", "--mode", "keep"], "asleep at level 1 (kv_cache, weights), weights 1\n"),
+    (["status"], "awake: weights loaded, kv cache resident; weight version 1\n"),
+    (
+        ["sleep", "--level", "1", "--mode", "keep"],
+        "asleep at level 1: weights in host memory, kv cache released; weight version 1\n",
+    ),
     (
         ["sleep", "--level", "2", "--mode", "wait", "--timeout", "5"],
-        "asleep at level 2 (kv_cache, weights), weights 1\n",
+        "asleep at level 2: weights discarded, kv cache released; weight version 1\n",
     ),
-    (["wake", "--tags", "kv_cache"], "asleep at level 2 (weights), weights 1\n"),
-    (["wake", "--no-reload"], "asleep at level 2 (weights), weights 1\n"),
-    (["status"], "asleep at level 2 (weights), weights 1\n"),
-    (["wake"], "awake, weights 1\n"),
-    (["sleep"], "asleep at level 1 (kv_cache, weights), weights 1\n"),
-    (["wake", "--tags", "weights", "--tags", "kv_cache"], "awake, weights 1\n"),
+    (["wake", "--tags", "kv_cache"], "asleep at level 2: weights discarded, kv cache resident; weight version 1\n"),
+    (["wake", "--no-reload"], "asleep at level 2: weights discarded, kv cache resident; weight version 1\n"),
+    (["status"], "asleep at level 2: weights discarded, kv cache resident; weight version 1\n"),
+    (["wake"], "awake: weights loaded, kv cache resident; weight version 1\n"),
+    (["sleep"], "asleep at level 1: weights in host memory, kv cache released; weight version 1\n"),
+    (
+        ["wake", "--tags", "weights", "--tags", "kv_cache"],
+        "awake: weights loaded, kv cache resident; weight version 1\n",
+    ),
 ]
 
 
@@ -62,6 +68,13 @@ def test_the_story(said):
     for _ in range(2):
         for command, sentence in STORY:
             assert said(*command) == (0, sentence)
+
+
+@pytest.mark.parametrize("power", ["loading", "falling_asleep", "restarting"])
+def test_a_change_has_no_parts(power):
+    """During a change the server does not report them."""
+    state = {"is_sleeping": False, "level": None, "tags": [], "power": power, "weight_version": 2}
+    assert _sentence(state) == f"{power.replace('_', ' ')}; weight version 2"
 
 
 def test_as_json(said):
@@ -78,8 +91,8 @@ def test_what_cannot_be_done(said):
 
 
 MISTAKES = [
-    (["sleep", "--level", "3"], "'--level'"),
-    (["sleep", "--mode", "later"], "'later' is not one of 'abort', 'wait', 'keep'"),
+    (["sleep", "--level", "3"], "--level must be an integer from 1 to 2, got 3."),
+    (["sleep", "--mode", "later"], "--mode must be abort, wait or keep, got 'later'."),
     (["sleep", "--timeout", "5"], "error: --timeout is for mode wait, not abort"),
     (["sleep", "--mode", "wait", "--timeout", "-1"], "error: --timeout must be a number from 0"),
     (["wake", "--tags", "lora"], "error: --tags must be some of kv_cache, weights, got 'lora'"),
@@ -94,7 +107,7 @@ def test_mistakes(said, command, message):
     code, printed = said(*command)
     assert code == 2
     assert message in printed
-    assert said("status") == (0, "awake, weights 1\n")
+    assert said("status") == (0, "awake: weights loaded, kv cache resident; weight version 1\n")
 
 
 @pytest.mark.parametrize("command", ["sleep", "wake", "status"])
@@ -115,13 +128,15 @@ def test_keys(capsys, monkeypatch, command):
 def test_any_address_of_the_server_will_do(server, capsys, path):
     url = server[0].replace("ws:", "http:")
     assert run(["status", "--connect", url + path]) == 0
-    assert capsys.readouterr().out == "awake, weights 1\n"
+    assert capsys.readouterr().out == "awake: weights loaded, kv cache resident; weight version 1\n"
 
 
 def test_a_path_before_the_servers_own(server, capsys):
     """As behind a proxy; here nobody takes it away."""
     assert run(["status", "--connect", f"{server[0]}/below/v1"]) == 2
-    assert capsys.readouterr().err == "trioengine: error: there is no /below/v1/is_sleeping\n"
+    assert capsys.readouterr().err == (
+        "trioengine: error: no route '/below/v1/is_sleeping'; did you mean '/is_sleeping'?\n"
+    )
 
 
 def test_no_tls(server, capsys):
@@ -133,7 +148,11 @@ def test_no_tls(server, capsys):
 @pytest.mark.parametrize(
     ("url", "code", "message"),
     [
-        ("http://127.0.0.1:1", 1, "cannot connect to 127.0.0.1:1"),
+        (
+            "http://127.0.0.1:1",
+            1,
+            "cannot connect to http://127.0.0.1:1: connection refused; is 'trioengine serve' running there?\n",
+        ),
         ("somewhere", 2, "error: --connect must be an address like http://localhost:8000 or ws://"),
     ],
 )

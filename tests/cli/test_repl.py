@@ -6,6 +6,7 @@ import pty
 import re
 import select
 import signal
+import struct
 import subprocess
 import sys
 import termios
@@ -31,6 +32,7 @@ LIMITS = Limits(vocab_size=259, max_model_len=100_000, kv_blocks_total=20_000, b
 
 @asynccontextmanager
 async def open_engine(config, **options):
+    print("loading", flush=True)
     behaviour = Behaviour(load_time=LOAD_TIME, step_time=0.002)
     async with simulated_engine(limits=LIMITS, behaviours=[behaviour]) as (engine, _):
         yield engine
@@ -77,15 +79,16 @@ def _take_terminal():
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-def chat(*options, load_time=0):
-    """A chat with an engine on a simulated worker."""
-    return on_a_terminal("-c", CHAT, str(load_time), *options)
+def chat(*options, load_time=0, columns=80, before=""):
+    """A chat with an engine on a simulated worker; `before` is code that runs first."""
+    return on_a_terminal("-c", before + CHAT, str(load_time), *options, columns=columns)
 
 
 @contextmanager
-def on_a_terminal(*arguments):
+def on_a_terminal(*arguments, columns=80):
     """A Python process whose standard descriptors are a terminal."""
     master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     process = subprocess.Popen(
         [sys.executable, *arguments],
         stdin=terminal,
@@ -131,7 +134,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat():
         assert not before & termios.ICANON  # a line was edited
 
 
-@pytest.mark.parametrize("end", [b"\r", CTRL_D])
+@pytest.mark.parametrize("end", [b"/bye\r", b"/exit\r", CTRL_D])
 def test_a_message_of_several_lines_help_and_the_end(end):
     with chat("--max-tokens", "3") as user:
         user.until(PROMPT)
@@ -178,7 +181,48 @@ def test_a_message_that_cannot_be_answered():
 
 def test_a_chat_begins_with_the_model_and_the_way_to_help():
     with chat("toy") as user:
-        assert user.until(PROMPT).splitlines()[0] == b"toy: /help lists the commands"
+        first = b"toy: /help lists the commands, /bye or Ctrl+D ends the chat"
+        assert user.until(PROMPT).splitlines()[1] == first
+
+
+def test_an_empty_line_does_nothing():
+    with chat("--max-tokens", "3") as user:
+        user.until(PROMPT)
+        for line in (b"\r", b"  \r"):
+            user.type(line)
+            assert user.until(PROMPT) == line.replace(b"\r", b"\r\n") + PROMPT
+        user.type(b"hello\r")
+        assert len(user.until(b"\n> ").splitlines()[1]) == 3
+        user.type(b"/bye\r")
+        assert user.process.wait(PATIENCE) == 0
+
+
+def test_an_empty_line_does_nothing_where_the_answers_go_to_a_file():
+    master, terminal = pty.openpty()
+    command = [sys.executable, "-c", CHAT, "0", "--max-tokens", "3"]
+    with subprocess.Popen(command, stdin=terminal, stdout=subprocess.PIPE) as process:
+        os.write(master, b"\n\nhello\n" + CTRL_D)
+        shown, _ = process.communicate(timeout=PATIENCE)
+    os.close(master)
+    os.close(terminal)
+    assert process.returncode == 0
+    assert re.fullmatch(rb"loading\n> > > ...\n> ", shown)
+
+
+def test_everything_breaks_at_words():
+    """The first line, the help, errors, and the notice of a reset."""
+    with chat("toy", columns=25) as user:
+        shown = user.until(PROMPT)
+        for line in (b"/help", b"/reset", b"/nonesuch"):
+            user.type(line + b"\r")
+            shown += user.until(b"\n> ")
+        user.type(CTRL_D)
+        assert user.process.wait(PATIENCE) == 0
+    lines = shown.decode().splitlines()
+    assert "unknown command" in shown.decode()
+    assert max(map(len, lines)) <= 25
+    words = set(shown.decode().split())
+    assert {"commands,", "conversation", "conversation.", "trioengine:", "'/nonesuch';", "forgotten."} <= words
 
 
 @pytest.mark.parametrize("command", [b"/hlp", b"/", b"/reset everything", b"/quit"])
@@ -202,16 +246,63 @@ def test_a_path_and_a_line_that_begins_with_a_space_are_messages(message):
         assert b"forget the conversation" not in shown
 
 
+IMPORTING = """
+import os, select, sys
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "trioengine.cli.chatting":
+            os.write(1, b"importing\\n")
+            select.select([0], [], [])
+
+sys.meta_path.insert(0, Slow())
+"""
+
+
+def test_a_line_that_is_typed_while_the_program_is_imported_is_shown_once():
+    with chat("--max-tokens", "3", before=IMPORTING) as user:
+        user.until(b"importing\r\n")
+        user.type(b"/reset\r")
+        assert user.until(b"The conversation is forgotten.").count(b"/reset") == 1
+        user.type(CTRL_D)
+        assert user.process.wait(PATIENCE) == 0
+
+
+def test_ctrl_c_keeps_the_lines_that_were_typed_during_the_answer():
+    with chat() as user:
+        user.until(PROMPT)
+        ask(user, b"hello")
+        user.type(b"/reset\r/hel")
+        user.type(CTRL_C)
+        user.until(b"\n(stopped)\r\n")
+        user.until(b"The conversation is forgotten.")
+        user.until(b"\n> ")
+        user.type(b"p\r")
+        assert b"forget the conversation" in user.until(b"\n> ")
+        user.type(CTRL_D)
+        assert user.process.wait(PATIENCE) == 0
+
+
+def test_ctrl_d_during_an_answer_ends_the_chat_after_it():
+    with chat() as user:
+        user.until(PROMPT)
+        ask(user, b"hello")
+        user.type(CTRL_D + CTRL_C)
+        user.until(b"\n(stopped)\r\n")
+        assert user.process.wait(PATIENCE) == 0
+
+
 @pytest.mark.parametrize("moment", ["loading", "answering"])
 def test_keys_of_the_wrong_moment_are_shown_after_the_next_prompt(moment):
     """They are not mixed with a progress bar or an answer, and are not lost."""
     load_time = 2 if moment == "loading" else 0
     with chat("--max-tokens", "300", load_time=load_time) as user:
-        if moment == "answering":
+        if moment == "loading":
+            user.until(b"loading\r\n")
+        else:
             user.until(PROMPT)
             ask(user, b"hello")
-        while user.settings() & termios.ECHO:
-            time.sleep(0.01)
+        assert not user.settings() & termios.ECHO
         user.type(b"/help\r")
         before = user.until(PROMPT)
         assert b"/help" not in before.replace(b"/help lists", b"")
@@ -222,8 +313,8 @@ def test_keys_of_the_wrong_moment_are_shown_after_the_next_prompt(moment):
 
 def test_a_terminal_is_as_it_was_after_sigterm():
     with chat(load_time=1000) as user:
-        while user.settings() & termios.ECHO:
-            time.sleep(0.01)
+        user.until(b"loading\r\n")
+        assert not user.settings() & termios.ECHO
         user.process.terminate()
         assert user.process.wait(PATIENCE) == 143
         assert user.settings() & termios.ECHO

@@ -2,7 +2,6 @@
 
 import pytest
 
-from trioengine.cli.printable import printable
 from trioengine.cli.screen import WordWrap
 
 
@@ -11,23 +10,6 @@ def wrapped(text, width, size=1):
     wrap = WordWrap(lambda: width)
     pieces = [wrap.feed(text[start : start + size]) for start in range(0, len(text), size)]
     return "".join([*pieces, wrap.flush()])
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("plain\n\ttext", "plain\n\ttext"),
-        ("a\x1b[31mred", "a␛[31mred"),
-        ("\x1b]0;title\x07", "␛]0;title␇"),
-        ("over\rwritten\r\n", "overwritten\n"),
-        ("\x00\x7f", "␀␡"),
-        ("\x80\x9b31m\x9f", "�" + "�31m�"),
-        ("\ud800", "�"),
-        ("é日本😀", "é日本😀"),
-    ],
-)
-def test_control_characters_are_shown_and_not_obeyed(text, shown):
-    assert printable(text) == shown
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])

@@ -4,7 +4,7 @@ import tracemalloc
 
 import pytest
 
-from trioengine.core.bounds import brief, printable
+from trioengine.core.bounds import brief, excerpt
 
 DEEP = None
 for _ in range(100_000):
@@ -43,6 +43,6 @@ def test_a_large_value_costs_little(value):
 
 
 def test_a_message_of_another_library():
-    assert printable('unknown variant `\x1b[2J`, it\'s "x" – é') == 'unknown variant `\\x1b[2J`, it\'s "x" – é'
-    assert printable("x" * 300) == "x" * 200
-    assert printable("\n" * 300) == "\\n" * 99 + "\\…"
+    assert excerpt('unknown variant `\x1b[2J`, it\'s "x" – é') == 'unknown variant `\\x1b[2J`, it\'s "x" – é'
+    assert excerpt("x" * 300) == "x" * 200
+    assert excerpt("\n" * 300) == "\\n" * 99 + "\\…"

@@ -13,6 +13,7 @@ from trioengine import (
     SamplingFailed,
     SessionEnded,
     TimedOut,
+    UnknownArgument,
     WorkerLost,
 )
 from trioengine.core.completion import Completion
@@ -44,6 +45,7 @@ def test_errors_carry_their_fields():
         ConnectionLost("gone", code=1006),
         TimedOut("late", completion=Completion(1, "hi", (7,), None, FinishReason.ABORT, Cause.TIMEOUT, Usage(3, 1, 0))),
         SamplingFailed("logits are not finite"),
+        UnknownArgument("sleep() has no argument 'mod'"),
     ],
 )
 def test_a_copy_is_the_same_error_that_was_not_raised(error, cause):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,18 @@ from pathlib import Path
 import pytest
 import trio
 
+from trioengine import Client as AsyncClient
 from trioengine import Engine as AsyncEngine
-from trioengine import EngineClosed, EngineConfig, ModelError, RequestRejected, TimedOut, WorkerLost, blocking
+from trioengine import (
+    EngineClosed,
+    EngineConfig,
+    EngineError,
+    ModelError,
+    RequestRejected,
+    TimedOut,
+    WorkerLost,
+    blocking,
+)
 from trioengine import Session as AsyncSession
 from trioengine.serve import ServeConfig, serve
 from trioengine.testing import Simulation, simulated_engine
@@ -115,20 +126,91 @@ def test_errors_are_those_of_the_engine(engine):
         generation.result()
 
 
+def iterated(session):
+    for _ in session.generate("x", max_tokens=400, ignore_eos=True, timeout=0.01):
+        pass
+
+
+FAILURES = {  # each gives a call that fails
+    "a refused prompt": lambda engine: lambda: engine.open_session().ask(""),
+    "a refused prompt, streamed": lambda engine: lambda: list(engine.open_session().generate("")),
+    "a timeout": lambda engine: lambda: engine.generate("x", max_tokens=400, ignore_eos=True, timeout=0.01),
+    "a timeout of a stream": lambda engine: partial(iterated, engine.open_session()),
+    "a timeout in line": lambda engine: engine.sleep() or (lambda: engine.generate("x", wait=True, timeout=0.01)),
+    "a sleep": lambda engine: engine.sleep() or (lambda: engine.generate("x")),
+    "an unknown argument": lambda engine: lambda: engine.generate("x", max_token=3),
+    "an unknown argument of a session": lambda engine: lambda: engine.open_session(labl="x"),
+    "a bad history": lambda engine: lambda: engine.open_session(history=3),
+    "a bad mode": lambda engine: lambda: engine.sleep(mode="now"),
+    "a close": lambda engine: engine.close() or (lambda: engine.open_session()),
+}
+
+
+@pytest.mark.parametrize("way", FAILURES)
+def test_a_traceback_shows_the_call_and_not_the_loop(way):
+    with blocking.Engine(simulated) as engine:
+        call = FAILURES[way](engine)
+        with pytest.raises(EngineError) as caught:
+            call()
+    frames = [Path(frame.filename) for frame in traceback.extract_tb(caught.value.__traceback__)]
+    inner = [path.name for path in frames if path != Path(__file__)]
+    assert inner in (["border.py"], ["engine.py"]), inner
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "During handling" not in shown
+    assert "trio/_core" not in shown
+
+
+def test_an_interrupt_has_a_short_traceback(engine):
+    with pytest.raises(KeyboardInterrupt) as caught:
+        for _ in engine.open_session().generate("one", max_tokens=400, ignore_eos=True):
+            signal.raise_signal(signal.SIGINT)
+    assert all(frame.filename == __file__ for frame in traceback.extract_tb(caught.value.__traceback__))
+
+
+def test_the_whole_traceback_is_logged_for_debugging(engine, caplog):
+    with engine.open_session() as session, caplog.at_level("DEBUG", "trioengine"), pytest.raises(RequestRejected):
+        session.ask("")
+    (record,) = [record for record in caplog.records if "traceback" in record.message]
+    frames = [frame.name for frame in traceback.extract_tb(record.exc_info[2])]
+    assert record.message == "the whole traceback of RequestRejected"
+    assert frames[-1] == "prepare"
+
+
+def test_a_bug_keeps_its_frames(engine):
+    def crash():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        engine.loop.call_sync(crash)
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "crash"
+
+
+def test_requests_are_ended_by_their_label(engine):
+    session = engine.open_session()
+    generation = session.generate("one", max_tokens=400, ignore_eos=True, label="mine")
+    for _ in generation:
+        assert engine.abort("mine") in (0, 1)
+    assert generation.completion.cause == "client"
+    assert engine.abort("mine") == engine.abort_all() == 0
+
+
 def test_it_takes_what_the_engine_takes():
-    """Under the same names, with the same defaults. A request's label is for `Engine.abort`, which is not here."""
+    """Under the same names, with the same defaults."""
     for ours, theirs in [
         (blocking.Engine.open_session, AsyncEngine.open_session),
         (blocking.Engine.generate, AsyncEngine.generate),
         (blocking.Engine.sleep, AsyncEngine.sleep),
         (blocking.Engine.wake, AsyncEngine.wake),
         (blocking.Engine.update_weights, AsyncEngine.update_weights),
+        (blocking.Engine.abort, AsyncEngine.abort),
+        (blocking.Engine.abort_all, AsyncEngine.abort_all),
+        (blocking.Client.open_session, AsyncClient.open_session),
+        (blocking.Client.generate, AsyncClient.generate),
+        (blocking.Client.abort, AsyncClient.abort),
         (blocking.Session.generate, AsyncSession.generate),
         (blocking.Session.ask, AsyncSession.ask),
     ]:
-        ours, theirs = inspect.signature(ours).parameters, dict(inspect.signature(theirs).parameters)
-        if "prompt" in theirs:
-            del theirs["label"]
+        ours, theirs = inspect.signature(ours).parameters, inspect.signature(theirs).parameters
         assert [(each.name, each.kind, each.default) for each in ours.values()] == [
             (each.name, each.kind, each.default) for each in theirs.values()
         ]

@@ -1,15 +1,18 @@
 """Each request has an id and a line in the log; what is logged in its course has the id, too."""
 
+import json
 import logging
 
 import pytest
 import trio
-from clients import CHAT, chat, open_clients, read_all
+from clients import CHAT, chat, open_clients, read_all, status_and_body
 from trio.testing import wait_all_tasks_blocked
 
+from trioengine.cli.logs import JsonFormatter
 from trioengine.serve.access_log import request_id
 from trioengine.serve.http import Request
 from trioengine.serve.log_fields import REQUEST_ID, ContextFilter, about
+from trioengine.serve.openai.chat_request import ChatRequest
 
 ACCESS = "trioengine.access"
 
@@ -181,3 +184,111 @@ async def test_a_context_is_left():
             assert REQUEST_ID.get() == "b"
         assert REQUEST_ID.get() == "a"
     assert REQUEST_ID.get() is None
+
+
+# ---- why a request is refused ---------------------------------------------------------------------------------------
+
+KEY = "k" * 16
+AS_USER = f"Authorization: Bearer {KEY}"
+
+
+def post(path, content, *headers):
+    body = json.dumps(content)
+    return get(path, f"Content-Length: {len(body)}", *headers).replace(b"GET", b"POST", 1) + body.encode()
+
+
+def error_in(data):
+    error = status_and_body(data)[1]["error"]
+    return error["type"], error["code"], error["message"]
+
+
+REFUSED = [
+    (post(CHAT, {}, AS_USER), 400),
+    (get("/version"), 401),
+    (post("/sleep", {}, AS_USER), 403),
+    (get("/nothing", AS_USER), 404),
+    (get(CHAT, AS_USER), 405),
+    (post(CHAT, "x" * 10_000, AS_USER), 413),
+    (get("http://["), 400),
+]
+
+
+@pytest.mark.parametrize(("sent", "status"), REFUSED, ids=range(len(REFUSED)))
+async def test_a_refusal_has_its_reason(autojump_clock, log, sent, status):
+    """The error of the response, in the line and in its fields."""
+    async with open_clients(api_key=KEY, max_body_size=5_000) as clients:
+        answer = await clients.http(sent)
+        (line,) = lines(log)
+        assert line.status == status
+        assert (line.error_type, line.error_code, line.error_message) == error_in(answer)
+        assert line.getMessage().endswith(f" ms: {line.error_code}: {line.error_message}")
+        assert json.loads(JsonFormatter().format(line))["error_message"] == line.error_message
+        assert KEY not in log.text
+
+
+async def test_one_too_many_has_its_reason(autojump_clock, log):
+    async with open_clients(api_key=KEY, max_sessions_per_key=1) as clients:
+        async with clients.realtime(extra_headers=[(b"Authorization", f"Bearer {KEY}".encode())]):
+            await clients.http(get("/version", AS_USER))
+        line = lines(log)[0]
+        assert (line.status, line.error_type, line.error_code) == (429, "rate_limit_error", "too_many_sessions")
+
+
+@pytest.mark.parametrize("sent", [get("/version"), b"GET"])
+async def test_one_without_a_place_has_its_reason(autojump_clock, log, sent):
+    async with open_clients(max_connections=1) as clients, clients.realtime():
+        stream = clients.stream()
+        await stream.send_all(sent)
+        await read_all(stream, silence=100)
+        (line,) = lines(log)
+        assert (line.status, line.error_code) == (503, "too_many_connections")
+        assert line.error_message == "connection limit reached (1)"
+
+
+async def test_what_is_served_has_no_reason(autojump_clock, clients, log):
+    await clients.http(get("/nothing") + get("/version"))
+    assert [hasattr(line, "error_code") for line in lines(log)] == [True, False]
+
+
+SECRET = "correct horse"
+VALUES = [SECRET, [SECRET], {"type": SECRET}, [{"role": SECRET, "content": SECRET}], [{"role": "user", "content": {}}]]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+async def test_values_of_a_request_are_not_logged(autojump_clock, clients, log, value):
+    """Messages may quote them to the client."""
+    fields = ChatRequest.__dataclass_fields__
+    names = {"temperature", "stop", "n", "tools", "messages", "metadata", "logit_bias", "stream_options", *fields}
+    for name in sorted(names):
+        await clients.http(post(CHAT, chat(SECRET, **{name: value})))
+    for path in ("/sleep?level=", "/sleep?mode=", "/wake_up?tags=", "/wake_up?reload="):
+        await clients.http(post(path + SECRET.replace(" ", "%20"), {}))
+    await clients.http(post("/tokenize", {"prompt": value, "messages": value}))
+    assert {line.status for line in lines(log)} >= {400}
+    assert "horse" not in log.text
+
+
+async def test_values_that_a_template_quotes_are_not_logged(autojump_clock, clients, log, monkeypatch):
+    template = clients.engine.tokenizer._template
+    quoting = type(template)("{{ raise_exception(messages[0]['content']) }}")
+    monkeypatch.setattr(template, "_template", quoting._template)
+    answer = await clients.http(post(CHAT, chat(SECRET)))
+    (line,) = lines(log)
+    assert error_in(answer) == (line.error_type, "template_error", f"messages: the chat template says: {SECRET}")
+    assert line.error_message == "messages: the chat template"
+    assert "horse" not in log.text
+
+
+HOSTS = [("Host: evil.org:80", "evil.org:80"), ("Host:", ""), ("Host: " + "x" * 300, "x" * 100)]
+
+
+@pytest.mark.parametrize(("header", "shown"), HOSTS)
+async def test_a_refused_host_has_its_remedy(autojump_clock, clients, log, header, shown):
+    log.clear()  # of what the engine said
+    answer = await clients.http(get("/version").replace(b"Host: localhost", header.encode()))
+    said, line = (record for record in log.records if record.levelno > logging.DEBUG)
+    flags = "--api-key KEY (or --insecure) would allow any Host"
+    assert said.getMessage() == f"a request was refused for its Host {shown!r}; {flags}"
+    assert said.levelname == "WARNING"
+    rule = "is not a loopback name such as localhost; a server with --api-key (or --insecure) serves any Host"
+    assert error_in(answer) == (line.error_type, "forbidden", f"the Host {shown!r} {rule}")

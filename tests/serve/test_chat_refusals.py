@@ -126,11 +126,6 @@ async def test_bodies_that_are_no_json_object(autojump_clock, clients, path, bod
     assert (answer.status, answer.error["code"]) == (400, code)
 
 
-async def test_a_method_that_is_not_allowed(autojump_clock, clients):
-    answer = await clients.request("GET", CHAT)
-    assert (answer.status, answer.headers["allow"]) == (405, "POST")
-
-
 async def test_a_template_that_cannot_render(autojump_clock, clients, monkeypatch):
     template = clients.engine.tokenizer._template
     monkeypatch.setattr(template, "_template", type(template)("{{ raise_exception('no') }}")._template)

@@ -30,15 +30,14 @@ from trioengine.testing import simulated_engine
     [
         (Engine.open_session, Client.open_session),
         (Engine.generate, Client.generate),
+        (Engine.abort, Client.abort),
         (Session.generate, RemoteSession.generate),
         (Session.ask, RemoteSession.ask),
     ],
 )
 def test_an_engine_and_a_client_take_the_same(ours, theirs):
-    """Under the same names, with the same defaults. A request's label is for `Engine.abort`, which a client lacks."""
-    ours, theirs = dict(inspect.signature(ours).parameters), inspect.signature(theirs).parameters
-    if "prompt" in ours:
-        del ours["label"]
+    """Under the same names, with the same defaults."""
+    ours, theirs = inspect.signature(ours).parameters, inspect.signature(theirs).parameters
     assert [(each.name, each.kind, each.default) for each in ours.values()] == [
         (each.name, each.kind, each.default) for each in theirs.values()
     ]
@@ -103,6 +102,8 @@ async def test_the_wait_for_a_slot_has_its_time(autojump_clock, crowded):
         with pytest.raises(TimedOut) as caught:
             await client.generate("other", GREEDY, timeout=0.2)
     assert (caught.value.completion.cause, caught.value.completion.text) == (Cause.TIMEOUT, "")
+    assert str(caught.value) == "timed out after 0.2 s while waiting: all 1 request slots are taken"
+    assert isinstance(caught.value.__cause__, EngineOverloaded)
 
 
 async def test_by_default_nobody_waits_for_a_wake(autojump_clock, remote, clients):

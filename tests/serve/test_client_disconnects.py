@@ -192,7 +192,15 @@ async def test_nobody_listens():
     port = listeners[0].socket.getsockname()[1]
     await listeners[0].aclose()
     async with connect(f"ws://127.0.0.1:{port}") as client:
-        with pytest.raises(ConnectionLost, match=r"cannot connect to 127\.0\.0\.1:"):
+        with pytest.raises(ConnectionLost) as lost:
+            await client.generate("hello")
+    url = f"http://127.0.0.1:{port}"
+    assert str(lost.value) == f"cannot connect to {url}: connection refused; is 'trioengine serve' running there?"
+
+
+async def test_a_name_without_an_address():
+    async with connect("ws://nonesuch.invalid:1") as client:
+        with pytest.raises(ConnectionLost, match=r"^cannot connect to http://nonesuch\.invalid:1: [^;]+$"):
             await client.generate("hello")
 
 

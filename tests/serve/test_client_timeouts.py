@@ -64,6 +64,8 @@ async def test_a_server_that_stops_in_the_middle_of_an_answer(autojump_clock, ga
                 await generation.result()
         assert trio.current_time() == before + 2
         completion = caught.value.completion
+        came = f"{len(completion.text)} character{'s' if len(completion.text) > 1 else ''} of the answer"
+        assert str(caught.value) == f"timed out after 2 s with {came}, which .completion holds"
         assert (completion.finish_reason, completion.cause) == (FinishReason.ABORT, Cause.TIMEOUT)
         assert reference(clients, [user("hello")], 200, ignore_eos=True).startswith(completion.text)
         history = [user("hello"), assistant(completion.text)] if keep_partial else []
@@ -85,6 +87,7 @@ async def test_a_server_that_stops_before_the_request(autojump_clock, gated, cli
                 await session.ask("hello", LONG, timeout=timeout)
             assert trio.current_time() == before + timeout
             assert caught.value.completion.text == ""
+            assert str(caught.value) == f"timed out after {timeout} s before any text"
         gates[0].is_open.set()
         assert (await session.ask("again", GREEDY)).text == reference(clients, [user("again")])
 

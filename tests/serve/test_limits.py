@@ -81,10 +81,13 @@ async def test_the_message(autojump_clock):
     async with open_clients(max_message_size=1000) as clients, clients.realtime() as client:
         await client.websocket.send_message("x" * 1000)
         assert (await client.next())["error"]["code"] == "invalid_json"
+        await client.websocket.send_message("€" * 333)
+        assert (await client.next())["error"]["code"] == "invalid_json"
         await client.websocket.send_message("x" * 1001)
         with pytest.raises(ConnectionClosed) as closed:
             await client.next()
         assert closed.value.reason.code == 1009
+        assert closed.value.reason.reason == "Exceeded maximum message size: 1000 bytes"
 
 
 async def test_a_message_larger_than_what_may_be_unhandled(autojump_clock):

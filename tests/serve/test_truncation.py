@@ -14,12 +14,14 @@ def question(number):
     return f"question {number}, which is rather long, so that only a few of its kind fit in the context"
 
 
-def shortened(clients, leading, turns, room=20):
+def shortened(clients, leading, turns, room=20, *, at_least_newest=False):
     """The turns without the fewest oldest ones, and their number."""
     for count in range(len(turns)):
         messages = [*leading, *(message for turn in turns[count:] for message in turn)]
         if len(clients.engine.tokenizer.apply_chat_template(messages)) <= CONTEXT - room:
             return messages, count
+    if at_least_newest:
+        return messages, count
     raise AssertionError("even the newest message does not fit")
 
 
@@ -76,10 +78,80 @@ async def test_the_newest_item_is_not_dropped(autojump_clock, clients):
         assert failed["status_details"]["error"]["code"] == "context_length_exceeded"
 
 
-RATIO = {"type": "retention_ratio", "retention_ratio": 0.8}
+def retention(ratio, **fields):
+    return {"type": "retention_ratio", "retention_ratio": ratio, **fields}
 
 
-@pytest.mark.parametrize("truncation", [RATIO, "middle", 1, True, []])
+@pytest.mark.parametrize("instructions", ["", "be brief"])
+@pytest.mark.parametrize(("ratio", "most_cuts"), [(0, 4), (0.5, 6), (0.8, 9), (1.0, 16)])
+async def test_a_retention_ratio(autojump_clock, clients, ratio, most_cuts, instructions):
+    """A cut goes down to the ratio, and lasts: the turns after it have their prompts in the prefix cache."""
+    leading = [{"role": "system", "content": instructions}] if instructions else []
+    turns, cut, num_cuts = [], 0, 0
+    async with clients.realtime() as client:
+        settings = {"type": "realtime", "instructions": instructions, "truncation": retention(ratio)}
+        await client.send("session.update", session=settings)
+        assert (await client.until("session.updated"))["session"]["truncation"] == retention(ratio)
+        for number in range(20):
+            everything = [*turns, [user(question(number))]]
+            messages, more = shortened(clients, leading, everything[cut:])
+            if more:
+                room = CONTEXT - int(ratio * (CONTEXT - 20))
+                messages, more = shortened(clients, leading, everything[cut:], room, at_least_newest=True)
+                num_cuts += 1
+            cut += more
+            response = await client.ask(question(number), **GREEDY)
+            assert text_of(response) == reference(clients, messages, 20)
+            assert response["dropped_turns"] == cut
+            assert len(response["dropped_item_ids"]) == sum(map(len, turns[:cut]))
+            cached = response["usage"]["input_token_details"]["cached_tokens"]
+            assert (cached > CONTEXT // 5) == (number > 0 and not more)
+            said = text_of(response)
+            turns.append([user(question(number)), *([assistant(said)] if said else [])])  # as a prompt has them
+    assert 2 <= num_cuts <= most_cuts
+
+
+async def test_a_cut_lasts_as_long_as_the_setting(autojump_clock, clients):
+    """And a deleted item is no longer left out."""
+    async with clients.realtime() as client:
+        await client.send("session.update", session={"type": "realtime", "truncation": retention(0.5)})
+        while not (response := await client.ask(question(1), **GREEDY))["dropped_turns"]:
+            pass
+        dropped = response["dropped_item_ids"]
+        again = await client.respond(input=[{"type": "item_reference", "id": dropped[0]}], **GREEDY)
+        assert (again["dropped_turns"], again["status"]) == (0, "incomplete")
+        beside = await client.respond(conversation="none", **GREEDY)
+        assert beside["dropped_item_ids"] == dropped
+        assert len((await client.respond(truncation="auto", **GREEDY))["dropped_item_ids"]) < len(dropped)
+        await client.send("conversation.item.delete", item_id=dropped[0])
+        assert (await client.respond(**GREEDY))["dropped_item_ids"] == dropped[1:]
+
+
+BAD_RATIOS = [
+    (retention(1.1), "invalid_value", ".retention_ratio", "must be a number from 0 to 1, got 1.1"),
+    (retention("1"), "invalid_value", ".retention_ratio", "must be a number from 0 to 1, got '1'"),
+    (retention(True), "invalid_value", ".retention_ratio", "must be a number from 0 to 1, got True"),
+    ({"type": "retention_ratio"}, "missing_parameter", ".retention_ratio", "is missing"),
+    ({"retention_ratio": 0.5}, "missing_parameter", ".type", "is missing"),
+    ({"type": "x", "retention_ratio": 1}, "unsupported_parameter", ".type", "must be 'retention_ratio', got 'x'"),
+    (
+        retention(0.5, token_limits={"post_instructions": 100}),
+        "unsupported_parameter",
+        ".token_limits",
+        "is not supported, got {'post_instructions': 100}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("truncation", "code", "param", "rule"), BAD_RATIOS, ids=range(len(BAD_RATIOS)))
+async def test_a_retention_ratio_that_is_refused(autojump_clock, clients, truncation, code, param, rule):
+    async with clients.realtime() as client:
+        await client.send("session.update", session={"type": "realtime", "truncation": truncation})
+        error, param = (await client.until("error"))["error"], f"session.truncation{param}"
+        assert (error["code"], error["param"], error["message"]) == (code, param, f"{param} {rule}")
+
+
+@pytest.mark.parametrize("truncation", ["middle", 1, True, []])
 async def test_other_truncations_are_refused_by_name(autojump_clock, clients, truncation):
     async with clients.realtime() as client:
         await client.say("hello")
@@ -88,7 +160,8 @@ async def test_other_truncations_are_refused_by_name(autojump_clock, clients, tr
         for where in ("session", "response"):
             error = (await client.until("error"))["error"]
             assert (error["code"], error["param"]) == ("unsupported_parameter", f"{where}.truncation")
-            assert error["message"].startswith(f"{where}.truncation must be 'auto' or 'disabled', got ")
+            rule = "must be 'auto', 'disabled' or an object of the type 'retention_ratio', got "
+            assert error["message"].startswith(f"{where}.truncation {rule}")
 
 
 async def ask(session, prompt, **options):

@@ -106,6 +106,13 @@ TOO_LARGE = [
     part(b"x", TEXT) + part(b"x") * 1000,
     part(b"x", BINARY) + part(b"x") * 1000,
     frame(b"x" * 1001) * 3,
+    frame("€".encode() * 334),
+    frame("é".encode() * 501),
+    part("€".encode() * 333, TEXT) + frame(b"xx", 0),
+    part("€".encode() * 333, TEXT) + frame("€".encode(), 0),
+    part("é".encode(), TEXT) + part("é".encode()) * 500,
+    part("€".encode() * 334, TEXT),
+    frame("€".encode() * 334, BINARY),
 ]
 AFTER = [b"", frame(b"a secret", PING), close(1000, b"a secret"), b"\xff" * 50]
 
@@ -120,6 +127,25 @@ async def test_a_message_that_is_too_large(autojump_clock, caplog, data, after):
     assert received.startswith(b"\x88") and (1009).to_bytes(2) in received[:4]
     assert b"secret" not in received
     assert "secret" not in caplog.text and "broke the protocol" not in caplog.text
+
+
+AS_LARGE_AS_MAY_BE = [
+    frame("€".encode() * 333 + b"x"),
+    part("€".encode() * 333, TEXT) + frame(b"x", 0),
+    part("é".encode(), TEXT) + part("é".encode()) * 498 + frame("é".encode(), 0),
+    part("€".encode()[:1], TEXT) + part("€".encode()[1:] + "€".encode() * 332) + frame(b"x", 0),
+]
+
+
+@pytest.mark.parametrize("data", AS_LARGE_AS_MAY_BE, ids=range(len(AS_LARGE_AS_MAY_BE)))
+async def test_a_message_of_as_many_bytes_as_may_be(autojump_clock, data):
+    """Bytes of UTF-8, not characters; the message after it is counted anew."""
+    async with open_clients(max_message_size=1000) as clients:
+        stream = await opened(clients)
+        for _ in range(2):
+            await stream.send_all(data)
+            await read_until(stream, b"invalid_json")
+        await stream.aclose()
 
 
 async def test_a_ping_while_the_server_says_goodbye(autojump_clock, clients, caplog):

@@ -209,6 +209,17 @@ FOUND = {
     "HttpMachine": FOUND_IN_HTTP,
 }
 FALSE_ALARMS = {
+    "a worker in a slow step is terminated, as it does not exit in half of the time for a shutdown": (
+        "PowerMachine",
+        [
+            ("begin", {"ready": True, "sessions": 0, "turns": 0, "asks": 0, "thread_passes": 1}),
+            ("open", {"wait": False}),
+            ("outage", {"way": "close"}),
+            ("tick", {"passes": 4, "order": 0}),
+            ("advance", {"seconds": 1.0}),
+            ("outage", {"way": "slow step"}),
+        ],
+    ),
     "requests of a session are admitted in another order than they were started": (
         "EngineMachine",
         [

@@ -1,6 +1,8 @@
 """Turns, and which of them are dropped from a prompt that is too long."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trioengine import RequestRejected
 from trioengine.core.messages import token_ids
@@ -73,6 +75,25 @@ def test_the_fewest_turns_are_dropped(limit):
     assert list(prepared.messages) == kept[count]
     assert prepared.token_ids.tolist() == CHAT.apply_chat_template(kept[count])
     assert talk.history == messages[:-1]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 30), min_size=1, max_size=8),
+    limit=st.integers(1, 400),
+    ratio=st.floats(0, 1) | st.just(1.0),
+)
+def test_over_the_limit_a_ratio_of_it_is_retained(sizes, limit, ratio):
+    """No turn is dropped up to the limit, and over it the fewest, so that the rest fits the ratio."""
+    *older, newest = [list(chat("u", "x" * size)) for size in sizes]
+    turns = [[*turn, *chat("a")] for turn in older]
+    kept = [[message for turn in turns[count:] for message in turn] + newest for count in range(len(sizes))]
+    lengths = [len(CHAT.apply_chat_template(each)) for each in kept]
+    fitting = (count for count, length in enumerate(lengths) if length <= int(ratio * limit))
+    count = 0 if lengths[0] <= limit else next(fitting, len(older))
+    prepared = Conversation(CHAT, kept[0][:-1]).prepare(newest, limit, ratio)
+    assert prepared.dropped_turns == count
+    assert list(prepared.messages) == kept[count]
+    assert prepared.token_ids.tolist() == CHAT.apply_chat_template(kept[count])
 
 
 def test_a_commit_takes_the_dropped_turns_out_of_the_history():

@@ -52,7 +52,8 @@ class Admission:
                 await self._commit()
             except TimedOut as exc:
                 session.abort_request(generation, Cause.TIMEOUT)
-                raise generation.timed_out(str(exc)) from exc.__cause__
+                exc.completion = generation.completion
+                raise
             except Exception as exc:
                 if generation.outcome is not None and isinstance(exc, EngineError):
                     return  # it was aborted before it was refused
@@ -71,7 +72,7 @@ class Admission:
         """Wait for a slot, as far as asked to, and take it. Raises TimedOut if the deadline passes first."""
         session, generation = self._session, self._generation
         await session.open_for_request()
-        with trio.move_on_at(generation.deadline):
+        with trio.move_on_at(generation.deadline.at):
             while session.phase is Phase.STOPPING and session.generation is not None:
                 await session.generation.settled.wait()
         if session.phase is Phase.STOPPING:
@@ -98,11 +99,12 @@ class Admission:
         if sources:
             prompt = put_images(prompt, await self._images.admit(sources))
         most = prompt_limit(limit, generation.params.max_tokens) if drops else None
+        ratio = self._session.retention_ratio
         if prompt_length(prompt) + conversation.size > self._engine.ports.thread_threshold:
-            prepared = await self._engine.ports.run_in_thread(conversation.prepare, prompt, most)
+            prepared = await self._engine.ports.run_in_thread(conversation.prepare, prompt, most, ratio)
         else:
             await trio.lowlevel.checkpoint()
-            prepared = conversation.prepare(prompt, most)
+            prepared = conversation.prepare(prompt, most, ratio)
         self._check(prepared, generation.params)
         self._images.pin(prepared.images)
         generation.prepared = prepared

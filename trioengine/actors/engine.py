@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
@@ -20,11 +21,13 @@ from trioengine.actors.ports import Ports
 from trioengine.actors.power_change import Level, ModeName, Weights
 from trioengine.actors.session import Session
 from trioengine.actors.states import States
+from trioengine.core.arguments import check_callback, check_flag, check_request, check_seconds, names_checked
+from trioengine.core.bounds import counted
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
 from trioengine.core.options import EngineOptions, SamplingOptions, merged_config, merged_params
-from trioengine.core.outcome import Cause
+from trioengine.core.outcome import Cause, check_cause
 from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.tag import TagName
@@ -47,6 +50,8 @@ class Engine(EngineState):
         on_progress: Callable[[int, int], None] | None = None,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
+        check_callback("on_progress", on_progress)
+        check_callback("on_load", on_load)
         super().__init__(EngineConfig() if config is None else config, Ports() if ports is None else ports, on_load)
         self._on_progress = on_progress
         self._closing = trio.Event()
@@ -54,7 +59,8 @@ class Engine(EngineState):
 
     def __repr__(self) -> str:
         ledger = self.gate.ledger
-        return f"<Engine {self.config.model!r} {self.state}: {ledger.sessions} sessions, {ledger.in_flight} requests>"
+        counts = f"{counted(ledger.sessions, 'session')}, {counted(ledger.in_flight, 'request')}"
+        return f"<Engine {self.config.model!r} {self.state}: {counts}>"
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -124,6 +130,7 @@ class Engine(EngineState):
 
     # ---- what users call ------------------------------------------------------------------------------------------
 
+    @names_checked
     def open_session(
         self,
         *,
@@ -174,23 +181,28 @@ class Engine(EngineState):
         finally:
             session.end()
 
+    @names_checked
     def abort(self, request: int | str) -> int:
         """Abort the request of this id, or every request of this label, in flight or in line.
 
         Returns how many this call aborts: 0 where there is none, or where all were aborted before or have an outcome.
         A finish that is on its way wins.
         """
-        return self._sessions.abort(request, Cause.CLIENT)
+        return self._sessions.abort(check_request(request), Cause.CLIENT)
 
+    @names_checked
     def abort_all(self, cause: Cause = Cause.ABORT_ALL, *, keep_waiting: bool = False) -> int:
         """Abort every request in flight, in preparation or in line, and return how many this call aborts.
 
         With `keep_waiting` those in line stay there, and get the slots of the aborted ones. Open sessions stay; a
         session that waits for its slot raises SessionEnded where it is entered, unless those in line are kept.
         """
-        num_waiting = 0 if keep_waiting else self._sessions.abort_waiting(cause)  # before a slot is theirs
+        cause = check_cause(cause)
+        keeps = check_flag("keep_waiting", keep_waiting)
+        num_waiting = 0 if keeps else self._sessions.abort_waiting(cause)  # before a slot is theirs
         return num_waiting + self._sessions.abort_all(cause)
 
+    @names_checked
     async def drain(self, timeout: float | None = None) -> bool:
         """Admit nothing more, and wait for what is in flight; after `timeout` seconds abort the rest.
 
@@ -198,15 +210,14 @@ class Engine(EngineState):
         a hung worker does not let go of is left after `worker_shutdown_timeout` more. What is suspended for a sleep or
         an update is aborted at once. Cancelled, the engine goes on draining.
         """
-        if timeout is not None and timeout < 0:
-            raise ValueError(f"timeout must not be negative, got {timeout}")
+        seconds = math.inf if timeout is None else check_seconds(timeout)
         causes = self.gate.ledger.abort_causes
         before = causes[Cause.SHUTDOWN]
         is_changing = not self.needs.runs_requests or self.gate.num_pending
         self.gate.change_power(PowerEvent.DRAIN)
         if is_changing:
             self._sessions.abort_phase(Phase.SUSPENDED, Cause.SHUTDOWN)
-        with trio.move_on_after(float("inf") if timeout is None else timeout):
+        with trio.move_on_after(seconds):
             await self._quiet()
             return causes[Cause.SHUTDOWN] == before
         self.abort_all(Cause.SHUTDOWN)
@@ -218,6 +229,7 @@ class Engine(EngineState):
         while self.gate.ledger.in_flight:
             await self.gate.changed()
 
+    @names_checked
     async def sleep(
         self, level: Level = 1, *, mode: ModeName = "abort", timeout: float | None = None, keep_waiting: bool = False
     ) -> None:
@@ -239,6 +251,7 @@ class Engine(EngineState):
         """
         await self._power.sleep(level, mode, timeout, keep_waiting=keep_waiting).wait()
 
+    @names_checked
     async def wake(self, tags: TagName | Collection[TagName] | None = None, *, reload: bool = True) -> None:
         """Take memory back: all of it, or `"weights"` or `"kv_cache"` alone. Requests are admitted when all is back.
 
@@ -248,8 +261,9 @@ class Engine(EngineState):
         Raises RequestRejected for an unknown tag, and TransitionFailed when it fails: then all sleeps as it did before.
         Cancelled, the caller does not wait any more, and the engine wakes all the same.
         """
-        await self._power.wake(tags, reload=reload).wait()
+        await self._power.wake(tags, reload=check_flag("reload", reload)).wait()
 
+    @names_checked
     async def update_weights(self, path: str | Path, *, mode: ModeName = "abort", timeout: float | None = None) -> None:
         """Go over to the weights at `path`: a file or directory like the model's, of the same architecture and shapes.
 
@@ -272,6 +286,7 @@ class Engine(EngineState):
         current = self._supervisor.current
         return current is None or current.is_responsive
 
+    @names_checked
     async def check_invariants(self, *, timeout: float = 30.0) -> None:
         """Verify, against what the worker says it holds, that nothing leaked; under any load.
 
@@ -279,6 +294,7 @@ class Engine(EngineState):
         seconds; EngineOverloaded while there is no worker, or while it wakes or gets other weights; WorkerLost when it
         dies meanwhile. Asleep without a worker, the engine's own books are verified.
         """
+        seconds = check_seconds(timeout)
         self.gate.check()
         check_books(self.gate.ledger, self._sessions)
         self.payloads.check()
@@ -291,7 +307,7 @@ class Engine(EngineState):
             raise EngineOverloaded("there is no worker to ask", code=power.value)
         if power in (Power.WAKING, Power.UPDATING):
             raise EngineOverloaded("the worker may be loading weights", code=power.value)
-        await self._auditor.audit(link, self.gate.mint(), self._sessions.attached, timeout)
+        await self._auditor.audit(link, self.gate.mint(), self._sessions.attached, seconds)
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import trio
 
@@ -49,6 +49,14 @@ from trioengine.text.chat_tokenizer import ChatTokenizer
 
 logger = logging.getLogger("trioengine")
 Part = TypeVar("Part")
+
+
+class Settlement(NamedTuple):
+    """The consequences of a worker's death."""
+
+    counts_against_worker: bool  # and not against a request
+    num_resumed: int  # requests that go on with the next worker
+    num_failed: int  # requests
 
 
 class EngineState:
@@ -213,11 +221,8 @@ class EngineState:
             for observer in self.observers:
                 observer.step(num_tokens)
 
-    def on_worker_lost(self, error: EngineError) -> bool:
-        """The incarnation is dead and reaped: everything in flight on it is settled or suspended, in one step.
-
-        Whether the death counts against the worker, and not against a request.
-        """
+    def on_worker_lost(self, error: EngineError) -> Settlement:
+        """The incarnation is dead and reaped: everything in flight on it is settled or suspended, in one step."""
         self.gate.link = None
         running = self._sessions.running
         self._worker_counts.on_worker_lost()
@@ -227,7 +232,10 @@ class EngineState:
         self._sessions.on_worker_lost()
         suspended = [session for session in running if session.phase is Phase.SUSPENDED]
         self._auditor.on_worker_lost(lost)
-        return self.replays.on_worker_lost(suspended, lost)
+        num_suspended = len(self._sessions.suspended)
+        counts = self.replays.on_worker_lost(suspended, lost)
+        num_resumed = len(self._sessions.suspended)
+        return Settlement(counts, num_resumed, num_suspended - num_resumed)
 
 
 def as_lost(error: EngineError) -> WorkerLost:

@@ -11,16 +11,16 @@ overtake: it lines up behind the others, or is refused with EngineOverloaded or 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import trio
 
 from trioengine.actors.changes import Changes
+from trioengine.actors.deadline import NEVER, Deadline
 from trioengine.actors.link import Link
 from trioengine.actors.waiting_line import NOT_NOW, WaitingLine, waits_for
 from trioengine.core.config import EngineConfig
-from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, InvariantError, TimedOut
+from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, InvariantError
 from trioengine.core.ledger import Ledger, Stand
 from trioengine.core.lifecycle import Power, PowerEvent, next_power
 from trioengine.core.messages import FinishReason
@@ -96,7 +96,7 @@ class Gate:
     # ---- admission ------------------------------------------------------------------------------------------------
 
     async def admit(
-        self, line: WaitingLine, admission: Callable[[], object], *, wait: bool | None, deadline: float = math.inf
+        self, line: WaitingLine, admission: Callable[[], object], *, wait: bool | None, deadline: Deadline = NEVER
     ) -> None:
         """Call `admission`; where it is refused for the moment and `wait` allows, when its turn in `line` has come.
 
@@ -108,13 +108,13 @@ class Gate:
         except NOT_NOW as exc:
             if not waits_for(exc, wait):
                 raise
-        with trio.move_on_at(deadline):
+        with trio.move_on_at(deadline.at):
             await line.wait(admission, wait=wait)
             return
         try:
             admission()  # too late: raises the reason as it is now
         except NOT_NOW as exc:
-            raise TimedOut(f"timed out while waiting: {exc}") from exc
+            raise deadline.passed(f"while waiting: {exc}") from exc
 
     def admit_session(self) -> int:
         """Take a session slot and return the session's id. Raises EngineClosed, EngineAsleep or EngineOverloaded."""

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trioengine.actors.deadline import Deadline
 from trioengine.actors.media import Media
 from trioengine.actors.readable import Readable
 from trioengine.actors.request_times import RequestTimes
 from trioengine.core.completion import Chunk as Chunk
 from trioengine.core.completion import Completion as Completion
-from trioengine.core.errors import RequestRejected
 from trioengine.core.ledger import Stand
 from trioengine.core.messages import FinishReason, Logprobs, TokensRow, Usage
 from trioengine.core.outcome import Cause, Outcome
@@ -52,7 +52,6 @@ class Generation(Readable["Session"]):
         "_offer",
         "abort_cause",
         "answer",
-        "label",
         "losses",
         "media",
         "prepared",
@@ -72,15 +71,11 @@ class Generation(Readable["Session"]):
         *,
         media: Sequence[Media] = (),
         keep_partial: bool,
-        deadline: float,
+        deadline: Deadline,
         wait: bool | None,
         label: str | None = None,
     ) -> None:
-        super().__init__(session, params, keep_partial=keep_partial, deadline=deadline, wait=wait)
-        if not (label is None or isinstance(label, str)):
-            shown = type(label).__name__
-            raise RequestRejected("invalid_value", f"label must be a string, got {shown}", param="label")
-        self.label = label
+        super().__init__(session, params, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label)
         self.prompt: Any = prompt  # of any type, until it is prepared; then it is dropped, as the media are
         self.media = media
         # The session's part: it alone writes these.
@@ -98,13 +93,9 @@ class Generation(Readable["Session"]):
         self._num_texts_read = 0
         self._offer: Callable[[], bool] = _decline
 
-    def __repr__(self) -> str:
-        state = self.stand.value if self.outcome is None else self.outcome.finish_reason.value
-        return f"<Generation {self._request_id} {state}>"
-
-    def is_called(self, name: int | str) -> bool:
-        """Whether this is its id or its label."""
-        return name == (self.label if isinstance(name, str) else self._request_id)
+    @property
+    def _progress(self) -> str:
+        return self.stand.value
 
     def _answer(self, outcome: Outcome) -> Completion:
         answer = self.answer

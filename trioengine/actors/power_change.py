@@ -11,9 +11,10 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import trio
 
+from trioengine.core.arguments import check_flag, rejected
 from trioengine.core.bounds import brief, integer, number
 from trioengine.core.config import MAX_SECONDS
-from trioengine.core.errors import RequestRejected, TransitionFailed
+from trioengine.core.errors import TransitionFailed
 from trioengine.core.tag import ALL_TAGS, Tag
 
 logger = logging.getLogger("trioengine")
@@ -73,22 +74,21 @@ def level_of(level: object) -> int:
     try:
         return integer(level, 1, 2)
     except ValueError as exc:
-        raise _rejected("level", str(exc)) from None
+        raise rejected("level", str(exc)) from None
 
 
 def leniency_of(mode: object, timeout: object, *, keep_waiting: object = True) -> Leniency:
     if mode not in [each.value for each in Mode]:
-        raise _rejected("mode", f"must be abort, wait or keep, got {brief(mode)}")
-    if not isinstance(keep_waiting, bool):
-        raise _rejected("keep_waiting", f"must be True or False, got {brief(keep_waiting)}")
+        raise rejected("mode", f"must be abort, wait or keep, got {brief(mode)}")
+    keeps = check_flag("keep_waiting", keep_waiting)
     if timeout is None:
-        return Leniency(Mode(mode), None, aborts_waiting=mode == Mode.ABORT.value and not keep_waiting)
+        return Leniency(Mode(mode), None, aborts_waiting=mode == Mode.ABORT.value and not keeps)
     if mode != Mode.WAIT.value:
-        raise _rejected("timeout", f"is for mode wait, not {mode}")
+        raise rejected("timeout", f"is for mode wait, not {mode}")
     try:
         return Leniency(Mode.WAIT, number(timeout, 0, MAX_SECONDS))
     except ValueError as exc:
-        raise _rejected("timeout", str(exc)) from None
+        raise rejected("timeout", str(exc)) from None
 
 
 def tags_of(tags: Collection[str] | None) -> frozenset[Tag]:
@@ -101,16 +101,12 @@ def tags_of(tags: Collection[str] | None) -> frozenset[Tag]:
         chosen = frozenset()
     if not chosen:
         known = ", ".join(sorted(tag.value for tag in Tag))
-        raise _rejected("tags", f"must be some of {known}, got {brief(tags)}")
+        raise rejected("tags", f"must be some of {known}, got {brief(tags)}")
     return chosen
 
 
 def path_of(path: object) -> str:
     text = str(path) if isinstance(path, str | Path) else ""
     if not text or len(text) > MAX_PATH or not text.isprintable():  # lone surrogates are not
-        raise _rejected("path", f"must be a file or directory, got {brief(path)}")
+        raise rejected("path", f"must be a file or directory, got {brief(path)}")
     return text
-
-
-def _rejected(param: str, problem: str) -> RequestRejected:
-    return RequestRejected("invalid_value", f"{param} {problem}", param=param)

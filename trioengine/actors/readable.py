@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 import trio
 
 from trioengine.actors.changes import Changes
+from trioengine.actors.deadline import Deadline
+from trioengine.core.arguments import check_flag, check_label, check_wait
 from trioengine.core.completion import Chunk, Completion
 from trioengine.core.errors import TimedOut
 from trioengine.core.outcome import Cause, Outcome
@@ -56,6 +58,7 @@ class Readable(abc.ABC, Generic[S]):
         "deadline",
         "entering",
         "keep_partial",
+        "label",
         "outcome",
         "params",
         "settled",
@@ -63,12 +66,20 @@ class Readable(abc.ABC, Generic[S]):
     )
 
     def __init__(
-        self, session: S, params: SamplingParams, *, keep_partial: bool, deadline: float, wait: bool | None
+        self,
+        session: S,
+        params: SamplingParams,
+        *,
+        keep_partial: bool,
+        deadline: Deadline,
+        wait: bool | None,
+        label: str | None,
     ) -> None:
+        self.label = check_label(label)
         self.params = params
-        self.keep_partial = keep_partial
+        self.keep_partial = check_flag("keep_partial", keep_partial)
         self.deadline = deadline
-        self.wait = wait
+        self.wait = check_wait(wait)
         self.outcome: Outcome | None = None
         self.settled = trio.Event()  # the worker is done with it, and its slot is free
         self.entering = trio.CancelScope()  # an abort ends the waiting and preparing
@@ -79,6 +90,21 @@ class Readable(abc.ABC, Generic[S]):
         self._entered = False
         self._may_have_more = False  # from when it is entered, unless that fails
 
+    def __repr__(self) -> str:
+        id = f" {self._request_id}" if self._request_id is not None else ""
+        label = f" {self.label!r}" if self.label is not None else ""
+        return f"<Generation{id}{label} {self._shown_state}>"
+
+    @property
+    def _shown_state(self) -> str:
+        if self.outcome is not None:
+            return self.outcome.finish_reason.value
+        if not self._entered:
+            return "not entered"
+        if not self._may_have_more:
+            return "refused"
+        return "in line" if self._request_id is None else self._progress
+
     if not TYPE_CHECKING:  # for a type checker it is not awaitable
 
         def __await__(self):
@@ -86,6 +112,11 @@ class Readable(abc.ABC, Generic[S]):
             raise TypeError(_NOT_AWAITABLE)
 
     # ---- what the two have of their own ---------------------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def _progress(self) -> str:
+        """How far it is, in a word."""
 
     @property
     @abc.abstractmethod
@@ -111,6 +142,10 @@ class Readable(abc.ABC, Generic[S]):
     @request_id.setter
     def request_id(self, request_id: int) -> None:
         self._request_id = request_id
+
+    def is_called(self, name: int | str) -> bool:
+        """Whether this is its id or its label."""
+        return name == (self.label if isinstance(name, str) else self._request_id)
 
     @property
     def completion(self) -> Completion:
@@ -153,7 +188,7 @@ class Readable(abc.ABC, Generic[S]):
     ) -> None:
         self._session.leave(self)
         if not self.settled.is_set() and (exc is None or isinstance(exc, Exception)):
-            with trio.move_on_at(self.deadline):
+            with trio.move_on_at(self.deadline.at):
                 await self.settled.wait()
 
     def __aiter__(self) -> Self:
@@ -185,9 +220,9 @@ class Readable(abc.ABC, Generic[S]):
         """Whether its timeout has ended it."""
         return self.outcome is not None and self.outcome.cause is Cause.TIMEOUT
 
-    def timed_out(self, reason: str = "the request timed out") -> TimedOut:
+    def timed_out(self) -> TimedOut:
         """The error that a request ends with when its timeout has ended it."""
-        return TimedOut(reason, completion=self.completion)
+        return self.deadline.passed_by(self.completion)
 
     # ---- what the session tells it; synchronous -------------------------------------------------------------------
 

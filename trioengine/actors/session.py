@@ -9,19 +9,19 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 import trio
 
 from trioengine.actors.admission import Admission
-from trioengine.actors.deadline import deadline_after
+from trioengine.actors.deadline import NEVER, Deadline, deadline_after
 from trioengine.actors.generation import Generation
 from trioengine.actors.image_parts import put_images
 from trioengine.actors.images import RequestImages
 from trioengine.actors.media import Media
 from trioengine.actors.session_state import SessionState
 from trioengine.actors.worker_session import Posting
+from trioengine.core.arguments import check_label, check_wait
 from trioengine.core.completion import Completion
 from trioengine.core.errors import EngineClosed, EngineError, SessionBusy, SessionEnded
 from trioengine.core.ledger import Stand
@@ -60,6 +60,7 @@ class Session(SessionState):
         "end_cause",
         "label",
         "overflow",
+        "retention_ratio",
     )
 
     def __init__(
@@ -70,15 +71,16 @@ class Session(SessionState):
         history: Sequence[Mapping[str, Any]] | None,
         wait: bool | None,
         overflow: Overflow = "refuse",
-        deadline: float = math.inf,
+        deadline: Deadline = NEVER,
         opens_with_request: bool = False,
     ) -> None:
         super().__init__(engine)
-        self.label = label
-        self.overflow = check_overflow(overflow)  # of the requests that follow
+        self.label = check_label(label)
+        self.overflow = check_overflow(overflow)  # of the requests that follow, as the next
+        self.retention_ratio = 1.0  # of the limit, to which a chat over it is shortened
         self.end_cause: Cause | None = None
         self._initial_history = history
-        self._wait = wait
+        self._wait = check_wait(wait)
         self._deadline = deadline  # of the admission
         self._opens_with_request = opens_with_request  # by its one request, and is not entered itself
         self._entered = False
@@ -89,6 +91,8 @@ class Session(SessionState):
 
     def __repr__(self) -> str:
         label = f" {self.label!r}" if self.label is not None else ""
+        if self.id is None:
+            return f"<Session{label} {'without a slot' if self._entered else 'not entered'}>"
         return f"<Session {self.id}{label} {self.phase.value} {self._lifecycle.attachment.value}>"
 
     @property
@@ -137,9 +141,7 @@ class Session(SessionState):
         self.id = self._gate.admit_session()
         self._engine.adopt(self)
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         self.end()
 
     def generate(
@@ -247,7 +249,7 @@ class Session(SessionState):
         try:
             while self.end_cause is None:
                 generation = self.generation
-                deadline = math.inf if generation is None or generation.outcome is not None else generation.deadline
+                deadline = math.inf if generation is None or generation.outcome is not None else generation.deadline.at
                 with trio.move_on_at(deadline) as scope:
                     await self._wake.wait()
                 if scope.cancelled_caught and generation is not None:
@@ -284,7 +286,7 @@ class Session(SessionState):
         generation.request_id = self._gate.admit_request()
         self.generation = generation
         self._apply(Event.RESERVE)
-        if generation.deadline < math.inf:
+        if generation.deadline.at < math.inf:
             self._wake.set()
 
     def commit(self, generation: Generation, posting: Posting) -> None:

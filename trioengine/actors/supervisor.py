@@ -35,9 +35,10 @@ from trioengine.core.messages import (
 )
 
 if TYPE_CHECKING:
-    from trioengine.actors.engine_state import EngineState
+    from trioengine.actors.engine_state import EngineState, Settlement
 
 logger = logging.getLogger("trioengine")
+LOSS_FIELDS = ("worker_pid", "requests_resumed", "requests_failed", "deaths", "max_restarts")  # of its log record
 LAST_FRAMES_TIMEOUT = 0.2  # seconds, from the worker's death
 TERMINATE_TIMEOUT = 1.0  # seconds from SIGTERM to SIGKILL, within the shutdown's deadline
 FORGET_AFTER = 300.0  # seconds of an incarnation's life, after which the deaths before it do not count
@@ -254,17 +255,36 @@ class Supervisor:
                 except WorkerLost as exc:
                     if self.incarnations == 1:
                         raise
-                    self._on_worker_lost(exc)
+                    self._log_loss(exc, self._on_worker_lost(exc), None)
                 lost = not retired
                 if self._engine.needs.is_wanted and not (retired or self._shutdown.is_set()):
                     await self._back_off()
                 while not (self._engine.needs.is_wanted or self._shutdown.is_set()):
                     await self._engine.gate.changed()
 
-    def _on_worker_lost(self, error: EngineError) -> None:
+    def _on_worker_lost(self, error: EngineError) -> Settlement:
         self.last_loss = error
-        if self._engine.on_worker_lost(error) and self._engine.needs.is_indispensable:
-            self._deaths += 1
+        settlement = self._engine.on_worker_lost(error)
+        counts = settlement.counts_against_worker and self._engine.needs.is_indispensable
+        self._deaths += counts
+        return settlement._replace(counts_against_worker=counts)
+
+    def _log_loss(self, error: EngineError, settlement: Settlement, pid: int | None) -> None:
+        """`pid` is None of a worker that could not be started."""
+        process = "" if pid is None else f" (pid {pid})"
+        counts = settlement.num_resumed, settlement.num_failed
+        fields = dict(zip(LOSS_FIELDS, (pid, *counts, self._deaths, self._config.max_restarts), strict=True))
+        line = "%s%s; requests that go on: %d, that fail: %d; %s"
+        logger.warning(line, error, process, *counts, self._next_step(settlement), extra=fields)
+
+    def _next_step(self, settlement: Settlement) -> str:
+        if not self._engine.needs.is_wanted:
+            return "the next worker starts when it is needed"
+        if self._deaths >= self._config.max_restarts:
+            return f"giving up after {self._deaths} deaths in a row"
+        if not settlement.counts_against_worker:
+            return "starting the next worker"
+        return f"starting the next worker (death {self._deaths} of at most {self._config.max_restarts} in a row)"
 
     async def _run_incarnation(self) -> bool:
         """Whether the worker was told to retire."""
@@ -281,13 +301,13 @@ class Supervisor:
             incarnation.link.lose()
             if incarnation.has_lived:
                 self._deaths = 0
-            self._on_worker_lost(error)
+            settlement = self._on_worker_lost(error)
         if incarnation.is_retiring or self._shutdown.is_set():
             return incarnation.is_retiring
         is_first = self.incarnations == 1 and not incarnation.ready
         if is_first or (isinstance(error, ModelError) and self._engine.needs.is_indispensable):
             raise error
-        logger.warning("%s", error)
+        self._log_loss(error, settlement, process.pid)
         return False
 
     async def _back_off(self) -> None:

@@ -1,32 +1,36 @@
-"""Engine, client, session and generation with calls that block."""
+"""Engine, client, session and generation with calls that block.
+
+A method that is made of an asynchronous one has its arguments, its errors and its docstring.
+"""
 
 from __future__ import annotations
 
+import abc
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 import trioengine.actors.engine
+import trioengine.actors.session
 import trioengine.client.client
-from trioengine.actors.power_change import Level, ModeName
 from trioengine.actors.statistics import Statistics
+from trioengine.blocking.border import SHORTENED, Handle, awaited, opened, posted, shortened, shortens
 from trioengine.blocking.loop import Loop
+from trioengine.core.arguments import names_checked
 from trioengine.core.completion import Chunk, Completion
 from trioengine.core.config import EngineConfig
 from trioengine.core.lifecycle import Power
-from trioengine.core.options import EngineOptions, SamplingOptions
-from trioengine.core.overflow import Overflow
-from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.tag import TagName
-from trioengine.text.conversation import Prompt
+from trioengine.core.options import EngineOptions, merged_config
+
+_Engine = trioengine.actors.engine.Engine
+_Session = trioengine.actors.session.Session
 
 
-class Generation:
+class Generation(Handle):
     """One request, asked when it is iterated over: `for chunk in session.generate(...)`.
 
     Leaving the loop early, by `break` or an exception, aborts the request.
@@ -34,55 +38,55 @@ class Generation:
 
     def __init__(self, session: Session, inner: Any) -> None:
         self._session = session  # which lives as long as this
-        self._inner = inner
-
-    def __repr__(self) -> str:
-        return repr(self._inner)
+        self.loop = session.loop
+        self.inner = inner
 
     def __iter__(self) -> Iterator[Chunk]:
         """Ask, and give the answer in chunks. Raises as the asynchronous Generation does."""
+        try:
+            yield from self._chunks()
+        except SHORTENED as error:
+            raise shortened(error) from error.__cause__
+
+    def _chunks(self) -> Iterator[Chunk]:
         chunks: SimpleQueue[Chunk | None] = SimpleQueue()
-        loop = self._session.loop
-        with loop.running(self._read, chunks.put) as task:
+        with self.loop.running(self._read, chunks.put) as task:
             task.future.add_done_callback(lambda _: chunks.put(None))
             while (chunk := chunks.get()) is not None:
                 yield chunk
-            loop.result(task)
+            self.loop.result(task)
 
     async def _read(self, put: Callable[[Chunk], None]) -> None:
-        async with self._inner as generation:
+        async with self.inner as generation:
             async for chunk in generation:
                 put(chunk)
 
+    @shortens
     def result(self) -> Completion:
         """Ask, read to the end and return the whole answer."""
-        for _ in self:
+        for _ in self._chunks():
             pass
-        return self.completion
+        return self._completion()
 
     @property
+    @shortens
     def completion(self) -> Completion:
         """The answer, once there is an outcome; raises the typed error of a failed request."""
-        completion: Completion = self._session.loop.call_sync(lambda: self._inner.completion)
+        return self._completion()
+
+    def _completion(self) -> Completion:
+        completion: Completion = self.loop.call_sync(lambda: self.inner.completion)
         return completion
 
-    def abort(self) -> None:
-        """Ask for the end of this request, from any thread; harmless when it has one."""
-        self._session.loop.call_sync(self._inner.abort)
+    @shortens
+    def abort(self) -> bool:
+        """Ask for the end of this request, from any thread. Returns whether this call aborts it."""
+        aborts: bool = self.loop.call_sync(self.inner.abort)
+        return aborts
 
 
-class Session:
-    """A conversation: `engine.open_session()`."""
-
-    def __init__(self, host: _Host, options: Mapping[str, Any]) -> None:
-        self.loop = host.loop
-        self._host = host  # which lives as long as this
-        self._inner: Any = self.loop.call_sync(partial(host.loop.resource.open_session, **options))
-        weakref.finalize(self, self.loop.end_soon, self._inner.end).atexit = False
-        self.loop.call(self._inner.__aenter__)
-
-    def __repr__(self) -> str:
-        return repr(self._inner)
+class _Closable(Handle, abc.ABC):
+    """Base class of the handles that are closed: at the end of a `with`, at the latest."""
 
     def __enter__(self) -> Self:
         return self
@@ -92,92 +96,46 @@ class Session:
     ) -> None:
         self.close()
 
+    @abc.abstractmethod
+    def close(self) -> None: ...
+
+
+class Session(_Closable):
+    """A conversation: `engine.open_session()`."""
+
+    def __init__(self, host: _Host, inner: Any) -> None:
+        self.loop = host.loop
+        self.inner = inner
+        self._host = host  # which lives as long as this
+        weakref.finalize(self, self.loop.end_soon, inner.end).atexit = False
+        self.loop.call(inner.__aenter__)
+
     @property
+    @shortens
     def history(self) -> list[dict[str, Any]]:
         """The committed conversation, as chat messages."""
-        return self.loop.call_sync(lambda: self._inner.history)
+        return self.loop.call_sync(lambda: self.inner.history)
 
-    def replace_history(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Make these messages the conversation."""
-        self.loop.call_sync(partial(self._inner.replace_history, messages))
-
-    def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        keep_partial: bool = False,
-        timeout: float | None = None,
-        wait: bool | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> Generation:
-        """A request, to be iterated over. The arguments are those of the asynchronous Session.generate."""
-        options_of_call = {"keep_partial": keep_partial, "timeout": timeout, "wait": wait, **options}
-        return Generation(self, self.loop.call_sync(partial(self._inner.generate, prompt, params, **options_of_call)))
-
-    def ask(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        keep_partial: bool = False,
-        timeout: float | None = None,
-        wait: bool | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> Completion:
-        """One whole answer."""
-        generation = self.generate(prompt, params, keep_partial=keep_partial, timeout=timeout, wait=wait, **options)
-        return generation.result()
+    generate = opened(_Session.generate, Generation)
+    ask = awaited(_Session.ask)
+    replace_history = posted(_Session.replace_history)
 
     def close(self) -> None:
         """End the session: a request in flight is aborted. Harmless when ended, also with the engine."""
-        self.loop.end_soon(self._inner.end)
+        self.loop.end_soon(self.inner.end)
 
 
-class _Host:
+class _Host(_Closable):
     """Base class of Engine and Client: opens sessions."""
 
     def __init__(self, opening: Callable[[], AbstractAsyncContextManager[Any]]) -> None:
         self.loop = Loop(opening)
+        self.inner = self.loop.resource
         weakref.finalize(self, self.loop.close)  # also when Python exits
 
-    def __repr__(self) -> str:
-        return repr(self.loop.resource)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def open_session(
-        self,
-        *,
-        label: str | None = None,
-        history: Sequence[Mapping[str, Any]] | None = None,
-        wait: bool | None = None,
-        timeout: float | None = None,
-        overflow: Overflow = "refuse",
-    ) -> Session:
-        """An open session. The arguments are those of the asynchronous `open_session`."""
-        options = {"label": label, "history": history, "wait": wait, "timeout": timeout, "overflow": overflow}
-        return Session(self, options)
-
-    def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        wait: bool | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> Completion:
-        """One answer, in a session of its own."""
-        generate = partial(self.loop.resource.generate, prompt, params, timeout=timeout, wait=wait, **options)
-        completion: Completion = self.loop.call(generate)
-        return completion
+    open_session = opened(_Engine.open_session, Session)
+    generate = awaited(_Engine.generate)
+    abort = posted(_Engine.abort)
 
     def close(self) -> None:
         """End every session, and wait until all is closed, the worker too. Harmless when closed."""
@@ -194,30 +152,22 @@ class Engine(_Host):
     @property
     def state(self) -> Power:
         """The engine's state."""
-        state: Power = self.loop.resource.state
+        state: Power = self.inner.state
         return state
 
+    @shortens
     def statistics(self) -> Statistics:
         """The counts at this moment."""
-        statistics: Statistics = self.loop.call_sync(self.loop.resource.statistics)
+        statistics: Statistics = self.loop.call_sync(self.inner.statistics)
         return statistics
 
-    def sleep(
-        self, level: Level = 1, *, mode: ModeName = "abort", timeout: float | None = None, keep_waiting: bool = False
-    ) -> None:
-        """Give the worker's memory back."""
-        sleep = self.loop.resource.sleep
-        self.loop.call(partial(sleep, level, mode=mode, timeout=timeout, keep_waiting=keep_waiting))
-
-    def wake(self, tags: TagName | Collection[TagName] | None = None, *, reload: bool = True) -> None:
-        """Take memory back."""
-        self.loop.call(partial(self.loop.resource.wake, tags, reload=reload))
-
-    def update_weights(self, path: str | Path, *, mode: ModeName = "abort", timeout: float | None = None) -> None:
-        """Go over to the weights at `path`."""
-        self.loop.call(partial(self.loop.resource.update_weights, path, mode=mode, timeout=timeout))
+    abort_all = posted(_Engine.abort_all)
+    sleep = awaited(_Engine.sleep)
+    wake = awaited(_Engine.wake)
+    update_weights = awaited(_Engine.update_weights)
 
 
+@shortens
 def open_engine(
     config: EngineConfig | str | None = None,
     *,
@@ -229,11 +179,13 @@ def open_engine(
 
     Interrupted, it is closed again. The callbacks are called in other threads.
     """
-    given: Any = options
+    whole = merged_config(config, options)
     opening = trioengine.actors.engine.open_engine
-    return Engine(partial(opening, config, on_progress=on_progress, on_load=on_load, **given))
+    return Engine(partial(opening, whole, on_progress=on_progress, on_load=on_load))
 
 
+@shortens
+@names_checked
 def connect(url: str, *, api_key: str | None = None, model: str | None = None) -> Client:
     """A client of the server at `url`. Arguments and errors are those of the asynchronous `connect`."""
     return Client(partial(trioengine.client.client.connect, url, api_key=api_key, model=model))

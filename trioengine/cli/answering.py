@@ -7,7 +7,7 @@ import sys
 import trio
 
 from trioengine.cli.complaints import complain
-from trioengine.cli.printable import json_line
+from trioengine.cli.json_line import json_line
 from trioengine.cli.screen import Screen
 from trioengine.cli.sessions import AnyGeneration, AnySession, local_session
 from trioengine.core.completion import Completion
@@ -53,7 +53,7 @@ async def write_answer(generation: AnyGeneration) -> None:
 
     A terminal gets printable characters only, in lines that break at words; a file or a pipe gets the text as it is.
     """
-    screen = Screen() if sys.stdout.isatty() else None
+    screen = Screen(sys.stdout) if sys.stdout.isatty() else None
     async with generation:
         async for chunk in generation:
             if text := chunk.text if screen is None else screen.feed(chunk.text):

@@ -16,7 +16,7 @@ from trioengine.cli.bench.config import HELP as LOAD_HELP
 from trioengine.cli.bench.config import BenchConfig, goodput_of
 from trioengine.cli.failures import exit_code
 from trioengine.cli.options import ENGINE_OPTIONS, LOAD_OPTIONS, SAMPLING_OPTIONS, SERVE_OPTIONS, build, with_options
-from trioengine.cli.panels import PanelCommand
+from trioengine.cli.panels import CommandGroup, PanelCommand
 from trioengine.cli.sources import typed, words
 from trioengine.cli.stderr import Stderr
 from trioengine.core.config import DEFAULT_MODEL, EngineConfig
@@ -26,11 +26,12 @@ from trioengine.core.serve_config import ServeConfig
 
 app = typer.Typer(
     name="trioengine",
+    cls=CommandGroup,
     help="Runs large language models for programs that must never leak a session.",
     add_completion=False,
     rich_markup_mode=None,
 )
-bench_app = typer.Typer(help="Measure the engine, or a server.", rich_markup_mode=None)
+bench_app = typer.Typer(cls=CommandGroup, help="Measure the engine, or a server.", rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
 command = partial(app.command, cls=PanelCommand)
 bench_command = partial(bench_app.command, cls=PanelCommand)
@@ -141,18 +142,21 @@ def chat(
 ) -> None:
     """Talk to a model.
 
-    On a terminal Ctrl+C stops an answer, and what came of it stays in the conversation. An empty line, Ctrl+D, or
-    Ctrl+C where a line is awaited, ends the chat. Of a pipe each line that is not empty is a message.
+    On a terminal Ctrl+C stops an answer, and what came of it stays in the conversation. /bye, Ctrl+D, or Ctrl+C
+    where a line is awaited, ends the chat. Each line of a pipe that is not empty is a message.
     """
-    from trioengine.cli.chatting import hold_chat
-    from trioengine.cli.sessions import local_session, remote_session
+    from trioengine.cli.keys import hidden_on_terminal
 
-    params = build(SamplingParams, fields)
-    if connect is not None:
-        hold_chat(partial(remote_session, connect, api_key, model), model or connect, params)
-    else:
-        config = build(EngineConfig, fields, model=DEFAULT_MODEL if model is None else model)
-        hold_chat(partial(local_session, config), config.model, params)
+    with hidden_on_terminal():  # from here on: the imports take a part of a second
+        from trioengine.cli.chatting import hold_chat
+        from trioengine.cli.sessions import local_session, remote_session
+
+        params = build(SamplingParams, fields)
+        if connect is not None:
+            hold_chat(partial(remote_session, connect, api_key, model), model or connect, params)
+        else:
+            config = build(EngineConfig, fields, model=DEFAULT_MODEL if model is None else model)
+            hold_chat(partial(local_session, config), config.model, params)
 
 
 @command()
@@ -172,7 +176,10 @@ def sleep(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Have a server's engine give its memory back, and wait until it has."""
+    """Have a server's engine give its memory back.
+
+    Waits until it has.
+    """
     from trioengine.cli.operating import operate
 
     operate(connect, admin_key, "POST", "/sleep", {"level": level, "mode": mode, "timeout": timeout}, as_json=json)
@@ -191,7 +198,10 @@ def wake(
     ] = True,
     json: Json = False,
 ) -> None:
-    """Have a server's engine take its memory again, and wait until it has."""
+    """Have a server's engine take its memory again.
+
+    Waits until it has.
+    """
     from trioengine.cli.operating import operate
 
     given = {"tags": tags or None, "reload": None if reload else "false"}
@@ -201,7 +211,7 @@ def wake(
 @command()
 @with_options()
 def status(connect: Connect = LOCAL_SERVER, admin_key: AdminKey = None, json: Json = False) -> None:
-    """Say whether a server's engine is awake, what sleeps of it, and which weights it has."""
+    """Print whether a server's engine is awake, and its weights."""
     from trioengine.cli.operating import operate
 
     operate(connect, admin_key, "GET", "/is_sleeping", {}, as_json=json)
@@ -222,7 +232,10 @@ def pull(model: Model = DEFAULT_MODEL) -> None:
 @command()
 @with_options()
 def doctor(json: Json = False) -> int:
-    """Say what this machine has for serving a model, and what it lacks; exit code 1 if it cannot work."""
+    """Check what this machine has for serving a model.
+
+    Prints what it lacks, too; exit code 1 if it cannot work.
+    """
     from trioengine.cli.doctor.examination import examine, looks
 
     return examine(looks(), as_json=json)
@@ -326,7 +339,10 @@ def fuzz(
         Path | None, typer.Option(help="Where the program that failed is kept. [default: fuzz-failure.json]")
     ] = None,
 ) -> int:
-    """Look for a program that breaks the engine's promises, on a simulated worker; exit code 1 if there is one."""
+    """Look for a program that breaks the engine's promises.
+
+    On a simulated worker; exit code 1 if there is one.
+    """
     try:
         from trioengine.cli import fuzzing
     except ModuleNotFoundError as exc:

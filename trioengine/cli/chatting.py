@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager
 from typing import TypeAlias
 
 import trio
 
 from trioengine.cli.answering import answer, check_prompt, write
 from trioengine.cli.complaints import complain
+from trioengine.cli.keys import STDIN, on_terminal
 from trioengine.cli.repl import Repl
 from trioengine.cli.sessions import AnySession
-from trioengine.cli.standard_input import STDIN, Lines
-from trioengine.cli.terminal import Terminal
+from trioengine.cli.standard_input import Lines
 from trioengine.client.session import Session as RemoteSession
 from trioengine.core.errors import RequestRejected
 from trioengine.core.sampling_params import SamplingParams
@@ -29,16 +28,11 @@ def hold_chat(open_session: OpenSession, model: str, params: SamplingParams) -> 
 
 
 async def _hold_chat(open_session: OpenSession, model: str, params: SamplingParams) -> None:
-    if os.isatty(STDIN) and sys.stdout.isatty():
-        terminal = Terminal()
-        async with AsyncExitStack() as stack:
-            with terminal.quiet():
-                session = await stack.enter_async_context(open_session())
-            await Repl(session, _name_of(session) or model, terminal, params).run()
-    else:
-        lines = Lines()
-        async with open_session() as session:
-            await converse(session, lines, params)
+    async with open_session() as session:
+        if on_terminal():
+            await Repl(session, _name_of(session) or model, params).run()
+        else:
+            await converse(session, Lines(), params)
 
 
 def _name_of(session: AnySession) -> str | None:
@@ -59,10 +53,8 @@ async def converse(session: AnySession, lines: Lines, params: SamplingParams) ->
 
 
 async def _ask(lines: Lines) -> str | None:
-    """A line; None at the end: that of the input, or an empty line of one who types."""
-    is_typed = os.isatty(STDIN)
-    if is_typed:
+    """A line, after a prompt if it is typed; None at the end of the input."""
+    if os.isatty(STDIN):
         await write("> ")
     line = await lines.next()
-    question = None if line is None else line.strip()
-    return question or None if is_typed else question
+    return None if line is None else line.strip()

@@ -7,7 +7,10 @@ import logging
 import sys
 import threading
 from datetime import UTC, datetime
+from typing import Any
 
+from trioengine.actors.supervisor import LOSS_FIELDS
+from trioengine.core.printable import printable, printable_lines
 from trioengine.serve.access_log import FIELDS
 from trioengine.serve.log_fields import CONTEXT, ContextFilter
 
@@ -39,14 +42,17 @@ def log_what_python_prints() -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """A line, and in brackets what it is about."""
+    """A line, and in brackets what it is about; the lines of a traceback after it. All of it is printable."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         about = [f"{name}={value}" for name in CONTEXT if (value := getattr(record, name, None)) is not None]
-        return super().formatMessage(record) + (f" [{' '.join(about)}]" if about else "")
+        return printable(super().formatMessage(record) + (f" [{' '.join(about)}]" if about else ""))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
+        return printable_lines(super().formatException(ei))
 
 
 class JsonFormatter(logging.Formatter):
@@ -59,7 +65,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        for name in (*CONTEXT, *FIELDS):
+        for name in (*CONTEXT, *FIELDS, *LOSS_FIELDS):
             if (value := getattr(record, name, None)) is not None:
                 shown[name] = value
         if record.exc_info:

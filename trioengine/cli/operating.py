@@ -10,11 +10,12 @@ from urllib.parse import urlencode
 import trio
 
 from trioengine.cli.bench.http_client import Address, BackendError, exchange
-from trioengine.cli.printable import json_line, printable
+from trioengine.cli.json_line import json_line
 from trioengine.client import address
 from trioengine.client.problems import error_of
 from trioengine.core.bounds import is_key
 from trioengine.core.errors import ConnectionLost, EngineError, InvalidConfig, RequestRejected
+from trioengine.core.printable import printable
 
 _KEY_REFUSALS = ("invalid_api_key", "admin_key_required")
 
@@ -67,6 +68,12 @@ def _explained(error: EngineError) -> EngineError:
 
 
 def _sentence(state: Mapping[str, Any]) -> str:
-    power = str(state["power"]).replace("_", " ")
-    asleep = f" at level {state['level']} ({', '.join(state['tags'])})" if state["is_sleeping"] else ""
-    return printable(f"{power}{asleep}, weights {state['weight_version']}")
+    power, version = str(state["power"]).replace("_", " "), f"weight version {state['weight_version']}"
+    if power not in ("awake", "asleep"):
+        return printable(f"{power}; {version}")
+    tags = state["tags"] if state["is_sleeping"] else ()
+    level = f" at level {state['level']}" if tags else ""
+    released = "in host memory" if state["level"] == 1 else "discarded"
+    weights = f"weights {released if 'weights' in tags else 'loaded'}"
+    kv_cache = f"kv cache {'released' if 'kv_cache' in tags else 'resident'}"
+    return printable(f"{power}{level}: {weights}, {kv_cache}; {version}")

@@ -69,7 +69,7 @@ _HELP = {
     "max_sessions_per_key": "WebSockets and requests of a key at a time; more are answered with 429.",
     "max_body_size": "Bytes of a request's body.",
     "max_header_size": "Bytes of a request's head.",
-    "max_message_size": "Characters of a WebSocket message.",
+    "max_message_size": "Bytes of a WebSocket message.",
     "max_conversation_size": "Bytes in memory of the items of a WebSocket's conversation.",
     "max_buffered_bytes": "Bytes of bodies and of WebSocket connections at a time; more are answered with 503.",
     "max_buffered_bytes_per_key": "The same of one key; more are answered with 429.",

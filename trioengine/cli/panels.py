@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
+
+from trioengine.core.bounds import brief
+from trioengine.core.suggestion import did_you_mean
 
 PANELS = {
     "Model": ("device", "dtype", "kernels", "batch_invariant", "num_threads", "max_model_len", "served_model_name"),
@@ -48,6 +51,7 @@ PANELS = {
     ),
 }
 OTHERS = "More"  # for a field that is in none of them
+_WHOLE = 1000  # characters of a summary, which is wrapped
 _PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
 
 
@@ -56,8 +60,30 @@ def panel_of(name: str) -> str:
     return _PANEL_OF.get(name, OTHERS)
 
 
+class CommandGroup(TyperGroup):
+    """Commands whose summaries in the help are shown whole."""
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        return super().get_short_help_str(_WHOLE)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if self.get_command(ctx, args[0]) is None:
+            ctx.fail(f"unknown command {brief(args[0])}{did_you_mean(args[0], self.commands)}")
+        return super().resolve_command(ctx, args)
+
+
 class PanelCommand(TyperCommand):
     """A command whose help has a section for each panel, in the order of `PANELS`; its own options come first."""
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        return super().get_short_help_str(_WHOLE)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.allow_extra_args = True
+        rest = super().parse_args(ctx, args)
+        if rest:
+            ctx.fail(f"unexpected argument {brief(rest[0])}")
+        return rest
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {

@@ -1,30 +1,45 @@
-"""An answer on a terminal: printable characters only, in lines that break at words."""
+"""Text on a terminal: printable characters only, in lines that break at words."""
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections.abc import Callable
+from typing import TextIO
 
 from rich.cells import get_character_cell_size
 
-from trioengine.cli.printable import printable
+from trioengine.core.printable import printable_lines
 
 _TAB_STOP = 8
+_COLUMNS = 80  # of a terminal that does not report its size
 
 
 class Screen:
-    """Stands between the pieces of an answer and standard output, which is a terminal."""
+    """Stands between text that comes in pieces and a stream, which is a terminal."""
 
-    def __init__(self) -> None:
-        self._wrap = WordWrap(lambda: shutil.get_terminal_size().columns)
+    def __init__(self, stream: TextIO) -> None:
+        self._wrap = WordWrap(lambda: _columns(stream))
 
     def feed(self, text: str) -> str:
-        """The part of the answer that can be written now."""
-        return self._wrap.feed(printable(text))
+        """The part of the text that can be written now."""
+        return self._wrap.feed(printable_lines(text))
 
     def flush(self) -> str:
         """The rest."""
         return self._wrap.flush()
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """A whole text for a stream, which is a terminal."""
+    screen = Screen(stream)
+    return screen.feed(text) + screen.flush()
+
+
+def _columns(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or _COLUMNS
+    except OSError:
+        return _COLUMNS
 
 
 class WordWrap:

@@ -10,8 +10,8 @@ from typing import Any
 import typer
 
 from trioengine.cli.config_file import ConfigFile
-from trioengine.cli.suggestion import suggestion
 from trioengine.core.errors import InvalidConfig, RequestRejected
+from trioengine.core.suggestion import did_you_mean
 
 PREFIX = "TRIOENGINE_"
 _OTHER_VARIABLES = (f"{PREFIX}HOME",)
@@ -27,7 +27,7 @@ def unknown_variables(command: Any, environment: Iterable[str]) -> Iterator[str]
     known = {name.removeprefix(PREFIX) for name in (*_variables_of(command), *_OTHER_VARIABLES)}
     given = {name.removeprefix(PREFIX) for name in environment if name.startswith(PREFIX)}
     for name in sorted(given - known):
-        yield f"no option has the variable {PREFIX}{name}{suggestion(name, known, PREFIX)}"
+        yield f"no option has the variable {PREFIX}{name}{did_you_mean(name, known, PREFIX)}"
 
 
 def _variables_of(command: Any) -> Iterator[str]:

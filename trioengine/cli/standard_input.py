@@ -6,9 +6,9 @@ import os
 
 import trio
 
+from trioengine.cli.keys import STDIN
 from trioengine.core.errors import RequestRejected
 
-STDIN = 0
 MAX_LINE = 16 << 20  # bytes
 _CHUNK = 1 << 16
 

@@ -8,11 +8,14 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from pathlib import Path
 
-from trioengine.cli.printable import printable
+from trioengine.cli.complaints import complain
+from trioengine.cli.config_file import is_true
 
 _FLAG, _VARIABLE = "--log-json", "TRIOENGINE_LOG_JSON"
-_NO = ("", "0", "false", "f", "no", "n", "off")
+_CONFIG, _CONFIG_VARIABLE = "--config", "TRIOENGINE_CONFIG"
+_NO = ("0", "false", "f", "no", "n", "off")
 
 
 class Stderr:
@@ -23,9 +26,8 @@ class Stderr:
 
     @classmethod
     def of(cls, arguments: Sequence[str], environment: Mapping[str, str]) -> Stderr:
-        """The format that the arguments and the environment ask for, which may still be refused."""
-        asked = _FLAG in arguments or environment.get(_VARIABLE, "").lower() not in _NO
-        return cls(as_json=asked and arguments[:1] == ["serve"])
+        """The format that the arguments, the environment or the file of options ask for; each may still be refused."""
+        return cls(as_json=arguments[:1] == ["serve"] and _is_asked_for(arguments, environment))
 
     def warn(self, message: str) -> None:
         """Write a line about something that does not end the command."""
@@ -36,9 +38,29 @@ class Stderr:
         self._write("error", " ".join(message.split()), error)
 
     def _write(self, level: str, message: str, error: BaseException | None = None) -> None:
-        text = printable(f"trioengine: {level}: {message}")
+        if not self.as_json:
+            complain(f"{level}: {message}")
+            return
         with suppress(OSError):  # where nothing reads it
-            print(json_record(level, "trioengine", message, error) if self.as_json else text, file=sys.stderr)
+            print(json_record(level, "trioengine", message, error), file=sys.stderr)
+
+
+def _is_asked_for(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
+    if _FLAG in arguments:
+        return True
+    if value := environment.get(_VARIABLE):
+        return value.lower() not in _NO
+    path = _config_of(arguments) or environment.get(_CONFIG_VARIABLE)
+    return bool(path) and is_true(Path(str(path)), "log_json")
+
+
+def _config_of(arguments: Sequence[str]) -> str | None:
+    """The file of options that the arguments name."""
+    for index, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
+        if name == _CONFIG:
+            return value or next(iter(arguments[index + 1 :]), None)
+    return None
 
 
 def json_record(level: str, logger: str, message: str, error: BaseException | None = None) -> str:

@@ -4,65 +4,51 @@ from __future__ import annotations
 
 import signal
 import sys
-import termios
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 
 import trio
 
-from trioengine.cli.standard_input import STDIN
+from trioengine.cli import keys
 from trioengine.core.errors import RequestRejected
 
 with suppress(ImportError):  # a Python may have been built without it: lines are edited by the terminal itself then
-    import readline as readline  # editing and a history, of this process, for what `input` reads
-
-_LOCAL_FLAGS = 3  # their place among the settings
+    import readline as readline  # editing and a history, of this process, for the lines that `input` reads
 
 
-class Terminal:
-    """Standard input and output, both a terminal."""
+async def read_message() -> str | None:
+    """A message from standard input, which is a terminal; None at the end of the input.
 
-    def __init__(self) -> None:
-        self._settings = termios.tcgetattr(STDIN)
+    A line that ends with a backslash goes on in the next one. Cancelled, or interrupted, the terminal is as it was.
+    Raises RequestRejected for input that is not UTF-8.
+    """
+    text = line = await _line("> ")
+    while text is not None and line is not None and line.endswith("\\"):
+        line = await _line("… ")
+        text = f"{text[:-1]}\n{line or ''}"
+    return text
 
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Do not show keys in the body; the next line that is read begins with them."""
-        settings = termios.tcgetattr(STDIN)
-        silent = settings[:]
-        silent[_LOCAL_FLAGS] &= ~termios.ECHO
-        termios.tcsetattr(STDIN, termios.TCSANOW, silent)
-        try:
-            yield
-        finally:
-            termios.tcsetattr(STDIN, termios.TCSANOW, settings)
 
-    async def next(self) -> str:
-        """A message; "" for an empty line, and at the end of the input.
-
-        A line that ends with a backslash goes on in the next one. Cancelled, or interrupted, the terminal is as it
-        was. Raises RequestRejected for what is not UTF-8.
-        """
-        text = await self._line("> ")
-        while text.endswith("\\"):
-            text = f"{text[:-1]}\n{await self._line('… ')}"
-        return text
-
-    async def _line(self, prompt: str) -> str:
-        """In a thread, so that the engine goes on; one that is left behind does not keep the process."""
-        ended = False
-        try:
-            line = await trio.to_thread.run_sync(input, prompt, abandon_on_cancel=True)
-            ended = True
-        except EOFError:
-            return ""
-        except UnicodeDecodeError as exc:
-            raise RequestRejected("invalid_value", "prompt is not UTF-8", param="prompt") from exc
-        finally:
-            if not ended:
-                termios.tcsetattr(STDIN, termios.TCSADRAIN, self._settings)
-                sys.stdout.write("\n")
+async def _line(prompt: str) -> str | None:
+    """In a thread, so that the engine goes on; one that is left behind does not keep the process."""
+    is_read = False
+    try:
+        with keys.unchanged():
+            line = await trio.to_thread.run_sync(_input, prompt, abandon_on_cancel=True)
+        is_read = True
         return line
+    except EOFError:
+        return None
+    except UnicodeDecodeError as exc:
+        raise RequestRejected("invalid_value", "prompt is not UTF-8", param="prompt") from exc
+    finally:
+        if not is_read:
+            sys.stdout.write("\n")
+
+
+def _input(prompt: str) -> str:
+    keys.show(edited_by_terminal="readline" not in sys.modules)
+    return input(prompt)
 
 
 @asynccontextmanager
@@ -78,7 +64,7 @@ async def stopped_by_interrupt(stop: Callable[[], object]) -> AsyncIterator[None
                 ends.append(number)
                 nursery.cancel_scope.cancel()
 
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals, keys.kept_at_interrupt():
         async with trio.open_nursery() as nursery:
             nursery.start_soon(obey)
             yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -64,7 +65,22 @@ class Address:
                 stream, ssl.create_default_context(), server_hostname=self.host, https_compatible=True
             )
         except OSError as exc:
-            raise ConnectionLost(f"cannot connect to {self.authority}: {exc}") from exc
+            url = f"{'https' if self.is_secure else 'http'}://{self.authority}"
+            raise ConnectionLost(f"cannot connect to {url}: {_reason(exc)}") from exc
+
+
+def _reason(error: OSError) -> str:
+    """The system's reasons, one for each way in which an attempt has failed."""
+    attempts = error.__cause__.exceptions if isinstance(error.__cause__, ExceptionGroup) else (error,)
+    if all(isinstance(attempt, ConnectionRefusedError) for attempt in attempts):
+        return "connection refused; is 'trioengine serve' running there?"
+    return ", ".join(dict.fromkeys(map(_of_the_system, attempts)))
+
+
+def _of_the_system(error: Exception) -> str:
+    number = getattr(error, "errno", None)
+    text = os.strerror(number) if number is not None and number > 0 else getattr(error, "strerror", None) or str(error)
+    return text[:1].lower() + text[1:]
 
 
 def _no_address(url: object) -> InvalidConfig:

@@ -9,14 +9,15 @@ from typing import Any, Unpack
 
 import trio
 
-from trioengine.actors.deadline import deadline_after
+from trioengine.actors.deadline import Deadline, deadline_after
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.waiting_line import waits_for
 from trioengine.client.address import Address, Endpoint
 from trioengine.client.connection import Connection
 from trioengine.client.generation import Generation
 from trioengine.client.session import Session
-from trioengine.core.bounds import is_key
+from trioengine.core.arguments import check_callback, check_request, names_checked
+from trioengine.core.bounds import brief, counted, is_key
 from trioengine.core.completion import Completion
 from trioengine.core.errors import (
     EngineAsleep,
@@ -24,6 +25,7 @@ from trioengine.core.errors import (
     EngineError,
     EngineOverloaded,
     InvalidConfig,
+    SessionEnded,
     TimedOut,
 )
 from trioengine.core.options import SamplingOptions, merged_params
@@ -41,11 +43,13 @@ class Client:
         self._on_state = on_state
         self._nursery = nursery
         self._connections: set[Connection] = set()
+        self._sessions: dict[Session, None] = {}  # in the order in which they were entered
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<Client of {self.endpoint.authority}, {len(self._connections)} sessions>"
+        return f"<Client of {self.endpoint.authority}, {counted(len(self._connections), 'session')}>"
 
+    @names_checked
     def open_session(
         self,
         *,
@@ -74,21 +78,45 @@ class Client:
         *,
         timeout: float | None = None,
         wait: bool | None = None,
+        label: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Completion:
-        """One answer, in a session of its own. Errors, keywords, timeout and wait as in Session.generate."""
+        """One answer, in a session of its own. Errors, keywords, timeout, wait and label as in Session.generate."""
         deadline, params = deadline_after(timeout), merged_params(params, options)
-        session = Session(self, label=None, history=None, wait=wait, deadline=deadline)
-        generation = Generation(session, prompt, params, keep_partial=False, deadline=deadline, wait=wait)
+        session = Session(self, label=label, history=None, wait=wait, deadline=deadline)
+        generation = session.opens_with = Generation(
+            session, prompt, params, keep_partial=False, deadline=deadline, wait=wait, label=label
+        )
         try:
             async with session, generation:
                 return await generation.result()
         except TimedOut as exc:
             if exc.completion is None:  # it waited for the session
-                generation.request_id = next(self.request_ids)
                 session.abort_request(generation, Cause.TIMEOUT)
                 exc.completion = generation.completion
             raise
+        except SessionEnded:
+            if generation.outcome is None:
+                raise
+            return generation.completion  # it was aborted while its session was opened
+
+    @names_checked
+    def abort(self, request: int | str) -> int:
+        """Abort the request of this id, or every request of this label, of this client: in flight or on its way in.
+
+        Returns how many this call aborts, as Engine.abort does.
+        """
+        name = check_request(request)
+        found = [(session, each) for session in self._sessions for each in session.requests if each.is_called(name)]
+        return sum(session.abort_request(generation, Cause.CLIENT) for session, generation in found)
+
+    def adopt(self, session: Session) -> None:
+        """A session is entered: `abort` finds its requests from now on."""
+        self._sessions[session] = None
+
+    def release(self, session: Session) -> None:
+        """A session is over; harmless when it is released."""
+        self._sessions.pop(session, None)
 
     def close(self) -> None:
         """End every session; no more are opened."""
@@ -106,13 +134,13 @@ class Client:
             scope.cancel()  # in this step: who reads is not told of a lost connection
             self._nursery.start_soon(_raise, exc)
 
-    async def start(self, connection: Connection, *, wait: bool | None, deadline: float) -> str:
+    async def start(self, connection: Connection, *, wait: bool | None, deadline: Deadline) -> str:
         """What a session calls: the connection lives in the client's nursery. Returns the server's id of the session.
 
         A server that has no place is asked again, as `wait` allows. Raises TimedOut after the deadline.
         """
         refusal: EngineError | None = None
-        with trio.move_on_at(deadline):
+        with trio.move_on_at(deadline.at):
             while True:
                 if self._closed:
                     raise EngineClosed("the client is closed")
@@ -124,8 +152,8 @@ class Client:
                         raise
                     refusal, retry_after = exc, exc.retry_after
                 await trio.sleep(retry_after)
-        reason = f"{self.endpoint.authority} does not answer in time" if refusal is None else refusal
-        raise TimedOut(f"timed out while waiting: {reason}") from refusal
+        lack = refusal or f"{self.endpoint.authority} does not answer"
+        raise deadline.passed(f"while waiting: {lack}") from refusal
 
     async def _run(self, connection: Connection, *, task_status: trio.TaskStatus[str]) -> None:
         self._connections.add(connection)
@@ -139,6 +167,7 @@ async def _raise(error: Exception) -> None:
     raise error
 
 
+@names_checked
 @asynccontextmanager
 async def connect(
     url: str,
@@ -156,9 +185,13 @@ async def connect(
     (`awake`, `sleeping`, `updating`, `restarting`, …); it must not block, and what it raises ends the client and comes
     out here. Raises InvalidConfig.
     """
-    address = Address.parse(url, model)
     if api_key is not None and not is_key(api_key):
         raise InvalidConfig.of("api_key", "must be one key of visible ASCII characters")
+    if not (model is None or isinstance(model, str)):
+        raise InvalidConfig.of("model", f"must be a name, got {brief(model)}")
+    check_callback("dial", dial)
+    check_callback("on_state", on_state)
+    address = Address.parse(url, model)
     headers = [] if api_key is None else [(b"authorization", b"Bearer " + api_key.encode())]
     endpoint = Endpoint(address.authority, address.target, headers, address.dial if dial is None else dial)
     async with open_unwrapped_nursery() as nursery:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from trioengine.actors.deadline import Deadline
 from trioengine.actors.readable import Readable
 from trioengine.client.prompt import Message
 from trioengine.core.completion import Chunk, Completion
-from trioengine.core.errors import EngineError
+from trioengine.core.errors import EngineError, TimedOut
 from trioengine.core.messages import Usage
 from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.sampling_params import SamplingParams
@@ -45,10 +47,11 @@ class Generation(Readable["Session"]):
         params: SamplingParams,
         *,
         keep_partial: bool,
-        deadline: float,
+        deadline: Deadline,
         wait: bool | None,
+        label: str | None = None,
     ) -> None:
-        super().__init__(session, params, keep_partial=keep_partial, deadline=deadline, wait=wait)
+        super().__init__(session, params, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label)
         self.prompt = prompt
         self.response_id: str | None = None  # the server's
         # The session's part: it alone writes these.
@@ -68,9 +71,21 @@ class Generation(Readable["Session"]):
         self._pieces: list[str] = []  # of the answer
         self._unread: list[str] = []  # of these
 
-    def __repr__(self) -> str:
-        state = self.stage.value if self.outcome is None else self.outcome.finish_reason.value
-        return f"<Generation {self._request_id} {state}>"
+    @property
+    def _progress(self) -> str:
+        return "waiting" if self.stage is Stage.NONE else self.stage.value
+
+    def take_id(self, ids: Iterator[int]) -> None:
+        """Take the next one, unless it has one."""
+        if self._request_id is None:
+            self.request_id = next(ids)
+
+    def timed_out(self) -> TimedOut:
+        if self.refusal is None:
+            return super().timed_out()
+        error = self.deadline.passed(f"while waiting: {self.refusal}", self.completion)
+        error.__cause__ = self.refusal
+        return error
 
     @property
     def text(self) -> str:

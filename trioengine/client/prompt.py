@@ -13,7 +13,7 @@ from trioengine.core.sampling_params import SamplingParams
 
 Message: TypeAlias = dict[str, str]  # role and content
 
-MAX_EVENT = 1 << 20  # characters, of what the server takes
+MAX_EVENT = 1 << 20  # bytes, of what the server takes
 _TRUNCATION: Mapping[Overflow, str] = {"refuse": "disabled", "drop_oldest_turns": "auto"}
 _PART_TYPES = {"system": "input_text", "user": "input_text", "assistant": "output_text"}
 
@@ -74,8 +74,8 @@ def response_fields(params: SamplingParams, overflow: Overflow) -> dict[str, Any
 def rendered(name: str, event_id: str, fields: Mapping[str, Any]) -> str:
     """An event as it is sent. Raises RequestRejected if the server takes none that is so large."""
     text = json.dumps({"type": name, "event_id": event_id, **fields})
-    if len(text) > MAX_EVENT:
-        message = f"prompt: a message of {len(text)} characters of JSON is too large, the limit is {MAX_EVENT}"
+    if len(text) > MAX_EVENT:  # it is ASCII
+        message = f"prompt: a message of {len(text)} bytes of JSON is too large, the limit is {MAX_EVENT}"
         raise RequestRejected("too_large", message, param="prompt")
     return text
 

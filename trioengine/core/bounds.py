@@ -9,6 +9,8 @@ import operator
 import reprlib
 from typing import Any
 
+from trioengine.core.printable import printable
+
 MAX_COUNT = 2**31 - 1  # of tokens, sequences, …: what an int32 holds
 MAX_INT64 = 2**63 - 1  # what msgpack and torch hold
 MAX_FLOAT32 = 3.4e38
@@ -71,7 +73,12 @@ def brief(value: object) -> str:
     return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
 
 
-def printable(text: str, length: int = 200) -> str:
-    """A message of another library about a file: at most `length` characters, control characters escaped."""
-    shown = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text[:length])
+def counted(count: int, noun: str) -> str:
+    """The count with its noun, in the plural unless there is one."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def excerpt(text: str, length: int = 200) -> str:
+    """A message of another library about a file, printable on one line of at most `length` characters."""
+    shown = printable(text[:length])
     return shown if len(shown) <= length else shown[: length - 1] + "…"

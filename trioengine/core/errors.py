@@ -97,6 +97,10 @@ class RequestRejected(EngineError, ValueError):
         self.param = param
 
 
+class UnknownArgument(EngineError, TypeError):
+    """A call has no argument of this name; the message holds the nearest that it has."""
+
+
 class SamplingFailed(EngineError):
     """No token could be chosen for one request, for a reason that lies in the model, as logits that are not finite.
 

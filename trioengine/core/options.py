@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypedDict
 
+from trioengine.core.arguments import check_names, rejected
 from trioengine.core.config import DType, EngineConfig, Kernels, OnWorkerLoss
-from trioengine.core.errors import RequestRejected
 from trioengine.core.sampling_params import SamplingParams
 
 
@@ -74,9 +73,8 @@ def merged_params(params: SamplingParams | None, options: Mapping[str, Any]) -> 
     Raises TypeError for an unknown field, and RequestRejected for a bad value.
     """
     if not (params is None or isinstance(params, SamplingParams)):
-        shown = type(params).__name__
-        raise RequestRejected("invalid_value", f"params must be SamplingParams, got {shown}", param="params")
-    _check_names("generate()", options, _names(SamplingParams), _REQUEST_KEYWORDS)
+        raise rejected("params", f"must be SamplingParams, got {type(params).__name__}")
+    check_names("generate", options, _names(SamplingParams, _REQUEST_KEYWORDS))
     return dataclasses.replace(SamplingParams() if params is None else params, **options)
 
 
@@ -85,7 +83,7 @@ def merged_config(config: EngineConfig | str | None, options: Mapping[str, Any])
 
     Raises TypeError for an unknown field, and for fields beside a whole configuration; InvalidConfig for a bad value.
     """
-    _check_names("open_engine()", options, _names(EngineConfig), _ENGINE_KEYWORDS)
+    check_names("open_engine", options, _names(EngineConfig, _ENGINE_KEYWORDS))
     if isinstance(config, EngineConfig):
         if options:
             raise TypeError(f"give either an EngineConfig or its fields ({', '.join(options)}), not both")
@@ -97,13 +95,5 @@ def merged_config(config: EngineConfig | str | None, options: Mapping[str, Any])
     return EngineConfig(model=config, **options)
 
 
-def _names(cls: type[SamplingParams] | type[EngineConfig]) -> list[str]:
-    return [field.name for field in dataclasses.fields(cls)]
-
-
-def _check_names(function: str, options: Iterable[str], fields: list[str], others: tuple[str, ...]) -> None:
-    for name in options:
-        if name not in fields:
-            nearest = difflib.get_close_matches(name, [*fields, *others], n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise TypeError(f"{function} has no argument {name!r}{hint}")
+def _names(cls: type[SamplingParams] | type[EngineConfig], others: tuple[str, ...]) -> list[str]:
+    return [*(field.name for field in dataclasses.fields(cls)), *others]

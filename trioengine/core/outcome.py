@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from trioengine.core.arguments import rejected
+from trioengine.core.bounds import brief
 from trioengine.core.errors import EngineError
 from trioengine.core.messages import FinishReason
 
@@ -20,6 +22,14 @@ class Cause(enum.StrEnum):
     SHUTDOWN = "shutdown"
     STALLED = "stalled"
     ERROR = "error"  # of a session: its actor crashed
+
+
+def check_cause(cause: str) -> Cause:
+    """Return the cause of this name. Raises RequestRejected for another one."""
+    try:
+        return Cause(cause)
+    except ValueError:
+        raise rejected("cause", f"must be one of {', '.join(Cause)}, got {brief(cause)}") from None
 
 
 @dataclass(frozen=True, slots=True)

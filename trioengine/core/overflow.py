@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias, cast, get_args
 
-from trioengine.core.errors import RequestRejected
+from trioengine.core.arguments import rejected
 
 Overflow: TypeAlias = Literal["refuse", "drop_oldest_turns"]
 
@@ -13,7 +13,7 @@ def check_overflow(overflow: object) -> Overflow:
     """Return the policy of this name. Raises RequestRejected for another one."""
     if overflow not in get_args(Overflow):
         names = " or ".join(map(repr, get_args(Overflow)))
-        raise RequestRejected("invalid_value", f"overflow must be {names}, got {overflow!r:.60}", param="overflow")
+        raise rejected("overflow", f"must be {names}, got {overflow!r:.60}")
     return cast("Overflow", overflow)
 
 
@@ -25,3 +25,12 @@ def prompt_limit(max_model_len: int, max_tokens: int | None) -> int:
     """
     room = max_model_len // 4 if max_tokens is None else min(max_tokens, max_model_len // 2)
     return max_model_len - room
+
+
+def retained(limit: int, ratio: float) -> int:
+    """Tokens to which a prompt over its `limit` is shortened.
+
+    With a ratio below 1 more turns go at once than have to, so that the next ones fit without a cut, and find the
+    prompt before them in the prefix cache.
+    """
+    return int(limit * ratio)

@@ -62,7 +62,7 @@ class ServeConfig:
     max_sessions_per_key: int = 64  # WebSockets and requests of a key at a time; more are answered with 429
     max_body_size: int = 4 << 20  # bytes
     max_header_size: int = 32 << 10  # bytes of a request's head
-    max_message_size: int = 1 << 20  # characters of a WebSocket message
+    max_message_size: int = 1 << 20  # bytes of a WebSocket message
     max_conversation_size: int = 8 << 20  # bytes in memory of the items of a WebSocket's conversation
     max_buffered_bytes: int = 1 << 30  # of bodies and of WebSocket connections; more are answered with 503
     max_buffered_bytes_per_key: int = 256 << 20  # the same of one key; more are answered with 429

@@ -10,16 +10,21 @@ from contextlib import contextmanager
 
 import trio
 
+from trioengine.core.bounds import excerpt
 from trioengine.serve.http import BadRequest, HttpConnection, Request
 from trioengine.serve.log_fields import REQUEST_ID, SESSION
+from trioengine.serve.problem import Problem
 
 logger = logging.getLogger("trioengine.access")
-FIELDS = ("method", "path", "status", "milliseconds")  # of a record, beside those of the context
+ERROR_FIELDS = ("error_type", "error_code", "error_message")
+FIELDS = ("method", "path", "status", "milliseconds", *ERROR_FIELDS)  # of a record, beside those of the context
 HEADER = b"x-request-id"
 PROBES = {"/health": (200, 503), "/ready": (200, 503), "/metrics": (200,)}  # with these statuses logged at debug
 _USABLE = re.compile(rb"(?:(?![][(){}<>=\"'`])[!-~]){1,128}")  # in a line of the log, none looks like more than itself
 _UNREADABLE = Request("-", "-", "", ())
 _MAX_PATH = 200  # characters
+_MAX_MESSAGE = 400
+_QUOTED = re.compile(r"(, got | says: ).*", re.DOTALL)  # the end of a message that quotes a value of the request
 
 
 def request_id(request: Request) -> str:
@@ -30,7 +35,10 @@ def request_id(request: Request) -> str:
 
 @contextmanager
 def logged(connection: HttpConnection, request: Request) -> Iterator[None]:
-    """Within, the request is served: records and the response carry its id. A line when that is over."""
+    """Within, the request is served: records and the response carry its id. A line when that is over.
+
+    Of a refused or failed request the line has the error, without the values that its message quotes.
+    """
     id = request_id(request)
     REQUEST_ID.set(id)  # until the connection's next one: what ends the connection is about this one
     SESSION.set(None)
@@ -40,15 +48,29 @@ def logged(connection: HttpConnection, request: Request) -> Iterator[None]:
     try:
         yield
     except BadRequest as exc:
-        refused = exc.response.status
+        refused = exc.response
         raise
     finally:
-        status = connection.status or refused or "-"  # the client left before it was told one
-        milliseconds = round(1000 * (trio.current_time() - began), 1)
-        values = (request.method[:16], request.path[:_MAX_PATH], status, milliseconds)
-        fields = dict(zip(FIELDS, values, strict=True))
-        level = logging.DEBUG if status in PROBES.get(request.path, ()) else logging.INFO
-        logger.log(level, "%(method)s %(path)s %(status)s %(milliseconds)s ms", fields, extra=fields)
+        answer = connection if connection.status is not None or refused is None else refused
+        _log(request, answer.status, answer.problem, trio.current_time() - began)
+
+
+def _log(request: Request, status: int | None, problem: Problem | None, seconds: float) -> None:
+    """`status` is None if the client left before it got one."""
+    shown = "-" if status is None else status
+    values = (request.method[:16], request.path[:_MAX_PATH], shown, round(1000 * seconds, 1), *_error_of(problem))
+    fields = dict(zip(FIELDS, values, strict=False))
+    line = "%(method)s %(path)s %(status)s %(milliseconds)s ms"
+    if problem is not None:
+        line += ": %(error_code)s: %(error_message)s"
+    logger.log(logging.DEBUG if status in PROBES.get(request.path, ()) else logging.INFO, line, fields, extra=fields)
+
+
+def _error_of(problem: Problem | None) -> tuple[str, ...]:
+    """The values of ERROR_FIELDS, in which no value of the request is quoted."""
+    if problem is None:
+        return ()
+    return problem.type, problem.code, excerpt(_QUOTED.sub("", problem.message), _MAX_MESSAGE)
 
 
 @contextmanager

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from trioengine.core.suggestion import did_you_mean
 from trioengine.serve.problem import ClientError
 
 _SHOWN = 120  # characters
 _MAX_METADATA = 16
 
 
-def known_fields(value: object, names: Iterable[str], where: str = "") -> Mapping[str, Any]:
+def known_fields(value: object, names: Collection[str], where: str = "") -> Mapping[str, Any]:
     """An object that has no other fields than these; without `where` it is the whole of a body. Raises ClientError."""
     if not isinstance(value, Mapping):
         raise ClientError("invalid_type", f"{where or 'the body'} must be an object", param=where or None)
     for name in value:
         if name not in names:
-            raise unsupported(f"{where}.{name}" if where else name)
+            raise unknown("field", name, names, f"{where}." if where else "")
     return value
 
 
@@ -68,6 +69,8 @@ def check_fixed(fields: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]],
             raise ClientError("unsupported_parameter", message, param=param)
 
 
-def unsupported(param: str) -> ClientError:
-    param = param[:_SHOWN]
-    return ClientError("unsupported_parameter", f"{param} is not supported", param=param)
+def unknown(kind: str, name: str, names: Collection[str], prefix: str = "") -> ClientError:
+    """The error of a field or parameter, with the nearest of the known `names`; the prefix is the way to it."""
+    param = (prefix + name)[:_SHOWN]
+    message = f"unknown {kind} {param!r}{did_you_mean(name, names, prefix)}"
+    return ClientError("unsupported_parameter", message, param=param)

@@ -128,7 +128,8 @@ class FrontDoor:
             await serve(guest)
         except* BadRequest as group:
             await guest.http.refuse(_first(group).response)
-            await linger(stream)
+            with place.lingering():
+                await linger(stream)
 
     async def _serve_requests(self, guest: _Guest) -> None:
         while (request := await self._next_request(guest)) is not None:
@@ -141,7 +142,8 @@ class FrontDoor:
         with trio.move_on_after(BEYOND_TIMEOUT) as scope:
             request = await self._next_request(guest)
         if scope.cancelled_caught:
-            raise self._no_place()
+            with logged_if_unreadable(guest.http):
+                raise self._no_place()
         if request is None:
             return
         with self._serving(guest, request, (b"connection", b"close")):
@@ -178,7 +180,8 @@ class FrontDoor:
             if refusal is not None:
                 raise BadRequest(refusal)
             await self._become_websocket(guest.http, websocket, held, caller.cache_salt)
-            await linger(guest.stream)
+            with guest.place.lingering():
+                await linger(guest.stream)
             return False
 
     async def _next_request(self, guest: _Guest) -> Request | None:

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeAlias, TypeVar
@@ -76,6 +76,7 @@ class Response:
     body: bytes
     content_type: bytes = b"application/json"
     headers: tuple[tuple[bytes, bytes], ...] = ()
+    problem: Problem | None = None  # that the body describes, for the log
 
 
 Handler: TypeAlias = Callable[[Request], Awaitable[Response | StreamingResponse]]
@@ -97,7 +98,7 @@ def problem_response(status: int, problem: Problem) -> Response:
     """An error in OpenAI's shape."""
     retry_after = problem.retry_after or (1.0 if status in (429, 503) else None)
     headers = ((b"retry-after", b"%d" % max(1, round(retry_after))),) if retry_after else ()
-    return Response(status, json.dumps({"error": problem.to_json()}).encode(), headers=headers)
+    return Response(status, json.dumps({"error": problem.to_json()}).encode(), headers=headers, problem=problem)
 
 
 def error_response(error: Exception) -> Response:
@@ -126,8 +127,8 @@ def _bad(status: int, code: str, message: str) -> BadRequest:
 class HttpConnection:
     """One accepted connection until it closes, or becomes a WebSocket.
 
-    `seen` holds the bytes that were read since the beginning of the latest request, `status` is that of the response to
-    it, once one was sent. Every response has the `common_headers`, too, until the next request.
+    `seen` holds the bytes that were read since the beginning of the latest request; `status` and `problem` are those of
+    the response to it, once one was sent. Every response has the `common_headers`, too, until the next request.
     """
 
     def __init__(self, stream: trio.abc.Stream, limits: ConnectionLimits) -> None:
@@ -142,6 +143,7 @@ class HttpConnection:
         self.is_new = True  # no request was read yet
         self._head_only = False  # the latest request is HEAD: its response has no body
         self.status: int | None = None
+        self.problem: Problem | None = None
         self.common_headers: tuple[tuple[bytes, bytes], ...] = ()
 
     async def begun(self) -> bool:
@@ -157,7 +159,7 @@ class HttpConnection:
     async def next_head(self) -> Request | None:
         """The next request without its body; None when the client has no more. Raises BadRequest."""
         self.is_new = self._head_only = False
-        self.status, self.common_headers = None, ()
+        self.status, self.problem, self.common_headers = None, None, ()
         event = await self._next_event(self._limits.max_header_size + CHUNK)
         if not isinstance(event, h11.Request):
             return None
@@ -303,6 +305,7 @@ class HttpConnection:
             *response.headers,
         ]
         head = self._head(response.status, headers)
+        self.problem = response.problem
         body = () if self._head_only else (h11.Data(data=response.body),)
         events = (*body, h11.EndOfMessage())
         await self._send(head + b"".join(self._h11.send(event) or b"" for event in events))
@@ -310,10 +313,7 @@ class HttpConnection:
     async def refuse(self, response: Response) -> None:
         """Send a response if none has begun; the connection is of no further use."""
         if self._h11.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            closing = Response(
-                response.status, response.body, response.content_type, (*response.headers, (b"connection", b"close"))
-            )
-            await self.respond(closing)
+            await self.respond(replace(response, headers=(*response.headers, (b"connection", b"close"))))
 
     async def _send(self, data: bytes) -> None:
         """In slices, each of which has its time: a client that reads slowly is no client that does not read."""

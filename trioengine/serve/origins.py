@@ -47,10 +47,10 @@ class Origins:
         self._allowed = {origin.encode() for origin in config.allowed_origin}
 
     def refusal(self, headers: Headers) -> Refusal | None:
-        """Why a request with these headers is refused; None: it is not. A refused Origin is logged."""
+        """Why a request with these headers is refused; None: it is not. A refused Host or Origin is logged."""
         hosts = [value for name, value in headers if name == b"host"]
         if self._loopback_only and not any(is_loopback(name_of_host(host)) for host in hosts):
-            return Refusal(403, "forbidden", "the Host header must name localhost: there is no key")
+            return _refused_host(hosts)
         origins = [value for name, value in headers if name == b"origin" and value not in self._allowed]
         for origin in origins:
             refusal = self._refusal_of(origin, hosts)
@@ -100,6 +100,14 @@ class Origins:
     def _allowed_origin(self, request: Request) -> bytes | None:
         origin = request.header(b"origin")
         return origin if origin in self._allowed else None
+
+
+def _refused_host(hosts: list[bytes]) -> Refusal:
+    """Of a server without a key; the flags that would allow the Host are named, in the log as well."""
+    host = (hosts[0] if hosts else b"")[:_SHOWN].decode("ascii", "backslashreplace")
+    logger.warning("a request was refused for its Host %r; --api-key KEY (or --insecure) would allow any Host", host)
+    rule = "is not a loopback name such as localhost; a server with --api-key (or --insecure) serves any Host"
+    return Refusal(403, "forbidden", f"the Host {host!r} {rule}")
 
 
 def _log_refused(origin: bytes) -> None:

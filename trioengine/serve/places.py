@@ -1,14 +1,15 @@
 """The places of connections: how many there are at a time, and which connection makes room for a newcomer.
 
-A connection that waits for its client (for a request's head, its body, or the next request) can make room. One whose
+A connection that waits for its client (for a request's head, its body, or the next request) can make room. One that
+lingers (it has its last answer, and is closed when its client has read it) makes room before all others. One whose
 request is being handled, or that is a WebSocket, keeps its place.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import trio
 
@@ -17,7 +18,7 @@ MAX_LEAVING = 16  # connections that make room and are not closed yet
 
 
 class Displaced(Exception):
-    """A connection was closed while it waited for its client: its place was needed."""
+    """A connection was closed while it waited for its client, or lingered: its place was needed."""
 
 
 def network_of(host: str | None) -> str | None:
@@ -42,21 +43,28 @@ class Place:
         self.is_leaving = False  # it makes room for another
         self._scope: trio.CancelScope | None = None
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """Within, the connection waits for its client. Raises Displaced if it has to make room."""
+        return self._displaceable(self._places.add_waiting, self._places.remove_waiting)
+
+    def lingering(self) -> AbstractContextManager[None]:
+        """Within, the connection lingers. Raises Displaced if it has to make room."""
+        return self._displaceable(self._places.add_lingering, self._places.remove_lingering)
+
+    @contextmanager
+    def _displaceable(self, add: Callable[[Place], None], remove: Callable[[Place], None]) -> Iterator[None]:
         with trio.CancelScope() as self._scope:
-            self._places.add_waiting(self)
+            add(self)
             try:
                 yield
             finally:
-                self._places.remove_waiting(self)
+                remove(self)
         if self.is_leaving:
             raise Displaced
 
     def displace(self) -> None:
-        """Have the connection closed; it is waiting."""
-        assert self._scope is not None, "only a waiting connection makes room"
+        """Have the connection closed; it waits or lingers."""
+        assert self._scope is not None, "only a connection that waits or lingers makes room"
         self.is_leaving = True
         self._scope.cancel()
 
@@ -69,6 +77,7 @@ class Places:
         self._share = max(1, count // SHARE)
         self._num_taken = 0
         self._num_leaving = 0
+        self._lingering: dict[Place, None] = {}  # the oldest first
         self._waiting: dict[Place, None] = {}  # the one that has waited longest first
         self._of_addresses: dict[str | None, dict[Place, None]] = {}  # the same by address
         self._over_share: dict[str | None, None] = {}  # addresses
@@ -92,6 +101,14 @@ class Places:
             self._num_taken -= 1
             self._num_leaving -= place.is_leaving
 
+    def add_lingering(self, place: Place) -> None:
+        """The connection lingers from now on."""
+        self._lingering[place] = None
+
+    def remove_lingering(self, place: Place) -> None:
+        """The connection is closed."""
+        self._lingering.pop(place, None)  # None: it makes room
+
     def add_waiting(self, place: Place) -> None:
         """The connection waits for its client from now on."""
         self._waiting[place] = None
@@ -113,17 +130,20 @@ class Places:
             del self._of_addresses[place.address]
 
     def _make_room(self, address: str | None) -> bool:
-        """Displace the connection that has waited longest: of the newcomer's address, or another, over its share."""
-        if not self._waiting or self._num_leaving >= MAX_LEAVING:
+        """Displace a connection, if there are not too many that leave already."""
+        place = next(iter(self._lingering or self._longest_waiting(address)), None)
+        if place is None or self._num_leaving >= MAX_LEAVING:
             return False
-        if address in self._over_share:
-            waiting = self._of_addresses[address]
-        elif self._over_share:
-            waiting = self._of_addresses[next(iter(self._over_share))]
-        else:
-            waiting = self._waiting
-        place = next(iter(waiting))
+        self.remove_lingering(place)
         self.remove_waiting(place)
         self._num_leaving += 1
         place.displace()
         return True
+
+    def _longest_waiting(self, address: str | None) -> dict[Place, None]:
+        """Those of which the first goes: of the newcomer's address, or another, over its share; or else all."""
+        if address in self._over_share:
+            return self._of_addresses[address]
+        if self._over_share:
+            return self._of_addresses[next(iter(self._over_share))]
+        return self._waiting

@@ -7,7 +7,7 @@ from typing import TypeAlias
 from urllib.parse import parse_qsl
 
 from trioengine.core.bounds import brief, number
-from trioengine.serve.fields import unsupported
+from trioengine.serve.fields import unknown
 from trioengine.serve.http import Request
 from trioengine.serve.problem import ClientError
 
@@ -23,7 +23,7 @@ def parameters_of(request: Request, names: Collection[str]) -> Parameters:
     given: dict[str, list[str]] = {name: [] for name in names}
     for name, value in parse_qsl(request.query, keep_blank_values=True):
         if name not in given:
-            raise unsupported(name)
+            raise unknown("parameter", name, names)
         given[name].append(value)
     return given
 

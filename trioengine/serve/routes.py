@@ -10,6 +10,7 @@ from typing import TypeAlias
 from trioengine import __version__
 from trioengine.actors.engine import Engine
 from trioengine.core.lifecycle import Power
+from trioengine.core.suggestion import did_you_mean
 from trioengine.serve.http import Handler, Request, Response, json_response, problem_response
 from trioengine.serve.metrics.metrics import CONTENT_TYPE, Metrics
 from trioengine.serve.problem import INVALID_REQUEST, Problem
@@ -40,6 +41,7 @@ class Route:
 
 Routes: TypeAlias = Mapping[str, Route]  # by path; with BELOW at its end for all paths that begin so
 BELOW = "*"
+_SHOWN = 80  # characters of a path in a message
 _ASLEEP = (Power.FALLING_ASLEEP, Power.ASLEEP, Power.WAKING, Power.UPDATING)
 
 
@@ -106,21 +108,25 @@ def find(routes: Routes, request: Request) -> Handler | Response:
         return upgrade_required()
     route = route_of(routes, request.path)
     if route is None:
-        return not_found(request.path)
-    handler = route.handlers.get(request.method)
-    if handler is None:
-        message = f"{request.path} is not for {request.method[:16]}"
-        response = problem_response(405, Problem(INVALID_REQUEST, "method_not_allowed", message))
-        return Response(405, response.body, headers=((b"allow", ", ".join(route.handlers).encode()),))
-    return handler
+        return not_found(request.path, routes)
+    return route.handlers.get(request.method) or method_not_allowed(request, ", ".join(route.handlers))
 
 
-def not_found(path: str) -> Response:
-    return problem_response(404, Problem(INVALID_REQUEST, "not_found", f"there is no {path[:80]}"))
+def not_found(path: str, routes: Routes) -> Response:
+    """Names the nearest route, or all of them."""
+    known = sorted({*routes, REALTIME})
+    hint = did_you_mean(path, known) or f"; the routes are {', '.join(known)}"
+    return problem_response(404, Problem(INVALID_REQUEST, "not_found", f"no route {path[:_SHOWN]!r}{hint}"))
+
+
+def method_not_allowed(request: Request, allowed: str) -> Response:
+    message = f"{request.path[:_SHOWN]!r} does not allow {request.method[:16]}; allowed: {allowed}"
+    response = problem_response(405, Problem(INVALID_REQUEST, "method_not_allowed", message))
+    return replace(response, headers=((b"allow", allowed.encode()),))
 
 
 def upgrade_required() -> Response:
     problem = Problem(INVALID_REQUEST, "upgrade_required", f"{REALTIME} is a WebSocket endpoint (version 13)")
     response = problem_response(426, problem)
     headers = ((b"upgrade", b"websocket"), (b"connection", b"upgrade"), (b"sec-websocket-version", b"13"))
-    return Response(426, response.body, headers=headers)
+    return replace(response, headers=headers)

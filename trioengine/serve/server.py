@@ -24,6 +24,7 @@ from trioengine.serve.access import Access
 from trioengine.serve.byte_budget import ByteBudget, Held
 from trioengine.serve.departures import Departures
 from trioengine.serve.descriptors import affordable
+from trioengine.serve.fields import unknown
 from trioengine.serve.front_door import FrontDoor
 from trioengine.serve.http import Request
 from trioengine.serve.in_flight import InFlight
@@ -139,7 +140,7 @@ class Server:
     def _check_upgrade(self, request: Request) -> None:
         for name, value in parse_qsl(request.query, keep_blank_values=True):
             if name != "model":
-                raise ClientError("unsupported_parameter", f"{name[:80]} is not supported", param=name[:80])
+                raise unknown("parameter", name, ("model",))
             if value != self.model_name:
                 message = f"there is no model {value[:80]!r}, this is {self.model_name!r}"
                 raise ClientError("model_not_found", message, param="model")

@@ -40,18 +40,18 @@ class RefusedText(str):
 class WebSocketProtocol(WSConnection):
     """What trio-websocket reads and writes, in place of wsproto's own.
 
-    Messages come whole, or as far as they are longer than `max_message_size`, so that it matters little in how many
-    fragments they are sent. The bytes of one that is on its way are taken of `held`; where there is no room for them, a
-    RefusedText comes in its place. A client that breaks the rules gets a close, after which nothing is sent.
+    Messages come whole, or as far as they are longer than `max_message_size` bytes, so that it matters little in how
+    many fragments they are sent. The bytes of one that is on its way are taken of `held`; where there is no room for
+    them, a RefusedText comes in its place. A client that breaks the rules gets a close, after which nothing is sent.
     """
 
     def __init__(self, max_message_size: int, held: Held) -> None:
         super().__init__(ConnectionType.SERVER)
         self._held = held
         self._refusal: OverBudget | None = None  # of the message that is on its way
-        self._max_message_size = max_message_size  # characters, or bytes
+        self._max_message_size = max_message_size  # bytes
         self._parts = io.BytesIO()  # of the message that is on its way; of a text as UTF-8
-        self._size = 0  # of these, in characters or bytes
+        self._size = 0  # of these, in bytes
         self._is_offended = False
 
     @property
@@ -80,21 +80,25 @@ class WebSocketProtocol(WSConnection):
                 yield event
 
     def _whole(self, event: TextMessage | BytesMessage) -> Generator[Event, None, None]:
-        """The message that ends with this part, if one does, or is too long already."""
-        self._size += len(event.data)
-        if event.message_finished and self._size == len(event.data):
-            self._size = 0
-            yield event
-            return
-        self._add(event.data.encode() if isinstance(event, TextMessage) else event.data)
+        """The message that ends with this part, if one does, or is too long already.
+
+        A text that is too long comes as bytes: of a text trio-websocket would count the characters.
+        """
+        part = event.data.encode() if isinstance(event, TextMessage) else event.data
+        self._size += len(part)
         is_too_large = self._size > self._max_message_size and self._refusal is None
+        if event.message_finished and self._size == len(part):
+            self._size = 0
+            yield BytesMessage(data=part) if is_too_large else event
+            return
+        self._add(part)
         if event.message_finished or is_too_large:
             whole, refusal = self._parts.getvalue(), self._refusal
             self._drop_parts()
             self._size, self._refusal = 0, None
             if refusal is not None:
                 yield TextMessage(data=RefusedText(refusal))
-            elif isinstance(event, TextMessage):
+            elif isinstance(event, TextMessage) and not is_too_large:
                 yield TextMessage(data=whole.decode())
             else:
                 yield BytesMessage(data=whole)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trioengine.core.bounds import printable
+from trioengine.core.bounds import excerpt
 from trioengine.core.errors import ModelError, RequestRejected
 from trioengine.text.template_budget import Budget, TemplateTooCostly
 from trioengine.text.template_sandbox import Raised, TemplateEnvironment
@@ -22,7 +22,7 @@ class ChatTemplate:
         try:
             self._template = TemplateEnvironment().from_string(source)
         except Exception as exc:  # jinja2's own, and Python's where the template is nested too deeply
-            raise ModelError(f"the chat template does not compile: {printable(str(exc))}") from exc
+            raise ModelError(f"the chat template does not compile: {excerpt(str(exc))}") from exc
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
         """The text of a conversation, within the bounds of `template_budget`.

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeGuard, get_args
 
 from trioengine.core.errors import RequestRejected
 from trioengine.core.messages import TokenIds, token_ids
+from trioengine.core.overflow import retained
 from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.detokenizer import Detokenizer
 from trioengine.text.turns import Message, Turns
@@ -87,19 +88,19 @@ class Conversation:
         """Refuse, before any tokenizing, a prompt that cannot fit `limit` tokens by its length alone."""
         check_length(prompt, limit, self._tokenizer)
 
-    def prepare(self, prompt: Prompt, limit: int | None = None) -> Prepared:
+    def prepare(self, prompt: Prompt, limit: int | None = None, retention_ratio: float = 1.0) -> Prepared:
         """The whole prompt with this added. Raises RequestRejected, naming what is wrong with it.
 
-        With a `limit` in tokens, the fewest of the oldest turns of a chat are dropped that make it fit; where that is
-        impossible, all but the newest.
+        With a `limit` in tokens, a chat over it loses the fewest of its oldest turns that make it fit this part of the
+        limit; where that is impossible, all but the newest.
         """
         _check_type(prompt)
         if len(prompt) == 0:
             raise RequestRejected("empty_prompt", "prompt is empty", param="prompt")
         if isinstance(prompt, str):
-            return self._prepare_chat([{"role": "user", "content": prompt}], limit)
+            return self._prepare_chat([{"role": "user", "content": prompt}], limit, retention_ratio)
         if isinstance(prompt[0], Mapping):
-            return self._prepare_chat(prompt, limit)  # type: ignore[arg-type]
+            return self._prepare_chat(prompt, limit, retention_ratio)  # type: ignore[arg-type]
         return self._prepare_raw(prompt)  # type: ignore[arg-type]
 
     def commit(self, prepared: Prepared, output: TokenIds, text: str) -> None:
@@ -119,15 +120,21 @@ class Conversation:
 
     # ---- chat -----------------------------------------------------------------------------------------------------
 
-    def _prepare_chat(self, prompt: Sequence[Message], limit: int | None) -> Prepared:
+    def _prepare_chat(self, prompt: Sequence[Message], limit: int | None, ratio: float) -> Prepared:
         if self._is_raw:
             raise RequestRejected(
                 "mixed_prompts", "prompt: the session holds raw token ids, and takes no messages", param="prompt"
             )
         turns = Turns.of((*self._messages, *_messages(prompt, "messages")))
-        return self._without(turns, 0) if limit is None else self._fitted(turns, limit)
+        return self._without(turns, 0) if limit is None else self._fitted(turns, limit, ratio)
 
-    def _fitted(self, turns: Turns, limit: int) -> Prepared:
+    def _fitted(self, turns: Turns, limit: int, ratio: float) -> Prepared:
+        may_fit = ratio < 1.0 and _least_tokens(turns.messages, self._tokenizer) <= limit
+        if may_fit and len((whole := self._without(turns, 0)).token_ids) <= limit:
+            return whole
+        return self._shortened(turns, retained(limit, ratio))
+
+    def _shortened(self, turns: Turns, limit: int) -> Prepared:
         def length_fits(count: int) -> bool:
             return _least_tokens(turns.without(count), self._tokenizer) <= limit
 

@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as _Tokenizer
 
-from trioengine.core.bounds import MAX_COUNT, brief, printable
+from trioengine.core.bounds import MAX_COUNT, brief, excerpt
 from trioengine.core.errors import ModelError
 from trioengine.core.messages import TokenIds, token_ids
 
@@ -172,7 +172,7 @@ def _refusing(source: str) -> Iterator[None]:
     except BaseException as exc:
         if not isinstance(exc, Exception) and type(exc).__name__ != "PanicException":
             raise
-        raise ModelError(f"{source} cannot be used: {printable(str(exc))}") from exc
+        raise ModelError(f"{source} cannot be used: {excerpt(str(exc))}") from exc
 
 
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:

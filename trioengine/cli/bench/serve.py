@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from trioengine.cli.bench.realtime import Realtime, idle_sessions
 from trioengine.cli.bench.report import ServerSide, as_object, errors_of, print_table, requests_of
 from trioengine.cli.bench.sample import End
 from trioengine.cli.bench.server_metrics import STOP_TO_ENDED, ServerMetrics
+from trioengine.cli.complaints import complain
 from trioengine.core.errors import EngineError, InvalidConfig
 
 PROBES = 5
@@ -62,7 +62,7 @@ def bench_serve(config: BenchConfig, output: Output) -> int:
     else:
         print_table(prompts.length, told, result.server)
     for error, times in errors_of(result.run).items():
-        print(f"trioengine: error: {times} requests failed: {error}", file=sys.stderr)
+        complain(f"error: {times} requests failed: {error}")
     return int(told.failed > 0)
 
 

@@ -10,6 +10,7 @@ from trioengine.cli.doctor.machine import Machine
 from trioengine.cli.doctor.model_cache import model_cache
 from trioengine.cli.doctor.part import Part, Severity
 from trioengine.cli.doctor.software import versions, worker
+from trioengine.core.printable import printable
 
 _TITLE_WIDTH = 20
 _GB = 10**9
@@ -43,7 +44,7 @@ def examine(parts: Mapping[str, Callable[[], Part]], *, as_json: bool) -> int:
             _print_fact(name, value)
     print("problems" if problems else "no problems")
     for problem in problems:
-        print(f"  {problem.severity.value}: {problem.message}\n    -> {problem.remedy}")
+        print(f"  {problem.severity.value}: {printable(problem.message)}\n    -> {printable(problem.remedy)}")
     return int(not works)
 
 
@@ -57,4 +58,4 @@ def _print_fact(name: str, value: Any) -> None:
     if isinstance(value, (list, dict)):
         value = ", ".join(str(entry) for entry in value) or "none"
     label = name.removesuffix("_bytes").replace("_", " ")
-    print(f"  {label:{_TITLE_WIDTH}} {'-' if value is None else value}")
+    print(f"  {label:{_TITLE_WIDTH}} {'-' if value is None else printable(str(value))}")

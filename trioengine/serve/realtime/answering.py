@@ -49,7 +49,8 @@ class Answering:
         Cancelled, it ends the session. Raises what refuses the request, or fails it.
         """
         with about(REQUEST_ID, response.id):
-            messages, session.overflow = response.order.messages, response.order.overflow
+            messages, truncation = response.order.messages, response.order.truncation
+            session.overflow, session.retention_ratio = truncation.overflow, truncation.retention_ratio
             needed = messages if session.overflow == "refuse" else least_prompt(messages)
             check_length(needed, self.engine.limits.max_model_len, self.engine.tokenizer)  # before they are copied
             extension, params = _extension(session, messages), salted(response.order.params, self._cache_salt)

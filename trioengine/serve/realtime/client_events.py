@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from trioengine.serve.fields import known_fields
 from trioengine.serve.json_object import load_object
 from trioengine.serve.problem import ClientError
 from trioengine.serve.realtime.items import Item, ItemReference, parse_input, parse_item
@@ -117,8 +118,7 @@ def _event(fields: Mapping[str, Any]) -> ClientEvent:
     if names is None:
         known = ", ".join(_FIELDS)
         raise ClientError("unknown_event", f"type must be one of {known}, got {name!r:.80}", param="type")
-    for field in fields.keys() - {"event_id", "type", *names}:
-        raise ClientError("unsupported_parameter", f"{field[:80]} is not a field of {name}", param=field[:80])
+    known_fields(fields, ("event_id", "type", *names))
     match name:
         case "session.update":
             return SessionUpdate(_required(fields, "session"))

@@ -267,7 +267,11 @@ class RealtimeConnection:
         if not is_beside:
             self._items.check_room(1, None)
         settings = self._settings.for_response(event.settings)
+        is_lasting = event.input is None and settings.truncation.is_lasting
+        left_out = self._items.left_out if is_lasting else ()
         items = self._items if event.input is None else self._items.resolve(event.input)
+        left_out_ids = {item.id for item in left_out}
+        items = [item for item in items if item.id not in left_out_ids]
         messages, item_ids = chat_messages(items, settings.instructions)
         if not messages:
             raise ClientError("empty_conversation", "there is nothing to respond to: create an item first")
@@ -276,10 +280,12 @@ class RealtimeConnection:
             messages,
             item_ids,
             settings.params("response"),
-            settings.overflow,
+            settings.truncation,
             settings.max_output_tokens,
             settings.metadata,
             event_id,
+            left_out,
+            is_lasting,
         )
         if is_beside:
             runner.begin(Response(order, self._outbox, conversation_id=None, items=None))

@@ -11,6 +11,7 @@ from trioengine.serve.byte_budget import Held, size_of
 from trioengine.serve.fields import check_fixed, known_fields, text_of
 from trioengine.serve.problem import ClientError
 from trioengine.serve.realtime.outbox import EVENT_FACTOR, new_id
+from trioengine.text.turns import Turns
 
 MAX_ITEMS = 4096
 ITEM_SIZE = 512  # bytes that an item takes in memory, beside its texts
@@ -146,6 +147,11 @@ def chat_messages(items: Iterable[Item], instructions: str) -> tuple[list[dict[s
     return ([{"role": "system", "content": instructions}, *messages], [None, *ids]) if instructions else (messages, ids)
 
 
+def num_turns(items: Iterable[Item]) -> int:
+    """How many turns these items are."""
+    return len(Turns.of(chat_messages(items, "")[0]).starts)
+
+
 def size_of_messages(messages: Iterable[Mapping[str, str]]) -> int:
     """The bytes in memory of the messages that a response goes on from."""
     return sum(ITEM_SIZE + size_of(message["content"]) for message in messages)
@@ -166,6 +172,7 @@ class Items:
         self._held = held
         self._items: dict[str, Item] = {}
         self._order: list[str] = []
+        self._left_out: set[str] = set()
         self._size = 0  # bytes, of finished items
 
     def __len__(self) -> int:
@@ -175,6 +182,15 @@ class Items:
         """Those that are not in progress."""
         items = (self._items[id] for id in self._order)
         return (item for item in items if item.status is not ItemStatus.IN_PROGRESS)
+
+    @property
+    def left_out(self) -> tuple[Item, ...]:
+        """Those that the prompts of responses leave out for good."""
+        return tuple(item for item in self if item.id in self._left_out)
+
+    def leave_out(self, ids: Iterable[str]) -> None:
+        """Leave these out from now on; some may be deleted already."""
+        self._left_out.update(id for id in ids if id in self._items)
 
     def get(self, id: object, param: str) -> Item:
         """The item of this id. Raises ClientError."""
@@ -215,6 +231,7 @@ class Items:
         item = self._at_rest(id)
         del self._items[item.id]
         self._order.remove(item.id)
+        self._left_out.discard(item.id)
         self._count(-item.size)
         return item.id
 

@@ -11,11 +11,11 @@ from trioengine.actors.generation import Completion, Generation
 from trioengine.actors.session import Session
 from trioengine.core.messages import FinishReason, Usage
 from trioengine.core.outcome import Cause
-from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.serve.problem import Problem, RequestAborted, problem_of
-from trioengine.serve.realtime.items import Item, Items, ItemStatus, Role, size_of_messages
+from trioengine.serve.realtime.items import Item, Items, ItemStatus, Role, num_turns, size_of_messages
 from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox, new_id
+from trioengine.serve.realtime.truncation import Truncation
 from trioengine.text.turns import Turns
 
 
@@ -31,19 +31,22 @@ class ResponseStatus(enum.Enum):
 class Order:
     """The request of a response.create: the conversation as it was then, and how to go on from it.
 
-    `item_ids` are those of the messages; None for the instructions.
+    `item_ids` are those of the messages; None for the instructions. `left_out` are the items that responses before it
+    left out of their prompts for good.
     """
 
     messages: list[dict[str, str]]
     item_ids: list[str | None]
     params: SamplingParams
-    overflow: Overflow
+    truncation: Truncation
     max_output_tokens: int | str
     metadata: Mapping[str, str] | None = None
     event_id: str | None = None  # the client's
+    left_out: tuple[Item, ...] = ()
+    is_lasting: bool = False  # its cut: responses after it leave the same items out
 
     def dropped_item_ids(self, count: int) -> list[str]:
-        """The ids of the items in the oldest `count` turns."""
+        """The ids of the items in the oldest `count` turns of its messages."""
         ids = (self.item_ids[index] for index in Turns.of(self.messages).dropped(count))
         return [id for id in ids if id is not None]
 
@@ -65,6 +68,7 @@ class Response:
     usage: dict[str, Any] | None = None
     item: Item | None = None
     dropped_turns: int = 0  # that were left out of its prompt
+    dropped_item_ids: list[str] = field(default_factory=list)  # the items in them
     cancelled: bool = False  # by its client; a finish that is on its way wins
     session: Session | None = None  # while it answers, from before the prompt is prepared
     generation: Generation | None = None  # while it runs
@@ -105,7 +109,7 @@ class Response:
     def finish(self, completion: Completion) -> None:
         """The engine's outcome, whatever it is but an error."""
         self.usage = _usage(completion.usage)
-        self.dropped_turns = completion.dropped_turns
+        self._note_dropped(completion.dropped_turns)
         match completion.finish_reason:
             case FinishReason.STOP:
                 self._end(ResponseStatus.COMPLETED)
@@ -115,6 +119,14 @@ class Response:
                 self._end(ResponseStatus.CANCELLED, reason="client_cancelled")
             case _:
                 self.fail(problem_of(RequestAborted(completion.cause)))
+
+    def _note_dropped(self, count: int) -> None:
+        """These turns, beside those that were left out before."""
+        left_out, dropped = self.order.left_out, self.order.dropped_item_ids(count)
+        self.dropped_turns = count + num_turns(left_out)
+        self.dropped_item_ids = [*(item.id for item in left_out), *dropped]
+        if self.order.is_lasting and self.items is not None:
+            self.items.leave_out(dropped)
 
     def fail(self, problem: Problem) -> None:
         """It ends with an error event; what was sent until then stays, as an incomplete item."""
@@ -162,7 +174,7 @@ class Response:
             "usage": self.usage,
             "metadata": self.order.metadata,
             "dropped_turns": self.dropped_turns,
-            "dropped_item_ids": self.order.dropped_item_ids(self.dropped_turns),
+            "dropped_item_ids": self.dropped_item_ids,
         }
 
 

@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.serve.fields import check_fixed, known_fields, metadata_of, text_of
+from trioengine.serve.realtime.truncation import AUTO, Truncation, parse_truncation
 from trioengine.serve.sampling import SAMPLING, sampling_params
 
 _SAMPLING = {"max_output_tokens": "max_tokens", **SAMPLING}  # the protocol's name, and ours
-_TRUNCATION: Mapping[str, Overflow] = {"auto": "drop_oldest_turns", "disabled": "refuse"}
 _FIXED: Mapping[str, tuple[Any, ...]] = {  # what these may say: nothing else is built
-    "truncation": tuple(_TRUNCATION),
     "output_modalities": (["text"],),
     "tools": ([],),
     "tool_choice": ("auto", "none"),
@@ -35,7 +33,7 @@ class Settings:
 
     instructions: str = ""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    truncation: str = "auto"  # as the protocol has it
+    truncation: Truncation = AUTO
     metadata: Mapping[str, str] | None = None  # of a response; given back as it is
 
     def for_session(self, fields: object, model: str) -> Settings:
@@ -45,7 +43,9 @@ class Settings:
 
     def for_response(self, fields: Mapping[str, Any]) -> Settings:
         """These with the fields of a response.create. Raises ClientError."""
-        return self._with(fields, _FIXED, ("metadata",), "response")
+        return self._with(
+            fields, _FIXED, ("metadata", "conversation", "input"), "response"
+        )  # these two are read already
 
     def params(self, where: str) -> SamplingParams:
         """The engine's parameters. Raises ClientError."""
@@ -55,7 +55,7 @@ class Settings:
     def _with(
         self, fields: object, fixed: Mapping[str, tuple[Any, ...]], more: tuple[str, ...], where: str
     ) -> Settings:
-        given = known_fields(fields, {"instructions", *_SAMPLING, *fixed, *more}, where)
+        given = known_fields(fields, {"instructions", "truncation", *_SAMPLING, *fixed, *more}, where)
         check_fixed(given, fixed, where)
         sampling = dict(self.sampling)
         for name in _SAMPLING.keys() & given.keys():
@@ -67,16 +67,14 @@ class Settings:
             self,
             instructions="" if instructions is None else text_of(instructions, f"{where}.instructions"),
             sampling=sampling,
-            truncation=given.get("truncation", self.truncation) or "auto",
+            truncation=self._truncation(given, f"{where}.truncation"),
             metadata=metadata_of(given.get("metadata"), f"{where}.metadata"),
         )
         changed.params(where)
         return changed
 
-    @property
-    def overflow(self) -> Overflow:
-        """The engine's policy for a conversation that does not fit the context."""
-        return _TRUNCATION[self.truncation]
+    def _truncation(self, given: Mapping[str, Any], where: str) -> Truncation:
+        return parse_truncation(given["truncation"], where) if "truncation" in given else self.truncation
 
     @property
     def max_output_tokens(self) -> int | str:
@@ -94,7 +92,7 @@ class Settings:
             "instructions": self.instructions,
             "tools": [],
             "tool_choice": "auto",
-            "truncation": self.truncation,
+            "truncation": self.truncation.shown,
             "tracing": None,
             "prompt": None,
             "include": None,

@@ -2,57 +2,39 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
-import trio
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
 from trioengine.actors.generation import Generation
 from trioengine.core.errors import (
-    EngineAsleep,
-    EngineClosed,
-    EngineError,
-    EngineOverloaded,
-    InvariantError,
-    ModelError,
     SessionBusy,
-    TimedOut,
-    WorkerLost,
 )
-from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.testing.fuzz.callers import UNPREPARED, Holder, Reader, Style, Turn, latest_first, partial_of
-from trioengine.testing.fuzz.environment import Environment
+from trioengine.testing.fuzz.callers import UNPREPARED, Holder, Reader, Style, Turn, latest_first
+from trioengine.testing.fuzz.calls_machine import WAIT, WHICH, CallsMachine
 from trioengine.testing.fuzz.oracles import (
     GOING,
     check_aborted,
-    check_answer,
     check_deadline,
     check_holder,
     check_reader,
     check_worker,
 )
 from trioengine.testing.fuzz.program import pick, recorded
-from trioengine.testing.fuzz.prompts import prompt_ids
-from trioengine.testing.fuzz.refusals import FOR_A_REQUEST, FOR_AN_AUDIT, check_refused
 from trioengine.testing.fuzz.watching import failing
 from trioengine.testing.fuzz.world import CONFIG, LIMITS
 from trioengine.testing.simulated_worker import Health
 from trioengine.text.conversation import Conversation
 
-AUDIT_TIMEOUT = 10.0
 ROUNDS_TO_FINISH = 12  # of a request for one token, if nothing is in its way
 PROMPTS = ("a", "to be", "be or not be or not be or", "<|im_end|>", "", UNPREPARED)
 HISTORIES: tuple[tuple[Turn, ...], ...] = ((), (("user", "a"), ("assistant", "b")))
-WHICH = st.integers(0, 3)
 SALTS = ("", "", "mine")  # of the requests in turn
-REFUSALS = (EngineOverloaded, EngineAsleep, EngineClosed, WorkerLost)
-WAIT = st.sampled_from((None, True, False))
 
 
-class EngineMachine(Environment):
+class EngineMachine(CallsMachine):
     """Rules are what the outside world can do; the arguments choose among what there is.
 
     Requests in flight fail with their worker; in the machines built on it, and for servers, they go on.
@@ -99,13 +81,6 @@ class EngineMachine(Environment):
     @recorded(timeout=st.sampled_from((None, 0.5)))
     def open_by_default(self, timeout: float | None) -> None:
         self._open(None, timeout)
-
-    @precondition(lambda self: not self.running_calls)
-    @recorded(callers=st.integers(2, 6), first=st.integers(0, 2))
-    def crowd(self, callers: int, first: int) -> None:
-        """More one-shots than there are slots, those that wait for different things one after the other."""
-        for number in range(first, first + callers):
-            self._ask((True, None, False)[number % 3], None)
 
     @precondition(lambda self: self.open_holders)
     @recorded(which=WHICH, max_tokens=st.sampled_from((1, 2, 5, 40)), reads=st.sampled_from((True, True, False)))
@@ -165,56 +140,6 @@ class EngineMachine(Environment):
                 return generation.outcome is None and len(worker.to_engine) > 0
             was_there = is_there
         return False
-
-    @recorded(what=st.sampled_from(("ask", "audit", "ready", "cancel")), wait=WAIT, which=WHICH)
-    def call(self, what: str, wait: bool | None, which: int) -> None:
-        """`engine.generate` with a session of its own, `check_invariants`, `ready`; or one of these is cancelled."""
-        if what == "ask":
-            self._ask(wait, (None, None, 0.5, 8.0)[which])
-        elif what == "ready":
-            self._call("ready", self._ready, (EngineClosed, WorkerLost, ModelError))
-        elif what == "audit":
-            self._call("audit", self._audit, REFUSALS)
-        elif self.running_calls:
-            pick(self.running_calls, which).scope.cancel()
-
-    def _ask(self, wait: bool | None, timeout: float | None) -> None:
-        self._call("ask", lambda: self._ask_once(wait, timeout), (*REFUSALS, TimedOut), timeout)
-
-    async def _ask_once(self, wait: bool | None, timeout: float | None) -> None:
-        params = SamplingParams(max_tokens=3)
-        deadline = trio.current_time() + (math.inf if timeout is None else timeout)
-        try:
-            completion = await self.engine.generate("hi", params, wait=wait, timeout=timeout)
-            assert completion.cause is not Cause.TIMEOUT, "its timeout has ended it, and no error was raised"
-        except TimedOut as exc:
-            check_refused(exc, self.engine, (), wait=wait, deadline=deadline)
-            completion = partial_of(exc)
-        except EngineError as exc:
-            check_refused(exc, self.engine, ("sessions", *FOR_A_REQUEST), wait=wait, deadline=deadline)
-            raise
-        self._learn()
-        is_late = trio.current_time() >= deadline
-        causes = self.troubles.causes | ({Cause.TIMEOUT} if is_late else set())
-        check_answer(
-            completion, prompt_ids((("user", "hi"),)), params, LIMITS.max_model_len, causes, self.troubles.paths
-        )
-
-    async def _ready(self) -> None:
-        await self.engine.ready()
-        worker = self.worker
-        assert self.engine.gate.is_awake and worker is not None, "it is ready, it said, and admits nothing"
-        assert worker.health is not Health.DEAD, "it is ready, it said, and its worker is dead"
-
-    async def _audit(self) -> None:
-        try:
-            await self.engine.check_invariants(timeout=AUDIT_TIMEOUT)
-        except EngineOverloaded as exc:
-            check_refused(exc, self.engine, FOR_AN_AUDIT, wait=False)
-            raise
-        except InvariantError as exc:
-            if not self.troubles.workers or "did not answer" not in str(exc):  # its bytes may not move in time
-                raise
 
     @precondition(lambda self: self.readers)
     @recorded(which=WHICH, what=st.sampled_from(("abort", "cancel", "go on", "abort by id", "fail")))
@@ -368,9 +293,6 @@ class EngineMachine(Environment):
             self._check_stuck()
 
     # ---- for a machine that asks for more than answers ------------------------------------------------------------
-
-    def _learn(self) -> None:
-        """Take in what has been done to the engine."""
 
     def _check_stuck(self) -> None:
         """Nothing moves, and the worker is well: all that was asked for is done."""

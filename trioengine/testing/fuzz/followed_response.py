@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from trioengine.core.messages import FinishReason
+from trioengine.testing.fuzz.answers import Answer, reference
 from trioengine.testing.fuzz.callers import Turn
-from trioengine.testing.fuzz.oracles import Answer, Troubles, reference
 from trioengine.testing.fuzz.prompts import prompt_ids, shortened
+from trioengine.testing.fuzz.troubles import Troubles
 
 
 @dataclass

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import h11
 
 from trioengine.core.messages import FinishReason
-from trioengine.testing.fuzz.oracles import Troubles, reference
+from trioengine.testing.fuzz.answers import reference
 from trioengine.testing.fuzz.prompts import prompt_ids
+from trioengine.testing.fuzz.troubles import Troubles
 from trioengine.testing.simulated_peer import Mood, SimulatedPeer
 
 PATH, ABORT_PATH = "/v1/chat/completions", "/abort_request"

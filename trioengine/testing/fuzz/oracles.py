@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
-from functools import lru_cache
 
 import trio
 
 from trioengine.actors import invariants
 from trioengine.actors.engine import Engine
-from trioengine.actors.generation import Completion, Generation
+from trioengine.actors.generation import Generation
 from trioengine.actors.replays import MAX_RESUMES
 from trioengine.actors.session import Session
 from trioengine.core.errors import (
@@ -30,46 +27,13 @@ from trioengine.core.errors import (
 from trioengine.core.lifecycle import Phase
 from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.testing.fuzz.answers import check_answer
 from trioengine.testing.fuzz.callers import UNPREPARED, Call, Holder, Reader, Turn
 from trioengine.testing.fuzz.prompts import asked, prompt_ids
+from trioengine.testing.fuzz.troubles import Troubles
 from trioengine.testing.simulated_worker import SimulatedWorker
-from trioengine.testing.toy_model import IM_END, TOY_PATH, toy_answer, toy_next, toy_value, toy_weights
 
 GOING = (Phase.PREPARING, Phase.RUNNING, Phase.SUSPENDED)  # a request that nobody has ended
-
-
-@dataclass
-class Troubles:
-    """What was done to the engine, by which errors and aborts are excused."""
-
-    workers: bool = False  # one was harmed, or could not be started
-    closing: bool = False  # nothing more is admitted
-    causes: set[Cause] = field(default_factory=set)  # by which others than its reader may have aborted a request
-    requests: set[int] = field(default_factory=set)  # that the worker was told to fail
-    operators: bool = False  # one has ended a request
-    wakes: bool = False  # a worker was told to fail one
-    sleeps_abort: bool = False  # a sleep or an update may abort what has begun
-    poisoned: Mapping[int, int] = field(default_factory=dict)  # requests, and how many tokens they get
-    deaths: int = 0  # of workers
-    retired: int = 0  # of these, as it was asked to sleep deeper
-    paths: list[str] = field(default_factory=lambda: ["", TOY_PATH])  # of the weights, by their version
-
-    def excuse(self, code: str) -> bool:
-        """Whether a client of a server may be told this."""
-        match code:
-            case "overloaded":
-                return True
-            case "aborted":
-                return self.operators
-            case "asleep":
-                return Cause.SLEEP in self.causes
-            case "worker_lost":
-                return self.workers
-            case "shutting_down" | "shutdown":
-                return self.closing or self.workers  # the engine may have given up
-            case _:
-                return code in {cause.value for cause in self.causes}
 
 
 def check_books(engine: Engine) -> None:
@@ -94,7 +58,7 @@ def check_decided(engine: Engine) -> None:
         generation = session.generation
         if generation is not None and session.phase in GOING:
             assert generation.outcome is None, f"it has its outcome, and goes on: {session}"
-            assert trio.current_time() < generation.deadline, f"its time is over, and it goes on: {session}"
+            assert trio.current_time() < generation.deadline.at, f"its time is over, and it goes on: {session}"
 
 
 def check_stopped(engine: Engine, generations: AbstractSet[Generation | None]) -> None:
@@ -270,39 +234,6 @@ def check_worker(engine: Engine, worker: SimulatedWorker, sessions: Sequence[Ses
     assert in_flight == suspended, f"{in_flight} requests are in flight, the worker has none{waits}"
 
 
-def check_answer(
-    completion: Completion,
-    prompt: tuple[int, ...],
-    params: SamplingParams,
-    max_model_len: int,
-    causes: AbstractSet[Cause],
-    paths: Sequence[str],
-) -> None:
-    """It is the model's; or an abort, by one of the causes that there were, with a part of the model's."""
-    room = max_model_len - len(prompt)
-    versions, ids, text = completion.weight_versions, completion.token_ids, completion.text
-    assert bool(versions) == bool(ids) and list(versions) == sorted(set(versions)), f"{ids} of the weights {versions}"
-    weights = [toy_weights(paths[version]) for version in versions]
-    if len(set(weights)) > 1:
-        check_mixed(ids, prompt, weights)
-        return
-    expected = reference(
-        prompt, min(room, params.max_tokens or room), params.stop, *weights[:1], ignore_eos=params.ignore_eos
-    )
-    if completion.finish_reason is FinishReason.ABORT:
-        assert completion.cause in causes, f"aborted by {completion.cause}, there were {causes or 'no causes'}"
-        assert not ids or ids != expected.token_ids, f"the whole answer {text!r} came, and is an abort"
-        assert expected.token_ids[: len(ids)] == ids, f"{ids} is no part of the model's answer {expected.token_ids}"
-        assert expected.text.startswith(text), f"{text!r} is no part of the model's answer {expected.text!r}"
-        return
-    assert ids == expected.token_ids, f"the answer is {ids}, the model's is {expected.token_ids}"
-    assert text == expected.text, f"the answer is {text!r}, the model's is {expected.text!r}"
-    assert completion.finish_reason is expected.finish_reason, f"{completion.finish_reason}, not {expected}"
-    assert completion.cause is None, "only an abort has a cause"
-    usage = completion.usage
-    assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(ids)), f"counted wrongly: {usage}"
-
-
 def _committed_before(reader: Reader, request_id: int) -> tuple[Turn, ...]:
     return _committed(reader.holder, request_id)
 
@@ -332,44 +263,3 @@ def _followed(reader: Reader, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
         return turns
     prompt, _ = asked(reader, turns)
     return (*prompt, ("assistant", generation.completion.text))
-
-
-class Answer:
-    """What the model says."""
-
-    def __init__(self, token_ids: tuple[int, ...], text: str, finish_reason: FinishReason) -> None:
-        self.token_ids, self.text, self.finish_reason = token_ids, text, finish_reason
-
-
-def check_mixed(ids: tuple[int, ...], prompt: tuple[int, ...], weights: Sequence[int]) -> None:
-    """Each token is that of the weights that there were then; they changed on the way, in this order."""
-    possible = {0}  # which of the weights the latest token may be of
-    for at, token in enumerate(ids):
-        history = (*prompt, *ids[:at])
-        fits = [index for index, each in enumerate(weights) if _next(history, each) == token]
-        possible = {index for index in fits if index >= min(possible)}
-        assert possible, f"{ids[at:]} after {at} tokens is of none of the weights that there were"
-
-
-@lru_cache(maxsize=1 << 12)
-def _next(history: tuple[int, ...], weights: int) -> int:
-    values = array("L")
-    for token_id in history:
-        values.append(toy_value(token_id, values[-1] if values else weights))
-    return toy_next(values)
-
-
-@lru_cache(maxsize=1 << 14)
-def reference(
-    prompt: tuple[int, ...], max_tokens: int, stop: tuple[str, ...], weights: int = 0, *, ignore_eos: bool = False
-) -> Answer:
-    length = max(max_tokens, 0)  # a prompt may be longer than the context
-    ids = tuple(toy_answer(prompt, length, ignore_eos=ignore_eos, weights=weights))
-    ended = ids[-1:] == (IM_END,) and not ignore_eos
-    shown = [at for at, token in enumerate(ids) if token != IM_END]
-    text = bytes(ids[at] for at in shown).decode("ascii")  # a token is a character, or hidden
-    found = [(shown[text.index(string) + len(string) - 1] + 1, text.index(string)) for string in stop if string in text]
-    if found:
-        taken, cut = min(found)
-        return Answer(ids[:taken], text[:cut], FinishReason.STOP)
-    return Answer(ids, text, FinishReason.STOP if ended else FinishReason.LENGTH)

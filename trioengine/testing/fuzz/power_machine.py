@@ -18,8 +18,9 @@ from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.tag import TagName
 from trioengine.testing.fuzz.callers import Style
+from trioengine.testing.fuzz.calls_machine import WHICH
 from trioengine.testing.fuzz.changes import UNFIT, Change, Changes
-from trioengine.testing.fuzz.engine_machine import WHICH, EngineMachine
+from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.oracles import check_line
 from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.fuzz.world import CONFIG

@@ -11,7 +11,7 @@ from trioengine.serve.realtime.connection import GOING_AWAY, TRY_AGAIN_LATER
 from trioengine.serve.realtime.engine_states import AWAKE
 from trioengine.testing.fuzz.callers import Turn
 from trioengine.testing.fuzz.followed_response import Asked, FollowedResponse
-from trioengine.testing.fuzz.oracles import Troubles
+from trioengine.testing.fuzz.troubles import Troubles
 from trioengine.testing.simulated_client import SimulatedClient
 from trioengine.testing.simulated_peer import Mood
 

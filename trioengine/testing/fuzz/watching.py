@@ -28,10 +28,10 @@ BETWEEN = 1024  # characters that what a client asked for may take, between a lo
 def failing(prepare: Any) -> Any:
     """For `Conversation.prepare`: as where a template or a tokenizer has a bug."""
 
-    def watched(conversation: Conversation, prompt: Prompt, limit: int | None) -> Prepared:
+    def watched(conversation: Conversation, prompt: Prompt, limit: int | None, ratio: float) -> Prepared:
         if prompt == UNPREPARED:
             raise Oops
-        prepared: Prepared = prepare(conversation, prompt, limit)
+        prepared: Prepared = prepare(conversation, prompt, limit, ratio)
         return prepared
 
     return watched

@@ -22,7 +22,8 @@ from trioengine.testing.fuzz.accounts import Accounts
 from trioengine.testing.fuzz.admissions import Admissions
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.machine import Machine
-from trioengine.testing.fuzz.oracles import Troubles, check_decided, check_limits
+from trioengine.testing.fuzz.oracles import check_decided, check_limits
+from trioengine.testing.fuzz.troubles import Troubles
 from trioengine.testing.sim_loop import SimLoop
 from trioengine.testing.simulated_worker import SIGSEGV, Health, SimulatedWorker
 from trioengine.testing.simulation import Simulation
@@ -37,7 +38,7 @@ CONFIG = EngineConfig(
     ping_interval=4.0,
     unresponsive_timeout=6.0,
     step_timeout=15.0,
-    worker_shutdown_timeout=12.0,  # half of it is longer than a slow step
+    worker_shutdown_timeout=14.0,  # half of it is longer than a slow step after the seconds that harm nobody
     startup_timeout=15.0,
     restart_delays=(0.0, 1.0),
     max_restarts=50,

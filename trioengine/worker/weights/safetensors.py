@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trioengine.core.bounds import printable
+from trioengine.core.bounds import excerpt
 from trioengine.core.errors import ModelError
 from trioengine.hub.checkpoint_header import read_safetensors
 from trioengine.worker.quantization.four_bit import FourBitWeight
@@ -33,7 +33,7 @@ class SafetensorsCheckpoint:
                 self._files[file] = safe_open(str(file), framework="pt", device="cpu")
             tensor: torch.Tensor = self._files[file].get_tensor(name)
         except (SafetensorError, OSError) as exc:  # it has changed since its header was read
-            raise ModelError(f"{file} is damaged: {printable(str(exc))}") from exc
+            raise ModelError(f"{file} is damaged: {excerpt(str(exc))}") from exc
         return tensor.to(dtype, copy=True)
 
     def read_four_bit(self, name: str) -> FourBitWeight | None:

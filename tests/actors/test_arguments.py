@@ -1,0 +1,179 @@
+"""The arguments of every public call: a wrong type or value names its field, an unknown name the nearest one."""
+
+import inspect
+import math
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from clients import open_clients
+
+from trioengine import InvalidConfig, RequestRejected, blocking, connect, open_engine
+from trioengine.testing import simulated_engine
+
+OPEN_SESSION = [
+    ("open_session", (), {"label": 3}, "label must be a string, got 3"),
+    ("open_session", (), {"history": 3}, "history"),
+    ("open_session", (), {"wait": "no"}, "wait must be True, False or None, got 'no'"),
+    ("open_session", (), {"wait": 1}, "wait must be True, False or None, got 1"),
+    ("open_session", (), {"overflow": "drop"}, "overflow must be 'refuse' or 'drop_oldest_turns', got 'drop'"),
+]
+TIMEOUTS = [
+    (call, args, {"timeout": timeout}, "timeout must be positive seconds, got")
+    for call, args in [
+        ("open_session", ()),
+        ("generate", ("x",)),
+        ("session.generate", ("x",)),
+        ("session.ask", ("x",)),
+    ]
+    for timeout in ("3", 0, -1, True, math.nan, 10**400, [3])
+]
+ASK = [
+    (call, ("x",), options, message)
+    for call in ("generate", "session.generate", "session.ask")
+    for options, message in [
+        ({"wait": "no"}, "wait must be True, False or None, got 'no'"),
+        ({"label": 3}, "label must be a string, got 3"),
+        ({"label": b"x"}, "label must be a string, got b'x'"),
+        ({"params": {"max_tokens": 3}}, "params must be SamplingParams, got dict"),
+        ({"max_tokens": "3"}, "max_tokens must be an integer"),
+        ({"temperature": "hot"}, "temperature must be a number"),
+        ({"stop": 3}, "stop"),
+    ]
+]
+KEEP = [
+    (call, ("x",), {"keep_partial": "no"}, "keep_partial must be True or False, got 'no'")
+    for call in ("session.generate", "session.ask")
+]
+ABORT = [
+    ("abort", (request,), {}, "request must be a request's id or its label, got") for request in (None, True, 3.5, b"x")
+]
+OPERATE = [
+    ("abort_all", ("me",), {}, "cause must be one of client, disconnect, .*, got 'me'"),
+    ("abort_all", (), {"keep_waiting": "no"}, "keep_waiting must be True or False, got 'no'"),
+    ("sleep", (3,), {}, "level must be an integer from 1 to 2, got 3"),
+    ("sleep", (), {"mode": "abrt"}, "mode must be abort, wait or keep, got 'abrt'"),
+    ("sleep", (), {"mode": "wait", "timeout": "3"}, "timeout must be a number"),
+    ("sleep", (), {"keep_waiting": 1}, "keep_waiting must be True or False, got 1"),
+    ("wake", ("kv",), {}, "tags must be some of kv_cache, weights, got 'kv'"),
+    ("wake", (3,), {}, "tags must be some of"),
+    ("wake", (), {"reload": "no"}, "reload must be True or False, got 'no'"),
+    ("update_weights", (3,), {}, "path must be a file or directory, got 3"),
+    ("update_weights", ("x",), {"mode": None}, "mode must be"),
+]
+AWAITED = [
+    ("drain", (), {"timeout": "3"}, "timeout must be seconds from 0, got '3'"),
+    ("drain", (-1,), {}, "timeout must be seconds from 0, got -1"),
+    ("check_invariants", (), {"timeout": None}, "timeout must be seconds from 0, got None"),
+]
+EVERYWHERE = OPEN_SESSION + TIMEOUTS + ASK + KEEP + ABORT
+UNKNOWN = [
+    ("open_session", (), "labl", "label"),
+    ("open_session", (), "time_out", "timeout"),
+    ("generate", ("x",), "wat", "wait"),
+    ("session.generate", ("x",), "keep_part", "keep_partial"),
+    ("session.ask", ("x",), "max_token", "max_tokens"),
+    ("abort", (), "requst", "request"),
+]
+UNKNOWN_OPERATE = [
+    ("abort_all", (), "keep_waitin", "keep_waiting"),
+    ("sleep", (), "modes", "mode"),
+    ("sleep", (), "levl", "level"),
+    ("wake", (), "relod", "reload"),
+    ("update_weights", ("x",), "mod", "mode"),
+]
+
+
+@asynccontextmanager
+async def an_engine():
+    async with simulated_engine() as (engine, _):
+        yield engine
+
+
+@asynccontextmanager
+async def a_client():
+    async with open_clients(None) as clients, connect("ws://localhost", dial=clients.dial) as client:
+        yield client
+
+
+@asynccontextmanager
+async def a_blocking_engine():
+    with blocking.Engine(an_engine) as engine:
+        yield engine
+
+
+SIDES = {"engine": an_engine, "client": a_client, "blocking": a_blocking_engine}
+COVERED = {
+    "engine": EVERYWHERE + OPERATE + AWAITED,
+    "client": EVERYWHERE,
+    "blocking": EVERYWHERE + OPERATE,
+}
+
+
+async def use(api, call, args, options):
+    """Make the call, and enter or await the thing that it gives."""
+    async with AsyncExitStack() as stack:
+        if call.startswith("session."):
+            session = api.open_session()
+            api = await stack.enter_async_context(session) if hasattr(session, "__aenter__") else session
+        given = getattr(api, call.removeprefix("session."))(*args, **options)
+        if inspect.isawaitable(given):
+            await given
+        elif hasattr(given, "__aenter__"):
+            await stack.enter_async_context(given)
+
+
+@pytest.mark.parametrize("side", SIDES)
+async def test_a_wrong_argument_is_refused_by_its_name(autojump_clock, side):
+    async with SIDES[side]() as api:
+        for call, args, options, message in COVERED[side]:
+            with pytest.raises(RequestRejected, match=message) as refused:
+                await use(api, call, args, options)
+            assert refused.value.param == message.split()[0].partition("[")[0], (call, options)
+
+
+@pytest.mark.parametrize("side", SIDES)
+async def test_an_unknown_argument_names_the_nearest(autojump_clock, side):
+    async with SIDES[side]() as api:
+        for call, args, name, nearest in UNKNOWN + (UNKNOWN_OPERATE if side != "client" else []):
+            with pytest.raises(TypeError, match=f"has no argument '{name}'; did you mean '{nearest}'"):
+                await use(api, call, args, {name: 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"config": 3}, InvalidConfig, "model"),
+        ({"on_progress": 3}, InvalidConfig, "on_progress must be a function, got 3"),
+        ({"on_load": "x"}, InvalidConfig, "on_load must be a function, got 'x'"),
+        ({"max_num_seqs": "4"}, InvalidConfig, "max_num_seqs must be"),
+        ({"on_lod": print}, TypeError, r"open_engine\(\) has no argument 'on_lod'; did you mean 'on_load'"),
+    ],
+)
+async def test_of_opening_an_engine(options, error, message):
+    with pytest.raises(error, match=message):
+        await open_engine(**options).__aenter__()
+    with pytest.raises(error, match=message):
+        blocking.open_engine(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"url": 3}, InvalidConfig, "url must be"),
+        ({"api_key": 3}, InvalidConfig, "api_key must be"),
+        ({"model": 3}, InvalidConfig, "model must be a name, got 3"),
+        ({"modl": "x"}, TypeError, r"connect\(\) has no argument 'modl'; did you mean 'model'"),
+    ],
+)
+async def test_of_connecting(options, error, message):
+    options = {"url": "ws://localhost"} | options
+    with pytest.raises(error, match=message):
+        await connect(**options).__aenter__()
+    with pytest.raises(error, match=message):
+        blocking.connect(**options)
+
+
+@pytest.mark.parametrize("name", ["dial", "on_state"])
+async def test_of_the_callbacks_of_a_client(name):
+    with pytest.raises(InvalidConfig, match=f"{name} must be a function, got 3"):
+        await connect("ws://localhost", **{name: 3}).__aenter__()

@@ -1,0 +1,91 @@
+"""The checks of arguments: the value comes back, or an error that names the argument."""
+
+import inspect
+import math
+
+import pytest
+
+from trioengine import InvalidConfig, RequestRejected, UnknownArgument
+from trioengine.core.arguments import (
+    check_callback,
+    check_flag,
+    check_label,
+    check_names,
+    check_request,
+    check_seconds,
+    check_wait,
+    names_checked,
+)
+from trioengine.core.bounds import counted
+from trioengine.core.outcome import Cause, check_cause
+
+
+@pytest.mark.parametrize(
+    ("check", "values"),
+    [
+        (lambda value: check_flag("reload", value), [True, False]),
+        (check_wait, [True, False, None]),
+        (check_label, ["", "mine", None]),
+        (check_seconds, [0, 2.5, math.inf]),
+        (check_request, [1, "mine"]),
+        (check_cause, [*Cause]),
+    ],
+)
+def test_a_right_value_comes_back(check, values):
+    assert [check(value) for value in values] == values
+
+
+@pytest.mark.parametrize(
+    ("check", "param", "value", "problem"),
+    [
+        (lambda value: check_flag("reload", value), "reload", 1, "must be True or False, got 1"),
+        (check_wait, "wait", "no", "must be True, False or None, got 'no'"),
+        (check_label, "label", 7, "must be a string, got 7"),
+        (check_seconds, "timeout", None, "must be seconds from 0, got None"),
+        (check_seconds, "timeout", math.nan, "must be seconds from 0, got nan"),
+        (check_request, "request", True, "must be a request's id or its label, got True"),
+        (check_request, "request", None, "must be a request's id or its label, got None"),
+        (check_cause, "cause", "me", f"must be one of {', '.join(Cause)}, got 'me'"),
+    ],
+)
+def test_a_wrong_value_is_rejected(check, param, value, problem):
+    with pytest.raises(RequestRejected) as refused:
+        check(value)
+    error = refused.value
+    assert (str(error), error.param, error.code) == (f"{param} {problem}", param, "invalid_value")
+
+
+def test_a_callback_can_be_called():
+    check_callback("on_load", None)
+    check_callback("on_load", print)
+    with pytest.raises(InvalidConfig, match="on_load must be a function, got 'x'") as refused:
+        check_callback("on_load", "x")
+    assert refused.value.fields == ("on_load",)
+
+
+def test_an_unknown_name_raises_with_the_nearest():
+    check_names("sleep", ["level"], ["level", "mode"])
+    with pytest.raises(UnknownArgument, match=r"^sleep\(\) has no argument 'modes'; did you mean 'mode'\?$"):
+        check_names("sleep", ["level", "modes"], ["level", "mode"])
+    with pytest.raises(TypeError, match=r"^sleep\(\) has no argument 'xyzzy'$"):
+        check_names("sleep", ["xyzzy"], ["level", "mode"])
+
+
+def test_a_checked_function_is_the_function():
+    class Bed:
+        @names_checked
+        def sleep(self, level: int, *, mode: str = "abort") -> tuple[int, str]:
+            """Go to bed."""
+            return level, mode
+
+    assert Bed().sleep(1, mode="keep") == (1, "keep")
+    assert (Bed.sleep.__doc__, list(inspect.signature(Bed.sleep).parameters)) == (
+        "Go to bed.",
+        ["self", "level", "mode"],
+    )
+    with pytest.raises(UnknownArgument, match="did you mean 'mode'"):
+        Bed().sleep(1, mod="keep")
+
+
+def test_a_count_has_its_noun():
+    assert [counted(count, "request") for count in (0, 1, 2)] == ["0 requests", "1 request", "2 requests"]

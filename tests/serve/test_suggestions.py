@@ -1,0 +1,94 @@
+"""Names that a client got wrong: a field, a parameter, a route, a method. The error has the nearest, or the list."""
+
+import pytest
+from clients import CHAT, chat, status_and_body
+from frames import HANDSHAKE
+
+FIELDS = [
+    (CHAT, chat(max_token=5), "max_token", "max_tokens"),
+    (CHAT, chat(messages=[{"role": "user", "contents": "x"}]), "messages[0].contents", "messages[0].content"),
+    (CHAT, chat(messages=[{"role": "user", "content": [{"type": "text", "txt": ""}]}]), None, None),
+    (CHAT, chat(stream=True, stream_options={"include_use": True}), None, "stream_options.include_usage"),
+    (CHAT, chat(functions=[]), "functions", ""),
+    ("/tokenize", {"promt": "x"}, "promt", "prompt"),
+    ("/detokenize", {"token": [1]}, "token", "tokens"),
+    ("/update_weights", {"nam": "x"}, "nam", "name"),
+    ("/abort_request", {"requestid": "x"}, "requestid", "request_id"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "given", "meant"), FIELDS, ids=range(len(FIELDS)))
+async def test_an_unknown_field(autojump_clock, clients, path, body, given, meant):
+    answer = await clients.request("POST", path, body)
+    given = answer.error["param"] if given is None else given
+    meant = "messages[0].content[0].text" if meant is None else meant
+    hint = f"; did you mean {meant!r}?" if meant else ""
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "unsupported_parameter", given)
+    assert answer.error["message"] == f"unknown field {given!r}{hint}"
+
+
+PARAMETERS = [
+    ("/sleep?levle=1", "unknown parameter 'levle'; did you mean 'level'?"),
+    ("/wake_up?tag=weights", "unknown parameter 'tag'; did you mean 'tags'?"),
+    ("/sleep?x=1", "unknown parameter 'x'"),
+]
+
+
+@pytest.mark.parametrize(("target", "message"), PARAMETERS)
+async def test_an_unknown_parameter(autojump_clock, clients, target, message):
+    answer = await clients.request("POST", target)
+    assert (answer.status, answer.error["message"]) == (400, message)
+
+
+async def test_an_unknown_parameter_of_a_handshake(autojump_clock, clients):
+    data = await clients.http(HANDSHAKE.replace(b"/v1/realtime", b"/v1/realtime?modl=toy"))
+    status, body = status_and_body(data)
+    assert (status, body["error"]["message"]) == (400, "unknown parameter 'modl'; did you mean 'model'?")
+
+
+EVENTS = [
+    ("response.create", {"respons": {}}, "'respons'; did you mean 'response'?"),
+    ("response.create", {"response": {"max_tokens": 5}}, "'response.max_tokens'; did you mean 'response.min_tokens'?"),
+    ("response.create", {"response": {"inputs": []}}, "'response.inputs'; did you mean 'response.input'?"),
+    ("session.update", {"session": {"temperatur": 1}}, "'session.temperatur'; did you mean 'session.temperature'?"),
+    ("conversation.item.create", {"item": {"rol": "user"}}, "'item.rol'; did you mean 'item.role'?"),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "message"), EVENTS, ids=range(len(EVENTS)))
+async def test_an_unknown_field_of_an_event(autojump_clock, clients, name, fields, message):
+    async with clients.realtime() as client:
+        await client.send(name, **fields)
+        error = (await client.until("error"))["error"]
+        assert (error["code"], error["message"]) == ("unsupported_parameter", f"unknown field {message}")
+
+
+ROUTES = [
+    ("/chat/completions", "/v1/chat/completions"),
+    ("/v1/complete", "/v1/chat/completions"),
+    ("/tokenise", "/tokenize"),
+    ("/v1/real-time", "/v1/realtime"),
+]
+
+
+@pytest.mark.parametrize(("path", "meant"), ROUTES)
+async def test_an_unknown_route(autojump_clock, clients, path, meant):
+    answer = await clients.request("POST", path, {})
+    assert (answer.status, answer.error["code"]) == (404, "not_found")
+    assert answer.error["message"] == f"no route {path!r}; did you mean {meant!r}?"
+
+
+async def test_a_route_that_is_like_no_other(autojump_clock, clients):
+    answer = await clients.request("GET", "/" + "x" * 5000)
+    beginning, _, listed = answer.error["message"].partition("; the routes are ")
+    assert (answer.status, beginning) == (404, f"no route '/{'x' * 79}'")
+    routes = listed.split(", ")
+    assert {"/", CHAT, "/v1/models", "/v1/realtime", "/tokenize", "/health", "/metrics"} <= set(routes)
+    assert routes == sorted(routes)
+
+
+@pytest.mark.parametrize(("method", "path", "allowed"), [("GET", CHAT, "POST"), ("POST", "/version", "GET, HEAD")])
+async def test_a_method_that_is_not_allowed(autojump_clock, clients, method, path, allowed):
+    answer = await clients.request(method, path)
+    assert (answer.status, answer.error["code"], answer.headers["allow"]) == (405, "method_not_allowed", allowed)
+    assert answer.error["message"] == f"{path!r} does not allow {method}; allowed: {allowed}"

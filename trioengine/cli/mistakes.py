@@ -1,0 +1,67 @@
+"""Mistakes on the command line, in the same words whichever library has found them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import typer
+
+from trioengine.cli.kinds import element_of, rule
+from trioengine.cli.sources import words
+from trioengine.core.bounds import brief
+from trioengine.core.serve_config import ServeConfig
+from trioengine.core.suggestion import did_you_mean
+
+_SECRETS = {field.name for field in dataclasses.fields(ServeConfig) if not field.repr}
+
+
+def explained(error: typer.TyperException) -> str:
+    """The mistake, and which help to read."""
+    context, problem = getattr(error, "ctx", None), _problem(error)
+    end = "" if problem.endswith("?") else "."
+    return f"{problem}{end}" if context is None else f"{problem}{end} See {context.command_path} --help."
+
+
+def _problem(error: Any) -> str:
+    match type(error).__name__:  # typer does not export the classes
+        case "NoSuchOption":
+            return f"unknown option {error.option_name}{_near(error)}"
+        case "MissingParameter":
+            return f"missing {error.param.param_type_name} {error.param.name!r}"
+        case "BadOptionUsage" if "requires" in error.message:
+            return f"{error.option_name} needs a value"
+        case "BadOptionUsage":
+            return f"{error.option_name} takes no value"
+        case "BadParameter" if hasattr(error.__cause__, "errors"):
+            return _bad_value(error, error.__cause__.errors()[0]["input"])  # pydantic's
+    return str(error.format_message()).rstrip(".")
+
+
+def _near(error: Any) -> str:
+    """The option that was probably meant."""
+    known = [] if error.ctx is None else list(_flags(error.ctx.command))
+    return did_you_mean(error.option_name.lstrip("-"), known, "--")
+
+
+def _flags(command: Any) -> Iterator[str]:
+    for parameter in command.params:
+        for flag in (*parameter.opts, *parameter.secondary_opts):
+            if flag.startswith("--"):
+                yield flag.removeprefix("--")
+
+
+def _bad_value(error: Any, value: object) -> str:
+    parameter = error.param
+    described = parameter.type_descriptor
+    said = words(error.ctx, parameter.name) or f"argument {parameter.name!r}"
+    expected = rule(described.annotation, described.parameter_info.min, described.parameter_info.max)
+    if parameter.name in _SECRETS:
+        return f"{said} {expected}"
+    kind = element_of(described.annotation)
+    if kind in (int, float):
+        with suppress(ValueError):
+            value = kind(value)
+    return f"{said} {expected}, got {brief(value)}"

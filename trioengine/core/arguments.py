@@ -1,0 +1,84 @@
+"""The arguments of the public calls.
+
+A wrong type raises RequestRejected, an unknown name UnknownArgument with the nearest one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec, TypeVar, cast
+
+from trioengine.core.bounds import brief, number
+from trioengine.core.errors import InvalidConfig, RequestRejected, UnknownArgument
+from trioengine.core.suggestion import did_you_mean
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def rejected(param: str, problem: str) -> RequestRejected:
+    """The refusal of one argument."""
+    return RequestRejected("invalid_value", f"{param} {problem}", param=param)
+
+
+def check_flag(param: str, value: object) -> bool:
+    """Return the flag. Raises RequestRejected unless it is a bool."""
+    if not isinstance(value, bool):
+        raise rejected(param, f"must be True or False, got {brief(value)}")
+    return value
+
+
+def check_wait(wait: object) -> bool | None:
+    """Return `wait`. Raises RequestRejected unless it is a bool or None."""
+    if not (wait is None or isinstance(wait, bool)):
+        raise rejected("wait", f"must be True, False or None, got {brief(wait)}")
+    return wait
+
+
+def check_label(label: object) -> str | None:
+    """Return the label. Raises RequestRejected unless it is a string or None."""
+    if not (label is None or isinstance(label, str)):
+        raise rejected("label", f"must be a string, got {brief(label)}")
+    return label
+
+
+def check_seconds(timeout: object) -> float:
+    """Return the timeout. Raises RequestRejected unless it is a number from 0, infinity among them."""
+    try:
+        return number(timeout, 0, math.inf)
+    except ValueError:
+        raise rejected("timeout", f"must be seconds from 0, got {brief(timeout)}") from None
+
+
+def check_request(request: object) -> int | str:
+    """Return the name of a request. Raises RequestRejected unless it is an id or a label."""
+    if isinstance(request, bool) or not isinstance(request, int | str):
+        raise rejected("request", f"must be a request's id or its label, got {brief(request)}")
+    return request
+
+
+def check_callback(field: str, callback: object) -> None:
+    """Raise InvalidConfig unless it can be called, or is None."""
+    if not (callback is None or callable(callback)):
+        raise InvalidConfig.of(field, f"must be a function, got {brief(callback)}")
+
+
+def check_names(function: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raise UnknownArgument for the first name that is not known, with the nearest that is."""
+    for name in given:
+        if name not in known:
+            raise UnknownArgument(f"{function}() has no argument {name!r}{did_you_mean(name, known)}")
+
+
+def names_checked(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, which raises UnknownArgument for an unknown keyword. For functions without `**` parameters."""
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        check_names(function.__name__, kwargs, known)
+        return function(*args, **kwargs)
+
+    return cast("Callable[P, R]", functools.wraps(function)(call))
