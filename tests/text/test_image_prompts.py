@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vision import (
+from vision_chat import (
     EITHER,
     END,
     IMAGE_TOKEN,
