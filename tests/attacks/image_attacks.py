@@ -66,7 +66,7 @@ IMAGES = {
     "another format": padded(b"BM"),
     "nothing": b"",
     "an animated WebP": images.encoded("WEBP", 50, 40, frames=3),
-    "an animated GIF": images.encoded("GIF", 50, 40, mode="P", frames=3),
+    "an animated GIF": images.encoded("GIF", 50, 40, mode="L", frames=3),
     "CMYK": images.encoded("JPEG", 50, 40, mode="CMYK"),
     "16 bits": images.encoded("PNG", 50, 40, mode="I;16"),
     "10 MiB": padded(PNG),

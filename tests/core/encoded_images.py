@@ -16,7 +16,7 @@ MODES = {
 
 def encoded(format, width=5, height=3, mode="RGB", **options):
     """What Pillow writes; `frames=n` makes an animation."""
-    frames = [Image.new(mode, (width, height), color) for color in range(options.pop("frames", 1))]
+    frames = [Image.new(mode, (width, height), 99 * index) for index in range(options.pop("frames", 1))]
     file = io.BytesIO()
     if len(frames) > 1:
         options |= {"save_all": True, "append_images": frames[1:]}

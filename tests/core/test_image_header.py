@@ -17,7 +17,7 @@ from trioengine.core.image_header import MAX_PIXELS, MAX_SEGMENTS, MAX_SIDE, rea
 
 REAL = {
     **{f"{format} {mode}": encoded(format, mode=mode) for format, modes in images.MODES.items() for mode in modes},
-    "animated GIF": encoded("GIF", mode="P", frames=3),
+    "animated GIF": encoded("GIF", mode="L", frames=3),
     "animated WebP": encoded("WEBP", frames=3),
     "animated PNG": encoded("PNG", frames=3),
     "GIF with a comment": encoded("GIF", comment=b"c" * 600),
@@ -38,10 +38,11 @@ def refusal(data, **options):
     return caught.value.code, caught.value.message
 
 
-@pytest.mark.parametrize("data", REAL.values(), ids=REAL)
-def test_real_images(data):
+@pytest.mark.parametrize(("name", "data"), REAL.items(), ids=REAL)
+def test_real_images(name, data):
     info = read_header(data)
     with PillowImage.open(io.BytesIO(data)) as image:
+        assert getattr(image, "n_frames", 1) == (3 if name.startswith("animated") else 1)
         assert info == ImageInfo(ImageFormat(image.format.lower()), *image.size)
     assert read_header(memoryview(data)) == info
 

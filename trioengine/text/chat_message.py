@@ -36,6 +36,14 @@ def checked_messages(messages: Sequence[Message], name: str, *, image_refusal: s
     return tuple(_message(message, f"{name}[{index}]", image_refusal) for index, message in enumerate(messages))
 
 
+def check_images(messages: Sequence[Message], image_refusal: str) -> None:
+    """Refuse images of every shape, before any is read, if there is an `image_refusal`; the rest is not checked."""
+    for index, message in enumerate(messages if image_refusal else ()):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for place, part in enumerate(content if isinstance(content, Sequence) and not isinstance(content, str) else ()):
+            _check_image(part, f"messages[{index}].content[{place}]", image_refusal)
+
+
 def copied(value: Any) -> Any:
     """A copy of what was checked; images are the same ones."""
     if isinstance(value, str):
@@ -101,14 +109,18 @@ def _content(content: object, name: str, image_refusal: str) -> str | list[dict[
 
 def _part(part: object, name: str, image_refusal: str) -> dict[str, Any]:
     fields = part if isinstance(part, Mapping) else {}
-    text, kind = fields.get("text"), fields.get("type")
-    if kind == "text" and isinstance(text, str):
+    text = fields.get("text")
+    if fields.get("type") == "text" and isinstance(text, str):
         _check_unicode(text, f"{name}.text")
         return text_part(text)
-    if image_refusal and kind in _IMAGE_TYPES:
-        raise RequestRejected("images_not_supported", f"{name}: {image_refusal}", param=name)
+    _check_image(part, name, image_refusal)
     if is_image_part(part):
         image_part: dict[str, Any] = fields["image"].part
         return image_part
     accepted = "a text part" if image_refusal else "a text part, or an image part with an Image"
     raise RequestRejected("invalid_value", f"{name} must be {accepted}", param=name)
+
+
+def _check_image(part: object, name: str, image_refusal: str) -> None:
+    if image_refusal and isinstance(part, Mapping) and part.get("type") in _IMAGE_TYPES:
+        raise RequestRejected("images_not_supported", f"{name}: {image_refusal}", param=name)
