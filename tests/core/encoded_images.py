@@ -16,7 +16,7 @@ MODES = {
 
 def encoded(format, width=5, height=3, mode="RGB", **options):
     """What Pillow writes; `frames=n` makes an animation."""
-    frames = [Image.new(mode, (width, height), color) for color in range(options.pop("frames", 1))]
+    frames = [Image.new(mode, (width, height), 99 * index) for index in range(options.pop("frames", 1))]
     file = io.BytesIO()
     if len(frames) > 1:
         options |= {"save_all": True, "append_images": frames[1:]}
@@ -28,6 +28,10 @@ def png(width, height, *, length=13, kind=b"IHDR", error=0):
     header = kind + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     checksum = zlib.crc32(header) ^ error
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", length) + header + struct.pack(">I", checksum)
+
+
+def png_chunk(kind, data):
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
 def segment(marker, data=b""):
@@ -82,3 +86,12 @@ def lossless(width, height, *, signature=0x2F, version=0):
 def animation_frame(width, height, x=0, y=0):
     place = uint24(x // 2) + uint24(y // 2)
     return chunk(b"ANMF", place + uint24(width - 1) + uint24(height - 1) + bytes(4) + lossy(width, height))
+
+
+def exif(orientation, *, order="<", kind=3, before=(0x010F,), count=None):
+    """A directory with the tags `before`, then an orientation."""
+    tags = (*before, 0x0112)
+    head = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(f"{order}I", 8)
+    value = struct.pack(f"{order}I" if kind == 4 else f"{order}HH", *([orientation] if kind == 4 else [orientation, 0]))
+    entries = [struct.pack(f"{order}HHI", tag, kind, 1) + value for tag in tags]
+    return head + struct.pack(f"{order}H", len(tags) if count is None else count) + b"".join(entries) + bytes(4)

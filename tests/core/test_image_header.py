@@ -8,14 +8,16 @@ from encoded_images import encoded
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image as PillowImage
+from PIL import ImageOps
 
 from trioengine.core.errors import RequestRejected
+from trioengine.core.exif import MAX_ENTRIES
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.image_header import MAX_PIXELS, MAX_SEGMENTS, MAX_SIDE, read_header
 
 REAL = {
     **{f"{format} {mode}": encoded(format, mode=mode) for format, modes in images.MODES.items() for mode in modes},
-    "animated GIF": encoded("GIF", mode="P", frames=3),
+    "animated GIF": encoded("GIF", mode="L", frames=3),
     "animated WebP": encoded("WEBP", frames=3),
     "animated PNG": encoded("PNG", frames=3),
     "GIF with a comment": encoded("GIF", comment=b"c" * 600),
@@ -36,10 +38,11 @@ def refusal(data, **options):
     return caught.value.code, caught.value.message
 
 
-@pytest.mark.parametrize("data", REAL.values(), ids=REAL)
-def test_real_images(data):
+@pytest.mark.parametrize(("name", "data"), REAL.items(), ids=REAL)
+def test_real_images(name, data):
     info = read_header(data)
     with PillowImage.open(io.BytesIO(data)) as image:
+        assert getattr(image, "n_frames", 1) == (3 if name.startswith("animated") else 1)
         assert info == ImageInfo(ImageFormat(image.format.lower()), *image.size)
     assert read_header(memoryview(data)) == info
 
@@ -64,6 +67,57 @@ LARGEST = {
 def test_the_largest_images(data):
     info = read_header(data)
     assert MAX_PIXELS - MAX_SIDE <= info.width * info.height <= MAX_PIXELS
+
+
+def orientations():
+    """Of each format that has EXIF data, with every orientation and some that are none."""
+    for format in ("PNG", "JPEG", "WEBP"):
+        for orientation in range(10):
+            for order, kind in (("<", 3), (">", 3), (">", 4)):
+                yield encoded(format, exif=b"Exif\0\0" + images.exif(orientation, order=order, kind=kind))
+        yield encoded(format, exif=images.exif(6))
+        for damaged in (b"", images.exif(6)[:12], images.exif(6)[:-7], images.exif(6, count=1)):
+            yield encoded(format, exif=b"Exif\0\0" + damaged)
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+def test_images_that_are_shown_turned():
+    """As Pillow turns them."""
+    turned = 0
+    for data in orientations():
+        with PillowImage.open(io.BytesIO(data)) as image:
+            size = ImageOps.exif_transpose(image).size
+        info = read_header(data)
+        assert (info.width, info.height) == size
+        turned += size == (3, 5)
+    assert turned == 3 * 12 + 2
+
+
+def test_where_an_orientation_is_looked_for():
+    exif, other = images.exif(6), images.exif(1)
+    frame, app1 = images.frame(3, 4), b"Exif\0\0"
+    for segments, width in [
+        ([images.segment(0xE1, app1 + exif), frame], 4),
+        ([frame, images.segment(0xE1, app1 + exif)], 4),
+        ([images.segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0"), images.segment(0xE1, app1 + exif), frame], 4),
+        ([images.segment(0xE1, app1 + other), images.segment(0xE1, app1 + exif), frame], 3),
+        ([images.segment(0xE2, app1 + exif), frame], 3),
+        ([images.segment(0xE1, exif), frame], 3),
+        ([images.segment(0xE1, app1 + images.exif(6, before=[0] * MAX_ENTRIES)), frame], 3),
+        ([images.segment(0xE1, app1 + images.exif(6, before=[0] * (MAX_ENTRIES - 1))), frame], 4),
+        ([images.segment(0xE1, app1 + images.exif(6, kind=7)), frame], 3),
+        ([images.segment(0xE1, app1 + b"II*\0"), frame], 3),
+    ]:
+        assert read_header(images.jpeg(*segments)).width == width
+    still = images.lossy(3, 4)
+    for flags, chunk, width in [(0, b"EXIF", 3), (8, b"EXIF", 4), (8, b"XMP ", 3)]:
+        data = images.webp(images.canvas(3, 4, flags), still, images.chunk(chunk, exif), images.chunk(b"XMP ", b""))
+        assert read_header(data).width == width
+    png = images.png(3, 4) + images.png_chunk(b"IDAT", b"x")
+    assert read_header(png + images.png_chunk(b"eXIf", exif)).width == 4
+    assert read_header(png + images.png_chunk(b"IDAT", b"") * MANY + images.png_chunk(b"eXIf", exif)).width == 3
+    many = images.chunk(b"XMP ", b"") * MANY
+    assert read_header(images.webp(images.canvas(3, 4, 8), still, many, images.chunk(b"EXIF", exif))).width == 3
 
 
 def test_whole_files_are_not_needed():
@@ -227,7 +281,10 @@ def test_any_bytes_behind_a_signature(start, length, data):
     check(start[:length] + data)
 
 
-@given(st.data(), st.sampled_from([*REAL.values(), *[data for data, _ in BAD.values() if len(data) < 1000]]))
+MUTATED = [*REAL.values(), *orientations(), *[data for data, _ in BAD.values() if len(data) < 1000]]
+
+
+@given(st.data(), st.sampled_from(MUTATED))
 def test_mutated_images(data, original):
     mutant = bytearray(original[:1000])
     for _ in range(data.draw(st.integers(1, 5))):

@@ -8,12 +8,13 @@ WebP reader allocates the canvas when a file is opened.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 from zlib import crc32
 
 from trioengine.core.bounds import brief
 from trioengine.core.errors import RequestRejected
+from trioengine.core.exif import PREFIX, swaps_sides
 from trioengine.core.image import ImageFormat, ImageInfo
 
 MAX_PIXELS = 1 << 26  # 192 MiB as RGB
@@ -28,6 +29,7 @@ MEDIA_TYPES = {
     "image/gif": ImageFormat.GIF,
 }
 Size: TypeAlias = tuple[int, int]  # width, height
+Chunk: TypeAlias = tuple[bytes, memoryview]  # a name of four letters, and the content
 
 
 class _BadHeader(Exception):
@@ -37,17 +39,17 @@ class _BadHeader(Exception):
 def read_header(
     data: bytes | memoryview, *, media_type: str | None = None, max_pixels: int = MAX_PIXELS, where: str = "image"
 ) -> ImageInfo:
-    """The image's format, width and height in pixels; of an animation, those of its canvas.
+    """The image's format, and its width and height in pixels as it is shown: turned as its EXIF orientation says.
 
-    Raises RequestRejected, whose message begins with `where`, for other formats, for headers that are damaged or
-    contradict themselves, for more than `max_pixels` pixels or MAX_SIDE in a row or column, and for data that is not of
-    the `media_type` that was declared for it.
+    Of an animation they are those of the canvas. Raises RequestRejected, whose message begins with `where`, for other
+    formats, for headers that are damaged or contradict themselves, for more than `max_pixels` pixels or MAX_SIDE in a
+    row or column, and for data that is not of the `media_type` that was declared for it.
     """
     format = _format_of(data, where)
     if media_type is not None:
         _check_media_type(media_type, format, where)
     try:
-        width, height = _READERS[format](data)
+        width, height = _READERS[format](memoryview(data))
     except _BadHeader as exc:
         raise _rejected("image_parse_error", f"the {FORMAT_NAMES[format]} image {exc}", where) from None
     check_size(width, height, max_pixels, where)
@@ -87,67 +89,94 @@ def _rejected(code: str, problem: str, where: str) -> RequestRejected:
     return RequestRejected(code, f"{where}: {problem}", param=where)
 
 
-def _unpack(layout: str, data: bytes | memoryview, at: int) -> tuple[int, ...]:
+def _unpack(layout: str, data: memoryview, at: int = 0) -> tuple[Any, ...]:
     try:
         return struct.unpack_from(layout, data, at)
     except struct.error:
         raise _BadHeader("is truncated") from None
 
 
-def _name(data: bytes | memoryview, at: int) -> bytes:
-    """A chunk's, of four letters."""
-    return bytes(_unpack("4B", data, at))
+def _shown(size: Size, exif: memoryview | None) -> Size:
+    return size[::-1] if exif is not None and swaps_sides(exif) else size
+
+
+def _exif_chunk(chunks: Iterable[Chunk], name: bytes) -> memoryview | None:
+    """The first chunk of this name; None if there is none before the data ends."""
+    try:
+        return next((content for kind, content in chunks if kind == name), None)
+    except _BadHeader:
+        return None
 
 
 # ---- PNG ----------------------------------------------------------------------------------------------------------
 
 
-def _png(data: bytes | memoryview) -> Size:
-    length, width, height = _unpack(">I4xII", data, 8)
-    if length != 13 or _name(data, 12) != b"IHDR":
+def _png(data: memoryview) -> Size:
+    length, kind, width, height = _unpack(">I4sII", data, 8)
+    if length != 13 or kind != b"IHDR":
         raise _BadHeader("does not begin with a header of 13 bytes")
     (checksum,) = _unpack(">I", data, 29)
     if crc32(data[12:29]) != checksum:
         raise _BadHeader("has a header whose checksum is wrong")
-    return width, height
+    return _shown((width, height), _exif_chunk(_png_chunks(data), b"eXIf"))
+
+
+def _png_chunks(data: memoryview) -> Iterator[Chunk]:
+    at = 8
+    for _ in range(MAX_SEGMENTS):
+        length, kind = _unpack(">I4s", data, at)
+        yield kind, data[at + 8 : at + 8 + length]
+        at += 12 + length
 
 
 # ---- JPEG ---------------------------------------------------------------------------------------------------------
 
 _START_OF_FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _WITHOUT_LENGTH = frozenset({0x01, *range(0xD0, 0xD8)})
-_END, _START_OF_SCAN, _FILL = 0xD9, 0xDA, 0xFF
+_END, _START_OF_SCAN, _EXIF_SEGMENT, _FILL = 0xD9, 0xDA, 0xE1, 0xFF
 
 
-def _jpeg(data: bytes | memoryview) -> Size:
-    """The frame header's, which has to be the only one before the first scan."""
-    size, at = None, 2
+def _jpeg(data: memoryview) -> Size:
+    """The size in the frame header, which has to be the only one before the first scan."""
+    size = exif = None
+    for marker, content in _jpeg_segments(data):
+        if marker == _EXIF_SEGMENT and exif is None and content[: len(PREFIX)] == PREFIX:
+            exif = content
+        elif marker in _START_OF_FRAME and size is not None:
+            raise _BadHeader("has two frame headers")
+        elif marker in _START_OF_FRAME:
+            size = _jpeg_frame(content)
+    if size is None:
+        raise _BadHeader("has no frame header")
+    return _shown(size, exif)
+
+
+def _jpeg_segments(data: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """The markers before the first scan, and the contents of their segments."""
+    at = 2
     for _ in range(MAX_SEGMENTS):
         mark, marker = _unpack("BB", data, at)
         if mark != 0xFF:
             raise _BadHeader("has bytes between its segments")
+        if marker in (_END, _START_OF_SCAN):
+            return
         if marker == _FILL:
             at += 1
         elif marker in _WITHOUT_LENGTH:
             at += 2
-        elif marker in (_END, _START_OF_SCAN):
-            break
         else:
-            if marker in _START_OF_FRAME:
-                size = _jpeg_frame(data, at + 2, size)
-            at += 2 + _unpack(">H", data, at + 2)[0]
-    else:
-        raise _BadHeader(f"has more than {MAX_SEGMENTS} segments before its first scan")
-    if size is None:
-        raise _BadHeader("has no frame header")
-    return size
+            (length,) = _unpack(">H", data, at + 2)
+            content = data[at + 4 : at + 2 + length]
+            if len(content) < length - 2:
+                raise _BadHeader("is truncated")
+            yield marker, content
+            at += 2 + length
+    raise _BadHeader(f"has more than {MAX_SEGMENTS} segments before its first scan")
 
 
-def _jpeg_frame(data: bytes | memoryview, at: int, before: Size | None) -> Size:
-    length, height, width, num_components = _unpack(">HxHHB", data, at)
-    if before is not None:
-        raise _BadHeader("has two frame headers")
-    if length != 8 + 3 * num_components:
+def _jpeg_frame(content: memoryview) -> Size:
+    height, width, num_components = _unpack(">xHHB", content)
+    if len(content) != 6 + 3 * num_components:
         raise _BadHeader("has a frame header of a wrong length")
     return width, height
 
@@ -157,10 +186,10 @@ def _jpeg_frame(data: bytes | memoryview, at: int, before: Size | None) -> Size:
 _EXTENSION, _FRAME = 0x21, 0x2C
 
 
-def _gif(data: bytes | memoryview) -> Size:
-    """Its screen, extended where the first frame does not fit it, as decoders do."""
+def _gif(data: memoryview) -> Size:
+    """The size of its screen, extended where the first frame does not fit it, as decoders do."""
     width, height, flags = _unpack("<HHB", data, 6)
-    at, left = _behind_color_table(13, flags), MAX_SEGMENTS
+    at, left = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0), MAX_SEGMENTS  # behind the table of colours
     while (kind := _unpack("B", data, at)[0]) == _EXTENSION:
         at, left = _behind_extension(data, at + 2, left)
     if kind != _FRAME:
@@ -171,11 +200,7 @@ def _gif(data: bytes | memoryview) -> Size:
     return max(width, x + frame_width), max(height, y + frame_height)
 
 
-def _behind_color_table(at: int, flags: int) -> int:
-    return at + (3 << ((flags & 7) + 1) if flags & 0x80 else 0)
-
-
-def _behind_extension(data: bytes | memoryview, at: int, left: int) -> tuple[int, int]:
+def _behind_extension(data: memoryview, at: int, left: int) -> tuple[int, int]:
     """The position behind the blocks at `at`, the last of which is empty, and how many may follow."""
     for remaining in range(left - 1, -1, -1):
         (length,) = _unpack("B", data, at)
@@ -187,59 +212,62 @@ def _behind_extension(data: bytes | memoryview, at: int, left: int) -> tuple[int
 
 # ---- WebP ---------------------------------------------------------------------------------------------------------
 
-_ANIMATED = 0x02
+_ANIMATED, _HAS_EXIF = 0x02, 0x08
 
 
-def _webp(data: bytes | memoryview) -> Size:
-    kind = _name(data, 12)
+def _webp(data: memoryview) -> Size:
+    chunks = _webp_chunks(data)
+    kind, content = next(chunks)
     if kind in _FRAMES:
-        return _FRAMES[kind](data, 20)
+        return _FRAMES[kind](content)
     if kind != b"VP8X":
         raise _BadHeader("begins with a chunk of an unknown kind")
-    flags, *canvas = _unpack("<B3x6B", data, 20)
+    flags, *canvas = _unpack("<B3x6B", content)
     size = _uint24(canvas[:3]) + 1, _uint24(canvas[3:]) + 1
-    _check_canvas(data, size, is_animated=bool(flags & _ANIMATED))
-    return size
+    _check_frame(*_first_frame(chunks), size, is_animated=bool(flags & _ANIMATED))
+    return _shown(size, _exif_chunk(_webp_chunks(data), b"EXIF") if flags & _HAS_EXIF else None)
 
 
-def _check_canvas(data: bytes | memoryview, canvas: Size, *, is_animated: bool) -> None:
+def _webp_chunks(data: memoryview) -> Iterator[Chunk]:
+    at = 12
+    for _ in range(MAX_SEGMENTS):
+        kind, length = _unpack("<4sI", data, at)
+        yield kind, data[at + 8 : at + 8 + length]
+        at += 8 + length + length % 2
+
+
+def _first_frame(chunks: Iterable[Chunk]) -> Chunk:
+    for kind, content in chunks:
+        if kind in _FRAMES or kind == b"ANMF":
+            return kind, content
+    raise _BadHeader(f"has more than {MAX_SEGMENTS} chunks before its first frame")
+
+
+def _check_frame(kind: bytes, content: memoryview, canvas: Size, *, is_animated: bool) -> None:
     """An image fills the canvas; the first frame of an animation lies within it."""
-    kind, at = _first_frame(data)
-    width, height, *place = _animation_frame(data, at) if kind == b"ANMF" else (*_FRAMES[kind](data, at), 0, 0)
     if is_animated != (kind == b"ANMF"):
         raise _BadHeader("is an animation and an image at once")
-    left, upper = place
+    left, upper, width, height = _animation_frame(content) if is_animated else (0, 0, *_FRAMES[kind](content))
     fits = left + width <= canvas[0] and upper + height <= canvas[1]
     if not fits or (not is_animated and (width, height) != canvas):
         raise _BadHeader(f"has a canvas of {canvas[0]} x {canvas[1]} pixels, which its frame does not fit")
 
 
-def _first_frame(data: bytes | memoryview) -> tuple[bytes, int]:
-    """The kind of the chunk and the position of its content."""
-    at = 12
-    for _ in range(MAX_SEGMENTS):
-        kind, (length,) = _name(data, at), _unpack("<I", data, at + 4)
-        if kind in _FRAMES or kind == b"ANMF":
-            return kind, at + 8
-        at += 8 + length + length % 2
-    raise _BadHeader(f"has more than {MAX_SEGMENTS} chunks before its first frame")
-
-
-def _animation_frame(data: bytes | memoryview, at: int) -> tuple[int, int, int, int]:
-    fields = _unpack("12B", data, at)
+def _animation_frame(content: memoryview) -> tuple[int, int, int, int]:
+    fields = _unpack("12B", content)
     x, y, width, height = (_uint24(fields[start : start + 3]) for start in range(0, 12, 3))
-    return width + 1, height + 1, 2 * x, 2 * y
+    return 2 * x, 2 * y, width + 1, height + 1
 
 
-def _lossy_frame(data: bytes | memoryview, at: int) -> Size:
-    tag, *start, width, height = _unpack("<B2x3BHH", data, at)
-    if tag & 1 or start != [0x9D, 0x01, 0x2A]:
+def _lossy_frame(content: memoryview) -> Size:
+    tag, start, width, height = _unpack("<B2x3sHH", content)
+    if tag & 1 or start != b"\x9d\x01\x2a":
         raise _BadHeader("does not begin with a key frame")
     return width & 0x3FFF, height & 0x3FFF  # the other bits are for scaling, by the one who shows it
 
 
-def _lossless_frame(data: bytes | memoryview, at: int) -> Size:
-    signature, bits = _unpack("<BI", data, at)
+def _lossless_frame(content: memoryview) -> Size:
+    signature, bits = _unpack("<BI", content)
     if signature != 0x2F or bits >> 29:
         raise _BadHeader("has an unknown version")
     return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
@@ -249,14 +277,14 @@ def _uint24(data: Sequence[int]) -> int:
     return data[0] | data[1] << 8 | data[2] << 16
 
 
-_FRAMES: dict[bytes, Callable[[bytes | memoryview, int], Size]] = {b"VP8 ": _lossy_frame, b"VP8L": _lossless_frame}
+_FRAMES: dict[bytes, Callable[[memoryview], Size]] = {b"VP8 ": _lossy_frame, b"VP8L": _lossless_frame}
 _SIGNATURES: dict[ImageFormat, Callable[[bytes], bool]] = {  # of the first twelve bytes
     ImageFormat.PNG: lambda head: head.startswith(b"\x89PNG\r\n\x1a\n"),
     ImageFormat.JPEG: lambda head: head.startswith(b"\xff\xd8\xff"),
     ImageFormat.GIF: lambda head: head.startswith((b"GIF87a", b"GIF89a")),
     ImageFormat.WEBP: lambda head: head.startswith(b"RIFF") and head[8:] == b"WEBP",
 }
-_READERS: dict[ImageFormat, Callable[[bytes | memoryview], Size]] = {
+_READERS: dict[ImageFormat, Callable[[memoryview], Size]] = {
     ImageFormat.PNG: _png,
     ImageFormat.JPEG: _jpeg,
     ImageFormat.GIF: _gif,

@@ -11,9 +11,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from trioengine.core.errors import RequestRejected
+from trioengine.core.errors import ModelError, RequestRejected
+from trioengine.core.image_part import is_image_part
+from trioengine.core.image_processing import ImageProcessing
 from trioengine.core.messages import TokenIds
 from trioengine.text.chat_template import ChatTemplate
+from trioengine.text.content_format import IMAGE_PART, prints_images, takes_parts_only, text_part
+from trioengine.text.placed_image import expanded, image_parts
 from trioengine.text.tokenizer import Tokenizer
 
 _FIRST, _ESCAPE = 0x100000, "\U0010fffd"  # plane 16, private use; what a content has of it is escaped
@@ -22,11 +26,22 @@ _PROTECTED = re.compile(f"{_ESCAPE}(.)|[\U00100000-\U0010fffc]", re.DOTALL)
 
 
 class ChatTokenizer:
-    """What an engine's user gets as `engine.tokenizer`. Safe for threads."""
+    """What an engine's user gets as `engine.tokenizer`. Safe for threads.
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+    `images` is None for a model that takes none; `image_refusal` says why images are refused, "" if they are not.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, images: ImageProcessing | None = None
+    ) -> None:
+        if images is not None and tokenizer.special_tokens.get(images.image_token) != images.image_token_id:
+            shown = f"{images.image_token!r:.60} ({images.image_token_id})"
+            raise ModelError(f"the image token {shown} is not among the tokenizer's special tokens")
         self.tokenizer = tokenizer
+        self.images = images
+        self.image_refusal = _image_refusal(template, images)
         self._template = template
+        self._takes_parts_only = template is not None and takes_parts_only(template)
         self._specials = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self._placeholders = {text: chr(_FIRST + index) for index, text in enumerate(self._specials)}
         special = list(map(re.escape, self._specials))
@@ -52,8 +67,12 @@ class ChatTokenizer:
         """The conversation's text with its contents protected; for `encode_rendering` alone."""
         if self._template is None:
             raise RequestRejected("no_chat_template", "the model has no chat template: give token ids", param="prompt")
-        protected = [{field: self._protect_all(value) for field, value in message.items()} for message in messages]
-        return self._template.render(protected, add_generation_prompt=add_generation_prompt)
+        images = [part.image for part in image_parts(messages)]
+        if images and self.image_refusal:
+            raise RequestRejected("images_not_supported", f"messages: {self.image_refusal}", param="messages")
+        protected = [{field: self._protect_field(field, message[field]) for field in message} for message in messages]
+        rendering = self._template.render(protected, add_generation_prompt=add_generation_prompt)
+        return rendering if self.images is None else expanded(rendering, images, self.images)
 
     def encode_rendering(self, rendering: str) -> TokenIds:
         """Token ids of a rendering, or of what follows a special token in one.
@@ -71,6 +90,14 @@ class ChatTokenizer:
         """The content with nothing special in it."""
         unsafe = self._unsafe if _PRIVATE.search(content) else self._special
         return unsafe.sub(self._hide, content)
+
+    def _protect_field(self, field: str, value: Any) -> Any:
+        """A message's field as the template gets it: without the images themselves, whose handles are no text."""
+        if field == "content" and isinstance(value, str) and self._takes_parts_only:
+            return [text_part(self.protect(value))]
+        if field == "content" and isinstance(value, list):
+            return [IMAGE_PART if is_image_part(part) else self._protect_all(part) for part in value]
+        return self._protect_all(value)
 
     def _protect_all(self, value: Any) -> Any:
         """Every string in it, however deep, keys too: a template may print names or arguments as well as contents."""
@@ -92,3 +119,11 @@ class ChatTokenizer:
     def _shown(self, placeholder: str) -> str:
         index = ord(placeholder) - _FIRST
         return self._specials[index] if index < len(self._specials) else placeholder
+
+
+def _image_refusal(template: ChatTemplate | None, images: ImageProcessing | None) -> str:
+    if images is None:
+        return "the model takes no images"
+    if template is not None and not prints_images(template, images.image_token):
+        return "the model's chat template takes no images"
+    return ""

@@ -13,33 +13,23 @@ has that content, too: after such an answer all is tokenized, as for a conversat
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypedDict, TypeGuard, get_args
+from typing import Any, TypeAlias, TypeGuard
 
 from trioengine.core.errors import RequestRejected
 from trioengine.core.messages import TokenIds, token_ids
 from trioengine.core.overflow import retained
+from trioengine.text.chat_message import BYTES, check_images, checked_messages, copied
 from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.detokenizer import Detokenizer
+from trioengine.text.placed_image import ImagePart, PlacedImage, image_parts, num_image_tokens, placed
 from trioengine.text.turns import Message, Turns
-
-Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
-
-
-class ChatMessage(TypedDict):
-    """A chat message, for programs that want their messages checked; other keys are given to the template as well."""
-
-    role: Role
-    content: str | list[dict[str, str]]
-
 
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
 
-_BYTES = (bytes, bytearray, memoryview)  # sequences, but of no use here
-MAX_DEPTH = 64  # of what a message holds
 _MESSAGE = 16  # characters that a message costs as much as, beside its content
-ROLES: tuple[str, ...] = get_args(Role)
+_IMAGE = 1 << 13  # and an image: the text of its tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +43,7 @@ class Prepared:
     messages: tuple[Message, ...] | None  # None: raw token ids
     rendering: str
     dropped_turns: int = 0
+    images: tuple[PlacedImage, ...] = ()  # of the whole prompt, in their order
 
 
 class Conversation:
@@ -70,8 +61,11 @@ class Conversation:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The turns as chat messages, the caller's own; empty for a conversation of raw token ids."""
-        history: list[dict[str, Any]] = _copied(self._messages)
+        """The turns as chat messages, the caller's own; empty for a conversation of raw token ids.
+
+        A content with images is a list of parts, and the images are those that the caller gave.
+        """
+        history: list[dict[str, Any]] = copied(self._messages)
         return history
 
     @property
@@ -81,12 +75,17 @@ class Conversation:
 
     def replace(self, history: Sequence[Message]) -> None:
         """Make these messages the conversation. Raises RequestRejected, and changes nothing, for bad ones."""
-        self._messages = _messages(history, "history")
+        self._messages = self._checked(history, "history")
         self._token_ids, self._rendering, self._closing, self._is_raw = token_ids(), "", "", False
 
     def check_length(self, prompt: Prompt, limit: int) -> None:
         """Refuse, before any tokenizing, a prompt that cannot fit `limit` tokens by its length alone."""
         check_length(prompt, limit, self._tokenizer)
+
+    def check_images(self, prompt: Prompt) -> None:
+        """Refuse, before any image is read, a prompt with images of any shape for a model that takes none."""
+        if _is_chat(prompt):
+            check_images(prompt, self._tokenizer.image_refusal)
 
     def prepare(self, prompt: Prompt, limit: int | None = None, retention_ratio: float = 1.0) -> Prepared:
         """The whole prompt with this added. Raises RequestRejected, naming what is wrong with it.
@@ -125,7 +124,7 @@ class Conversation:
             raise RequestRejected(
                 "mixed_prompts", "prompt: the session holds raw token ids, and takes no messages", param="prompt"
             )
-        turns = Turns.of((*self._messages, *_messages(prompt, "messages")))
+        turns = Turns.of((*self._messages, *self._checked(prompt, "messages")))
         return self._without(turns, 0) if limit is None else self._fitted(turns, limit, ratio)
 
     def _fitted(self, turns: Turns, limit: int, ratio: float) -> Prepared:
@@ -155,7 +154,24 @@ class Conversation:
         ids = self._extended(rendering)
         if not ids:
             raise RequestRejected("empty_prompt", "prompt: the chat template renders it to nothing", param="prompt")
-        return Prepared(ids, messages, rendering, count)
+        return Prepared(ids, messages, rendering, count, self._placed(turns, count, ids))
+
+    def _placed(self, turns: Turns, count: int, ids: TokenIds) -> tuple[PlacedImage, ...]:
+        """The images of a prompt without the oldest `count` turns."""
+        processing, dropped = self._tokenizer.images, turns.dropped(count)
+        if processing is None:
+            return ()
+        kept = [part for part in image_parts(turns.messages) if part.message not in dropped]
+        return placed(ids, [(self._name(part), part.image) for part in kept], processing)
+
+    def _name(self, part: ImagePart) -> str:
+        """The place of an image's part; the conversation's own messages are the history."""
+        index = part.message - len(self._messages)
+        message = f"messages[{index}]" if index >= 0 else f"history[{part.message}]"
+        return f"{message}.content[{part.part}]"
+
+    def _checked(self, messages: Sequence[Message], name: str) -> tuple[Message, ...]:
+        return checked_messages(messages, name, image_refusal=self._tokenizer.image_refusal)
 
     def _extended(self, rendering: str) -> TokenIds:
         if not self._token_ids or not rendering.startswith(self._rendering):
@@ -170,8 +186,10 @@ class Conversation:
         return ids
 
     def _special(self, token_id: int) -> str:
-        """The special token of this id; "" for an ordinary one."""
-        specials = self._tokenizer.tokenizer.special_tokens
+        """The special token of this id; "" for an ordinary one, and for an image token, which closes nothing."""
+        specials, images = self._tokenizer.tokenizer.special_tokens, self._tokenizer.images
+        if images is not None and token_id == images.image_token_id:
+            return ""
         return next((text for text, id in specials.items() if id == token_id), "")
 
     def _fitting(self, output: TokenIds, text: str) -> tuple[TokenIds, str]:
@@ -209,17 +227,21 @@ class Conversation:
             raise RequestRejected(
                 "mixed_prompts", "prompt: the session holds chat messages, and takes no token ids", param="prompt"
             )
-        vocab_size = self._tokenizer.tokenizer.vocab_size
-        for index, token_id in enumerate(prompt):
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-                raise RequestRejected(
-                    "invalid_value",
-                    f"prompt[{index}] must be a token id from 0 to {vocab_size - 1}, got {token_id!r:.60}",
-                    param="prompt",
-                )
+        self._check_token_ids(prompt)
         ids = self._token_ids[:]
         ids.extend(prompt)
         return Prepared(ids, None, "")
+
+    def _check_token_ids(self, prompt: Sequence[int]) -> None:
+        vocab_size, images = self._tokenizer.tokenizer.vocab_size, self._tokenizer.images
+        for index, token_id in enumerate(prompt):
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+                problem = f"must be a token id from 0 to {vocab_size - 1}, got {token_id!r:.60}"
+            elif images is not None and token_id == images.image_token_id:
+                problem = f"is {token_id}, the image token; images are given in messages"
+            else:
+                continue
+            raise RequestRejected("invalid_value", f"prompt[{index}] {problem}", param="prompt")
 
 
 def check_length(prompt: Prompt, limit: int, tokenizer: ChatTokenizer) -> None:
@@ -241,12 +263,19 @@ def _least_tokens(prompt: Prompt, tokenizer: ChatTokenizer) -> int:
     if isinstance(prompt, str):
         return len(prompt) // tokenizer.tokenizer.max_token_bytes
     if _is_chat(prompt):  # a message is a token at least
-        return max(len(prompt), _contents_length(prompt) // tokenizer.tokenizer.max_token_bytes)
+        num_text_tokens = _contents_length(prompt) // tokenizer.tokenizer.max_token_bytes
+        return max(len(prompt), num_text_tokens + _num_image_tokens(prompt, tokenizer))
     return len(prompt)
 
 
+def _num_image_tokens(prompt: Sequence[Message], tokenizer: ChatTokenizer) -> int:
+    if tokenizer.images is None or tokenizer.image_refusal:
+        return 0
+    return sum(num_image_tokens(part.image, tokenizer.images) for part in image_parts(_mappings(prompt)))
+
+
 def _check_type(prompt: object) -> None:
-    if isinstance(prompt, _BYTES) or not isinstance(prompt, Sequence):
+    if isinstance(prompt, BYTES) or not isinstance(prompt, Sequence):
         raise RequestRejected(
             "invalid_value",
             f"prompt must be a string, messages or token ids, got {type(prompt).__name__}",
@@ -256,7 +285,10 @@ def _check_type(prompt: object) -> None:
 
 def prompt_length(prompt: Prompt) -> int:
     """How much there is to prepare: characters of a text, token ids, or what messages cost as characters."""
-    return len(prompt) * _MESSAGE + _contents_length(prompt) if _is_chat(prompt) else len(prompt)
+    if not _is_chat(prompt):
+        return len(prompt)
+    num_images = sum(1 for _ in image_parts(_mappings(prompt)))
+    return len(prompt) * _MESSAGE + _contents_length(prompt) + num_images * _IMAGE
 
 
 def _is_chat(prompt: Prompt) -> TypeGuard[Sequence[Message]]:
@@ -265,7 +297,12 @@ def _is_chat(prompt: Prompt) -> TypeGuard[Sequence[Message]]:
 
 def _contents_length(prompt: Sequence[Message]) -> int:
     """Characters."""
-    return sum(_content_length(entry.get("content")) for entry in prompt if isinstance(entry, Mapping))
+    return sum(_content_length(entry.get("content")) for entry in _mappings(prompt))
+
+
+def _mappings(prompt: Sequence[Message]) -> Iterator[Message]:
+    """The messages of a prompt that is not checked yet."""
+    return (entry for entry in prompt if isinstance(entry, Mapping))
 
 
 def _content_length(content: object) -> int:
@@ -274,76 +311,3 @@ def _content_length(content: object) -> int:
     parts = content if isinstance(content, Sequence) else ()
     texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
     return sum(len(text) for text in texts if isinstance(text, str))
-
-
-def _messages(messages: Sequence[Message], name: str) -> tuple[Message, ...]:
-    """Checked copies, each content one string."""
-    if isinstance(messages, str) or not isinstance(messages, Sequence):
-        raise RequestRejected("invalid_value", f"{name} must be a list of messages", param=name)
-    return tuple(_message(message, f"{name}[{index}]") for index, message in enumerate(messages))
-
-
-def _message(message: Message, name: str) -> Message:
-    if not isinstance(message, Mapping):
-        raise RequestRejected("invalid_value", f"{name} must be a message, got {type(message).__name__}", param=name)
-    if message.get("role") not in ROLES:
-        raise RequestRejected(
-            "invalid_value",
-            f"{name}.role must be one of {', '.join(ROLES)}, got {message.get('role')!r:.60}",
-            param=f"{name}.role",
-        )
-    _check(message, name)
-    copied: dict[str, Any] = _copied(message)
-    return {**copied, "content": _content(copied.get("content"), f"{name}.content")}
-
-
-def _check(value: object, name: str, depth: int = 0) -> None:
-    """Refuse what JSON cannot say: no template can be relied on to print it."""
-    if depth > MAX_DEPTH:
-        raise RequestRejected("invalid_value", f"{name} is nested too deeply", param=name)
-    if isinstance(value, str):
-        _check_unicode(value, name)
-    elif isinstance(value, Mapping):
-        for key, entry in value.items():
-            if not isinstance(key, str):
-                raise RequestRejected("invalid_value", f"{name} has a key that is no string: {key!r:.60}", param=name)
-            _check_unicode(key, name)
-            _check(entry, f"{name}.{key:.40}", depth + 1)
-    elif isinstance(value, Sequence) and not isinstance(value, _BYTES):
-        for index, entry in enumerate(value):
-            _check(entry, f"{name}[{index}]", depth + 1)
-    elif value is not None and not isinstance(value, (bool, int, float)):
-        raise RequestRejected("invalid_value", f"{name} is no JSON value, but {type(value).__name__}", param=name)
-
-
-def _copied(value: Any) -> Any:
-    """A copy of what was checked."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, Mapping):
-        return {key: _copied(entry) for key, entry in value.items()}
-    return [_copied(entry) for entry in value] if isinstance(value, Sequence) else value
-
-
-def _check_unicode(text: str, name: str) -> None:
-    """JSON can carry lone surrogates, which are no text: no tokenizer takes them."""
-    if text.isascii():  # known without looking through it
-        return
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        message = f"{name} is no valid Unicode: it has a lone surrogate"
-        raise RequestRejected("invalid_value", message, param=name) from None
-
-
-def _content(content: object, name: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        raise RequestRejected("invalid_value", f"{name} must be a string or a list of text parts", param=name)
-    texts = []
-    for index, part in enumerate(content):
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise RequestRejected("invalid_value", f"{name}[{index}] must be a text part", param=f"{name}[{index}]")
-        texts.append(part["text"])
-    return "".join(texts)
