@@ -1,7 +1,8 @@
 """Bytes to an image in RGB, by Pillow.
 
 An image is turned as its EXIF orientation says, as transformers turns a file that it loads, and what is transparent
-lies on white, as in transformers' `convert_to_rgb`.
+lies on white, as in transformers' `convert_to_rgb`. But where the declared dimensions are those before a quarter turn,
+that turn is not made: the prompt has the tiles of the declared dimensions.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import warnings
 from io import BytesIO
 
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from trioengine.core.image import ImageFormat, ImageInfo
+from trioengine.core.image_processing import Size
 from trioengine.worker.vision.image_error import ImageError
 
 Image.MAX_IMAGE_PIXELS = None  # an image is as large as its ImageInfo, which was bounded before
@@ -19,47 +21,52 @@ warnings.filterwarnings("ignore", module="PIL")  # of damaged metadata
 
 _STRIP = 1 << 20  # pixels that are laid on white at a time: it takes twelve bytes for each
 _WHITE = (255, 255, 255, 255)
+_ORIENTATION, _QUARTER_TURNS = ExifTags.Base.Orientation, range(5, 9)
 
 
 def decode(data: bytes | memoryview, info: ImageInfo) -> Image.Image:
     """The image in RGB, of the declared dimensions; of a GIF, its first frame. Raises ImageError.
 
-    `info` has the dimensions after the EXIF orientation. It takes four bytes of memory a pixel, and as many for a
-    while where the image is turned or is not stored in RGB.
+    It takes four bytes of memory a pixel, and as many for a while where the image is turned or is not stored in RGB.
     """
+    declared = (info.width, info.height)
     if info.format is ImageFormat.RGB:
-        return _raw(data, info)
+        return _raw(data, declared)
     image = _opened(data, info)
-    _check_size(image.size, info, turned=image.size[::-1])  # before its pixels take memory
+    _check_size(image.size, declared, declared[::-1])  # before its pixels take memory
     try:
-        ImageOps.exif_transpose(image, in_place=True)
+        _turn(image, declared)
         converted = _in_rgb(image)
     except Exception as exc:  # decoders raise anything for a damaged file
         raise ImageError(f"the {_name(info)} image is truncated or damaged") from exc
-    _check_size(converted.size, info)
+    _check_size(converted.size, declared)
     return converted
 
 
-def _raw(data: bytes | memoryview, info: ImageInfo) -> Image.Image:
-    expected = info.width * info.height * 3
+def _raw(data: bytes | memoryview, size: Size) -> Image.Image:
+    width, height = size
+    expected = width * height * 3
     if len(data) != expected:
-        raise ImageError(f"an RGB image of {info.width} x {info.height} pixels has {expected} bytes, got {len(data)}")
-    return Image.frombytes("RGB", (info.width, info.height), data)
+        raise ImageError(f"an RGB image of {width} x {height} pixels has {expected} bytes, got {len(data)}")
+    return Image.frombytes("RGB", size, data)
 
 
 def _opened(data: bytes | memoryview, info: ImageInfo) -> Image.Image:
     try:
         return Image.open(BytesIO(data), formats=[info.format.name])
     except Exception as exc:  # and so is a header
-        raise ImageError(f"the image is no {_name(info)} image") from exc
+        raise ImageError(f"the image is no {_name(info)} image, or is truncated or damaged") from exc
 
 
-def _check_size(size: tuple[int, int], info: ImageInfo, turned: tuple[int, int] | None = None) -> None:
-    declared = (info.width, info.height)
-    if declared not in (size, turned):
-        raise ImageError(
-            f"the {_name(info)} image has {size[0]} x {size[1]} pixels, not {declared[0]} x {declared[1]} as declared"
-        )
+def _check_size(found: Size, declared: Size, *others: Size) -> None:
+    if found not in (declared, *others):
+        raise ImageError(f"the image has {found[0]} x {found[1]} pixels, not {declared[0]} x {declared[1]} as declared")
+
+
+def _turn(image: Image.Image, declared: Size) -> None:
+    is_quarter_turn = image.getexif().get(_ORIENTATION) in _QUARTER_TURNS
+    if not is_quarter_turn or image.size[::-1] == declared:
+        ImageOps.exif_transpose(image, in_place=True)
 
 
 def _name(info: ImageInfo) -> str:
