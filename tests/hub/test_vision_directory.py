@@ -231,7 +231,7 @@ REFUSED = [
     (
         VISION,
         {"hidden_size": 64},
-        r"tensor .*patch_embedding.weight has the shape \[32, 3, 4, 4\], not \[64, 3, 4, 4\]",
+        r"tensor model.connector.* has the shape \[48, 128\], not \[48, 256\]",
     ),
     (PROCESSOR, {"image_seq_len": 64}, "image_seq_len must be the image tokens of a tile, 16, got 64"),
     (PREPROCESSING, {"do_resize": False}, "do_resize must be true, got False"),

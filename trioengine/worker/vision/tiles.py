@@ -1,8 +1,12 @@
-"""An image's tiles, pixel for pixel those of transformers' Idefics3ImageProcessorPil."""
+"""An image's tiles, pixel for pixel those of transformers' Idefics3ImageProcessorPil.
+
+By numpy alone, as torch would start a pool of threads for the thread that decodes.
+"""
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image
 from torch import Tensor
@@ -21,12 +25,14 @@ def read_tiles(data: bytes | memoryview, info: ImageInfo, processing: ImageProce
     resample = Image.Resampling(processing.resample)
     resized = decode(data, info).resize(grid.scaled, resample).resize(grid.resized, resample)
     if grid.rows == 0:
-        return _pixels(resized).permute(2, 0, 1)[None]
-    tiles = _pixels(resized).view(grid.rows, size, grid.columns, size, 3).permute(0, 2, 4, 1, 3)
-    whole = _pixels(resized.resize((size, size), resample)).permute(2, 0, 1)
-    return torch.cat((tiles.flatten(0, 1), whole[None]))
+        return torch.from_numpy(_pixels(resized, size))
+    whole = resized.resize((size, size), resample)
+    return torch.from_numpy(np.concatenate((_pixels(resized, size), _pixels(whole, size))))
 
 
-def _pixels(image: Image.Image) -> Tensor:
-    """[height, width, 3]"""
-    return torch.from_numpy(np.array(image))
+def _pixels(image: Image.Image, size: int) -> npt.NDArray[np.uint8]:
+    """The tiles of an image that is whole tiles, row by row: [num_tiles, 3, size, size]."""
+    pixels = np.asarray(image)  # [height, width, 3]
+    rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
+    tiles = pixels.reshape(rows, size, columns, size, 3).transpose(0, 2, 4, 1, 3)
+    return np.ascontiguousarray(tiles.reshape(-1, 3, size, size))
