@@ -1,4 +1,4 @@
-"""Damaged and lying copies of two tiny models, and a process that reads them with little memory and time.
+"""Damaged and lying copies of three tiny models, and a process that reads them with little memory and time.
 
 Usage: python model_mutants.py FIRST END, or lies. Mutant NUMBER is always the same. A line "NUMBER" announces each one,
 and a line "NUMBER: …" a fault: an exception other than ModelError, or a message that is long or unprintable.
@@ -20,10 +20,15 @@ from safetensors.numpy import save_file
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
+from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.printable import printable
 from trioengine.hub.model_files import read_model
 from trioengine.testing.toy_model import toy_model
 from trioengine.worker.runner.model_runner import TorchModelRunner
+from trioengine.worker.vision.tiles import read_tiles
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
+import tiny_smolvlm
 
 MEMORY = 64_000_000  # bytes that reading a mutant may add
 CPU_SECONDS = 30  # that it may take
@@ -284,15 +289,15 @@ def write_directory_mutant(rng, model, path):
         damage_size(rng, file)
 
 
-def write_mutant(number, model, scratch):
+def write_mutant(number, models, scratch):
     """The path of a damaged model: a directory, or a GGUF file."""
     rng = random.Random(number)
-    if number % 2:
+    if number % 3 == len(models):
         path = scratch / "mutant.gguf"
         write_gguf_mutant(rng, path)
     else:
         path = scratch / "mutant"
-        write_directory_mutant(rng, model, path)
+        write_directory_mutant(rng, models[number % 3], path)
     return path
 
 
@@ -328,6 +333,15 @@ def lie_config(scratch, model, **changes):
     return scratch / "lie"
 
 
+def lie_vision(scratch, file, **changes):
+    """A vision model; changes of `vision_config` are within it."""
+    tiny_smolvlm.write(scratch / "lie", "split")
+    fields = json.loads((scratch / "lie" / file).read_text())
+    inside = fields.get("vision_config", {}) | changes.pop("vision_config", {})
+    (scratch / "lie" / file).write_text(json.dumps(fields | {"vision_config": inside} | changes))
+    return scratch / "lie"
+
+
 def lie_header(scratch, model, header, *, holes=0):
     shutil.copytree(model, scratch / "lie")
     file = scratch / "lie" / "model-1.safetensors"
@@ -356,6 +370,16 @@ LIES = {
     "as many layers as a count holds": lambda to, model: lie_config(to, model, num_hidden_layers=2**31 - 1),
     "a vocabulary": lambda to, model: lie_config(to, model, vocab_size=2**31 - 1),
     "a context": lambda to, model: lie_config(to, model, max_position_embeddings=2**31 - 1),
+    "a tile of a pixel a patch": lambda to, _: lie_vision(to, "config.json", vision_config={"patch_size": 1}),
+    "a tile of all the pixels there can be": lambda to, _: lie_vision(
+        to, "config.json", vision_config={"image_size": 4096, "patch_size": 512}
+    ),
+    "as many layers of the tower as a count holds": lambda to, _: lie_vision(
+        to, "config.json", vision_config={"num_hidden_layers": 2**31 - 1}
+    ),
+    "as many tiles as there can be": lambda to, _: lie_vision(
+        to, "preprocessor_config.json", size={"longest_edge": 2**31 - 1}
+    ),
     "a header of holes": lambda to, model: lie_header(to, model, b"", holes=100_000_000),
     "names there twice": lambda to, model: lie_header(to, model, TWICE),
     "a header of lists": lambda to, model: lie_header(to, model, b"[" + b"[]," * 10**6 + b"0]"),
@@ -385,8 +409,11 @@ def read(path):
 
 
 def load(path):
+    """And let it see an image."""
     config = WorkerConfig(str(path), device="cpu", dtype="float32", kernels="torch", kv_blocks=4, num_threads=1)
-    return TorchModelRunner.load(config, lambda done, total: None)
+    runner = TorchModelRunner.load(config, lambda done, total: None)
+    if runner.processing is not None:
+        runner.encode(read_tiles(tiny_smolvlm.picture(3, 2), ImageInfo(ImageFormat.RGB, 3, 2), runner.processing)[:2])
 
 
 def limit_resources():
@@ -401,17 +428,20 @@ def limit_resources():
 def main(mutants):
     """Read the mutants by these numbers or names."""
     with tempfile.TemporaryDirectory() as directory:
-        model, whole = Path(directory, "model"), Path(directory, "whole.gguf")
+        model, vision, whole = Path(directory, "model"), Path(directory, "vision"), Path(directory, "whole.gguf")
         write_directory(model)
+        tiny_smolvlm.write(vision, "split")
         header, size = gguf_bytes(metadata())
         whole.write_bytes(header + bytes(size))
-        for path in (model, whole):  # also warms everything up
+        for path in (model, vision, whole):  # also warms everything up
             read_model(path)
             load(path)
         for mutant in mutants:
             scratch = Path(directory, "scratch")
             scratch.mkdir()
-            path = LIES[mutant](scratch, model) if mutant in LIES else write_mutant(int(mutant), model, scratch)
+            path = (
+                LIES[mutant](scratch, model) if mutant in LIES else write_mutant(int(mutant), (model, vision), scratch)
+            )
             print(mutant, flush=True)
             limit_resources()
             if (fault := read(path)) is not None:

@@ -9,14 +9,23 @@ import pytest
 DATA = Path(__file__).parents[1] / "data"
 
 
-@pytest.fixture(scope="session")
-def tiny_llama():
-    """tests/data/tiny_llama.py, which a script without pytest uses, too."""
-    spec = importlib.util.spec_from_file_location("tiny_llama", DATA / "tiny_llama.py")
+def module_of(name):
+    """A module of tests/data, which a script without pytest uses, too."""
+    spec = importlib.util.spec_from_file_location(name, DATA / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["tiny_llama"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def tiny_llama():
+    return module_of("tiny_llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_smolvlm():
+    return module_of("tiny_smolvlm")
 
 
 @pytest.fixture

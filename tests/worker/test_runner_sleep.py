@@ -11,7 +11,6 @@ from torch_driver import generate, load
 
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.tag import ALL_TAGS, Tag
-from trioengine.hub.llama_config import wanted_tensors
 from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.layers import linear
 from trioengine.worker.models.llama import LlamaModel
@@ -191,7 +190,7 @@ def test_a_model_runs_on_after_its_weights_were_moved(tiny_llama, tmp_path, monk
     monkeypatch.setattr(linear, "_can_pack", lambda dtype: False)
     runner = load(tiny_llama.write(tmp_path, variant), kv_cache_memory=KV_BYTES, kernels="torch")
     checkpoint = open_checkpoint(str(tmp_path))
-    wanted = wanted_tensors(checkpoint.config)
+    wanted = checkpoint.config.wanted_tensors()
     reader = WeightReader(checkpoint, wanted, torch.float32, torch.device("cpu"), lambda done, total: None)
     with torch.inference_mode():
         model = LlamaModel(checkpoint.config, reader, TorchKernels(checkpoint.config.num_heads), 256)

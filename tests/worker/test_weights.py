@@ -15,7 +15,7 @@ from torch_driver import generate, load, reference
 from trioengine.core.errors import ModelError
 from trioengine.core.gguf import TensorType
 from trioengine.hub.fields import Fields
-from trioengine.hub.llama_config import RopeScaling, RopeType, config_from_hf, wanted_tensors
+from trioengine.hub.llama_config import RopeScaling, RopeType, config_from_hf
 from trioengine.worker.layers.rotary import inverse_frequencies
 from trioengine.worker.weights import open_checkpoint
 
@@ -288,7 +288,7 @@ def test_weights_larger_than_the_memory(tiny_llama, tmp_path):
     config = {**tiny_llama.BASE, **changes, "head_dim": 8, "num_attention_heads": 6, "dtype": "float32"}
     (path / "config.json").write_text(json.dumps(config))
     header, end = {}, 0
-    for name, shape in wanted_tensors(config_from_hf(Fields(path, config), 100)).items():
+    for name, shape in config_from_hf(Fields(path, config), 100).wanted_tensors().items():
         begin, end = end, end + 4 * math.prod(shape)
         header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()

@@ -15,9 +15,10 @@ from typing import Any
 from trioengine.core.bounds import brief
 from trioengine.core.errors import ModelError
 from trioengine.core.gguf import MAX_TENSORS, GGUFTensor, parse_gguf
-from trioengine.hub.architectures import Architecture, find_architecture
+from trioengine.hub.architectures import GGUFArchitecture, check_tensors, gguf_architecture, hf_architecture
 from trioengine.hub.fields import Fields, open_file, read_json
 from trioengine.hub.llama_config import LlamaConfig
+from trioengine.hub.model_config import ModelConfig
 from trioengine.hub.safetensors_header import StoredTensor, read_header
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -29,7 +30,7 @@ _IGNORED = ".rotary_emb.inv_freq"  # buffers that old checkpoints carry; they ar
 class SafetensorsHeader:
     """The configuration of a directory, config.json's fields, and the tensors by name."""
 
-    config: LlamaConfig
+    config: ModelConfig
     fields: Fields
     tensors: dict[str, StoredTensor]
 
@@ -46,10 +47,10 @@ class GGUFModelHeader:
 def read_safetensors(directory: Path) -> SafetensorsHeader:
     """Read config.json and the headers of the weights. Raises ModelError, naming the file and the field or tensor."""
     fields = read_json(directory / _CONFIG, required=True)
-    architecture = find_architecture(fields, "model_type")
+    read_config = hf_architecture(fields)
     tensors = _tensors(directory)
-    config = architecture.config_from_hf(fields, len(tensors))
-    architecture.check_tensors(directory, config, {name: tensor.shape for name, tensor in tensors.items()})
+    config = read_config(fields, len(tensors))
+    check_tensors(directory, config, {name: tensor.shape for name, tensor in tensors.items()})
     return SafetensorsHeader(config, fields, tensors)
 
 
@@ -67,17 +68,17 @@ def map_file(path: Path) -> mmap.mmap:
 def read_gguf(buffer: memoryview, path: Path, *, arrays: Container[str] = ()) -> GGUFModelHeader:
     """Read the header of the GGUF file in `buffer`, decoding these arrays. Raises ModelError as `parse_gguf` does."""
     header = parse_gguf(buffer, str(path), arrays=arrays)
-    architecture = find_architecture(Fields(path, header.metadata), "general.architecture")
+    architecture = gguf_architecture(Fields(path, header.metadata))
     if header.metadata.get("split.count", 1) not in (0, 1):
         raise ModelError(f"{path}: split.count: a model split into several files is not supported: merge them first")
     shapes = {tensor.name: tensor.shape for tensor in header.tensors}
-    config = architecture.config_from_gguf(header.metadata, shapes, path)
+    config = architecture.config(header.metadata, shapes, path)
     tensors = _renamed(architecture, header.tensors, path)
-    architecture.check_tensors(path, config, {name: tensor.shape for name, tensor in tensors.items()})
+    check_tensors(path, config, {name: tensor.shape for name, tensor in tensors.items()})
     return GGUFModelHeader(config, header.metadata, tensors)
 
 
-def _renamed(architecture: Architecture, tensors: tuple[GGUFTensor, ...], path: Path) -> dict[str, GGUFTensor]:
+def _renamed(architecture: GGUFArchitecture, tensors: tuple[GGUFTensor, ...], path: Path) -> dict[str, GGUFTensor]:
     renamed: dict[str, GGUFTensor] = {}
     for tensor in tensors:
         name = architecture.hf_name(tensor.name)

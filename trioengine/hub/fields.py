@@ -60,19 +60,31 @@ class Fields:
         except ValueError:
             raise self.bad(field, f"must be a number above 0 and at most {MAX_FLOAT32}") from None
 
-    def flag(self, field: str) -> bool:
-        """True or false; false if it is absent or null."""
+    def flag(self, field: str, default: bool = False) -> bool:
+        """True or false; `default` if it is absent or null."""
         value = self.get(field)
         if value is not None and not isinstance(value, bool):
             raise self.bad(field, "must be true or false")
-        return bool(value)
+        return default if value is None else bool(value)
 
-    def object(self, field: str) -> Fields:
-        """The fields of an object, empty if it is absent or null."""
+    def object(self, field: str, defaults: Mapping[str, Any] | None = None) -> Fields:
+        """The fields of an object, empty if it is absent or null; `defaults` are values of absent or null fields."""
         value = self.get(field)
         if value is not None and not isinstance(value, Mapping):
             raise self.bad(field, "must be an object")
-        return Fields(self.path, value or {}, f"{self._prefix}{field}.")
+        given = {name: entry for name, entry in (value or {}).items() if entry is not None}
+        return Fields(self.path, {**(defaults or {}), **given}, f"{self._prefix}{field}.")
+
+    def numbers(self, field: str, count: int, default: float, low: float) -> tuple[float, ...]:
+        """A list of `count` numbers of at least `low` that float32 holds; all are `default` if it is absent or null."""
+        value = self.get(field)
+        entries = [default] * count if value is None else value
+        try:
+            if not isinstance(entries, list) or len(entries) != count:
+                raise ValueError
+            return tuple(number(entry, low, MAX_FLOAT32) for entry in entries)
+        except ValueError:
+            raise self.bad(field, f"must be {count} numbers from {low} to {MAX_FLOAT32}") from None
 
     def token_ids(self, field: str, vocab_size: int) -> tuple[int, ...]:
         """A token id or a list of them; empty if it is absent or null."""

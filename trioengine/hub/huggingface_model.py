@@ -1,13 +1,16 @@
 """A model in a directory, as Hugging Face's transformers writes them.
 
 Where two files say the same, the one that transformers believes wins: generation_config.json over config.json for the
-end tokens, chat_template.jinja over tokenizer_config.json for the chat template.
+end tokens, chat_template.jinja over tokenizer_config.json for the chat template, and, of a model that sees images,
+chat_template.json between the two.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from trioengine.core.errors import ModelError
+from trioengine.core.image_processing import ImageProcessing
 from trioengine.hub.checkpoint_header import read_safetensors
 from trioengine.hub.fields import Fields, read_file, read_json, read_text
 from trioengine.hub.model_info import ModelFormat, ModelInfo, naming
@@ -25,17 +28,19 @@ def read(directory: Path) -> ModelInfo:
     tokenizer_config = read_json(directory / _TOKENIZER)
     tokenizer_file = directory / "tokenizer.json"
     with naming(tokenizer_file):
-        tokenizer = Tokenizer.from_json(read_file(tokenizer_file, MAX_TOKENIZER), vocab_size=config.vocab_size)
+        tokenizer = Tokenizer.from_json(read_file(tokenizer_file, MAX_TOKENIZER), vocab_size=config.text.vocab_size)
+        _check_image_token(config.images, tokenizer)
     end_configs = (read_json(directory / _GENERATION), header.fields)
     return ModelInfo(
         path=directory,
         format=ModelFormat.SAFETENSORS,
         model_type=config.model_type,
-        context_length=config.max_position_embeddings,
-        vocab_size=config.vocab_size,
-        eos_token_ids=_eos_token_ids(end_configs, tokenizer_config, tokenizer, config.vocab_size),
-        chat_template=_chat_template(directory, tokenizer_config),
+        context_length=config.text.max_position_embeddings,
+        vocab_size=config.text.vocab_size,
+        eos_token_ids=_eos_token_ids(end_configs, tokenizer_config, tokenizer, config.text.vocab_size),
+        chat_template=_chat_template(directory, tokenizer_config, has_processor=config.images is not None),
         tokenizer=tokenizer,
+        images=config.images,
     )
 
 
@@ -52,11 +57,21 @@ def _eos_token_ids(
     return () if eos is None else (eos,)
 
 
-def _chat_template(directory: Path, config: Fields) -> ChatTemplate | None:
+def _check_image_token(images: ImageProcessing | None, tokenizer: Tokenizer) -> None:
+    if images is not None and (found := tokenizer.special_tokens.get(images.image_token)) != images.image_token_id:
+        wanted = f"the special token {images.image_token} must have config.json's image_token_id"
+        raise ModelError(f"{wanted}, {images.image_token_id}, got {found}")
+
+
+def _chat_template(directory: Path, config: Fields, *, has_processor: bool) -> ChatTemplate | None:
+    """Of the first file that has one; older processors of images have a file of their own."""
     path = directory / "chat_template.jinja"
+    processor = read_json(directory / "chat_template.json") if has_processor else None
     source: str | None
     if path.exists():
         source = read_text(path)
+    elif processor is not None and (source := _configured_template(processor)) is not None:
+        path = processor.path
     else:
         path, source = directory / _TOKENIZER, _configured_template(config)
     if source is None:
@@ -66,7 +81,7 @@ def _chat_template(directory: Path, config: Fields) -> ChatTemplate | None:
 
 
 def _configured_template(config: Fields) -> str | None:
-    """The chat template of tokenizer_config.json: a string, or of a list the one named `default`."""
+    """The chat template of a JSON file: a string, or of a list the one named `default`."""
     value = config.get("chat_template")
     if value is None or isinstance(value, str):
         return value

@@ -60,6 +60,38 @@ class LlamaConfig:
     attention_bias: bool
     mlp_bias: bool
 
+    @property
+    def text(self) -> LlamaConfig:
+        """The decoder, which is all of the model."""
+        return self
+
+    @property
+    def images(self) -> None:
+        """None: the model sees no images."""
+
+    def wanted_tensors(self, prefix: str = "model.") -> dict[str, Shape]:
+        """Every tensor that the model needs, by its Hugging Face name, with its shape; the head has no prefix."""
+        vocabulary = (self.vocab_size, self.hidden_size)
+        wanted: dict[str, Shape] = {f"{prefix}embed_tokens.weight": vocabulary, f"{prefix}norm.weight": vocabulary[1:]}
+        if not self.tie_word_embeddings:
+            wanted["lm_head.weight"] = vocabulary
+        for index in range(self.num_layers):
+            layer = f"{prefix}layers.{index}."
+            wanted[layer + "input_layernorm.weight"] = vocabulary[1:]
+            wanted[layer + "post_attention_layernorm.weight"] = vocabulary[1:]
+            for name, shape, has_bias in _projections(self):
+                wanted[f"{layer}{name}.weight"] = shape
+                if has_bias:
+                    wanted[f"{layer}{name}.bias"] = shape[:1]
+        return wanted
+
+    def optional_tensors(self) -> dict[str, Shape]:
+        """Tensors that may be there; a tied head is not read."""
+        return {
+            "lm_head.weight": (self.vocab_size, self.hidden_size),
+            FREQUENCY_DIVISORS: (self.head_dim // 2,),
+        }
+
 
 def config_from_hf(fields: Fields, num_tensors: int) -> LlamaConfig:
     """Read config.json; the defaults of absent fields are transformers'. Raises ModelError, naming the field."""
@@ -89,11 +121,11 @@ def config_from_hf(fields: Fields, num_tensors: int) -> LlamaConfig:
     )
 
 
-def count_layers(fields: Fields, field: str, num_tensors: int) -> int:
+def count_layers(fields: Fields, field: str, num_tensors: int, default: int | None = None) -> int:
     """The number of layers; ModelError if there are more of them than tensors."""
-    layers = fields.count(field)
+    layers = fields.count(field, default)
     if layers > num_tensors:
-        raise fields.bad(field, f"must be at most the number of tensors, {num_tensors}")
+        raise fields.bad(field, f"must be at most the number of tensors, {num_tensors}", default)
     return layers
 
 
@@ -141,34 +173,6 @@ def _llama3(rope: Fields, max_positions: int) -> RopeScaling:
         high_freq_factor=high,
         original_max_position_embeddings=rope.count("original_max_position_embeddings", max_positions),
     )
-
-
-# ---- tensors, under Hugging Face's names ---------------------------------------------------------------------------
-
-
-def wanted_tensors(config: LlamaConfig) -> dict[str, Shape]:
-    """Every tensor that the model needs, with its shape."""
-    vocabulary = (config.vocab_size, config.hidden_size)
-    wanted: dict[str, Shape] = {"model.embed_tokens.weight": vocabulary, "model.norm.weight": vocabulary[1:]}
-    if not config.tie_word_embeddings:
-        wanted["lm_head.weight"] = vocabulary
-    for index in range(config.num_layers):
-        prefix = f"model.layers.{index}."
-        wanted[prefix + "input_layernorm.weight"] = vocabulary[1:]
-        wanted[prefix + "post_attention_layernorm.weight"] = vocabulary[1:]
-        for name, shape, has_bias in _projections(config):
-            wanted[f"{prefix}{name}.weight"] = shape
-            if has_bias:
-                wanted[f"{prefix}{name}.bias"] = shape[:1]
-    return wanted
-
-
-def optional_tensors(config: LlamaConfig) -> dict[str, Shape]:
-    """Tensors that may be there; a tied head is not read."""
-    return {
-        "lm_head.weight": (config.vocab_size, config.hidden_size),
-        FREQUENCY_DIVISORS: (config.head_dim // 2,),
-    }
 
 
 def _projections(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, int], bool]]:

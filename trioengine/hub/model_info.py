@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trioengine.core.errors import ModelError
+from trioengine.core.image_processing import ImageProcessing
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
 
@@ -32,6 +33,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     chat_template: ChatTemplate | None
     tokenizer: Tokenizer
+    images: ImageProcessing | None = None  # None: a model of texts only
 
 
 @contextmanager

@@ -31,24 +31,33 @@ class LlamaLayer:
 class LlamaModel:
     """The forward pass. The residual stream is kept in float32, whatever the dtype of the weights."""
 
-    def __init__(self, config: LlamaConfig, weights: WeightReader, kernels: Kernels, max_model_len: int) -> None:
-        """Read the weights, one layer at a time."""
+    def __init__(
+        self,
+        config: LlamaConfig,
+        weights: WeightReader,
+        kernels: Kernels,
+        max_model_len: int,
+        prefix: str = "model.",
+    ) -> None:
+        """Read the weights, one layer at a time; `prefix` stands before the names of all but the head's."""
         self.config = config
         self._kernels = kernels
-        self._embedding = weights.tensor("model.embed_tokens.weight")
+        self._embedding = weights.tensor(f"{prefix}embed_tokens.weight")
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
         self._head = weights.linear_of(self._embedding) if config.tie_word_embeddings else weights.linear("lm_head")
-        self._norm = RMSNorm(weights.tensor("model.norm.weight").float(), config.rms_norm_eps)
+        self._norm = RMSNorm(weights.tensor(f"{prefix}norm.weight").float(), config.rms_norm_eps)
         frequencies = inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
         if weights.has(FREQUENCY_DIVISORS):
             frequencies = frequencies / weights.tensor(FREQUENCY_DIVISORS).float().cpu()
         self._rotary = RotaryTable(frequencies, max_model_len, self.dtype, self.device)
-        self._layers = [_read_layer(config, f"model.layers.{index}.", weights) for index in range(config.num_layers)]
+        self._layers = [_read_layer(config, f"{prefix}layers.{index}.", weights) for index in range(config.num_layers)]
 
     def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
         """Compute the batch and store its keys and values: logits [num_samples, vocab_size] of the sampled rows."""
         kernels = self._kernels
         delta = F.embedding(batch.token_ids, self._embedding)  # [num_tokens, hidden_size]
+        if batch.embeddings is not None:
+            delta.index_copy_(0, batch.embeddings.rows, batch.embeddings.values)
         hidden = torch.zeros_like(delta, dtype=torch.float32)
         for index, layer in enumerate(self._layers):
             attended = self._attend(index, layer, kernels.add_norm(hidden, delta, layer.input_norm), batch, attention)

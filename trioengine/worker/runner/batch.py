@@ -15,6 +15,14 @@ IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddedRows:
+    """Rows of a batch with embeddings of their own, such as an image's, in place of their tokens'."""
+
+    rows: Tensor  # [num_rows], int64, each of them once
+    values: Tensor  # [num_rows, hidden_size], in the model's dtype
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """A step's tokens, flat: first the sequences with one new token, longest context first, then the others.
 
@@ -30,6 +38,7 @@ class ForwardBatch:
     context_lens: IntArray  # [num_seqs]: tokens before them and new ones
     num_decodes: int  # sequences with one new token
     block_size: int
+    embeddings: EmbeddedRows | None = None  # None: every row has its token's
 
 
 def make_batch(output: SchedulerOutput, block_size: int, device: torch.device) -> ForwardBatch:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.tag import ALL_TAGS, Tag
 from trioengine.worker.loop import OnProgress
-from trioengine.worker.models.llama import LlamaModel
+from trioengine.worker.models.model import Model, VisionModel
 from trioengine.worker.runner.batch import make_batch
 from trioengine.worker.runner.kv_cache import KVCache
 from trioengine.worker.runner.memory import give_back, share_one_arena
@@ -30,10 +31,11 @@ class TorchModelRunner:
         self.device = str(spec.device)
         self.kernels = spec.kernels.name
         self.dtype = str(spec.dtype).removeprefix("torch.")
-        self.vocab_size = spec.model.vocab_size
+        self.vocab_size = spec.model.text.vocab_size
         self.max_model_len = spec.max_model_len  # tokens; never more than the KV cache holds
         self.kv_blocks_total = spec.num_blocks
         self.block_size = spec.block_size
+        self.processing = spec.model.images  # None: the model sees no images
 
     @staticmethod
     def load(config: WorkerConfig, on_progress: OnProgress) -> TorchModelRunner:
@@ -50,7 +52,7 @@ class TorchModelRunner:
         return runner
 
     @property
-    def model(self) -> LlamaModel:
+    def model(self) -> Model:
         """InvariantError while the weights sleep."""
         return self._weights.model
 
@@ -69,6 +71,17 @@ class TorchModelRunner:
             batch = make_batch(output, self.block_size, model.device)
             logits = model.forward(batch, self._spec.kernels.attention(batch, cache))
             return sample(logits, [entry.sequence for entry in output.scheduled if entry.samples])
+
+    def encode(self, tiles: Tensor) -> Tensor:
+        """The embeddings [num_tiles, tokens_per_tile, hidden_size] of uint8 tiles [num_tiles, 3, size, size].
+
+        They are on the model's device, in its dtype. InvariantError while the weights sleep.
+        """
+        model = self.model
+        if not isinstance(model, VisionModel):
+            raise InvariantError(f"an image for a {self.model_type} model, which sees none")
+        with torch.inference_mode():
+            return model.encode(tiles)
 
     def sleep(self) -> None:
         """Give memory back to the system; weights that are in host memory anyway stay where they are."""

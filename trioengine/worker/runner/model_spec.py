@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
-from trioengine.hub.llama_config import LlamaConfig
+from trioengine.hub.model_config import ModelConfig
 from trioengine.worker.kernels.choose import choose_kernels
 from trioengine.worker.kernels.kernels import Kernels
 from trioengine.worker.layers.invariant_linear import InvariantLinears
@@ -25,7 +27,7 @@ _PRECISION = 1e-6  # GGUF files hold float32
 class ModelSpec:
     """The model's shape, where and how it runs, and the size of its KV cache."""
 
-    model: LlamaConfig
+    model: ModelConfig
     device: torch.device
     dtype: torch.dtype
     max_model_len: int  # tokens; never more than the KV cache holds
@@ -41,10 +43,11 @@ class ModelSpec:
         dtype = choose_dtype(config.dtype, device)
         with contextlib.closing(open_checkpoint(config.model_path)) as checkpoint:
             model = checkpoint.config
-        num_blocks = count_blocks(config, model, dtype, device)
-        limits = (model.max_position_embeddings, num_blocks * config.block_size, config.max_model_len)
+        _check_pillow(config.model_path, model)
+        num_blocks = count_blocks(config, model.text, dtype, device)
+        limits = (model.text.max_position_embeddings, num_blocks * config.block_size, config.max_model_len)
         max_model_len = min(limit for limit in limits if limit is not None)
-        kernels = choose_kernels(config.kernels, model, dtype, device, config.block_size)
+        kernels = choose_kernels(config.kernels, model.text, dtype, device, config.block_size)
         linears = _choose_linears(config, dtype, kernels)
         return ModelSpec(model, device, dtype, max_model_len, num_blocks, config.block_size, kernels, linears)
 
@@ -56,14 +59,19 @@ class ModelSpec:
             differences = list(_differences(self.model, model))
             if differences:
                 raise ModelError(f"{path} is another model: {', '.join(differences)}")
-            if model.max_position_embeddings < self.max_model_len:
-                context = f"a context of {model.max_position_embeddings} tokens"
+            if model.text.max_position_embeddings < self.max_model_len:
+                context = f"a context of {model.text.max_position_embeddings} tokens"
                 raise ModelError(f"{path} has {context}, and {self.max_model_len} are in use")
             yield checkpoint
 
     def allocate_cache(self) -> KVCache:
         """The KV cache; ModelError where the memory cannot be had."""
-        return KVCache.allocate(self.model, self.num_blocks, self.block_size, self.dtype, self.device)
+        return KVCache.allocate(self.model.text, self.num_blocks, self.block_size, self.dtype, self.device)
+
+
+def _check_pillow(path: str, model: ModelConfig) -> None:
+    if model.images is not None and importlib.util.find_spec("PIL") is None:
+        raise ModelError(f"{path}: images need Pillow, which is not installed: pip install 'trioengine[vision]'")
 
 
 def choose_device(name: str) -> torch.device:
@@ -97,19 +105,23 @@ def _choose_linears(config: WorkerConfig, dtype: torch.dtype, kernels: Kernels) 
     return None
 
 
-def _differences(ours: LlamaConfig, theirs: LlamaConfig) -> Iterator[str]:
-    others = _forward_fields(theirs)
-    for name, value in _forward_fields(ours).items():
+def _differences(ours: ModelConfig, theirs: ModelConfig) -> Iterator[str]:
+    if ours.model_type != theirs.model_type:
+        yield f"model_type is {theirs.model_type}, not {ours.model_type}"
+        return
+    others = dict(_forward_fields(asdict(theirs)))
+    for name, value in _forward_fields(asdict(ours)):
         if not _is_same(value, others[name]):
             yield f"{name} is {others[name]}, not {value}"
 
 
-def _forward_fields(config: LlamaConfig) -> dict[str, object]:
+def _forward_fields(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
     """What the forward pass depends on: all but the context's length."""
-    values = asdict(config)
-    del values["max_position_embeddings"]
-    scaling = values.pop("rope_scaling")
-    return values | {f"rope_scaling.{name}": value for name, value in scaling.items()}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _forward_fields(value, f"{prefix}{name}.")
+        elif name != "max_position_embeddings":
+            yield prefix + name, value
 
 
 def _is_same(ours: object, theirs: object) -> bool:

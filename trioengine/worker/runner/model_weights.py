@@ -10,9 +10,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from trioengine.core.errors import InvariantError, ModelError
-from trioengine.hub.llama_config import wanted_tensors
 from trioengine.worker.loop import OnProgress
-from trioengine.worker.models.llama import LlamaModel
+from trioengine.worker.models.model import Model, build_model
 from trioengine.worker.runner.memory import give_back
 from trioengine.worker.runner.model_spec import ModelSpec
 from trioengine.worker.weights.host_copy import HostCopy
@@ -21,7 +20,7 @@ from trioengine.worker.weights.reader import WeightReader
 
 @dataclass(frozen=True, slots=True)
 class _Awake:
-    model: LlamaModel
+    model: Model
     tensors: list[Tensor]  # those that are not in host memory
 
 
@@ -46,7 +45,7 @@ class ModelWeights:
         self._state: _Awake | _Kept | _Discarded = _Discarded()
 
     @property
-    def model(self) -> LlamaModel:
+    def model(self) -> Model:
         """InvariantError while the weights sleep."""
         if not isinstance(self._state, _Awake):
             raise InvariantError("a forward pass while the weights sleep")
@@ -94,9 +93,9 @@ class ModelWeights:
     def _load(self) -> _Awake:
         spec = self._spec
         with spec.opened(self._path) as checkpoint, torch.inference_mode():
-            wanted = wanted_tensors(checkpoint.config)
+            wanted = checkpoint.config.wanted_tensors()
             reader = WeightReader(checkpoint, wanted, spec.dtype, spec.device, self._on_progress, spec.linears)
-            model = LlamaModel(checkpoint.config, reader, spec.kernels, spec.max_model_len)
+            model = build_model(checkpoint.config, reader, spec.kernels, spec.max_model_len)
             return _Awake(model, [tensor for tensor in reader.in_use() if tensor.device.type != "cpu"])
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from trioengine.hub.llama_config import LlamaConfig
+from trioengine.hub.model_config import ModelConfig
 from trioengine.worker.quantization.four_bit import FourBitWeight
 
 
@@ -25,7 +25,11 @@ class Checkpoint(Protocol):
     """Tensors are read one at a time, so that loading needs little more memory than the model."""
 
     path: Path
-    config: LlamaConfig
+
+    @property
+    def config(self) -> ModelConfig:
+        """The shape of the model."""
+        ...
 
     @property
     def tensors(self) -> Mapping[str, TensorShape]:

@@ -1,0 +1,217 @@
+"""Tiny SmolVLM checkpoints with random weights, in the files of the published ones: the same wherever written."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+TEXT = {
+    "architectures": ["VLlama3ForCausalLM"],
+    "head_dim": 8,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "max_position_embeddings": 1024,
+    "model_type": "llama",
+    "num_attention_heads": 6,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000,
+    "vocab_size": 320,
+}
+VISION = {
+    "hidden_size": 32,
+    "image_size": 32,
+    "intermediate_size": 56,
+    "max_image_size": {"longest_edge": 32},
+    "model_type": "idefics3",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "patch_size": 4,
+    "size": {"longest_edge": 96},
+}
+SPECIAL = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<end_of_utterance>",
+    "<fake_token_around_image>",
+    "<image>",
+    "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
+]
+IMAGE_TOKEN_ID = 256 + SPECIAL.index("<image>")
+CONFIG = {
+    "architectures": ["Idefics3ForConditionalGeneration"],
+    "image_token_id": IMAGE_TOKEN_ID,
+    "model_type": "idefics3",
+    "scale_factor": 2,
+    "text_config": TEXT,
+    "tie_word_embeddings": False,
+    "vision_config": VISION,
+    "vocab_size": 320,
+}
+PREPROCESSOR = {
+    "do_convert_rgb": True,
+    "do_image_splitting": True,
+    "do_normalize": True,
+    "do_pad": True,
+    "do_rescale": True,
+    "do_resize": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_processor_type": "Idefics3ImageProcessor",
+    "image_std": [0.5, 0.5, 0.5],
+    "max_image_size": {"longest_edge": 32},
+    "processor_class": "Idefics3Processor",
+    "resample": 1,
+    "rescale_factor": 0.00392156862745098,
+    "size": {"longest_edge": 96},
+}
+PROCESSOR = {"image_seq_len": 16, "processor_class": "Idefics3Processor"}
+TOKENIZER_CONFIG = {
+    "additional_special_tokens": ["<fake_token_around_image>", "<image>", "<end_of_utterance>"],
+    "bos_token": "<|im_start|>",
+    "eos_token": "<end_of_utterance>",
+    "pad_token": "<|im_end|>",
+    "processor_class": "Idefics3Processor",
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "unk_token": "<|endoftext|>",
+}
+TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+
+# Changes of each file. The 27 patches of an edge are those of SmolVLM-Instruct, where the buckets of the positions
+# round; the pixels that no patch covers are there, too.
+VARIANTS: dict[str, dict[str, dict]] = {
+    "split": {},
+    "whole": {"preprocessor": {"do_image_splitting": False}},
+    "smolvlm": {
+        "config": {"model_type": "smolvlm", "architectures": ["SmolVLMForConditionalGeneration"]},
+        "vision": {"model_type": "smolvlm_vision"},
+        "preprocessor": {"size": {"longest_edge": 64}, "image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4]},
+    },
+    "buckets": {
+        "config": {"scale_factor": 3},
+        "vision": {"image_size": 55, "patch_size": 2, "num_hidden_layers": 1},
+        "preprocessor": {"max_image_size": {"longest_edge": 55}, "size": {"longest_edge": 55}},
+        "processor": {"image_seq_len": 81},
+    },
+}
+
+
+def tensors(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Every tensor of the model, by its Hugging Face name, in float32."""
+    random = np.random.default_rng(seed)
+    result: dict[str, torch.Tensor] = {}
+
+    def add(name: str, *shape: int, mean: float = 0.0, scale: float = 0.15) -> None:
+        result[name] = torch.from_numpy((mean + scale * random.standard_normal(shape)).astype(np.float32))
+
+    def norm(name: str, size: int) -> None:
+        add(name + ".weight", size, mean=1.0)
+        add(name + ".bias", size)
+
+    def linear(name: str, rows: int, columns: int) -> None:
+        add(name + ".weight", rows, columns)
+        add(name + ".bias", rows)
+
+    text, vision, scale = config["text_config"], config["vision_config"], config["scale_factor"]
+    hidden, inner, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
+    add("model.vision_model.embeddings.patch_embedding.weight", hidden, 3, patch, patch)
+    add("model.vision_model.embeddings.patch_embedding.bias", hidden)
+    add("model.vision_model.embeddings.position_embedding.weight", (vision["image_size"] // patch) ** 2, hidden)
+    norm("model.vision_model.post_layernorm", hidden)
+    for layer in range(vision["num_hidden_layers"]):
+        prefix = f"model.vision_model.encoder.layers.{layer}."
+        norm(prefix + "layer_norm1", hidden)
+        norm(prefix + "layer_norm2", hidden)
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            linear(f"{prefix}self_attn.{name}", hidden, hidden)
+        linear(prefix + "mlp.fc1", inner, hidden)
+        linear(prefix + "mlp.fc2", hidden, inner)
+    width, inner = text["hidden_size"], text["intermediate_size"]
+    add("model.connector.modality_projection.proj.weight", width, hidden * scale**2)
+    add("model.text_model.embed_tokens.weight", text["vocab_size"], width, scale=1.0)
+    add("model.text_model.norm.weight", width, mean=1.0)
+    if not config["tie_word_embeddings"]:
+        add("lm_head.weight", text["vocab_size"], width, scale=1.0)
+    queries, keys = (text[name] * text["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    for layer in range(text["num_hidden_layers"]):
+        prefix = f"model.text_model.layers.{layer}."
+        add(prefix + "input_layernorm.weight", width, mean=1.0)
+        add(prefix + "post_attention_layernorm.weight", width, mean=1.0)
+        for name, rows, columns in (
+            ("q", queries, width),
+            ("k", keys, width),
+            ("v", keys, width),
+            ("o", width, queries),
+        ):
+            add(f"{prefix}self_attn.{name}_proj.weight", rows, columns)
+        for name, rows, columns in (("gate", inner, width), ("up", inner, width), ("down", width, inner)):
+            add(f"{prefix}mlp.{name}_proj.weight", rows, columns)
+    return result
+
+
+def tokenizer() -> dict:
+    """A tokenizer.json: a token for each byte, and the special ones."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = [*map(chr, printable), *(chr(256 + index) for index in range(len(others)))]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    return {
+        "version": "1.0",
+        "added_tokens": [{"id": 256 + index, "content": token, **flags} for index, token in enumerate(SPECIAL)],
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": {token: id for id, token in enumerate(characters + SPECIAL)}, "merges": []},
+    }
+
+
+def files(variant: str) -> dict[str, dict]:
+    """The JSON files of a variant."""
+    changes = {name: VARIANTS[variant].get(name, {}) for name in ("config", "vision", "preprocessor", "processor")}
+    return {
+        "config.json": CONFIG | {"vision_config": VISION | changes["vision"]} | changes["config"],
+        "preprocessor_config.json": PREPROCESSOR | changes["preprocessor"],
+        "processor_config.json": PROCESSOR | changes["processor"],
+        "tokenizer_config.json": TOKENIZER_CONFIG,
+        "tokenizer.json": tokenizer(),
+        "chat_template.json": {"chat_template": TEMPLATE},
+        "generation_config.json": {"eos_token_id": 256 + SPECIAL.index("<end_of_utterance>")},
+    }
+
+
+def write(path: Path, variant: str, *, seed: int = 0) -> Path:
+    """A Hugging Face directory of the variant; each seed has other weights."""
+    path.mkdir(parents=True, exist_ok=True)
+    contents = files(variant)
+    for name, content in contents.items():
+        (path / name).write_text(json.dumps(content))
+    save_file(tensors(contents["config.json"], seed), path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def picture(width: int, height: int) -> bytes:
+    """Pixels in RGB, row by row: slopes and a checkerboard."""
+    x, y = np.meshgrid(np.arange(width), np.arange(height))
+    checks = 90 * ((x // 5 + y // 3) % 2)
+    pixels = np.stack((x * 200 // width + 40, y * 160 // height + checks, (x * y) % 256), axis=-1)
+    return pixels.astype(np.uint8).tobytes()
+
+
+# The images of each conversation, as width and height; one line of text follows them.
+CASES = {
+    "one": [(45, 30)],
+    "tall": [(13, 61)],
+    "two": [(45, 30), (20, 25)],
+    "none": [],
+}
+QUESTION = "What is it?"

@@ -1,0 +1,131 @@
+"""Encoded images: each mode gives transformers' pixels, and whatever is damaged an ImageError."""
+
+import base64
+import hashlib
+import io
+import random
+
+import numpy as np
+import pytest
+from PIL import Image
+from torch_driver import reference
+
+from trioengine.core.image import ImageFormat, ImageInfo
+from trioengine.core.image_processing import ImageProcessing
+from trioengine.worker.vision import decoding
+from trioengine.worker.vision.image_error import ImageError
+from trioengine.worker.vision.tiles import read_tiles
+
+CASES = reference("image_modes_reference.json")
+HALF = (0.5, 0.5, 0.5)
+PROCESSING = ImageProcessing("<image>", 7, 4, tile_size=16, longest_edge=32, splits=True, mean=HALF, std=HALF)
+MESSAGES = ("truncated or damaged", "as declared")
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    return CASES[request.param]
+
+
+def read(case):
+    return base64.b64decode(case["data"]), ImageInfo(ImageFormat(case["format"]), *case["size"])
+
+
+def digest(tiles):
+    return hashlib.sha256(tiles.numpy().tobytes()).hexdigest()
+
+
+def test_tiles_are_those_of_transformers(case):
+    data, info = read(case)
+    assert digest(read_tiles(memoryview(data), info, PROCESSING)) == case["tiles"]
+
+
+@pytest.mark.parametrize("strip", [1, 50])
+def test_strips_of_any_height(monkeypatch, strip):
+    """What is transparent is laid on white a strip at a time."""
+    monkeypatch.setattr(decoding, "_STRIP", strip)
+    data, info = read(CASES["png RGBA"])
+    assert digest(read_tiles(data, info, PROCESSING)) == CASES["png RGBA"]["tiles"]
+
+
+@pytest.mark.parametrize("name", ["jpeg turned 6", "png turned 6", "webp turned 8"])
+def test_a_quarter_turn_that_was_not_declared(name):
+    """The prompt has the tiles of the declared dimensions, so the image stays as it lies in the file."""
+    data, info = read(CASES[name])
+    image = decoding.decode(data, ImageInfo(info.format, info.height, info.width))
+    assert image.tobytes() == Image.open(io.BytesIO(data)).convert("RGB").tobytes()
+
+
+def test_raw_pixels():
+    pixels = np.arange(3 * 5 * 4, dtype=np.uint8)
+    image = decoding.decode(pixels.tobytes(), ImageInfo(ImageFormat.RGB, 5, 4))
+    assert image.size == (5, 4)
+    assert image.tobytes() == pixels.tobytes()
+    with pytest.raises(ImageError, match=r"^an RGB image of 4 x 4 pixels has 48 bytes, got 60$"):
+        decoding.decode(pixels.tobytes(), ImageInfo(ImageFormat.RGB, 4, 4))
+
+
+def test_other_dimensions_than_declared(case):
+    data, info = read(case)
+    with pytest.raises(ImageError, match=r"^the image has \d\d x \d\d pixels, not 24 x 14 as declared$"):
+        decoding.decode(data, ImageInfo(info.format, 24, 14))
+
+
+def test_another_format_than_declared(case):
+    data, info = read(case)
+    other = ImageFormat.PNG if info.format is not ImageFormat.PNG else ImageFormat.JPEG
+    message = f"^the image is no {other.name} image, or is truncated or damaged$"
+    with pytest.raises(ImageError, match=message):
+        decoding.decode(data, ImageInfo(other, info.width, info.height))
+
+
+def test_a_large_image_is_opened_without_a_warning():
+    """Its size is checked against what was declared, and bounded before."""
+    file = io.BytesIO()
+    Image.new("1", (20000, 20000)).save(file, "PNG")
+    with pytest.raises(ImageError, match="the image has 20000 x 20000 pixels, not 10 x 10 as declared"):
+        decoding.decode(file.getvalue(), ImageInfo(ImageFormat.PNG, 10, 10))
+
+
+def decode(data, info):
+    """The pixels, or None after an ImageError, which does not say what the decoder said."""
+    try:
+        return decoding.decode(data, info).tobytes()
+    except ImageError as exc:
+        found = str(exc)
+    assert any(message in found for message in MESSAGES)
+    return None
+
+
+def test_a_truncated_image(case):
+    """An ImageError at any byte, but behind the first frame of an animation."""
+    data, info = read(case)
+    whole = decode(data, info)
+    outcomes = [decode(data[:length], info) for length in range(0, len(data), 7)]
+    assert set(outcomes) <= {None, whole}
+    assert outcomes[: len(outcomes) // 3] == [None] * (len(outcomes) // 3)
+
+
+def damaged(rng, data):
+    data = bytearray(data)
+    for _ in range(rng.choice((1, 2, 8))):
+        at = rng.randrange(len(data))
+        match rng.randrange(4):
+            case 0:
+                data[at] = rng.randrange(256)
+            case 1:
+                data[at : at + 4] = rng.choice((b"\xff\xff\xff\xff", b"\0\0\0\0", b"\x7f\xff\xff\xff"))
+            case 2:
+                del data[at : at + rng.choice((1, 4, 30))]
+            case 3:
+                data[at:at] = data[at : at + rng.choice((1, 4, 30))]
+    return bytes(data)
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.slow)])
+def test_a_damaged_image(case, count):
+    data, info = read(case)
+    rng = random.Random(count)
+    for _ in range(count):
+        pixels = decode(damaged(rng, data), info)
+        assert pixels is None or len(pixels) == 3 * info.width * info.height

@@ -1,0 +1,151 @@
+"""Vision models on tiny checkpoints: tiles, embeddings and answers are those of transformers."""
+
+import base64
+import dataclasses
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+from torch_driver import load, needs_compiler, reference
+
+from trioengine.core.errors import InvariantError
+from trioengine.core.image import ImageFormat, ImageInfo
+from trioengine.core.sampling_params import SamplingParams
+from trioengine.hub.model_files import read_model
+from trioengine.worker.runner.batch import EmbeddedRows, make_batch
+from trioengine.worker.scheduling.output import ScheduledSequence, SchedulerOutput
+from trioengine.worker.scheduling.sequence import Sequence
+from trioengine.worker.vision.tiles import read_tiles
+
+REFERENCE = reference("vision_reference.json")
+GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=64, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=REFERENCE)
+def variant(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def directory(tiny_smolvlm, tmp_path_factory, variant):
+    return tiny_smolvlm.write(tmp_path_factory.mktemp("vision"), variant)
+
+
+@pytest.fixture(scope="module", params=["native", "torch"])
+def runner(directory, request):
+    if request.param == "native":
+        needs_compiler()
+    return load(directory, kv_cache_memory=8 << 20, kernels=request.param)
+
+
+def tiles_of(runner, tiny_smolvlm, size):
+    return read_tiles(tiny_smolvlm.picture(*size), ImageInfo(ImageFormat.RGB, *size), runner.processing)
+
+
+def expected_features(case):
+    values = np.frombuffer(base64.b64decode(case["features"]), "<f4")
+    return torch.from_numpy(values.copy())
+
+
+@dataclasses.dataclass
+class Driver:
+    """Runs one prompt, with the images' embeddings in place of its image tokens, in chunks of so many tokens."""
+
+    runner: object
+    features: torch.Tensor
+    chunk: int
+
+    def answer(self, prompt, num_tokens):
+        blocks = list(range(-(-(len(prompt) + num_tokens) // self.runner.block_size)))
+        sequence = Sequence(0, 0, list(prompt), len(prompt), GREEDY, frozenset(), block_table=blocks)
+        while sequence.num_tokens < len(prompt) + num_tokens:
+            count = min(self.chunk, sequence.num_tokens - sequence.num_computed_tokens)
+            token_id = self.step(sequence, count)
+            sequence.num_computed_tokens += count
+            if sequence.num_computed_tokens == sequence.num_tokens:
+                sequence.token_ids.append(token_id)
+        return sequence.token_ids[len(prompt) :]
+
+    def step(self, sequence, count):
+        runner, before = self.runner, sequence.num_computed_tokens
+        with torch.inference_mode():
+            output = SchedulerOutput((ScheduledSequence(sequence, count),))
+            batch = make_batch(output, runner.block_size, runner.model.device)
+            batch = dataclasses.replace(
+                batch,
+                embeddings=self.embedded(batch, sequence.token_ids[:before]),
+                sample_rows=torch.tensor([count - 1]),
+            )
+            return int(runner.model.forward(batch, runner._spec.kernels.attention(batch, runner.cache))[0].argmax())
+
+    def embedded(self, batch, before):
+        image_token = self.runner.processing.image_token_id
+        rows = (batch.token_ids == image_token).nonzero().squeeze(1)
+        first = before.count(image_token)
+        return EmbeddedRows(rows, self.features[first : first + len(rows)]) if len(rows) else None
+
+
+@pytest.mark.parametrize("name", ["one", "tall", "two"])
+def test_tiles_are_those_of_transformers(tiny_smolvlm, directory, variant, name):
+    processing = read_model(directory).images
+    tiles = torch.cat(
+        [
+            read_tiles(tiny_smolvlm.picture(*size), ImageInfo(ImageFormat.RGB, *size), processing)
+            for size in tiny_smolvlm.CASES[name]
+        ]
+    )
+    assert hashlib.sha256(tiles.numpy().tobytes()).hexdigest() == REFERENCE[variant][name]["tiles"]
+
+
+@pytest.mark.parametrize("name", ["one", "tall"])
+def test_embeddings_are_those_of_transformers(tiny_smolvlm, runner, variant, name):
+    (size,) = tiny_smolvlm.CASES[name]
+    features = runner.encode(tiles_of(runner, tiny_smolvlm, size))
+    assert features.shape == (runner.processing.num_tiles(*size), runner.processing.tokens_per_tile, 48)
+    torch.testing.assert_close(features.flatten(), expected_features(REFERENCE[variant][name]), atol=1e-5, rtol=1e-5)
+
+
+def test_a_tile_is_encoded_alone(tiny_smolvlm, runner):
+    tiles = tiles_of(runner, tiny_smolvlm, (45, 30))
+    together = runner.encode(tiles)
+    assert torch.equal(torch.cat([runner.encode(tile[None]) for tile in tiles]), together)
+
+
+@pytest.mark.parametrize("chunk", [2048, 33, 7])
+@pytest.mark.parametrize("name", ["one", "tall", "two", "none"])
+def test_greedy_is_that_of_transformers(tiny_smolvlm, runner, variant, name, chunk):
+    case = REFERENCE[variant][name]
+    encoded = [runner.encode(tiles_of(runner, tiny_smolvlm, size)) for size in tiny_smolvlm.CASES[name]]
+    features = torch.cat([features.flatten(0, 1) for features in encoded]) if encoded else torch.empty(0, 48)
+    output = Driver(runner, features, chunk).answer(case["input_ids"], len(case["output"]))
+    assert output == case["output"]
+
+
+def test_a_prompt_is_that_of_transformers(tiny_smolvlm, directory, variant):
+    """The template's text, with each image token expanded."""
+    model = read_model(directory)
+    for name, sizes in tiny_smolvlm.CASES.items():
+        case = REFERENCE[variant][name]
+        content = [*({"type": "image"} for _ in sizes), {"type": "text", "text": tiny_smolvlm.QUESTION}]
+        text = model.chat_template.render([{"role": "user", "content": content}], add_generation_prompt=True)
+        assert text == case["prompt"]
+        before, *others = text.split(model.images.image_token)
+        images = (model.images.prompt_text(*size) for size in sizes)
+        expanded = before + "".join(image + other for image, other in zip(images, others, strict=True))
+        assert model.tokenizer.encode(expanded) == case["input_ids"]
+
+
+def test_bfloat16_runs(tiny_smolvlm, directory, variant):
+    runner = load(directory, dtype="bfloat16", kv_cache_memory=8 << 20)
+    features = runner.encode(tiles_of(runner, tiny_smolvlm, (45, 30)))
+    assert features.dtype == torch.bfloat16
+    wanted = expected_features(REFERENCE[variant]["one"])
+    assert torch.nn.functional.cosine_similarity(features.flatten().float(), wanted, dim=0) > 0.999
+
+
+def test_a_model_of_texts_encodes_nothing(tiny_llama, tmp_path):
+    runner = load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=4 << 20)
+    assert runner.processing is None
+    with pytest.raises(InvariantError, match="an image for a llama model, which sees none"):
+        runner.encode(torch.zeros((1, 3, 8, 8), dtype=torch.uint8))
