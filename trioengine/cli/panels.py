@@ -15,6 +15,7 @@ PANELS = {
         "block_size",
         "kv_cache_memory",
         "gpu_memory_utilization",
+        "encoder_cache_memory",
     ),
     "Network": ("host", "port", "shutdown_timeout"),
     "Security": ("api_key", "admin_key", "allowed_origin", "weights_dir", "insecure"),

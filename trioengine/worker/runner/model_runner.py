@@ -7,6 +7,7 @@ import torch
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.tag import ALL_TAGS, Tag
+from trioengine.worker.decoder import Vision
 from trioengine.worker.loop import OnProgress
 from trioengine.worker.models.llama import LlamaModel
 from trioengine.worker.runner.batch import make_batch
@@ -34,6 +35,7 @@ class TorchModelRunner:
         self.max_model_len = spec.max_model_len  # tokens; never more than the KV cache holds
         self.kv_blocks_total = spec.num_blocks
         self.block_size = spec.block_size
+        self.vision: Vision | None = None
 
     @staticmethod
     def load(config: WorkerConfig, on_progress: OnProgress) -> TorchModelRunner:
