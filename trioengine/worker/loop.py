@@ -161,7 +161,7 @@ def _step_until_shutdown(transport: Transport, step_loop: StepLoop) -> None:
 
 
 def _take(transport: Transport, step_loop: StepLoop) -> list[Event]:
-    """The messages and events that have come; waits for some when there is nothing else to do, and checks the books then."""
+    """The messages and events that have come; waits when there is nothing else to do, and checks the books then."""
     if step_loop.has_work:
         return transport.receive(timeout=0)
     transport.progress.enter(Activity.IDLE)

@@ -1,8 +1,8 @@
 """The worker as a process: its descriptors, its signals and its end.
 
 The supervisor spawns it in a session, hence a process group, of its own: `python -m trioengine.worker --in FD --out FD
---payloads FD --parent PID`. It never outlives its parent. EOF alone does not tell the parent's death, because a forked child of the
-parent keeps the pipe open, and PR_SET_PDEATHSIG is tied to the thread that spawned; a pidfd tells it.
+--payloads FD --parent PID`. It never outlives its parent. EOF alone does not tell the parent's death, because a forked
+child of the parent keeps the pipe open, and PR_SET_PDEATHSIG is tied to the thread that spawned; a pidfd tells it.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Transport:
         self._inbox.put(event)
 
     def receive(self, *, timeout: float | None) -> list[Event]:
-        """All messages and other events that have come, in order; waits `timeout` seconds for the first, None: for ever.
+        """All messages and events that have come, in order; waits `timeout` seconds for the first, None: for ever.
 
         Raises RemoteProtocolError, after what came before it, when the engine broke the rules.
         """

@@ -16,6 +16,7 @@ from trioengine.core.errors import InvariantError
 from trioengine.core.image import ImageInfo
 from trioengine.worker.scheduling.pictures import Picture, Pictures, PictureStatus
 from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
+from trioengine.worker.vision.image_error import ImageError
 
 DECODED_MEMORY = 256 << 20  # bytes of decoded tiles; more only for one sequence that needs them
 
@@ -27,7 +28,7 @@ class DecodedImage(NamedTuple):
     num_tiles: int
 
 
-Decode: TypeAlias = Callable[[memoryview, ImageInfo], DecodedImage]  # ValueError: what is wrong with the image
+Decode: TypeAlias = Callable[[memoryview, ImageInfo], DecodedImage]  # or ImageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def decode_picture(picture: Picture, decode: Decode) -> PictureDecoded:
             raise InvariantError(f"{picture} has no payload")
         with picture.payload.source.open() as data:
             tiles, num_tiles = decode(data, picture.info)
-    except ValueError as exc:
+    except ImageError as exc:
         return PictureDecoded(picture, None, str(exc))
     except Exception as exc:
         return PictureDecoded(picture, None, f"{type(exc).__name__}: {exc}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trioengine.core.errors import InvariantError
 from trioengine.core.messages import ImageInput
-from trioengine.worker.scheduling.decode_queue import Decoder, DecodeQueue, PictureDecoded
+from trioengine.worker.scheduling.decode_queue import DecodeQueue, Decoder, PictureDecoded
 from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.payloads import PayloadArrived, Payloads
 from trioengine.worker.scheduling.pictures import Picture, Pictures, PictureStatus

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from trioengine.core.errors import RequestRejected
 
-
 DEFAULT_ENCODER_CACHE_MEMORY = 256 << 20
 
 

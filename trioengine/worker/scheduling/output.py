@@ -77,7 +77,7 @@ class ModelRunner(Protocol):
     """Runs the forward pass and the sampler; the simulated worker has a toy one."""
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken]:
-        """Make the copies, encode the tiles, then compute: one entry for each scheduled sequence with `samples`, in their order."""
+        """Copy blocks, encode tiles, then compute: one entry for each scheduled sequence with `samples`, in order."""
         ...
 
     def sleep(self) -> None:

@@ -59,6 +59,11 @@ class Payloads:
         """Those that were announced and are not consumed, ascending."""
         return tuple(sorted(self._here.union(self._awaited)))
 
+    @property
+    def num_held(self) -> int:
+        """Those that are here, announced or not."""
+        return len(self._here) + len(self._early)
+
     def announce(self, image: ImageInput) -> Payload | None:
         """The payload, if it has come already. RemoteProtocolError: it has another length."""
         self._latest = image.payload

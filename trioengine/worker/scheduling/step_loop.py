@@ -103,6 +103,11 @@ class StepLoop:
         """The requests in flight, in no order that means anything."""
         return self._scheduler.requests
 
+    @property
+    def num_payloads(self) -> int:
+        """The payloads that have come and are not consumed."""
+        return self._scheduler.payloads.num_held
+
     def statistics(self) -> WorkerStatistics:
         """The counts now."""
         return self._scheduler.statistics(len(self._sessions))

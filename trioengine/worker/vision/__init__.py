@@ -1,0 +1,1 @@
+"""Images as the vision models see them: bytes in, tiles of pixels out."""
