@@ -15,6 +15,7 @@ from trioengine.core.connection import Connection, Role
 from trioengine.core.errors import ModelError
 from trioengine.core.messages import AddMessage, Configure, FromWorker, Loading, Ready, ToWorker, token_ids
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.worker.decoder import Vision
 from trioengine.worker.loop import OnProgress
 from trioengine.worker.process import run
 from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
@@ -37,6 +38,7 @@ class CountingRunner:
         self.max_model_len = 512
         self.kv_blocks_total = 128
         self.block_size = 16
+        self.vision: Vision | None = None
         self.before_step: Callable[[SchedulerOutput], None] = lambda output: None
         self.describe: Callable[[int, int], SampledToken] = SampledToken
 

@@ -45,6 +45,7 @@ _HELP = {
     "kv_cache_memory": "Bytes; without it a quarter of the free memory, at most 4 GiB, on the CPU.",
     "gpu_memory_utilization": "Share of a GPU's memory, without --kv-cache-memory.",
     "enable_prefix_caching": "Use again what was computed for prompts that begin alike.",
+    "encoder_cache_memory": "Bytes of encoded images that are kept for later requests.",
     "payload_memory": "Bytes of images on their way to the worker, or kept for later turns.",
     "num_threads": "Threads of the worker; without it torch's own choice.",
     "kernels": "auto, native (in C++, on a CPU where there is a compiler) or torch.",

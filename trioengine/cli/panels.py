@@ -18,6 +18,7 @@ PANELS = {
         "block_size",
         "kv_cache_memory",
         "gpu_memory_utilization",
+        "encoder_cache_memory",
         "payload_memory",
     ),
     "Network": ("host", "port", "shutdown_timeout"),

@@ -24,6 +24,7 @@ _INTEGERS = {
     "max_sessions": (1, MAX_SESSIONS),
     "max_num_batched_tokens": (1, MAX_COUNT),
     "block_size": (1, MAX_COUNT),
+    "encoder_cache_memory": (0, MAX_INT64),
     "max_restarts": (1, MAX_COUNT),
     "payload_memory": (1, MAX_INT64),
 }
@@ -52,6 +53,7 @@ class WorkerConfig:
     kv_blocks: int | None = None  # instead, after the first incarnation: as many as that had
     gpu_memory_utilization: float = 0.9  # on CUDA, when kv_cache_memory is None
     enable_prefix_caching: bool = True
+    encoder_cache_memory: int = 256 << 20  # bytes of images' features, kept for later requests
     num_threads: int | None = None  # None: torch's own choice
     weight_version: int = 1  # of what lies at model_path, as the engine counts
     kernels: str = "auto"  # auto, native, torch
@@ -80,6 +82,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    encoder_cache_memory: int = 256 << 20  # what the encoder made of images, kept for later requests
     payload_memory: int = 512 << 20  # images on their way to the worker, or kept for later turns
     num_threads: int | None = None
     kernels: Kernels = "auto"  # native, in C++, on a CPU where there is a compiler, else torch
@@ -151,6 +154,7 @@ class EngineConfig:
             kv_cache_memory=self.kv_cache_memory,
             gpu_memory_utilization=self.gpu_memory_utilization,
             enable_prefix_caching=self.enable_prefix_caching,
+            encoder_cache_memory=self.encoder_cache_memory,
             num_threads=self.num_threads,
             kernels=self.kernels,
             batch_invariant=self.batch_invariant,

@@ -49,6 +49,7 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_memory: int | None
     gpu_memory_utilization: float
     enable_prefix_caching: bool
+    encoder_cache_memory: int
     payload_memory: int
     num_threads: int | None
     kernels: Kernels

@@ -7,10 +7,8 @@ that move when told and `turn`, as the fuzzer does.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections import deque
-from dataclasses import dataclass
 
 import trio
 from trio.testing import MemoryReceiveStream
@@ -31,42 +29,29 @@ from trioengine.core.messages import (
     Shutdown,
     StopSession,
     Tokens,
-    ToWorker,
 )
+from trioengine.testing.behaviour import Behaviour as Behaviour
+from trioengine.testing.behaviour import Health as Health
+from trioengine.testing.simulated_payload import PayloadWire, SimulatedDecoder, SimulatedMemfd, SimulatedPayload
 from trioengine.testing.toy_model import VOCAB_SIZE, Crash, ToyRunner
+from trioengine.testing.toy_vision import toy_decode
 from trioengine.testing.wire import Wire, WireEnd
 from trioengine.worker.scheduling.limits import Limits
-from trioengine.worker.scheduling.step_loop import StepLoop
+from trioengine.worker.scheduling.payloads import PayloadArrived
+from trioengine.worker.scheduling.step_loop import Event, StepLoop
 
 SIGTERM, SIGKILL, SIGSEGV = 15, 9, 11
 PORTION = 4096  # bytes that a write moves between two checkpoints
 PIPE_SIZE = 1 << 20  # bytes that a wire holds before a write blocks
+PAYLOAD_QUEUE = 64  # payloads on their way before a send blocks
 SMALL_PORTION, SMALL_PIPE = 32, 256  # the same where bytes are moved by hand, so that frames are torn and writes block
-
-
-@dataclass(frozen=True)
-class Behaviour:
-    """How one incarnation behaves; times in seconds."""
-
-    load_time: float = 0.5
-    load_bytes: int = 0  # told by LOADING, half of them in half of that time
-    step_time: float = 0.01
-    fatal: Fatal | None = None  # said instead of READY
-
-
-class Health(enum.Enum):
-    """What a simulated worker does with its time."""
-
-    WELL = "well"
-    STALLED = "stalled"  # the step in progress never ends; its reader still answers
-    HUNG = "hung"  # nothing at all happens, as under SIGSTOP
-    DEAD = "dead"
+SMALL_PAYLOAD_QUEUE = 2
 
 
 class SimulatedWorker:
     """One incarnation. What the engine writes arrives as it would by a reader thread.
 
-    With `by_hand` nothing happens by itself: `receive`, `turn` and `deliver` are called.
+    With `by_hand` nothing happens by itself: `receive`, `receive_payloads`, `turn`, `decode` and `deliver` are called.
     """
 
     def __init__(
@@ -78,13 +63,17 @@ class SimulatedWorker:
         by_hand: bool = False,
     ) -> None:
         self.pid = pid
-        self.runner = ToyRunner(limits.block_size)
-        self.step_loop = StepLoop(self.runner, limits, trio.current_time)
+        self.runner = ToyRunner(limits.block_size, limits.tile)
+        self.decoder = SimulatedDecoder(toy_decode, self._report)
+        self.step_loop = StepLoop(self.runner, limits, trio.current_time, decoder=self.decoder)
         self.connection = Connection(Role.WORKER)
         self.receive_stream = MemoryReceiveStream()
         size = SMALL_PIPE if by_hand else PIPE_SIZE
         self.to_worker = Wire(self._arrive, size, by_hand=by_hand)
         self.to_engine = Wire(self._reach_engine, size, by_hand=by_hand)
+        num_payloads = SMALL_PAYLOAD_QUEUE if by_hand else PAYLOAD_QUEUE
+        self.payloads = PayloadWire(self._arrive_payload, num_payloads, by_hand=by_hand)
+        self.open_payloads: list[SimulatedPayload] = []  # that have come, and are not closed
         portion = SMALL_PORTION if by_hand else PORTION
         self.send_stream: trio.abc.SendStream = WireEnd(self.to_worker, portion, self._broken)
         self.health = Health.WELL
@@ -94,7 +83,7 @@ class SimulatedWorker:
         self.reaped = False
         self._limits = limits
         self._behaviour = behaviour
-        self._queue: deque[ToWorker] = deque()
+        self._queue: deque[Event] = deque()
         self._arrived = trio.Event()
         self._dead = trio.Event()
         self._stopped: set[int] = set()  # requests
@@ -109,6 +98,10 @@ class SimulatedWorker:
     @property
     def is_alive(self) -> bool:
         return self.health is not Health.DEAD
+
+    async def send_payload(self, payload: int, sealed: object) -> None:
+        assert isinstance(sealed, SimulatedMemfd), "made by the same ports"
+        await self.payloads.send(payload, sealed)
 
     async def wait(self) -> None:
         await self._dead.wait()
@@ -135,6 +128,8 @@ class SimulatedWorker:
             self._dead.set()
             self._arrived.set()
             self.to_worker.cut()
+            self.payloads.cut()
+            self._close_payloads()
             if not self.to_engine:
                 self.end_stream()
 
@@ -148,7 +143,7 @@ class SimulatedWorker:
         """Stop doing anything, as under SIGSTOP."""
         if self.health is not Health.DEAD:
             self.health = Health.HUNG
-            self.to_worker.by_hand = True
+            self.to_worker.by_hand = self.payloads.by_hand = True
 
     def stall(self, seconds: float = math.inf) -> None:
         """Be in a step, or in the start, for so long or for ever; PING is answered. By hand, `recover` ends it."""
@@ -177,6 +172,10 @@ class SimulatedWorker:
             self.hang()
             self.end_stream()
 
+    def break_payloads(self) -> None:
+        """The payload socket breaks, and what is on its way over it is lost."""
+        self.payloads.cut()
+
     def say(self, data: bytes) -> None:
         """Write these bytes, whatever they are."""
         if self.health is not Health.DEAD:
@@ -192,7 +191,7 @@ class SimulatedWorker:
     @property
     def has_work(self) -> bool:
         """Whether `turn` would do anything."""
-        return self.health is Health.WELL and (bool(self._queue) or self.step_loop.has_work)
+        return self.health is Health.WELL and (bool(self._queue) or self.step_loop.has_work or len(self.decoder) > 0)
 
     @property
     def reads(self) -> bool:
@@ -204,6 +203,16 @@ class SimulatedWorker:
         if self.reads:
             self.to_worker.move(count)
 
+    def receive_payloads(self, count: int | None = None) -> None:
+        """Let so many payloads arrive, or all."""
+        if self.reads:
+            self.payloads.move(count)
+
+    def decode(self) -> None:
+        """Decode the next image, if there is one: beside a step, even one that takes long."""
+        if self.reads and self.decoder:
+            self.decoder.decode()
+
     def deliver(self, count: int | None = None) -> None:
         """Let so many bytes arrive at the engine, or all; after a dead worker's last one, the end of the stream."""
         self.to_engine.move(count)
@@ -211,11 +220,15 @@ class SimulatedWorker:
             self.end_stream()
 
     def turn(self) -> None:
-        """Handle the next message, or run a step if there is none."""
-        if self.has_work and self._queue:
+        """Handle the next message or event; run a step if there is none, or decode an image if there is no step."""
+        if not self.has_work:
+            return
+        if self._queue:
             self._handle(self._queue.popleft())
-        elif self.has_work:
+        elif self.step_loop.has_work:
             self._step()
+        else:
+            self.decode()
 
     # ---- the worker's work ----------------------------------------------------------------------------------------
 
@@ -227,15 +240,20 @@ class SimulatedWorker:
                 await self._arrived.wait()
                 self._arrived = trio.Event()
                 continue
-            step = not self._queue
+            step = not self._queue and self.step_loop.has_work
             if step:
                 self._turn_to(Activity.STEPPING)
                 await trio.sleep(self._behaviour.step_time)
+            elif not self._queue:
+                await trio.sleep(self._behaviour.decode_time)
             elif isinstance(self._queue[0], Configure):
                 self._turn_to(Activity.LOADING)
                 await self._load()
-            if self.health is Health.WELL:
-                self._step() if step else self._handle(self._queue.popleft())
+            if self.health is Health.WELL and step:
+                self._step()
+            elif self.health is Health.WELL and self._queue:
+                self._handle(self._queue.popleft())
+            self.decode()
 
     async def _load(self) -> None:
         total = self._behaviour.load_bytes
@@ -262,19 +280,19 @@ class SimulatedWorker:
             rows = message.rows if isinstance(message, Tokens) else ()
             assert not any(row.request in self._stopped for row in rows), "a stopped request goes on"
         self._send_all(messages)
+        self._check_payloads()
         if not self.step_loop.has_work:
             self.step_loop.check_integrity()
 
-    def _handle(self, message: ToWorker) -> None:
+    def _handle(self, message: Event) -> None:
         self._progress += 1
         if isinstance(message, Configure):
             if self._behaviour.fatal is not None:
                 self.give_up(self._behaviour.fatal)
             else:
-                self.runner.load(message.config.model_path, frozenset(message.config.asleep))
-                self.step_loop = StepLoop(
-                    self.runner, self._limits, trio.current_time, frozenset(message.config.asleep)
-                )
+                asleep = frozenset(message.config.asleep)
+                self.runner.load(message.config.model_path, asleep)
+                self.step_loop = StepLoop(self.runner, self._limits, trio.current_time, asleep, self.decoder)
                 self._weight_version = message.config.weight_version
                 self._send_all([self._ready()])
                 self._turn_to(Activity.IDLE)
@@ -285,10 +303,27 @@ class SimulatedWorker:
                 self._stopped.add(message.request)
             try:
                 self._send_all(self.step_loop.handle(message))
+                self._check_payloads()
             except RemoteProtocolError as exc:
                 self._blame(exc)
+            except AssertionError:
+                raise
             except Exception as exc:
                 self._fail(exc)
+
+    def _close_payloads(self) -> None:
+        """As the kernel does at the end of a process."""
+        for payload in self.open_payloads:
+            if payload.is_open:
+                payload.close()
+        self.open_payloads.clear()
+
+    def _check_payloads(self) -> None:
+        """No payload leaks."""
+        if self.health is not Health.DEAD and self.open_payloads:
+            self.open_payloads = [payload for payload in self.open_payloads if payload.is_open]
+            held = self.step_loop.num_payloads + sum(isinstance(event, PayloadArrived) for event in self._queue)
+            assert len(self.open_payloads) == held, "the worker has payloads open that it does not know"
 
     def _ready(self) -> Ready:
         limits = self._limits
@@ -332,6 +367,15 @@ class SimulatedWorker:
                     self._queue.append(message)  # type: ignore[arg-type]
         except RemoteProtocolError as exc:
             self._blame(exc)
+        self._arrived.set()
+
+    def _arrive_payload(self, payload: int, source: SimulatedPayload) -> None:
+        self.open_payloads.append(source)
+        self._report(PayloadArrived(payload, source))
+
+    def _report(self, event: Event) -> None:
+        """What another thread puts into the queue."""
+        self._queue.append(event)
         self._arrived.set()
 
     def _blame(self, error: RemoteProtocolError) -> None:

@@ -17,9 +17,12 @@ from pathlib import Path
 from trioengine.core.errors import ModelError
 from trioengine.core.tag import ALL_TAGS, Tag
 from trioengine.hub.model_files import ModelFormat, ModelInfo
+from trioengine.testing.toy_vision import TOY_TILE, ToyImage, toy_embeddings, toy_features
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
-from trioengine.worker.scheduling.output import BlockCopy, SampledToken, SchedulerOutput
+from trioengine.worker.scheduling.limits import TileShape
+from trioengine.worker.scheduling.output import BlockCopy, SampledToken, ScheduledSequence, SchedulerOutput
+from trioengine.worker.scheduling.pictures import Tile
 
 TOY_PATH = "toy"  # of the weights that a reference has where none are named
 END_OF_TEXT, IM_START, IM_END = 256, 257, 258
@@ -50,12 +53,21 @@ def toy_next(values: array[int]) -> int:
     return _LETTERS[(digest >> 8) % len(_LETTERS)]
 
 
-def toy_answer(prompt: Iterable[int], max_tokens: int, *, ignore_eos: bool = False, weights: int = 0) -> list[int]:
+def toy_answer(
+    prompt: Iterable[int],
+    max_tokens: int,
+    *,
+    ignore_eos: bool = False,
+    weights: int = 0,
+    images: Iterable[ToyImage] = (),
+    tile: TileShape = TOY_TILE,
+) -> list[int]:
     """The reference: what the toy model answers with these weights, the end token included."""
     values = array("L")
     answer: list[int] = []
-    for token_id in prompt:
-        values.append(toy_value(token_id, values[-1] if values else weights))
+    embedded = toy_embeddings(images, tile.num_tokens, weights)
+    for position, token_id in enumerate(prompt):
+        values.append(toy_value(embedded.get(position, token_id), values[-1] if values else weights))
     while len(answer) < max_tokens and (ignore_eos or not answer or answer[-1] != IM_END):
         answer.append(toy_next(values))
         values.append(toy_value(answer[-1], values[-1]))
@@ -74,11 +86,13 @@ class Crash(Exception):
 class ToyRunner:
     """A ModelRunner whose keys and values are `toy_value`s, in the slots that the block tables name.
 
-    A step that reads what a request with another cache salt has computed is an AssertionError.
+    A step that reads what a request with another cache salt has computed is an AssertionError, and so is one that
+    encodes a tile twice.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, tile: TileShape | None = None) -> None:
         self._block_size = block_size
+        self._tile = tile
         self._slots: dict[int, int] = {}  # what lies in a slot of the KV cache
         self._salts: dict[int, str] = {}  # of the request that computed what lies in a slot
         self._weights: int | None = 0  # None: discarded
@@ -121,15 +135,19 @@ class ToyRunner:
         weights = self._weights
         assert weights is not None, "a forward pass without weights"
         self._copy(output.copies)
+        for tile in output.encode:
+            self._encode(tile, weights)
         sampled = []
         for entry in output.scheduled:
             sequence = entry.sequence
             slots = [self._slot(sequence.block_table, position) for position in range(sequence.num_tokens)]
             salt, computed = sequence.params.cache_salt, sequence.num_computed_tokens
             assert all(self._salts[slot] == salt for slot in slots[:computed]), "computed under another cache salt"
+            embedded = self._embeddings(entry)
             for position in range(computed, computed + entry.num_new_tokens):
                 before = self._slots[slots[position - 1]] if position else weights
-                self._slots[slots[position]] = toy_value(sequence.token_ids[position], before)
+                token_id = embedded.get(position, sequence.token_ids[position])
+                self._slots[slots[position]] = toy_value(token_id, before)
                 self._salts[slots[position]] = salt
             if not entry.samples:
                 continue
@@ -139,6 +157,22 @@ class ToyRunner:
             logprobs = None if top is None else toy_logprobs(token_id, top)
             sampled.append(SampledToken(sequence.request, token_id, logprobs, error))
         return sampled
+
+    def _encode(self, tile: Tile, weights: int) -> None:
+        picture, number = tile
+        assert self._tile is not None, "an image for a model that takes none"
+        assert not tile.is_encoded, "a tile is encoded twice"
+        assert isinstance(picture.tiles, list), "a tile is encoded that is not decoded"
+        picture.features[number] = toy_features(picture.tiles[number], self._tile.num_tokens, weights)
+
+    def _embeddings(self, entry: ScheduledSequence) -> dict[int, int]:
+        """By position."""
+        found: dict[int, int] = {}
+        for tile, start, stop, offset in entry.tile_pieces:
+            features = tile.picture.features[tile.number]
+            assert isinstance(features, list), "a tile is computed that is not encoded"
+            found.update(enumerate(features[start:stop], entry.sequence.num_computed_tokens + offset))
+        return found
 
     def _copy(self, copies: tuple[BlockCopy, ...]) -> None:
         size = self._block_size

@@ -22,16 +22,17 @@ from trioengine.core.messages import (
     Ready,
     Shutdown,
     Sleep,
-    ToWorker,
     UpdateWeights,
     Wake,
 )
+from trioengine.worker.decoder import DecoderThread, Vision
 from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.output import ModelRunner
-from trioengine.worker.scheduling.step_loop import StepLoop
+from trioengine.worker.scheduling.step_loop import Event, StepLoop
 from trioengine.worker.transport import Transport
 
 CPU_PREFILL_SIZE = 512  # tokens, some 0.3 s on two cores
+CPU_TILES, CUDA_TILES = 1, 16  # encoded in one step
 QUIET_SECONDS = 0.2  # idle for that long: the books are checked, which may take some 10 ms
 
 
@@ -54,6 +55,10 @@ class LoadedRunner(ModelRunner, Protocol):
     def kv_blocks_total(self) -> int: ...
     @property
     def block_size(self) -> int: ...
+    @property
+    def vision(self) -> Vision | None:
+        """None: the model takes no images."""
+        ...
 
 
 OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes of weights
@@ -81,7 +86,8 @@ def _receive_configuration(transport: Transport) -> WorkerConfig | None:
                     return config
                 case Shutdown():
                     return None
-            raise RemoteProtocolError(f"{WIRE_NAMES[type(message)]} before CONFIGURE")
+            name = WIRE_NAMES.get(type(message), "a payload")
+            raise RemoteProtocolError(f"{name} before CONFIGURE")
 
 
 def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callable[[], float]) -> StepLoop:
@@ -107,8 +113,12 @@ def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callabl
         max_num_batched_tokens=config.max_num_batched_tokens,
         chunked_prefill_size=chunked_prefill_size,
         enable_prefix_caching=config.enable_prefix_caching,
+        tile=None if runner.vision is None else runner.vision.tile,
+        max_tiles_per_step=CPU_TILES if runner.device == "cpu" else CUDA_TILES,
+        encoder_cache_memory=config.encoder_cache_memory,
     )
-    step_loop = StepLoop(runner, limits, clock, frozenset(config.asleep))
+    decoder = None if runner.vision is None else DecoderThread(runner.vision.decode, transport.report)
+    step_loop = StepLoop(runner, limits, clock, frozenset(config.asleep), decoder)
     _calm_garbage_collector()
     transport.send(
         Ready(
@@ -150,8 +160,8 @@ def _step_until_shutdown(transport: Transport, step_loop: StepLoop) -> None:
                 transport.send(reply)
 
 
-def _take(transport: Transport, step_loop: StepLoop) -> list[ToWorker]:
-    """The messages that have come; waits for some when there is nothing else to do, and checks the books then."""
+def _take(transport: Transport, step_loop: StepLoop) -> list[Event]:
+    """The messages and events that have come; waits when there is nothing else to do, and checks the books then."""
     if step_loop.has_work:
         return transport.receive(timeout=0)
     transport.progress.enter(Activity.IDLE)

@@ -1,8 +1,8 @@
 """The worker as a process: its descriptors, its signals and its end.
 
 The supervisor spawns it in a session, hence a process group, of its own: `python -m trioengine.worker --in FD --out FD
---parent PID`. It never outlives its parent. EOF alone does not tell the parent's death, because a forked child of the
-parent keeps the pipe open, and PR_SET_PDEATHSIG is tied to the thread that spawned; a pidfd tells it.
+--payloads FD --parent PID`. It never outlives its parent. EOF alone does not tell the parent's death, because a forked
+child of the parent keeps the pipe open, and PR_SET_PDEATHSIG is tied to the thread that spawned; a pidfd tells it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 
 from trioengine.worker.loop import Load, serve
+from trioengine.worker.payloads import start_receiving
 from trioengine.worker.transport import Progress, Transport
 
 
@@ -26,6 +27,7 @@ def run(arguments: Sequence[str], load: Load) -> int:
     parser = argparse.ArgumentParser(prog="python -m trioengine.worker")
     parser.add_argument("--in", dest="fd_in", type=int, required=True, metavar="FD")
     parser.add_argument("--out", dest="fd_out", type=int, required=True, metavar="FD")
+    parser.add_argument("--payloads", type=int, metavar="FD", help="an end of a SOCK_SEQPACKET pair")
     parser.add_argument("--parent", type=int, required=True, metavar="PID")
     parser.add_argument("--log-level", type=int, default=logging.WARNING, metavar="LEVEL")
     options = parser.parse_args(arguments)
@@ -35,11 +37,13 @@ def run(arguments: Sequence[str], load: Load) -> int:
     faulthandler.enable(file=2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     _watch_parent(options.parent)
-    for fd in (options.fd_in, options.fd_out):
+    for fd in filter(None, (options.fd_in, options.fd_out, options.payloads)):
         os.set_inheritable(fd, False)  # a grandchild that holds them hides our end from the parent
         os.set_blocking(fd, True)
     transport = Transport(options.fd_in, options.fd_out, Progress(time.monotonic), kill_own_group)
     transport.start()
+    if options.payloads is not None:
+        start_receiving(options.payloads, transport.report)
     return serve(transport, load, time.monotonic)
 
 

@@ -1,8 +1,8 @@
 """The worker's end of the pipes: a reader thread, and writes from any thread.
 
-Three threads meet here and in worker/process.py. The main thread runs steps and may be busy for seconds. The reader
-thread decodes frames into a queue and answers PING itself. A third only waits for the parent's death, so that the
-reader may block: it has no lock to wait for.
+Several threads meet here and in worker/process.py. The main thread runs steps and may be busy for seconds. The reader
+thread decodes frames into a queue and answers PING itself. Another only waits for the parent's death, so that the
+reader may block: it has no lock to wait for. Two more, for payloads and for decoding images, put into the queue, too.
 
 Two locks. `_state` guards the Connection, whose order check spans both directions; it is never held during I/O, so
 a write that blocks does not stop the reading. `_write` is taken first and held over encoding and writing, so that
@@ -21,6 +21,7 @@ from typing import cast
 from trioengine.core.connection import Connection, Role, Stage
 from trioengine.core.errors import FrameTooLarge, RemoteProtocolError
 from trioengine.core.messages import Activity, Fatal, FromWorker, Ping, Pong, RequestFailed, Shutdown, Tokens, ToWorker
+from trioengine.worker.scheduling.step_loop import Event
 
 READ_SIZE = 1 << 16
 
@@ -61,7 +62,8 @@ class Transport:
         self._connection = Connection(Role.WORKER)
         self._state = threading.Lock()
         self._write = threading.Lock()
-        self._inbox: queue.SimpleQueue[ToWorker | RemoteProtocolError] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Event | RemoteProtocolError] = queue.SimpleQueue()
+        self._broken: RemoteProtocolError | None = None  # to be raised by the next `receive`
 
     def start(self) -> threading.Thread:
         """Begin to read. The thread ends after SHUTDOWN, at the end of the stream or at a broken frame."""
@@ -69,25 +71,34 @@ class Transport:
         thread.start()
         return thread
 
-    def receive(self, *, timeout: float | None) -> list[ToWorker]:
-        """All messages that have come, in order; waits `timeout` seconds for the first, None: for ever.
+    def report(self, event: Event | RemoteProtocolError) -> None:
+        """Put an event of another thread into the queue of messages."""
+        self._inbox.put(event)
 
-        Raises RemoteProtocolError, after the messages before it, when the engine broke the rules.
+    def receive(self, *, timeout: float | None) -> list[Event]:
+        """All messages and events that have come, in order; waits `timeout` seconds for the first, None: for ever.
+
+        Raises RemoteProtocolError, after what came before it, when the engine broke the rules.
         """
-        items: list[ToWorker | RemoteProtocolError] = []
+        if self._broken is not None:
+            raise self._broken
+        events: list[Event] = []
+        for item in self._take(timeout):
+            if isinstance(item, RemoteProtocolError):
+                self._broken = item
+                break
+            events.append(item)
+        if self._broken is not None and not events:
+            raise self._broken
+        return events
+
+    def _take(self, timeout: float | None) -> Iterator[Event | RemoteProtocolError]:
         try:
-            items.append(self._inbox.get_nowait() if timeout == 0 else self._inbox.get(timeout=timeout))
+            yield self._inbox.get_nowait() if timeout == 0 else self._inbox.get(timeout=timeout)
             for _ in range(self._inbox.qsize()):  # bounded, so that a flood does not keep steps from running
-                items.append(self._inbox.get_nowait())
+                yield self._inbox.get_nowait()
         except queue.Empty:
-            pass
-        messages = [item for item in items if not isinstance(item, RemoteProtocolError)]
-        for item in items:
-            if isinstance(item, RemoteProtocolError):  # the last thing that the reader says
-                if not messages:
-                    raise item
-                self._inbox.put(item)
-        return messages
+            return
 
     def send(self, message: FromWorker) -> None:
         """Write a message, blocking while the pipe is full; one that is too large is split or truncated.

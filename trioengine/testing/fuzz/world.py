@@ -131,9 +131,11 @@ class World(Machine):
         if worker is None:
             return False
         worker.recover()
-        moved = worker.has_work or len(worker.to_engine) > 0 or (worker.reads and len(worker.to_worker) > 0)
+        on_their_way = len(worker.to_worker) + len(worker.payloads)
+        moved = worker.has_work or len(worker.to_engine) > 0 or (worker.reads and on_their_way > 0)
         worker.deliver()
         worker.receive()
+        worker.receive_payloads()
         worker.turn()
         return moved
 

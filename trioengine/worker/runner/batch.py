@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -65,7 +66,19 @@ def make_batch(output: SchedulerOutput, block_size: int, device: torch.device) -
         context_lens=computed + query_lens,
         num_decodes=int(np.count_nonzero(query_lens == 1)),
         block_size=block_size,
+        embeddings=_embeddings(entries, ends - query_lens, device),
     )
+
+
+def _embeddings(entries: list[ScheduledSequence], starts: IntArray, device: torch.device) -> EmbeddedRows | None:
+    """The features of the images' tokens; `starts` are the sequences' first rows."""
+    rows: list[int] = []
+    values: list[Tensor] = []
+    for entry, first in zip(entries, starts.tolist(), strict=True):
+        for (picture, number), start, stop, offset in entry.tile_pieces:
+            rows += range(first + offset, first + offset + stop - start)
+            values.append(cast("Tensor", picture.features[number])[start:stop])
+    return EmbeddedRows(_tensor(rows, device), torch.cat(values)) if values else None
 
 
 def _layout_key(entry: ScheduledSequence) -> tuple[bool, int]:

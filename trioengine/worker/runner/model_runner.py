@@ -16,6 +16,7 @@ from trioengine.worker.runner.memory import give_back, share_one_arena
 from trioengine.worker.runner.model_spec import ModelSpec
 from trioengine.worker.runner.model_weights import ModelWeights, failure_of
 from trioengine.worker.runner.sampler import sample
+from trioengine.worker.runner.vision import encode_tiles, vision_of
 from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
 
 
@@ -35,7 +36,7 @@ class TorchModelRunner:
         self.max_model_len = spec.max_model_len  # tokens; never more than the KV cache holds
         self.kv_blocks_total = spec.num_blocks
         self.block_size = spec.block_size
-        self.processing = spec.model.images  # None: the model sees no images
+        self.vision = vision_of(spec)
 
     @staticmethod
     def load(config: WorkerConfig, on_progress: OnProgress) -> TorchModelRunner:
@@ -68,6 +69,8 @@ class TorchModelRunner:
         model, cache = self.model, self.cache
         with torch.inference_mode():
             cache.copy_blocks(output.copies)
+            if output.encode:
+                encode_tiles(output.encode, self._vision_model)
             batch = make_batch(output, self.block_size, model.device)
             logits = model.forward(batch, self._spec.kernels.attention(batch, cache))
             return sample(logits, [entry.sequence for entry in output.scheduled if entry.samples])
@@ -77,11 +80,15 @@ class TorchModelRunner:
 
         They are on the model's device, in its dtype. InvariantError while the weights sleep.
         """
+        with torch.inference_mode():
+            return self._vision_model.encode(tiles)
+
+    @property
+    def _vision_model(self) -> VisionModel:
         model = self.model
         if not isinstance(model, VisionModel):
-            raise InvariantError(f"an image for a {self.model_type} model, which sees none")
-        with torch.inference_mode():
-            return model.encode(tiles)
+            raise InvariantError(f"an image for a {self.model_type} model, which takes none")
+        return model
 
     def sleep(self) -> None:
         """Give memory back to the system; weights that are in host memory anyway stay where they are."""

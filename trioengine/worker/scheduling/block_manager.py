@@ -66,7 +66,7 @@ class BlockManager:
                 break
             found.append(block)
         start = len(found) * self.block_size
-        rest = sequence.token_ids[start : min(start + self.block_size, sequence.num_tokens - 1)]
+        rest = sequence.content(start, min(start + self.block_size, sequence.num_tokens - 1))
         return Prefix(tuple(found), self._cache.find_partial(self._parent(sequence, len(found)), rest))
 
     def num_tokens_of(self, prefix: Prefix) -> int:
@@ -114,7 +114,7 @@ class BlockManager:
         if self.enable_prefix_caching:
             for index in range(num_computed_before // self.block_size, sequence.num_computed_tokens // self.block_size):
                 digest, parent = self._digest(sequence, index), self._parent(sequence, index)
-                token_ids = sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
+                token_ids = sequence.content(index * self.block_size, (index + 1) * self.block_size)
                 self._cache.register(sequence.block_table[index], parent, token_ids, digest)
 
     def release(self, sequence: Sequence) -> None:
@@ -175,7 +175,7 @@ class BlockManager:
         for later in range(len(digests), index + 1):
             start = later * self.block_size
             parent = self._parent(sequence, later)
-            digests.append(block_digest(parent, sequence.token_ids[start : start + self.block_size]))
+            digests.append(block_digest(parent, sequence.content(start, start + self.block_size)))
         return digests[index]
 
     def _parent(self, sequence: Sequence, index: int) -> bytes:

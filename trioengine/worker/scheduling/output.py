@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 
 from trioengine.core.messages import SAMPLING_FAILED, Logprobs
 from trioengine.core.tag import Tag
+from trioengine.worker.scheduling.pictures import Tile
+from trioengine.worker.scheduling.prompt_images import TilePiece
 from trioengine.worker.scheduling.sequence import Sequence
 
 
@@ -21,6 +23,15 @@ class ScheduledSequence:
     def samples(self) -> bool:
         """Whether the last of these tokens is the sequence's last, so that a new one is to be sampled."""
         return self.sequence.num_computed_tokens + self.num_new_tokens == self.sequence.num_tokens
+
+    @property
+    def tile_pieces(self) -> list[TilePiece]:
+        """Which of these tokens are embedded by which features, in the order of the tokens."""
+        sequence = self.sequence
+        if sequence.images is None:
+            return []
+        start = sequence.num_computed_tokens
+        return sequence.images.pieces(start, start + self.num_new_tokens)
 
 
 class BlockCopy(NamedTuple):
@@ -38,11 +49,13 @@ class BlockCopy(NamedTuple):
 class SchedulerOutput:
     """One step: never empty; every block that the tokens need is in the sequences' block tables.
 
-    First the `copies` are made, all from what lies in the blocks before the step.
+    First the `copies` are made, all from what lies in the blocks before the step, and the tiles of `encode` get their
+    features, `picture.features[number]`, from `picture.tiles`. Then all tiles of the scheduled tokens have features.
     """
 
     scheduled: tuple[ScheduledSequence, ...]
     copies: tuple[BlockCopy, ...] = ()
+    encode: tuple[Tile, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -64,7 +77,7 @@ class ModelRunner(Protocol):
     """Runs the forward pass and the sampler; the simulated worker has a toy one."""
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken]:
-        """Make the copies, then compute: one entry for each scheduled sequence with `samples`, in their order."""
+        """Copy blocks, encode tiles, then compute: one entry for each scheduled sequence with `samples`, in order."""
         ...
 
     def sleep(self) -> None:

@@ -4,6 +4,9 @@ A full block is known by a digest of its tokens and of the digest of the block b
 equal prefixes (the scheme of vLLM's automatic prefix caching). The first block's parent is the root of the request's
 cache salt: requests with different salts find none of each other's blocks, neither whole nor in part.
 
+The tokens of an image stand for its content: the cache is given `image_token_ids` in their places, which are no ids of
+the vocabulary, so that different images never match.
+
 Where prefixes part within a block, as after a chat template's first words, what they share is found by the parent and
 the first token: of several blocks with these, the latest.
 """
@@ -13,11 +16,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import KeysView
 from collections.abc import Sequence as Items
-from hashlib import blake2b
+from hashlib import blake2b, shake_256
 from typing import NamedTuple
 
 ROOT_DIGEST = b""  # of requests without a cache salt
 _SALTED = b"cache salt"  # keeps the roots apart from the digests of blocks
+_WITH_IMAGES = b"images"  # the same for blocks whose ids take 8 bytes
+_FIRST_IMAGE_TOKEN_ID = -(1 << 63)  # they end at -(1 << 62), beyond what 4 bytes hold
 
 
 def root_digest(cache_salt: str) -> bytes:
@@ -27,7 +32,23 @@ def root_digest(cache_salt: str) -> bytes:
 
 def block_digest(parent: bytes, token_ids: Items[int]) -> bytes:
     """The digest of a full block after the prefix `parent`."""
-    return blake2b(parent + array("i", token_ids).tobytes(), digest_size=32).digest()
+    packed = _packed(token_ids)
+    kind = b"" if packed.typecode == "i" else _WITH_IMAGES
+    return blake2b(parent + packed.tobytes(), digest_size=32, person=kind).digest()
+
+
+def image_token_ids(digest: bytes, count: int) -> array[int]:
+    """Ids, negative, for the tokens of an image with this digest: 62 bits of its hash each."""
+    ids = array("q", shake_256(digest).digest(8 * count))
+    return array("q", [_FIRST_IMAGE_TOKEN_ID | (value & (1 << 62) - 1) for value in ids])
+
+
+def _packed(token_ids: Items[int]) -> array[int]:
+    """4 bytes a token; 8, where there are an image's among them."""
+    try:
+        return array("i", token_ids)
+    except OverflowError:
+        return array("q", token_ids)
 
 
 class PartialBlock(NamedTuple):
@@ -78,7 +99,7 @@ class PrefixCache:
     def register(self, block: int, parent: bytes, token_ids: Items[int], digest: bytes) -> None:
         """Make a computed block findable; where another block holds the same prefix already, that one stays."""
         if digest not in self._blocks and block not in self._entries:
-            entry = _Entry((parent, token_ids[0]), array("i", token_ids), digest)
+            entry = _Entry((parent, token_ids[0]), _packed(token_ids), digest)
             self._blocks[digest] = block
             self._entries[block] = entry
             self._branches[entry.branch] = block

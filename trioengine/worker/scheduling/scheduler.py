@@ -10,24 +10,43 @@ row, and so that between two tokens of a sequence that is not preempted no more 
 prompts are computed. A prompt is begun when the one before it is scheduled to its end, so that of the running sequences
 only the latest can be in the middle of its prefill.
 
-Order, and why nothing starves: running and waiting sequences together are sorted by arrival, always. Only the first of
+Order, and why nothing starves: the waiting are sorted by arrival, always, the running by admission. Only the first of
 the waiting is admitted, and it gets blocks for all the tokens it has; only decodes need more blocks later, and when
-there are none the latest running sequence is preempted and becomes the first of the waiting. So the oldest sequence
-is never preempted for another, and alone it fits, because `add` refuses what does not.
+there are none the running sequence that was admitted last is preempted and takes its place among the waiting. So, while
+it is in the line, nothing is admitted before the oldest sequence, and it is only preempted for those that already ran;
+these end, and alone it fits, because `add` refuses what does not. Without images running and waiting sequences
+together are sorted by arrival, and the oldest is never preempted for another.
+
+A sequence with images is out of the line, and can be overtaken, until their payloads have come, and whenever it would
+be admitted and has to compute a tile of which there are neither features nor pixels; then it comes back to its place.
+It leaves at most once for each of its tiles: while it lives no features are dropped, and pixels not before it has
+computed what it came back for. A tile that it did not encode then was in the prefix cache, and is computed there again
+only by a sequence that encodes it.
+
+A step encodes `max_tiles_per_step` tiles at most: a prompt is cut before the first one beyond them. While the prompts
+have tiles to encode, decodes are left out of no step.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Sequence as Items
+from operator import attrgetter
 from typing import NamedTuple
 
-from trioengine.core.errors import InvariantError, RequestRejected
-from trioengine.core.messages import FinishReason, WorkerStatistics
+from trioengine.core.errors import InvariantError
+from trioengine.core.messages import FinishReason, ImageInput, WorkerStatistics
 from trioengine.worker.scheduling.block_manager import BlockManager
+from trioengine.worker.scheduling.decode_queue import Decoder, NoDecoder, PictureDecoded
+from trioengine.worker.scheduling.image_waiters import ImageWaiters
+from trioengine.worker.scheduling.integrity import check_order
 from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.output import SampledToken, ScheduledSequence, SchedulerOutput
+from trioengine.worker.scheduling.payloads import PayloadArrived
+from trioengine.worker.scheduling.pictures import Picture, PictureStatus
 from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
+from trioengine.worker.scheduling.step_plan import StepPlan
 
 MAX_SKIPS = 3  # steps in a row without decodes
 
@@ -41,16 +60,20 @@ class SampledRow(NamedTuple):
 
 
 class Scheduler:
-    """Owns the sequences in flight and their blocks; synchronous, and changed between two steps only."""
+    """Owns the sequences in flight, their blocks and images; synchronous, and changed between two steps only."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, decoder: Decoder | None = None) -> None:
         self.limits = limits
+        self._waiters = ImageWaiters(limits, NoDecoder() if decoder is None else decoder)
+        self.pictures = self._waiters.pictures
+        self.payloads = self._waiters.payloads
         self.blocks = BlockManager(
             limits.kv_blocks_total, limits.block_size, enable_prefix_caching=limits.enable_prefix_caching
         )
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
-        self._sequences: dict[int, Sequence] = {}  # by request
+        self._waiting: deque[Sequence] = deque()  # by arrival
+        self._running: list[Sequence] = []  # by admission
+        self._sequences: dict[int, Sequence] = {}  # by request: all of them
+        self._last_place = 0
         self._in_step: SchedulerOutput | None = None
         self._skips_left = 0  # steps in which decodes may be left out
         self._num_steps = 0
@@ -61,7 +84,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        """Whether `schedule` has something to do: not for sequences that are out of the line."""
+        return bool(self._running or self._waiting)
 
     @property
     def requests(self) -> tuple[int, ...]:
@@ -69,45 +93,67 @@ class Scheduler:
         return tuple(self._sequences)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence.
+        """Queue a new sequence, or park it until its images are here.
 
         Raises RequestRejected, and nothing changes: `empty_prompt`, `context_length_exceeded` or `invalid_value`
         (a token outside the vocabulary).
         """
-        self._check_prompt(sequence)
+        self.limits.check_prompt(sequence.token_ids)
         if sequence.request in self._sequences:
             raise InvariantError(f"request {sequence.request} is added twice")
         self._sequences[sequence.request] = sequence
-        self._waiting.append(sequence)
+        self._last_place += 1
+        sequence.place = self._last_place
+        self._join(self._waiters.add(sequence))
+
+    def announce(self, images: tuple[ImageInput, ...]) -> None:
+        """Expect the payloads of these; after `add`, whether that has taken or refused the request."""
+        self._join(self._waiters.announce(images))
+
+    def take_payload(self, arrived: PayloadArrived) -> None:
+        """RemoteProtocolError: it is not the one that was announced."""
+        self._join(self._waiters.take_payload(arrived))
+
+    def take_decoded(self, decoded: PictureDecoded) -> Sequence | None:
+        """The sequence, dropped already, whose image could not be decoded."""
+        failed = self._waiters.take_decoded(decoded)
+        if failed is not None:
+            self._drop(failed)
+        self._join(self._waiters.advance())
+        return failed
 
     def abort(self, request: int) -> Sequence | None:
-        """Drop a sequence and its blocks; None when the request is not in flight. Not between schedule and update."""
+        """Drop a sequence, its blocks and images; None when it is not in flight. Not between schedule and update."""
         if self._in_step is not None:
             raise InvariantError(f"request {request} is aborted under a running step")
         sequence = self._sequences.get(request)
         if sequence is not None:
             self._drop(sequence)
+            self._join(self._waiters.advance())
         return sequence
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, to be given to `update` when it is computed; None when there is nothing to do."""
         if self._in_step is not None:
             raise InvariantError("the step before has not been updated")
-        if not self._sequences:
+        if not self.has_work:
             return None
         limits = self.limits
-        scheduled: list[ScheduledSequence] = []
+        plan = StepPlan(limits.chunked_prefill_size, tiles=0)
         if self._skips_left > 0 and self._has_full_chunk():
             self._skips_left -= 1
-            self._schedule_prompts(scheduled, limits.chunked_prefill_size)
-        if not scheduled:
+            self._schedule_prompts(plan)
+        if not plan.scheduled:
             self._skips_left = min(MAX_SKIPS, limits.max_num_batched_tokens // limits.chunked_prefill_size - 1)
-            self._schedule_decodes(scheduled)
-            left = limits.max_num_batched_tokens - len(scheduled)
-            self._schedule_prompts(scheduled, min(left, limits.chunked_prefill_size))
-        if not scheduled:
-            raise InvariantError(f"{len(self._sequences)} sequences, and none of them can be scheduled")
-        self._in_step = output = SchedulerOutput(tuple(scheduled), self.blocks.take_copies())
+            plan = StepPlan(limits.chunked_prefill_size, limits.max_tiles_per_step)
+            self._schedule_decodes(plan.scheduled)
+            plan.prompt_tokens = min(plan.prompt_tokens, limits.max_num_batched_tokens - len(plan.scheduled))
+            self._schedule_prompts(plan)
+        if not plan.scheduled:
+            if self.has_work:
+                raise InvariantError(f"{len(self._sequences)} sequences, and none of them can be scheduled")
+            return None  # they have left the line for their images
+        self._in_step = output = plan.output(self.blocks)
         self._num_steps += 1
         self._num_tokens += output.num_tokens
         return output
@@ -117,6 +163,7 @@ class Scheduler:
         if output is not self._in_step:
             raise InvariantError("this is not the step that was scheduled")
         self._in_step = None
+        self.pictures.take_in(output.encode)
         rows: list[SampledRow] = []
         tokens = iter(sampled)
         block_size = self.limits.block_size
@@ -131,7 +178,10 @@ class Scheduler:
             if before // block_size != computed // block_size:
                 self.blocks.register(sequence, before)
             if computed == len(sequence.token_ids):
+                if sequence.reading:
+                    self.pictures.stop_reading(sequence)
                 rows.append(self._append(sequence, token))
+        self._join(self._waiters.advance())
         if next(tokens, None) is not None:
             raise InvariantError("the runner sampled more tokens than were asked for")
         return rows
@@ -141,12 +191,13 @@ class Scheduler:
         if self._sequences:
             raise InvariantError(f"{len(self._sequences)} sequences are there, and all is to be forgotten")
         self.blocks.forget_all()
+        self.pictures.forget_all()
 
     def statistics(self, num_sessions: int) -> WorkerStatistics:
         """The counts now."""
         return WorkerStatistics(
             num_sessions=num_sessions,
-            num_waiting=len(self._waiting),
+            num_waiting=len(self._sequences) - len(self._running),
             num_running=len(self._running),
             num_steps=self._num_steps,
             num_tokens=self._num_tokens,
@@ -156,27 +207,22 @@ class Scheduler:
             kv_blocks_cached=self.blocks.num_cached,
             prefix_cache_queries=self._prefix_cache_queries,
             prefix_cache_hits=self._prefix_cache_hits,
+            encoder_cache_queries=self.pictures.num_queries,
+            encoder_cache_hits=self.pictures.num_hits,
         )
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless lists, states, block tables and reference counts agree."""
-        listed = [*self._running, *self._waiting]
+        out = self._waiters.sequences
+        listed = [*self._running, *self._waiting, *out]
         if len(listed) != len(self._sequences) or any(
             self._sequences.get(sequence.request) is not sequence for sequence in listed
         ):
             raise InvariantError(f"{len(listed)} sequences run or wait, {len(self._sequences)} are known")
-        for sequence in self._running:
-            if sequence.status is not SequenceStatus.RUNNING:
-                raise InvariantError(f"request {sequence.request} runs and is {sequence.status.value}")
         if self._in_step is None and not all(sequence.is_decoding for sequence in self._running[:-1]):
             raise InvariantError("a sequence is in the middle of its prefill, and a later one runs")
-        for sequence in self._waiting:
-            waits = sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED)
-            if not waits or sequence.block_table or sequence.num_computed_tokens:
-                raise InvariantError(
-                    f"request {sequence.request} waits, is {sequence.status.value}, holds {len(sequence.block_table)} "
-                    f"blocks and has {sequence.num_computed_tokens} tokens computed"
-                )
+        check_order(self._running, self._waiting, out)
+        self._waiters.check_integrity(listed)
         self.blocks.check_integrity(listed)
 
     # ---- a step -----------------------------------------------------------------------------------------------------
@@ -187,18 +233,26 @@ class Scheduler:
         return self._running[-1] if self._running and not self._running[-1].is_decoding else None
 
     def _has_full_chunk(self) -> bool:
-        """Whether what is left of the prompts that run, or can be admitted now, fills a step without decodes."""
+        """Whether what is left of the prompts that run, or can be admitted now, fills a step without decodes.
+
+        Not if they have tiles to encode, which takes long.
+        """
         limits, blocks = self.limits, self.blocks
         left = limits.chunked_prefill_size
         prefilling = self._prefilling
         if prefilling is not None:
+            if _to_encode(prefilling, prefilling.num_computed_tokens):
+                return False
             left -= prefilling.num_tokens - prefilling.num_computed_tokens
         num_blocks = blocks.num_free + blocks.num_cached
         for num_running, sequence in enumerate(self._waiting, len(self._running)):
             num_blocks -= blocks.num_blocks_for(sequence.num_tokens)
             if left <= 0 or num_running == limits.max_num_seqs or num_blocks < num_running:
                 break
-            left -= sequence.num_tokens - blocks.num_tokens_of(blocks.find_prefix(sequence))
+            num_cached_tokens = blocks.num_tokens_of(blocks.find_prefix(sequence))
+            if _to_encode(sequence, num_cached_tokens):
+                break
+            left -= sequence.num_tokens - num_cached_tokens
         return left <= 0
 
     def _schedule_decodes(self, scheduled: list[ScheduledSequence]) -> None:
@@ -214,45 +268,59 @@ class Scheduler:
                 break
             scheduled.append(ScheduledSequence(sequence, 1))
 
-    def _schedule_prompts(self, scheduled: list[ScheduledSequence], budget: int) -> None:
+    def _schedule_prompts(self, plan: StepPlan) -> None:
         """What is left of the one that runs, then of those that wait, in order of arrival."""
         prefilling = self._prefilling
-        if prefilling is not None and budget > 0:
-            budget -= self._schedule_prompt(scheduled, prefilling, budget)
-        self._admit(scheduled, budget)
-
-    def _schedule_prompt(self, scheduled: list[ScheduledSequence], sequence: Sequence, budget: int) -> int:
-        num_new_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
-        scheduled.append(ScheduledSequence(sequence, num_new_tokens))
-        return num_new_tokens
+        if prefilling is not None:
+            num_new_tokens = plan.fit(prefilling, prefilling.num_computed_tokens)
+            if num_new_tokens > 0:
+                plan.add_prompt(prefilling, num_new_tokens)
+            if prefilling.num_computed_tokens + num_new_tokens < prefilling.num_tokens:
+                return
+        self._admit(plan)
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Grow the sequence's block table, preempting the latest ones for it; False when that came to itself."""
         while not self.blocks.grow(sequence):
             latest = self._running.pop()
             self.blocks.release(latest)
+            self.pictures.stop_reading(latest)
             latest.status = SequenceStatus.PREEMPTED
-            self._waiting.appendleft(latest)
+            self._join([latest])
             self._num_preemptions += 1
             if latest is sequence:
                 return False
         return True
 
-    def _admit(self, scheduled: list[ScheduledSequence], budget: int) -> None:
-        """Admit waiting sequences in order of arrival; a block is kept back for each that runs, to grow into."""
-        while self._waiting and budget > 0 and len(self._running) < self.limits.max_num_seqs:
+    def _admit(self, plan: StepPlan) -> None:
+        """Admit waiting sequences in order of arrival; a block is kept back for each that runs, to grow into.
+
+        Those that have images to be decoded leave the line. A prompt that is not scheduled to its end is the last one.
+        """
+        while self._waiting and plan.prompt_tokens > 0 and len(self._running) < self.limits.max_num_seqs:
             sequence = self._waiting[0]
             prefix = self.blocks.find_prefix(sequence)
-            if not self.blocks.allocate(sequence, prefix, reserve=len(self._running)):
+            num_cached_tokens = self.blocks.num_tokens_of(prefix)
+            to_encode = _to_encode(sequence, num_cached_tokens)
+            if any(picture.status is not PictureStatus.DECODED for picture in to_encode):
+                self._waiting.popleft()
+                self._join(self._waiters.decode(sequence, to_encode))
+                continue
+            num_new_tokens = plan.fit(sequence, num_cached_tokens)
+            if num_new_tokens == 0 or not self.blocks.allocate(sequence, prefix, reserve=len(self._running)):
                 break
             if sequence.status is SequenceStatus.WAITING:
-                sequence.num_cached_tokens = sequence.num_computed_tokens
+                sequence.num_cached_tokens = num_cached_tokens
                 self._prefix_cache_queries += sequence.num_tokens
-                self._prefix_cache_hits += sequence.num_computed_tokens
+                self._prefix_cache_hits += num_cached_tokens
+            if to_encode or sequence.reading:
+                self.pictures.read(sequence, to_encode)
             self._waiting.popleft()
             sequence.status = SequenceStatus.RUNNING
             self._running.append(sequence)
-            budget -= self._schedule_prompt(scheduled, sequence, budget)
+            plan.add_prompt(sequence, num_new_tokens)
+            if num_cached_tokens + num_new_tokens < sequence.num_tokens:
+                break
 
     def _append(self, sequence: Sequence, token: SampledToken | None) -> SampledRow:
         if token is None or token.request != sequence.request:
@@ -284,26 +352,29 @@ class Scheduler:
 
     # ---- coming and going -------------------------------------------------------------------------------------------
 
-    def _check_prompt(self, sequence: Sequence) -> None:
-        token_ids, limit = sequence.token_ids, self.limits.max_sequence_len
-        if not token_ids:
-            raise RequestRejected("empty_prompt", "the prompt has no tokens")
-        if len(token_ids) >= limit:
-            raise RequestRejected(
-                "context_length_exceeded",
-                f"the prompt has {len(token_ids)} tokens, and prompt and answer together at most {limit}",
-            )
-        if min(token_ids) < 0 or max(token_ids) >= self.limits.vocab_size:
-            raise RequestRejected("invalid_value", f"token ids must be from 0 to {self.limits.vocab_size - 1}")
+    def _join(self, sequences: Items[Sequence]) -> None:
+        """They take their places in the line, by arrival."""
+        for sequence in sequences:
+            insort(self._waiting, sequence, key=attrgetter("place"))
 
     def _drop(self, sequence: Sequence, *, discard: bool = False) -> None:
         del self._sequences[sequence.request]
-        if sequence.status is SequenceStatus.RUNNING:
-            self._running.remove(sequence)
-        else:
-            self._waiting.remove(sequence)
+        match sequence.status:
+            case SequenceStatus.RUNNING:
+                self._running.remove(sequence)
+            case SequenceStatus.WAITING_FOR_PAYLOAD | SequenceStatus.DECODING:
+                self._waiters.remove(sequence)
+            case _:
+                self._waiting.remove(sequence)
         if discard:
             self.blocks.discard(sequence)
         else:
             self.blocks.release(sequence)
+        if sequence.images is not None:
+            self.pictures.release(sequence, sequence.images.pictures, discard=discard)
         sequence.status = SequenceStatus.FINISHED
+
+
+def _to_encode(sequence: Sequence, start: int) -> tuple[Picture, ...]:
+    """The pictures with tiles that have to be encoded before the tokens from `start` on are computed."""
+    return () if sequence.images is None else sequence.images.not_encoded(start)

@@ -6,13 +6,17 @@ import enum
 from dataclasses import dataclass, field
 
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.worker.scheduling.pictures import Picture
 from trioengine.worker.scheduling.prefix_cache import root_digest
+from trioengine.worker.scheduling.prompt_images import PromptImages
 
 
 class SequenceStatus(enum.Enum):
     """Where a sequence stands with the scheduler."""
 
+    WAITING_FOR_PAYLOAD = "waiting for payload"  # of an image; not in the line
     WAITING = "waiting"
+    DECODING = "decoding"  # waits for its images to be decoded; not in the line
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"
@@ -36,10 +40,19 @@ class Sequence:
     arrived_at: float = 0.0  # by the step loop's clock, as the next two
     started_at: float | None = None  # its first step began
     first_token_at: float | None = None
+    images: PromptImages | None = None
+    reading: tuple[Picture, ...] = ()  # whose decoded tiles are kept for it
+    place: int = 0  # in the order of arrival
     root: bytes = field(init=False)  # of the chain of block digests, by the cache salt
 
     def __post_init__(self) -> None:
         self.root = root_digest(self.params.cache_salt)
+
+    def content(self, start: int, end: int) -> list[int]:
+        """What the prefix cache compares: the token ids, but for those of images, which stand for their content."""
+        if self.images is None:
+            return self.token_ids[start:end]
+        return self.images.content(self.token_ids, start, end)
 
     @property
     def num_tokens(self) -> int:

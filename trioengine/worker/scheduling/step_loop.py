@@ -1,4 +1,4 @@
-"""The worker without its process: messages in, steps, messages out.
+"""The worker without its process: messages and other events in, steps, messages out.
 
 Shared by the real worker (worker/loop.py) and the simulated one (trioengine.testing): what differs between them is the
 runner, the clock and how messages travel. Synchronous: a step is one call, and messages are handled between steps, in
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from trioengine.core.errors import InvariantError, ModelError, RemoteProtocolError, RequestRejected
 from trioengine.core.messages import (
@@ -26,6 +27,7 @@ from trioengine.core.messages import (
     EndSession,
     FinishReason,
     FromWorker,
+    PayloadConsumed,
     RequestFailed,
     SessionEnded,
     Sleep,
@@ -44,10 +46,16 @@ from trioengine.core.messages import (
     token_ids,
 )
 from trioengine.core.tag import ALL_TAGS, Tag
+from trioengine.worker.scheduling.decode_queue import Decoder, PictureDecoded
 from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.output import ModelRunner
+from trioengine.worker.scheduling.payloads import PayloadArrived
+from trioengine.worker.scheduling.prompt_images import place_images
 from trioengine.worker.scheduling.scheduler import SampledRow, Scheduler
 from trioengine.worker.scheduling.sequence import Sequence
+
+Event: TypeAlias = ToWorker | PayloadArrived | PictureDecoded
+INVALID_IMAGE = "invalid_image"  # the code of a request with an image that cannot be decoded
 
 
 @dataclass(slots=True)
@@ -62,6 +70,7 @@ class StepLoop:
     """Sessions and their requests over one scheduler and one runner.
 
     `clock` gives seconds from any origin; it only feeds the times in Usage. `asleep` is what the runner has not loaded.
+    `decoder` reports to `handle`.
     """
 
     def __init__(
@@ -70,11 +79,12 @@ class StepLoop:
         limits: Limits,
         clock: Callable[[], float],
         asleep: frozenset[Tag] = frozenset(),
+        decoder: Decoder | None = None,
     ) -> None:
         self.limits = limits
         self._runner = runner
         self._clock = clock
-        self._scheduler = Scheduler(limits)
+        self._scheduler = Scheduler(limits, decoder)
         self._sessions: dict[int, _Session] = {}
         self._asleep = asleep
 
@@ -93,6 +103,11 @@ class StepLoop:
         """The requests in flight, in no order that means anything."""
         return self._scheduler.requests
 
+    @property
+    def num_payloads(self) -> int:
+        """The payloads that have come and are not consumed."""
+        return self._scheduler.payloads.num_held
+
     def statistics(self) -> WorkerStatistics:
         """The counts now."""
         return self._scheduler.statistics(len(self._sessions))
@@ -102,13 +117,18 @@ class StepLoop:
         state = self._sessions[session]
         return state.held[:] if state.sequence is None else token_ids(state.sequence.token_ids)
 
-    def handle(self, message: ToWorker) -> list[FromWorker]:
-        """Apply a message about sessions or memory, and answer it.
+    def handle(self, event: Event) -> list[FromWorker]:
+        """Apply a message about sessions or memory, or what has become of an image, and answer it.
 
         Raises RemoteProtocolError, and nothing changes, for what the engine must not send: unknown sessions, a second
         request of a session, a `base` beyond what it holds, a SLEEP or UPDATE_WEIGHTS that finds a session, or a
-        message that is about neither. What `sleep` of the runner raises passes through.
+        message that is about neither. So do payloads and images that are not as announced, which may leave changes.
+        What `sleep` of the runner raises passes through.
         """
+        replies = self._handle(event)
+        return [*replies, *self._consumed()]
+
+    def _handle(self, message: Event) -> list[FromWorker]:
         match message:
             case AddSession():
                 return self._add_session(message)
@@ -126,20 +146,25 @@ class StepLoop:
                 return [self._wake(message)]
             case UpdateWeights():
                 return [self._update_weights(message)]
+            case PayloadArrived():
+                self._scheduler.take_payload(message)
+                return []
+            case PictureDecoded():
+                return self._take_decoded(message)
         raise RemoteProtocolError(f"{WIRE_NAMES[type(message)]} is about neither sessions nor memory")
 
     def step(self) -> list[FromWorker]:
         """Schedule, run and take in one step; what the runner raises passes through and leaves this loop unusable.
 
         One TOKENS with a row for each sequence that sampled, and a REQUEST_FAILED for each that the runner could not
-        sample for; nothing when there is nothing to do.
+        sample for, PAYLOAD_CONSUMED for images that are encoded; nothing when there is nothing to do.
         """
         if self._asleep and self.has_work:
             raise InvariantError(f"a step while {', '.join(sorted(tag.value for tag in self._asleep))} sleep")
         started = self._clock()
         output = self._scheduler.schedule()
         if output is None:
-            return []
+            return self._consumed()
         for entry in output.scheduled:
             if entry.sequence.started_at is None:
                 entry.sequence.started_at = started
@@ -154,7 +179,7 @@ class StepLoop:
                 failures.append(self._failed(row))
             else:
                 rows.append(self._row(row, now))
-        return [Tokens(tuple(rows), self.statistics()), *failures]
+        return [Tokens(tuple(rows), self.statistics()), *failures, *self._consumed()]
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless the scheduler's and the block manager's books agree."""
@@ -180,21 +205,26 @@ class StepLoop:
             raise RemoteProtocolError(
                 f"ADD_MESSAGE: base {message.base}, and session {message.session} holds {len(session.held)} tokens"
             )
+        pictures = self._scheduler.pictures.find(message.images)
         del session.held[message.base :]
         session.held.extend(message.token_ids)
-        sequence = Sequence(
-            session=message.session,
-            request=message.request,
-            token_ids=session.held.tolist(),
-            num_prompt_tokens=len(session.held) - message.num_output,
-            params=message.params,
-            eos_token_ids=frozenset(message.eos_token_ids),
-            arrived_at=self._clock(),
-        )
+        num_prompt_tokens = len(session.held) - message.num_output
         try:
+            sequence = Sequence(
+                session=message.session,
+                request=message.request,
+                token_ids=session.held.tolist(),
+                num_prompt_tokens=num_prompt_tokens,
+                params=message.params,
+                eos_token_ids=frozenset(message.eos_token_ids),
+                arrived_at=self._clock(),
+                images=place_images(message.images, pictures, num_prompt_tokens, self.limits.tile),
+            )
             self._scheduler.add(sequence)
         except RequestRejected as exc:
             return [RequestFailed(message.session, message.request, exc.code, exc.message)]
+        finally:
+            self._scheduler.announce(message.images)
         session.sequence = sequence
         session.held = token_ids()
         return []
@@ -232,7 +262,21 @@ class StepLoop:
             kv_blocks_free=blocks.num_free,
             kv_blocks_cached=blocks.num_cached,
             kv_blocks_held=blocks.num_held,
+            payloads=self._scheduler.payloads.outstanding,
         )
+
+    # ---- images -----------------------------------------------------------------------------------------------------
+
+    def _take_decoded(self, decoded: PictureDecoded) -> list[FromWorker]:
+        sequence = self._scheduler.take_decoded(decoded)
+        if sequence is None or sequence.images is None:
+            return []
+        self._settle(sequence)
+        message = f"{sequence.images.name(decoded.picture)}: {decoded.error}"
+        return [RequestFailed(sequence.session, sequence.request, INVALID_IMAGE, message)]
+
+    def _consumed(self) -> list[FromWorker]:
+        return [PayloadConsumed(payload) for payload in self._scheduler.payloads.take_consumed()]
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 

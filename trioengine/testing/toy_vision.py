@@ -1,0 +1,50 @@
+"""What the toy model sees: for each token of an image a hash of the image's bytes, so that a wrong image shows."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from typing import TypeAlias
+
+from trioengine.core.image import ImageInfo
+from trioengine.worker.scheduling.decode_queue import DecodedImage
+from trioengine.worker.scheduling.limits import TileShape
+from trioengine.worker.vision.image_error import ImageError
+
+ToyImage: TypeAlias = tuple[Iterable[int], bytes]  # where its tiles begin in a prompt, and its bytes
+
+TOY_TILE = TileShape(num_tokens=3, decoded_bytes=64 << 20, feature_bytes=1 << 20)
+TOY_TILE_EDGE = 8  # pixels
+UNREADABLE = b"\xff"  # bytes that begin with it cannot be decoded
+
+
+def toy_num_tiles(info: ImageInfo) -> int:
+    """How many tiles an image has: there is no whole image beside its parts."""
+    return -(-info.width // TOY_TILE_EDGE) * -(-info.height // TOY_TILE_EDGE)
+
+
+def toy_decode(data: memoryview, info: ImageInfo) -> DecodedImage:
+    """A tile is a hash of the bytes and of its number."""
+    if bytes(data[:1]) == UNREADABLE:
+        raise ImageError("the toy model cannot read it")
+    tiles = [toy_tile(bytes(data), number) for number in range(toy_num_tiles(info))]
+    return DecodedImage(tiles, len(tiles))
+
+
+def toy_tile(data: bytes, number: int) -> int:
+    """The pixels of a tile."""
+    return zlib.crc32(data, number)
+
+
+def toy_features(tile: int, num_tokens: int, weights: int) -> list[int]:
+    """What takes the place of the token ids of a tile; it depends on the weights, as real features do."""
+    return [zlib.crc32(b"%d %d" % (weights, offset), tile) for offset in range(num_tokens)]
+
+
+def toy_embeddings(images: Iterable[ToyImage], num_tokens: int, weights: int) -> dict[int, int]:
+    """The reference: what stands for the token ids of a prompt, by position."""
+    found: dict[int, int] = {}
+    for positions, data in images:
+        for number, position in enumerate(positions):
+            found.update(enumerate(toy_features(toy_tile(data, number), num_tokens, weights), position))
+    return found
