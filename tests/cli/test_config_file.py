@@ -183,6 +183,7 @@ def test_a_variable_with_a_typo_is_reported(capsys, served, monkeypatch):
     monkeypatch.setenv("TRIOENGINE_ZZZ", "4")
     assert served()[0] == EngineConfig()
     assert capsys.readouterr().err.splitlines() == [
-        "trioengine: warning: no option has the variable TRIOENGINE_MAX_NUM_SEQ; did you mean 'TRIOENGINE_MAX_NUM_SEQS'?",
+        "trioengine: warning: no option has the variable TRIOENGINE_MAX_NUM_SEQ; "
+        "did you mean 'TRIOENGINE_MAX_NUM_SEQS'?",
         "trioengine: warning: no option has the variable TRIOENGINE_ZZZ",
     ]
