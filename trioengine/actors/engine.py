@@ -101,7 +101,7 @@ class Engine(EngineState):
     async def _find_model(self) -> Path:
         path = await self.ports.find_model(self.config.model, self._on_progress)
         self._model = model = await self.ports.run_in_thread(self.ports.read_model, path)
-        self._tokenizer = ChatTokenizer(model.tokenizer, model.chat_template)
+        self._tokenizer = ChatTokenizer(model.tokenizer, model.chat_template, model.images)
         return path
 
     async def _supervise(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -10,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from trioengine.actors.deadline import NEVER, Deadline
 from trioengine.actors.media import ImageSource, SealedImage, seal_images
 from trioengine.actors.payload import Payload, Reservation
 from trioengine.actors.waiting_line import waits_for
-from trioengine.core.errors import EngineOverloaded, RequestRejected, TimedOut
+from trioengine.core.errors import EngineOverloaded, RequestRejected
 from trioengine.core.image_part import Image
 from trioengine.core.messages import ImageInput, token_ids
 from trioengine.text.placed_image import PlacedImage
@@ -27,7 +27,7 @@ MAX_WAIT = 60.0  # seconds for room in the budget, whatever the request's own ti
 class RequestImages:
     """Those of one request. `unpin` gives back whatever it has pinned."""
 
-    def __init__(self, engine: EngineState, *, wait: bool | None = False, deadline: float = math.inf) -> None:
+    def __init__(self, engine: EngineState, *, wait: bool | None = False, deadline: Deadline = NEVER) -> None:
         self._engine = engine
         self._wait = wait
         self._deadline = deadline
@@ -96,16 +96,16 @@ class RequestImages:
         except EngineOverloaded as exc:
             if not waits_for(exc, self._wait):
                 raise
-            with trio.move_on_at(min(self._deadline, trio.current_time() + MAX_WAIT)):
+            with trio.move_on_at(min(self._deadline.at, trio.current_time() + MAX_WAIT)):
                 await budget.line.wait(reserve, wait=self._wait)
         if reservation is not None:
             return reservation
         try:
             return budget.reserve(num_bytes, count)  # too late: raises the reason as it is now
         except EngineOverloaded as exc:
-            if trio.current_time() < self._deadline:
+            if trio.current_time() < self._deadline.at:
                 raise
-            raise TimedOut(f"timed out while waiting: {exc}") from exc
+            raise self._deadline.passed(f"while waiting: {exc}") from exc
 
 
 def payload_of(image: Image) -> Payload:

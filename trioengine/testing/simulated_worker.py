@@ -33,7 +33,7 @@ from trioengine.core.messages import (
 from trioengine.testing.behaviour import Behaviour as Behaviour
 from trioengine.testing.behaviour import Health as Health
 from trioengine.testing.simulated_payload import PayloadWire, SimulatedDecoder, SimulatedMemfd, SimulatedPayload
-from trioengine.testing.toy_model import VOCAB_SIZE, Crash, ToyRunner
+from trioengine.testing.toy_model import Crash, ToyRunner
 from trioengine.testing.toy_vision import toy_decode
 from trioengine.testing.wire import Wire, WireEnd
 from trioengine.worker.scheduling.limits import Limits
@@ -332,7 +332,7 @@ class SimulatedWorker:
             device="cpu",
             dtype="float32",
             kernels="simulated",
-            vocab_size=VOCAB_SIZE,
+            vocab_size=limits.vocab_size,
             max_model_len=limits.max_sequence_len,
             kv_blocks_total=limits.kv_blocks_total,
             block_size=limits.block_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,12 @@ from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.ports import Ports, WorkerProcess
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import WorkerLost
+from trioengine.core.image import BytesLike
+from trioengine.hub.model_files import ModelInfo
+from trioengine.testing.simulated_payload import SimulatedMemfd
 from trioengine.testing.simulated_worker import Behaviour, SimulatedWorker
 from trioengine.testing.toy_model import VOCAB_SIZE, read_toy_model
+from trioengine.testing.toy_vision import TOY_TILE
 from trioengine.worker.scheduling.limits import Limits
 
 DEFAULT_LIMITS = Limits(
@@ -28,6 +33,7 @@ DEFAULT_LIMITS = Limits(
     max_num_seqs=8,
     max_num_batched_tokens=64,
 )
+IMAGE_LIMITS = replace(DEFAULT_LIMITS, vocab_size=VOCAB_SIZE + 1, tile=TOY_TILE)  # of a toy that takes images
 
 
 class Simulation:
@@ -51,12 +57,14 @@ class Simulation:
         self.workers: list[SimulatedWorker] = []
         self.thread_passes = thread_passes
         self.failing_starts = 0
+        self.max_payloads = 64  # descriptors
         self.stalled_starts = 0
         self.poisoned: dict[int, int] = {}  # requests that kill each worker, and how many tokens they get before
         self._thread_threshold = thread_threshold
         self._nursery = nursery
         self._behaviours = list(behaviours)
         self._seeds = itertools.count(1)
+        self._memfds: list[SimulatedMemfd] = []
 
     @property
     def worker(self) -> SimulatedWorker:
@@ -70,8 +78,12 @@ class Simulation:
             spawn_worker=self._spawn_worker,
             run_in_thread=self._run_in_thread,
             find_model=self._find_model,
-            read_model=lambda path: read_toy_model(path, self.limits.max_model_len),
+            finish_in_thread=self._run_in_thread,
+            read_model=self._read_model,
             mint_seed=partial(next, self._seeds),
+            mint_secret=lambda: b"secret",
+            seal=self._seal,
+            max_payloads=lambda: self.max_payloads,
             thread_threshold=self._thread_threshold,
         )
 
@@ -95,6 +107,19 @@ class Simulation:
         for _ in range(self.thread_passes):
             await trio.lowlevel.checkpoint()
         return function(*args)
+
+    def _read_model(self, path: Path) -> ModelInfo:
+        return read_toy_model(path, self.limits.max_model_len, images=self.limits.tile is not None)
+
+    def _seal(self, chunks: Iterable[BytesLike]) -> SimulatedMemfd:
+        sealed = SimulatedMemfd(chunks)
+        self._memfds = [*self.memfds, sealed]
+        return sealed
+
+    @property
+    def memfds(self) -> list[SimulatedMemfd]:
+        """Those that the engine has open."""
+        return [memfd for memfd in self._memfds if memfd.is_open]
 
     async def _find_model(self, model: str, progress: Callable[[int, int], None] | None) -> Path:
         await trio.lowlevel.checkpoint()

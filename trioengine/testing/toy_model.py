@@ -15,9 +15,10 @@ from functools import cache
 from pathlib import Path
 
 from trioengine.core.errors import ModelError
+from trioengine.core.image_processing import ImageProcessing
 from trioengine.core.tag import ALL_TAGS, Tag
 from trioengine.hub.model_files import ModelFormat, ModelInfo
-from trioengine.testing.toy_vision import TOY_TILE, ToyImage, toy_embeddings, toy_features
+from trioengine.testing.toy_vision import TOY_PROCESSING, TOY_TILE, ToyImage, toy_embeddings, toy_features
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
 from trioengine.worker.scheduling.limits import TileShape
@@ -30,6 +31,12 @@ VOCAB_SIZE = 259
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+IMAGE_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz     "
 _END_EVERY = 24  # one token in so many ends the answer
@@ -187,26 +194,28 @@ class ToyRunner:
         return block_table[position // self._block_size] * self._block_size + position % self._block_size
 
 
-def read_toy_model(path: Path, context_length: int) -> ModelInfo:
-    """What lies at the path: ModelError where its name begins with `other`, which is no toy."""
+def read_toy_model(path: Path, context_length: int, *, images: bool = False) -> ModelInfo:
+    """The toy at the path. Raises ModelError where its name begins with `other`, which is no toy."""
     if path.name.startswith("other"):
         raise ModelError(f"{path}: another architecture")
-    return toy_model(context_length)
+    return toy_model(context_length, images=images)
 
 
 @cache
-def toy_model(context_length: int = 512) -> ModelInfo:
-    """The toy model's files, as `hub.model_files.read_model` would give them."""
-    tokenizer = Tokenizer.from_json(_tokenizer_json())
+def toy_model(context_length: int = 512, *, images: bool = False) -> ModelInfo:
+    """The toy model's files, as `hub.model_files.read_model` would give them; with `images` it takes images."""
+    processing = TOY_PROCESSING if images else None
+    tokenizer = Tokenizer.from_json(_tokenizer_json(processing))
     return ModelInfo(
         path=Path("toy"),
         format=ModelFormat.GGUF,
         model_type="toy",
         context_length=context_length,
-        vocab_size=VOCAB_SIZE,
+        vocab_size=VOCAB_SIZE + images,
         eos_token_ids=(IM_END, END_OF_TEXT),
-        chat_template=ChatTemplate(CHAT_TEMPLATE),
+        chat_template=ChatTemplate(IMAGE_TEMPLATE if images else CHAT_TEMPLATE),
         tokenizer=tokenizer,
+        images=processing,
     )
 
 
@@ -218,8 +227,10 @@ def _byte_characters() -> list[str]:
     return [characters[byte] for byte in range(256)]
 
 
-def _tokenizer_json() -> str:
+def _tokenizer_json(images: ImageProcessing | None) -> str:
     special = {END_OF_TEXT: "<|endoftext|>", IM_START: "<|im_start|>", IM_END: "<|im_end|>"}
+    if images is not None:
+        special[images.image_token_id] = images.image_token
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}

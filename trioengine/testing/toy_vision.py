@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from trioengine.core.image import ImageInfo
+from trioengine.core.image_processing import ImageProcessing
 from trioengine.worker.scheduling.decode_queue import DecodedImage
 from trioengine.worker.scheduling.limits import TileShape
 from trioengine.worker.vision.image_error import ImageError
@@ -18,9 +20,59 @@ TOY_TILE_EDGE = 8  # pixels
 UNREADABLE = b"\xff"  # bytes that begin with it cannot be decoded
 
 
+@dataclass(frozen=True, slots=True)
+class ToyProcessing(ImageProcessing):
+    """Images are not scaled, and there is no whole image beside their tiles."""
+
+    def num_tiles(self, width: int, height: int) -> int:
+        return -(-width // self.tile_size) * -(-height // self.tile_size)
+
+    def prompt_text(self, width: int, height: int) -> str:
+        tile = "[" + self.image_token * self.tokens_per_tile
+        return tile * self.num_tiles(width, height) + "]"
+
+
+TOY_PROCESSING = ToyProcessing(
+    image_token="<image>",
+    image_token_id=259,
+    tokens_per_tile=TOY_TILE.num_tokens,
+    tile_size=TOY_TILE_EDGE,
+    longest_edge=TOY_TILE_EDGE,
+    splits=True,
+    mean=(0.0, 0.0, 0.0),
+    std=(1.0, 1.0, 1.0),
+)
+
+
+class ToyPicture:
+    """A picture of one repeated byte, with those methods of a PIL image that are needed to send it."""
+
+    mode = "RGB"
+
+    def __init__(self, width: int, height: int, value: int = 0) -> None:
+        self.size = (width, height)
+        self._value = value
+
+    @property
+    def data(self) -> bytes:
+        """What the worker gets; with the value 255 it cannot be decoded."""
+        width, height = self.size
+        return bytes([self._value]) * (width * height * 3)
+
+    def convert(self, mode: str) -> ToyPicture:
+        return self
+
+    def crop(self, box: tuple[int, int, int, int]) -> ToyPicture:
+        left, top, right, bottom = box
+        return ToyPicture(right - left, bottom - top, self._value)
+
+    def tobytes(self) -> bytes:
+        return self.data
+
+
 def toy_num_tiles(info: ImageInfo) -> int:
-    """How many tiles an image has: there is no whole image beside its parts."""
-    return -(-info.width // TOY_TILE_EDGE) * -(-info.height // TOY_TILE_EDGE)
+    """How many tiles an image has."""
+    return TOY_PROCESSING.num_tiles(info.width, info.height)
 
 
 def toy_decode(data: memoryview, info: ImageInfo) -> DecodedImage:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
 
 from trioengine.core.errors import RequestRejected
+from trioengine.core.image_part import Image
 from trioengine.core.messages import TokenIds, token_ids
 from trioengine.core.overflow import retained
 from trioengine.text.chat_message import BYTES, check_images, checked_messages, copied
@@ -56,6 +57,7 @@ class Conversation:
         self._rendering = ""  # the text of these ids, but for the closing
         self._closing = ""  # the special token that the last answer ended with, if it did
         self._is_raw = False
+        self._images: tuple[Image, ...] = ()
         if history is not None:
             self.replace(history)
 
@@ -69,6 +71,11 @@ class Conversation:
         return history
 
     @property
+    def images(self) -> tuple[Image, ...]:
+        """The images of the committed turns."""
+        return self._images
+
+    @property
     def size(self) -> int:
         """Characters and tokens that are there already, roughly what the next `prepare` has to go through."""
         return prompt_length(self._messages) + len(self._token_ids)
@@ -76,6 +83,7 @@ class Conversation:
     def replace(self, history: Sequence[Message]) -> None:
         """Make these messages the conversation. Raises RequestRejected, and changes nothing, for bad ones."""
         self._messages = self._checked(history, "history")
+        self._images = self._found(self._messages)
         self._token_ids, self._rendering, self._closing, self._is_raw = token_ids(), "", "", False
 
     def check_length(self, prompt: Prompt, limit: int) -> None:
@@ -115,6 +123,7 @@ class Conversation:
         else:
             self._token_ids = token_ids()
         self._messages = (*prepared.messages, {"role": "assistant", "content": text})
+        self._images = self._found(self._messages)
         self._rendering = prepared.rendering + self._tokenizer.protect(text)
 
     # ---- chat -----------------------------------------------------------------------------------------------------
@@ -163,6 +172,9 @@ class Conversation:
             return ()
         kept = [part for part in image_parts(turns.messages) if part.message not in dropped]
         return placed(ids, [(self._name(part), part.image) for part in kept], processing)
+
+    def _found(self, messages: Sequence[Message]) -> tuple[Image, ...]:
+        return () if self._tokenizer.images is None else tuple(part.image for part in image_parts(messages))
 
     def _name(self, part: ImagePart) -> str:
         """The place of an image's part; the conversation's own messages are the history."""
