@@ -99,6 +99,15 @@ def test_templates_see_no_handle():
     assert shown.endswith("{'type': 'image'}a{'type': 'text', 'text': 'a'}")
 
 
+def test_contents_of_any_sequence():
+    """Messages that are not checked: a tuple of parts is a list of them."""
+    messages = [user("a", image(9, 9))]
+    tuples = [{**messages[0], "content": tuple(messages[0]["content"])}]
+    assert CHAT.apply_chat_template(tuples) == CHAT.apply_chat_template(messages)
+    shown = chat_tokenizer(PRINTS_ALL + "{{ p.image }}" + LOOPS_END).apply_chat_template(tuples)
+    assert "Image" not in CHAT.decode(shown)
+
+
 def test_images_are_in_contents_alone():
     for message in [{**user("a"), "x": image()}, {**user("a"), "x": [image().part]}]:
         with pytest.raises(RequestRejected, match=r"messages\[0\]\.x.* is no JSON value, but Image"):

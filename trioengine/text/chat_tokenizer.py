@@ -93,9 +93,11 @@ class ChatTokenizer:
 
     def _protect_field(self, field: str, value: Any) -> Any:
         """A message's field as the template gets it: without the images themselves, whose handles are no text."""
-        if field == "content" and isinstance(value, str) and self._takes_parts_only:
+        if field != "content":
+            return self._protect_all(value)
+        if isinstance(value, str) and self._takes_parts_only:
             return [text_part(self.protect(value))]
-        if field == "content" and isinstance(value, list):
+        if isinstance(value, Sequence) and not isinstance(value, str):
             return [IMAGE_PART if is_image_part(part) else self._protect_all(part) for part in value]
         return self._protect_all(value)
 
