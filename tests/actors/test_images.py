@@ -1,5 +1,6 @@
 """Images in requests: right answers, payloads that are moved and given back once, and every way in which one can fail."""
 
+import base64
 import gc
 import struct
 import weakref
@@ -128,7 +129,7 @@ async def test_files_bytes_and_data_urls(autojump_clock, tmp_path):
         for media in (data, bytearray(data), memoryview(data), path, str(path)):
             async with engine.open_session() as session:
                 answers.append((await ask(session, "What?", media=[media]))[1].token_ids)
-        url = "data:image/png;base64," + __import__("base64").b64encode(data).decode()
+        url = "data:image/png;base64," + base64.b64encode(data).decode()
         content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
         answers.append((await engine.generate([{"role": "user", "content": content}], EIGHT)).token_ids)
         assert len(set(answers)) == 1
@@ -153,7 +154,7 @@ async def test_a_turn_that_is_taken_back_gives_its_image_back(autojump_clock):
 @pytest.mark.parametrize(
     ("media", "code", "why"),
     [
-        ([b"GIF89"], "image_parse_error", "media|truncated"),
+        ([b"GIF89a"], "image_parse_error", r"messages\[0\].content\[0\]: the GIF image is truncated"),
         ([b"what"], "invalid_image_format", "not a PNG, JPEG, WebP or GIF image"),
         ([""], "invalid_value", "cannot read"),
         (["/nowhere/picture.png"], "invalid_value", "No such file"),
@@ -192,7 +193,9 @@ async def test_one_bad_image_fails_its_own_request(autojump_clock):
     async with engine_for_images() as (engine, simulation):
         async with engine.open_session() as good, engine.open_session() as bad:
             async with good.generate("What?", LONG, media=[PICTURE]) as generation:
-                with pytest.raises(RequestRejected, match=r"messages\[0\].content\[1\]: the toy model cannot") as caught:
+                with pytest.raises(
+                    RequestRejected, match=r"messages\[0\].content\[1\]: the toy model cannot"
+                ) as caught:
                     await ask(bad, "What?", media=[OTHER, UNREADABLE])
                 assert caught.value.code == "invalid_image"
                 assert (await generation.result()).token_ids == reference(generation, PICTURE)
@@ -213,14 +216,13 @@ async def test_what_is_larger_than_the_budget_is_refused_at_once(autojump_clock)
 
 async def test_a_request_waits_for_room(autojump_clock):
     async with engine_for_images(payload_memory=SIZE, behaviour=Behaviour(decode_time=0.5)) as (engine, simulation):
-        async with engine.open_session() as first, engine.open_session() as second, trio.open_nursery() as nursery:
-            nursery.start_soon(ask, first, "What?", LONG, partial(dict))if False else None
+        async with engine.open_session() as first, engine.open_session() as second:
             async with first.generate("What?", LONG, media=[PICTURE]):
                 assert engine.statistics().payload_bytes_inflight == SIZE
                 with pytest.raises(EngineOverloaded, match="have to wait") as caught:
                     await ask(second, "And?", media=[OTHER], wait=False)
                 assert caught.value.code == "payloads"
-                with pytest.raises(TimedOut, match="timed out after 0.01 s while waiting: images of 324 bytes"):
+                with pytest.raises(TimedOut, match="timed out after 0.01 s"):
                     await ask(second, "And?", media=[OTHER], timeout=0.01)
                 generation, completion = await ask(second, "And?", media=[OTHER])
                 assert completion.token_ids == reference(generation, OTHER)
@@ -364,7 +366,7 @@ async def test_an_engine_that_closes_gives_everything_back(autojump_clock):
     assert engine.statistics().payload_bytes_kept == 0
 
 
-class Buffer(bytes):
+class Buffer(bytearray):
     """Bytes that can be referred to weakly."""
 
 

@@ -236,7 +236,7 @@ def test_images_are_work():
 STRINGS = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
 NO_IMAGES = {
     "the model takes no images": chat_tokenizer(SMOLVLM, None),
-    "the model's chat template takes no images": chat_tokenizer(STRINGS),
+    "the chat template of the model takes no images": chat_tokenizer(STRINGS),
 }
 PART = {"type": "image_url", "image_url": {"url": "data:"}}
 

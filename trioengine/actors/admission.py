@@ -98,6 +98,7 @@ class Admission:
         del media
         if sources:
             prompt = put_images(prompt, await self._images.admit(sources))
+            conversation.check_length(least_prompt(prompt) if drops else prompt, limit)
         most = prompt_limit(limit, generation.params.max_tokens) if drops else None
         ratio = self._session.retention_ratio
         if prompt_length(prompt) + conversation.size > self._engine.ports.thread_threshold:

@@ -101,7 +101,9 @@ class Engine(EngineState):
     async def _find_model(self) -> Path:
         path = await self.ports.find_model(self.config.model, self._on_progress)
         self._model = model = await self.ports.run_in_thread(self.ports.read_model, path)
-        self._tokenizer = ChatTokenizer(model.tokenizer, model.chat_template, model.images)
+        self._tokenizer = ChatTokenizer(
+            model.tokenizer, model.chat_template, model.images, f"model {self.config.model!r}"
+        )
         return path
 
     async def _supervise(self) -> None:

@@ -126,11 +126,8 @@ class EngineState:
         Raises RequestRejected for what cannot be an image, and where the model takes none.
         """
         prompt, sources = take_images(prompt, media, max_bytes=self.config.payload_memory, where=where)
-        if sources and self.model.images is None:
-            where = sources[0].where
-            raise RequestRejected(
-                "images_not_supported", f"{where}: model {self.config.model!r} takes no images", param=where
-            )
+        if sources and (refusal := self.tokenizer.image_refusal):
+            raise RequestRejected("images_not_supported", f"{sources[0].where}: {refusal}", param=sources[0].where)
         return prompt, sources
 
     # ---- sessions -------------------------------------------------------------------------------------------------

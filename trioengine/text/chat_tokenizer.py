@@ -28,18 +28,23 @@ _PROTECTED = re.compile(f"{_ESCAPE}(.)|[\U00100000-\U0010fffc]", re.DOTALL)
 class ChatTokenizer:
     """What an engine's user gets as `engine.tokenizer`. Safe for threads.
 
-    `images` is None for a model that takes none; `image_refusal` says why images are refused, "" if they are not.
+    `images` is None for a model that takes none. `image_refusal` is the reason why images are refused, which names the
+    `model`; empty if they are not.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None, images: ImageProcessing | None = None
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        images: ImageProcessing | None = None,
+        model: str = "the model",
     ) -> None:
         if images is not None and tokenizer.special_tokens.get(images.image_token) != images.image_token_id:
             shown = f"{images.image_token!r:.60} ({images.image_token_id})"
             raise ModelError(f"the image token {shown} is not among the tokenizer's special tokens")
         self.tokenizer = tokenizer
         self.images = images
-        self.image_refusal = _image_refusal(template, images)
+        self.image_refusal = _image_refusal(template, images, model)
         self._template = template
         self._takes_parts_only = template is not None and takes_parts_only(template)
         self._specials = sorted(tokenizer.special_tokens, key=len, reverse=True)
@@ -123,9 +128,9 @@ class ChatTokenizer:
         return self._specials[index] if index < len(self._specials) else placeholder
 
 
-def _image_refusal(template: ChatTemplate | None, images: ImageProcessing | None) -> str:
+def _image_refusal(template: ChatTemplate | None, images: ImageProcessing | None, model: str) -> str:
     if images is None:
-        return "the model takes no images"
+        return f"{model} takes no images"
     if template is not None and not prints_images(template, images.image_token):
-        return "the model's chat template takes no images"
+        return f"the chat template of {model} takes no images"
     return ""
