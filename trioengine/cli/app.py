@@ -279,6 +279,7 @@ def bench_payload(
     slow: Annotated[float, typer.Option(min=0, max=1, help="Share of readers that take 0.5 s for each piece.")] = 0.0,
     leave: Annotated[float, typer.Option(min=0, max=1, help="Share of readers that leave on the way.")] = 0.0,
     kill: Annotated[bool, typer.Option("--kill", help="Kill the worker in every second wave.")] = False,
+    text_streams: Annotated[int, typer.Option(min=0, help="Streams without images beside the waves.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="An .svg or .png file for the memory over time.")] = None,
     json: Json = False,
     **fields: object,
@@ -291,7 +292,8 @@ def bench_payload(
     from trioengine.cli.bench.payload import bench_payload as run_bench
 
     config = build(EngineConfig, fields, model=model)
-    run_bench(config, PayloadWork(requests, waves, image_bytes, output_len, slow, leave, kill), plot=plot, as_json=json)
+    work = PayloadWork(requests, waves, image_bytes, output_len, slow, leave, kill, text_streams)
+    run_bench(config, work, plot=plot, as_json=json)
 
 
 @bench_command("serve")

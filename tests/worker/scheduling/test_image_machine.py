@@ -271,7 +271,9 @@ class ImageMachine(RuleBasedStateMachine):
         self.on_their_way[self.last_payload] = image.data
         digest = blake2b(image.data, digest_size=16, key=cache_salt.encode()).digest()
         info = ImageInfo(ImageFormat.PNG, TOY_TILE_EDGE * IMAGES[image.data], TOY_TILE_EDGE)
-        return ImageInput(self.last_payload, f"image {image.data!r}", digest, info, len(image.data), token_ids(image.tiles))
+        return ImageInput(
+            self.last_payload, f"image {image.data!r}", digest, info, len(image.data), token_ids(image.tiles)
+        )
 
     def arrive(self, payload: int) -> list[FromWorker]:
         source = self.sources[payload] = SimulatedPayload(self.on_their_way.pop(payload))
