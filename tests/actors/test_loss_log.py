@@ -106,8 +106,8 @@ async def test_requests_at_the_last_attempt_fail(autojump_clock, losses):
                 await generation.result()
             await trio.sleep_forever()
     assert [(record.requests_resumed, record.requests_failed) for record in losses()] == [(1, 0), (1, 0), (0, 1)]
-    assert losses()[-1].getMessage().endswith(
-        "; requests that go on: 0, that fail: 1; giving up after 3 deaths in a row"
+    assert (
+        losses()[-1].getMessage().endswith("; requests that go on: 0, that fail: 1; giving up after 3 deaths in a row")
     )
 
 

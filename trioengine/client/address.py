@@ -43,6 +43,7 @@ class Address:
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
+            (host or "").encode("idna")  # raises UnicodeError for a name that cannot be looked up, such as "a..b"
         except (ValueError, AttributeError):
             raise _no_address(url) from None
         if parts.scheme not in _PORTS or not host or parts.username is not None or parts.fragment:
