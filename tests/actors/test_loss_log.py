@@ -1,4 +1,4 @@
-"""The log of a lost worker: which process, what becomes of its requests, and the next worker."""
+"""The log of a lost worker: its process, its requests, and the next step."""
 
 import json
 import logging

@@ -80,8 +80,8 @@ def merged_params(params: SamplingParams | None, options: Mapping[str, Any]) -> 
 def merged_config(config: EngineConfig | str | None, options: Mapping[str, Any]) -> EngineConfig:
     """`config`, which may be a model's name or path; or the defaults with these fields in place of their own.
 
-    Raises UnknownArgument for an unknown field, TypeError for fields beside a whole configuration, and InvalidConfig for
-    a bad value.
+    Raises UnknownArgument for an unknown field, TypeError for fields beside a whole configuration, and InvalidConfig
+    for a bad value.
     """
     check_names("open_engine", options, _names(EngineConfig), _ENGINE_KEYWORDS)
     if isinstance(config, EngineConfig):
