@@ -123,7 +123,9 @@ class Exchange:
             generation.problem = error_of(problem)
             if generation.stage is Stage.ASKED:  # it is not even begun
                 self._refused(generation, generation.spoiled or generation.problem)
-        elif event_id in {f"create_{id}" for id in generation.item_ids} and generation.outcome is None:
+        elif generation.outcome is not None or generation.spoiled is not None:
+            return  # it is over, or another message was refused before
+        elif event_id in {f"create_{id}" for id in generation.item_ids}:
             generation.spoiled = error_of(problem)
             self._cancel(generation)
 
