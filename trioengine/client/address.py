@@ -46,7 +46,7 @@ class Address:
             (host or "").encode("idna")  # raises UnicodeError for a name that cannot be looked up, such as "a..b"
         except (ValueError, AttributeError):
             raise _no_address(url) from None
-        if parts.scheme not in _PORTS or not host or parts.username is not None or parts.fragment:
+        if not url.isascii() or parts.scheme not in _PORTS or not host or parts.username is not None or parts.fragment:
             raise _no_address(url)
         query = parse_qsl(parts.query, keep_blank_values=True)
         if model is not None:
