@@ -42,11 +42,12 @@ class Address:
         """From ws(s):// or http(s)://; without a path, or with /v1, it is Realtime's. Raises InvalidConfig."""
         try:
             parts = urlsplit(url)
+            url.encode("ascii")
             host, port = parts.hostname, parts.port
             (host or "").encode("idna")  # raises UnicodeError for a name that cannot be looked up, such as "a..b"
         except (ValueError, AttributeError):
             raise _no_address(url) from None
-        if not url.isascii() or parts.scheme not in _PORTS or not host or parts.username is not None or parts.fragment:
+        if parts.scheme not in _PORTS or not host or parts.username is not None or parts.fragment:
             raise _no_address(url)
         query = parse_qsl(parts.query, keep_blank_values=True)
         if model is not None:
