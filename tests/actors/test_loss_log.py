@@ -1,4 +1,4 @@
-"""The log of a lost worker: which process, what becomes of its requests, and the next worker."""
+"""The log of a lost worker: its process, its requests, and the next step."""
 
 import json
 import logging
@@ -90,6 +90,25 @@ async def test_the_last_attempt(autojump_clock, losses):
         (1002, "giving up after 3 deaths in a row"),
     ]
     assert losses()[1].getMessage().startswith("told not to start; requests")
+
+
+async def test_requests_at_the_last_attempt_fail(autojump_clock, losses):
+    """No worker will come for those that would go on."""
+    with pytest.raises(WorkerLost, match="died 3 times"):
+        async with simulated_engine(BOUNDED) as (engine, simulation), AsyncExitStack() as stack:
+            session = await stack.enter_async_context(engine.open_session())
+            generation = await stack.enter_async_context(session.generate("one", LONG))
+            await anext(generation)
+            simulation.failing_starts = 2
+            simulation.worker.kill()
+            await generation.settled.wait()
+            with pytest.raises(WorkerLost):
+                await generation.result()
+            await trio.sleep_forever()
+    assert [(record.requests_resumed, record.requests_failed) for record in losses()] == [(1, 0), (1, 0), (0, 1)]
+    assert (
+        losses()[-1].getMessage().endswith("; requests that go on: 0, that fail: 1; giving up after 3 deaths in a row")
+    )
 
 
 async def test_a_worker_that_is_lost_asleep(autojump_clock, losses):

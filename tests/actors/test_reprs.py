@@ -1,4 +1,4 @@
-"""The reprs of the public classes: what it is, its name, and how far it is, in one short line."""
+"""The reprs of the public classes: the kind, the name and the progress, in one short line."""
 
 import pytest
 import trio

@@ -83,7 +83,9 @@ async def test_realtime_on_our_server(autojump_clock):
 
 async def test_a_model_that_our_server_has_not(autojump_clock):
     async with our_server() as (_, address, _):
-        with pytest.raises(EngineError, match="handshake failed: HTTP 404: there is no model 'gpt', this is 'toy'"):
+        with pytest.raises(
+            EngineError, match="handshake failed: HTTP 404: model 'gpt' not found; this server serves 'toy'"
+        ):
             await measure(BenchConfig(backend="realtime", model="gpt"), address, PROMPTS)
 
 

@@ -146,6 +146,7 @@ def test_a_variable_for_other_commands_is_not(capsys, monkeypatch):
             "cannot connect to http://127.0.0.1:1: connection refused; is 'trioengine serve' running there?\n",
         ),
         ("somewhere", 2, "error: --connect must be an address like http://localhost:8000 or ws://"),
+        ("http://a..b:1", 2, "error: --connect must be an address like http://localhost:8000 or ws://"),
     ],
 )
 def test_no_server(capsys, url, exit_code, said):

@@ -95,6 +95,13 @@ def test_without_it_there_is_text(tmp_path):
         assert process.stderr.read().startswith("trioengine: error: --port must be")
 
 
+def test_a_file_whose_name_is_too_long_is_refused_as_text():
+    with serve("--config", "x" * 5000, environment={"TRIOENGINE_LOG_JSON": ""}) as process:
+        lines = process.stderr.readlines()
+    assert (process.returncode, len(lines)) == (2, 1)
+    assert lines[0].startswith("trioengine: error: config file x") and lines[0].endswith(": File name too long\n")
+
+
 def test_a_bug_has_its_traceback(capsys):
     stderr = Stderr(as_json=True)
     try:

@@ -5,7 +5,7 @@ from typing import get_type_hints
 
 import pytest
 
-from trioengine import EngineConfig, InvalidConfig, RequestRejected, SamplingParams
+from trioengine import EngineConfig, InvalidConfig, RequestRejected, SamplingParams, UnknownArgument
 from trioengine.core.options import EngineOptions, SamplingOptions, merged_config, merged_params
 
 
@@ -41,6 +41,14 @@ def test_an_unknown_sampling_parameter_names_the_nearest(name, nearest):
 def test_an_unknown_field_that_is_like_no_other():
     with pytest.raises(TypeError, match=r"^generate\(\) has no argument 'xyzzy'$"):
         merged_params(None, {"xyzzy": 1})
+
+
+def test_a_keyword_of_another_call_is_unknown():
+    """`session.generate` has `keep_partial`, and gives on what is left to the sampling parameters."""
+    with pytest.raises(UnknownArgument, match=r"^generate\(\) has no argument 'keep_partial'$"):
+        merged_params(None, {"keep_partial": True})
+    with pytest.raises(UnknownArgument, match=r"^open_engine\(\) has no argument 'ports'$"):
+        merged_config("toy", {"ports": None})
 
 
 def test_a_configuration_is_made_of_a_model_and_fields():

@@ -314,7 +314,22 @@ def test_addresses(url, model, expected):
     assert (address.host, address.port, address.is_secure, address.authority, address.target) == expected
 
 
-@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://h", "ws://", "ws://h:x", "ws://u@h", "ws://h/#a", None])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "localhost:8000",
+        "ftp://h",
+        "ws://",
+        "ws://h:x",
+        "ws://u@h",
+        "ws://h/#a",
+        "ws://a..b",
+        "http://☃.invalid",
+        "http://h/ö",
+        None,
+    ],
+)
 async def test_what_is_no_address(url):
     with pytest.raises(InvalidConfig, match=r"^url must be"):
         async with connect(url):

@@ -1,12 +1,14 @@
 """trioengine.connect: what is refused, by whom and how, and that the session goes on."""
 
 import pytest
+from clients import open_clients
 from params import GREEDY, LONG
 from realtime_texts import assistant, reference, user
 
 from trioengine import (
     RequestRejected,
     SamplingParams,
+    connect,
 )
 
 BAD_PROMPTS = [
@@ -48,6 +50,25 @@ async def test_a_prompt_that_is_refused_in_the_middle_is_taken_back(autojump_clo
         assert session.history == []
         async with session.generate("hello", GREEDY) as generation:
             assert (await generation.result()).text == reference(clients, [user("hello")])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code"),
+    [
+        ([user("\ud800"), user("x" * 4000)], "invalid_value"),
+        ([user("x" * 4000), user("\ud800")], "conversation_too_large"),
+    ],
+)
+async def test_of_several_refused_messages_the_first_is_named(autojump_clock, prompt, code):
+    async with (
+        open_clients(max_conversation_size=3000) as clients,
+        connect("ws://localhost", dial=clients.dial) as client,
+        client.open_session() as session,
+    ):
+        with pytest.raises(RequestRejected) as refused:
+            await session.ask(prompt, GREEDY)
+        assert refused.value.code == code
+        assert (await session.ask("hello", GREEDY)).text == reference(clients, [user("hello")])
 
 
 @pytest.mark.parametrize("prompt", [None, 5, b"x", {}], ids=repr)

@@ -272,15 +272,22 @@ class Supervisor:
     def _log_loss(self, error: EngineError, settlement: Settlement, pid: int | None) -> None:
         """`pid` is None of a worker that could not be started."""
         process = "" if pid is None else f" (pid {pid})"
+        if self._gives_up:  # no worker will come for those that would go on
+            settlement = settlement._replace(num_resumed=0, num_failed=settlement.num_failed + settlement.num_resumed)
         counts = settlement.num_resumed, settlement.num_failed
         fields = dict(zip(LOSS_FIELDS, (pid, *counts, self._deaths, self._config.max_restarts), strict=True))
         line = "%s%s; requests that go on: %d, that fail: %d; %s"
         logger.warning(line, error, process, *counts, self._next_step(settlement), extra=fields)
 
+    @property
+    def _gives_up(self) -> bool:
+        """Whether too many workers have died in a row for another one to be started."""
+        return self._engine.needs.is_wanted and self._deaths >= self._config.max_restarts
+
     def _next_step(self, settlement: Settlement) -> str:
         if not self._engine.needs.is_wanted:
             return "the next worker starts when it is needed"
-        if self._deaths >= self._config.max_restarts:
+        if self._gives_up:
             return f"giving up after {self._deaths} deaths in a row"
         if not settlement.counts_against_worker:
             return "starting the next worker"

@@ -218,9 +218,9 @@ def pull(model: Model = DEFAULT_MODEL) -> None:
 @command()
 @with_options()
 def doctor(json: Json = False) -> int:
-    """Check what this machine has for serving a model.
+    """Check whether this machine can serve a model.
 
-    Prints what it lacks, too; exit code 1 if it cannot work.
+    Prints its hardware and software, and the problems; exit code 1 if it cannot work.
     """
     from trioengine.cli.doctor.examination import examine, looks
 

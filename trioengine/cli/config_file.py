@@ -53,7 +53,7 @@ def read(path: Path, kinds: Mapping[str, Any]) -> ConfigFile:
 
 def is_true(path: Path, name: str) -> bool:
     """Whether a file turns an option on, even if the rest of it will be refused. A pipe is not read."""
-    with suppress(InvalidConfig):
+    with suppress(InvalidConfig, OSError):
         return path.is_file() and any(
             value is True for key, value in _load(path).items() if key.replace("-", "_") == name
         )

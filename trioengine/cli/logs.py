@@ -42,7 +42,7 @@ def log_what_python_prints() -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """A line, and in brackets what it is about; the lines of a traceback after it. All of it is printable."""
+    """A line with its context in brackets; the lines of a traceback after it. All of it is printable."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -42,7 +42,9 @@ class Address:
         """From ws(s):// or http(s)://; without a path, or with /v1, it is Realtime's. Raises InvalidConfig."""
         try:
             parts = urlsplit(url)
+            url.encode("ascii")
             host, port = parts.hostname, parts.port
+            (host or "").encode("idna")  # raises UnicodeError for a name that cannot be looked up, such as "a..b"
         except (ValueError, AttributeError):
             raise _no_address(url) from None
         if parts.scheme not in _PORTS or not host or parts.username is not None or parts.fragment:

@@ -1,6 +1,6 @@
-"""The request that a session has at its server: what is asked for it, and what the server answers.
+"""The request that a session has at its server: the session's calls, and the server's events.
 
-All changes are synchronous methods, which the session and the connection call; what they have to say is put into the
+All changes are synchronous methods, which the session and the connection call; events for the server are put into the
 posts. Only `ask` waits.
 """
 
@@ -32,7 +32,7 @@ class Exchange:
         self._conversation = conversation
         self._ids = itertools.count(1)  # of events
 
-    # ---- what the session says ------------------------------------------------------------------------------------
+    # ---- the session's calls --------------------------------------------------------------------------------------
 
     def begin(self, generation: Generation, messages: list[Message], events: dict[str, str]) -> None:
         """Make this the request, and post the items of its prompt, which were prepared."""
@@ -41,7 +41,7 @@ class Exchange:
         self._conversation.create(events)
 
     async def ask(self, generation: Generation, fields: dict[str, Any], events: dict[str, str]) -> None:
-        """Until the engine takes the request, or never will."""
+        """Post the request, and wait until the engine takes it, refuses it, or it is aborted."""
         while True:
             generation.ask_id, generation.response_id = f"ask_{next(self._ids)}", None
             generation.problem = generation.refusal = generation.spoiled = None
@@ -77,14 +77,14 @@ class Exchange:
             self._cancel(generation)
 
     def end(self, outcome: Outcome) -> None:
-        """No more is said: the request ends so, or as aborted if it was to be."""
+        """End the request with this outcome, or as aborted if it was aborted before."""
         if self.generation is not None:
             cause = self.generation.abort_cause
             self._conclude(self.generation, outcome if cause is None else Outcome(FinishReason.ABORT, cause))
             self._settle(self.generation)
 
     def _cancel(self, generation: Generation) -> None:
-        """Nothing more is wanted of it: tell the server, if it has heard of it."""
+        """Cancel the request at the server, or end it here if it was not posted."""
         if generation.stage is Stage.NONE:
             self._conclude(generation, Outcome(FinishReason.ABORT, generation.abort_cause or Cause.CLIENT))
             self._settle(generation)
@@ -92,7 +92,7 @@ class Exchange:
             generation.cancel_sent = True
             self._posts.put(rendered("response.cancel", f"cancel_{next(self._ids)}", {}))
 
-    # ---- what the server says -------------------------------------------------------------------------------------
+    # ---- the server's events --------------------------------------------------------------------------------------
 
     def hear(self, event: dict[str, Any]) -> None:
         """Take an event of the server."""
@@ -123,7 +123,9 @@ class Exchange:
             generation.problem = error_of(problem)
             if generation.stage is Stage.ASKED:  # it is not even begun
                 self._refused(generation, generation.spoiled or generation.problem)
-        elif event_id in {f"create_{id}" for id in generation.item_ids} and generation.outcome is None:
+        elif generation.outcome is not None or generation.spoiled is not None:
+            return  # it is over, or another message was refused before
+        elif event_id in {f"create_{id}" for id in generation.item_ids}:
             generation.spoiled = error_of(problem)
             self._cancel(generation)
 

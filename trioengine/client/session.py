@@ -1,4 +1,4 @@
-"""A session over a connection: the handle, and the way in of its requests. What it says to the server is in `exchange`.
+"""A session over a connection: the handle, and the way in of its requests. Its events and the server's: `exchange`.
 
 All changes are synchronous methods, which the handle and the connection call. Nothing is awaited in a dying scope.
 """
@@ -179,7 +179,7 @@ class Session:
         self._connection.close()
 
     def _wake_waiting(self) -> None:
-        """It is over: those who wait here raise the reason."""
+        """It is over: the calls that wait here raise the reason."""
         self._opening.cancel()
         for generation in self._waiting:
             generation.entering.cancel()
@@ -272,7 +272,7 @@ class Session:
         """The reader goes: without an outcome, the turn is taken back (or kept in part) at once."""
         self._exchange.leave(generation)
 
-    # ---- what the connection says ---------------------------------------------------------------------------------
+    # ---- the connection's calls -----------------------------------------------------------------------------------
 
     def _told(self, event: dict[str, Any]) -> None:
         self._exchange.hear(event)

@@ -66,11 +66,15 @@ def check_callback(field: str, callback: object) -> None:
         raise InvalidConfig.of(field, f"must be a function, got {brief(callback)}")
 
 
-def check_names(function: str, given: Iterable[str], known: Sequence[str]) -> None:
-    """Raise UnknownArgument for the first name that is not known, with the nearest that is."""
+def check_names(function: str, given: Iterable[str], known: Sequence[str], others: Sequence[str] = ()) -> None:
+    """Raise UnknownArgument for the first name that is not known, with the nearest that is.
+
+    `others` are suggested as well: the function takes them, or another one of its name does.
+    """
     for name in given:
         if name not in known:
-            raise UnknownArgument(f"{function}() has no argument {name!r}{did_you_mean(name, known)}")
+            suggested = [other for other in (*known, *others) if other != name]
+            raise UnknownArgument(f"{function}() has no argument {name!r}{did_you_mean(name, suggested)}")
 
 
 def names_checked(function: Callable[P, R]) -> Callable[P, R]:

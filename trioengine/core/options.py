@@ -71,20 +71,21 @@ _ENGINE_KEYWORDS = ("ports", "on_progress", "on_load")  # of `open_engine`, besi
 def merged_params(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
     """`params`, or the defaults, with these fields in place of its own.
 
-    Raises TypeError for an unknown field, and RequestRejected for a bad value.
+    Raises UnknownArgument for an unknown field, and RequestRejected for a bad value.
     """
     if not (params is None or isinstance(params, SamplingParams)):
         raise rejected("params", f"must be SamplingParams, got {type(params).__name__}")
-    check_names("generate", options, _names(SamplingParams, _REQUEST_KEYWORDS))
+    check_names("generate", options, _names(SamplingParams), _REQUEST_KEYWORDS)
     return dataclasses.replace(SamplingParams() if params is None else params, **options)
 
 
 def merged_config(config: EngineConfig | str | None, options: Mapping[str, Any]) -> EngineConfig:
     """`config`, which may be a model's name or path; or the defaults with these fields in place of their own.
 
-    Raises TypeError for an unknown field, and for fields beside a whole configuration; InvalidConfig for a bad value.
+    Raises UnknownArgument for an unknown field, TypeError for fields beside a whole configuration, and InvalidConfig
+    for a bad value.
     """
-    check_names("open_engine", options, _names(EngineConfig, _ENGINE_KEYWORDS))
+    check_names("open_engine", options, _names(EngineConfig), _ENGINE_KEYWORDS)
     if isinstance(config, EngineConfig):
         if options:
             raise TypeError(f"give either an EngineConfig or its fields ({', '.join(options)}), not both")
@@ -96,5 +97,5 @@ def merged_config(config: EngineConfig | str | None, options: Mapping[str, Any])
     return EngineConfig(model=config, **options)
 
 
-def _names(cls: type[SamplingParams] | type[EngineConfig], others: tuple[str, ...]) -> list[str]:
-    return [*(field.name for field in dataclasses.fields(cls)), *others]
+def _names(cls: type[SamplingParams] | type[EngineConfig]) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls)]

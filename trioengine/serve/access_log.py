@@ -67,7 +67,7 @@ def _log(request: Request, status: int | None, problem: Problem | None, seconds:
 
 
 def _error_of(problem: Problem | None) -> tuple[str, ...]:
-    """The values of ERROR_FIELDS, in which no value of the request is quoted."""
+    """The values of ERROR_FIELDS, without the value that the message quotes; names of models and fields stay."""
     if problem is None:
         return ()
     return problem.type, problem.code, excerpt(_QUOTED.sub("", problem.message), _MAX_MESSAGE)

@@ -142,7 +142,7 @@ class Server:
             if name != "model":
                 raise unknown("parameter", name, ("model",))
             if value != self.model_name:
-                message = f"there is no model {value[:80]!r}, this is {self.model_name!r}"
+                message = f"model {value[:80]!r} not found; this server serves {self.model_name!r}"
                 raise ClientError("model_not_found", message, param="model")
 
 

@@ -79,7 +79,7 @@ def check_model(value: object, model: str) -> None:
     if value is None:
         return
     if text_of(value, "model") != model:
-        message = f"there is no model {value!r:.120}, this is {model!r}"
+        message = f"model {value!r:.120} not found; this server serves {model!r}"
         raise ClientError("model_not_found", message, param="model")
 
 

@@ -43,9 +43,8 @@ class Settings:
 
     def for_response(self, fields: Mapping[str, Any]) -> Settings:
         """These with the fields of a response.create. Raises ClientError."""
-        return self._with(
-            fields, _FIXED, ("metadata", "conversation", "input"), "response"
-        )  # these two are read already
+        more = ("metadata", "conversation", "input")  # the latter two are read already
+        return self._with(fields, _FIXED, more, "response")
 
     def params(self, where: str) -> SamplingParams:
         """The engine's parameters. Raises ClientError."""

@@ -1,4 +1,4 @@
-"""The setting `truncation`: what a response leaves out of a conversation that outgrows the context."""
+"""The setting `truncation`: how the prompt of a conversation that outgrows the context is cut."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def check_answer(
 
 
 class Answer:
-    """What the model says."""
+    """The model's answer."""
 
     def __init__(self, token_ids: tuple[int, ...], text: str, finish_reason: FinishReason) -> None:
         self.token_ids, self.text, self.finish_reason = token_ids, text, finish_reason

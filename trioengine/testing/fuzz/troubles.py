@@ -1,4 +1,4 @@
-"""What was done to the engine in a program, by which errors and aborts are excused."""
+"""The harm that a program does to the engine, by which errors and aborts are excused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trioengine.testing.toy_model import TOY_PATH
 
 @dataclass
 class Troubles:
-    """What was done to the engine, by which errors and aborts are excused."""
+    """The harm that was done until now."""
 
     workers: bool = False  # one was harmed, or could not be started
     closing: bool = False  # nothing more is admitted
@@ -26,7 +26,7 @@ class Troubles:
     paths: list[str] = field(default_factory=lambda: ["", TOY_PATH])  # of the weights, by their version
 
     def excuse(self, code: str) -> bool:
-        """Whether a client of a server may be told this."""
+        """Whether a client of a server may get this code."""
         match code:
             case "overloaded":
                 return True
