@@ -199,7 +199,7 @@ def test_the_same_image_is_decoded_and_encoded_once() -> None:
     bench.add(2, [3, b"cat"])
     assert bench.consumed == [2, 3]  # the first one is all that is needed
     bench.run()
-    assert sum((encoded for _, encoded in bench.runner.steps), []) == [0]
+    assert [number for _, encoded in bench.runner.steps for number in encoded] == [0]
     assert sorted(bench.consumed) == [1, 2, 3]
     assert bench.ends == {1: FinishReason.LENGTH, 2: FinishReason.LENGTH}
 
@@ -523,6 +523,23 @@ def test_a_preempted_sequence_decodes_what_the_prefix_cache_has_lost() -> None:
     assert bench.consumed == [1, 2]
     assert [encoded for _, encoded in bench.runner.steps if encoded] == [[0], [0]]
     assert bench.ends.keys() == {1, 2, 3}
+
+
+def test_a_sequence_that_is_preempted_before_its_image_keeps_the_pixels() -> None:
+    """Or it would leave the line again, be overtaken, and be preempted again."""
+    bench = ImageBench(kv_blocks_total=5, chunked_prefill_size=1, enable_prefix_caching=False)
+    bench.add(1, [1], max_tokens=19)
+    bench.step()
+    bench.add(2, [*[2] * 8, b"cat"], max_tokens=2)
+    bench.step()
+    bench.decode()
+    for _ in range(8):
+        bench.step()
+    assert bench.step_loop.statistics().num_preemptions == 1
+    assert [encoded for _, encoded in bench.runner.steps if encoded] == []
+    bench.run()
+    assert bench.num_decoded == 1
+    assert bench.ends.keys() == {1, 2}
 
 
 def test_a_resumed_request_has_its_images() -> None:
