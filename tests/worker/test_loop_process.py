@@ -6,22 +6,40 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from toy_worker import EngineEnd, request
+from toy_worker import EngineEnd, image_of, memfd, memfds_of, request
 
 from trioengine.core.config import WorkerConfig
-from trioengine.core.messages import AddSession, Configure, Fatal, FatalCode, Loading, Ping, Pong, Shutdown, Tokens
+from trioengine.core.messages import (
+    AddSession,
+    Audit,
+    Audited,
+    Configure,
+    EndSession,
+    Fatal,
+    FatalCode,
+    Loading,
+    PayloadConsumed,
+    Ping,
+    Pong,
+    RequestFailed,
+    SessionEnded,
+    Shutdown,
+    Tokens,
+)
 
 SCRIPT = Path(__file__).with_name("toy_worker.py")
 PARENT = """
 import os, signal, subprocess, sys
 fds = tuple(map(int, sys.argv[2:]))
-command = [sys.executable, sys.argv[1], "--in", str(fds[0]), "--out", str(fds[1]), "--parent", str(os.getpid())]
+command = [sys.executable, sys.argv[1], "--in", str(fds[0]), "--out", str(fds[1]), "--payloads", str(fds[2])]
+command += ["--parent", str(os.getpid())]
 print(subprocess.Popen(command, pass_fds=fds, start_new_session=True).pid, flush=True)
 signal.pause()
 """
@@ -36,12 +54,14 @@ class Process:
 
 
 @contextlib.contextmanager
-def pipes() -> Iterator[tuple[EngineEnd, tuple[int, int]]]:
+def pipes() -> Iterator[tuple[EngineEnd, tuple[int, int, int]]]:
     to_worker, from_worker = os.pipe(), os.pipe()
-    engine = EngineEnd(from_worker[0], to_worker[1])
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    engine = EngineEnd(from_worker[0], to_worker[1], ours)
     try:
-        yield engine, (to_worker[0], from_worker[1])
+        yield engine, (to_worker[0], from_worker[1], theirs.detach())
     finally:
+        ours.close()
         for fd in (engine.fd_in, engine.fd_out):
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -52,7 +72,7 @@ def started(parent: int | None = None, *, new_session: bool = True, closed: str 
     """`closed`: what a shell closes before, as `2>&-`."""
     with pipes() as (engine, fds):
         command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, str(SCRIPT)]
-        command += ["--in", str(fds[0]), "--out", str(fds[1])]
+        command += ["--in", str(fds[0]), "--out", str(fds[1]), "--payloads", str(fds[2])]
         popen = subprocess.Popen(
             [*command, "--parent", str(parent or os.getpid())],
             pass_fds=fds,
@@ -180,3 +200,65 @@ def test_it_does_not_outlive_its_parent_even_when_the_pipes_stay_open() -> None:
             parent.kill()
             await_death(pidfd)
         assert engine.receive() is None
+
+
+def test_an_image_is_decoded_encoded_and_closed() -> None:
+    with started() as process:
+        engine = process.engine
+        engine.configure("seeing")
+        image = image_of(1, b"abc", [1])
+        engine.send_payload(1, memfd(b"abc"))
+        engine.send(AddSession(1), request(1, 1, [5, 0, 0], 1, image))
+        tokens = engine.receive()
+        assert isinstance(tokens, Tokens)
+        assert [row.token_ids.tolist() for row in tokens.rows] == [[sum(b"abc")]]
+        assert engine.receive() == PayloadConsumed(1)
+        engine.send(Audit(1))
+        audited = engine.receive()
+        assert isinstance(audited, Audited)
+        assert audited.payloads == ()
+        assert memfds_of(process.popen.pid) == 0
+
+
+def test_a_bad_image_fails_alone_and_its_descriptor_is_closed() -> None:
+    with started() as process:
+        engine = process.engine
+        engine.configure("seeing")
+        engine.send(AddSession(1), request(1, 1, [5, 0, 0], 1, image_of(1, b"bad", [1])))
+        engine.send_payload(1, memfd(b"bad"))
+        assert engine.receive() == RequestFailed(1, 1, "invalid_image", "messages[0].content[1]: it is bad")
+        assert engine.receive() == PayloadConsumed(1)
+        assert memfds_of(process.popen.pid) == 0
+        engine.send(AddSession(2), request(2, 2, [5], 1))
+        assert isinstance(engine.receive(), Tokens)
+
+
+def test_payloads_of_an_ended_session_are_closed_when_they_come() -> None:
+    with started() as process:
+        engine = process.engine
+        engine.configure("seeing")
+        engine.send(AddSession(1), request(1, 1, [5, 0, 0], 1, image_of(1, b"abc", [1])), EndSession(1))
+        assert isinstance(engine.receive(), SessionEnded)
+        engine.send_payload(1, memfd(b"abc"))
+        assert engine.receive() == PayloadConsumed(1)
+        assert memfds_of(process.popen.pid) == 0
+
+
+@pytest.mark.parametrize("model_path", ["seeing", None], ids=["configured", "before CONFIGURE"])
+def test_what_is_no_payload_is_fatal(model_path: str | None) -> None:
+    with started() as process:
+        if model_path is not None:
+            process.engine.configure(model_path)
+        process.engine.payloads.send(b"nothing")
+        message = process.engine.receive()
+        assert isinstance(message, Fatal)
+        assert message.message == "RemoteProtocolError: a payload came with 7 bytes and 0 descriptors"
+        assert process.popen.wait() == 1
+
+
+def test_a_payload_before_configure_is_fatal() -> None:
+    with started() as process:
+        process.engine.send_payload(1, memfd(b"abc"))
+        message = process.engine.receive()
+        assert isinstance(message, Fatal)
+        assert message.message == "RemoteProtocolError: a payload before CONFIGURE"

@@ -5,20 +5,30 @@ Run as a script it is `python -m trioengine.worker` but for the model; CONFIGURE
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import socket
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable
+from pathlib import Path
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.connection import Connection, Role
 from trioengine.core.errors import ModelError
-from trioengine.core.messages import AddMessage, Configure, FromWorker, Loading, Ready, ToWorker, token_ids
+from trioengine.core.image import ImageFormat, ImageInfo
+from trioengine.core.messages import AddMessage, Configure, FromWorker, ImageInput, Loading, Ready, ToWorker, token_ids
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.worker.decoder import Vision
 from trioengine.worker.loop import OnProgress
+from trioengine.worker.payloads import PAYLOAD_ID, SEALS
 from trioengine.worker.process import run
+from trioengine.worker.scheduling.decode_queue import DecodedImage
+from trioengine.worker.scheduling.limits import TileShape
 from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
+from trioengine.worker.vision.image_error import ImageError
 
 VOCAB_SIZE = 1000
 
@@ -54,9 +64,10 @@ class CountingRunner:
 class EngineEnd:
     """The engine's end of two pipes, with blocking reads."""
 
-    def __init__(self, fd_in: int, fd_out: int) -> None:
+    def __init__(self, fd_in: int, fd_out: int, payloads: socket.socket | None = None) -> None:
         self.fd_in = fd_in
         self.fd_out = fd_out
+        self._payloads = payloads
         self.connection = Connection(Role.ENGINE)
 
     def send(self, *messages: ToWorker) -> None:
@@ -64,6 +75,17 @@ class EngineEnd:
 
     def write(self, data: bytes) -> None:
         os.write(self.fd_out, data)
+
+    @property
+    def payloads(self) -> socket.socket:
+        assert self._payloads is not None
+        return self._payloads
+
+    def send_payload(self, payload: int, fd: int) -> None:
+        """The descriptor is passed on, and closed here."""
+        rights = array("i", [fd])
+        self.payloads.sendmsg([PAYLOAD_ID.pack(payload)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        os.close(fd)
 
     def receive(self) -> FromWorker | None:
         """The next message; None: the worker's end is closed."""
@@ -88,14 +110,62 @@ class EngineEnd:
         os.close(self.fd_out)
 
 
-def request(session: int, number: int, ids: list[int], max_tokens: int = 3) -> AddMessage:
+def request(session: int, number: int, ids: list[int], max_tokens: int = 3, *images: ImageInput) -> AddMessage:
     """The first message of a session."""
-    return AddMessage(session, number, 0, token_ids(ids), SamplingParams(max_tokens=max_tokens, seed=1), ())
+    params = SamplingParams(max_tokens=max_tokens, seed=1)
+    return AddMessage(session, number, 0, token_ids(ids), params, (), images=images)
+
+
+def image_of(payload: int, data: bytes, tiles: list[int]) -> ImageInput:
+    info = ImageInfo(ImageFormat.PNG, 8, 8)
+    return ImageInput(payload, "messages[0].content[1]", data, info, len(data), token_ids(tiles))
+
+
+def memfd(data: bytes) -> int:
+    """Sealed bytes."""
+    fd = os.memfd_create("payload", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(fd, data)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    return fd
+
+
+def memfds_of(pid: int) -> int:
+    """How many descriptors of memfds a process has."""
+    found = 0
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the directory's own
+            found += str(path.readlink()).startswith("/memfd:")
+    return found
+
+
+class SeeingRunner(CountingRunner):
+    """It sees of an image the sum of its bytes, and says that in place of the token that follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision = Vision(TileShape(2, 1, 1), self._decode)
+
+    def execute(self, output: SchedulerOutput) -> list[SampledToken]:
+        for picture, number in output.encode:
+            assert isinstance(picture.tiles, list)
+            picture.features[number] = picture.tiles[number]
+        sampled = super().execute(output)
+        seen = [piece.tile.picture.features[0] for entry in output.scheduled for piece in entry.tile_pieces]
+        return [SampledToken(token.request, sum(seen)) for token in sampled] if seen else sampled  # type: ignore[arg-type]
+
+    @staticmethod
+    def _decode(data: memoryview, info: ImageInfo) -> DecodedImage:
+        if data == b"bad":
+            raise ImageError("it is bad")
+        return DecodedImage([sum(data)], 1)
 
 
 def load(config: WorkerConfig, on_progress: OnProgress) -> CountingRunner:
-    """`model_path`: "bad" raises ModelError, "noisy" prints, "child" starts a process and names it in model_type."""
-    runner = CountingRunner()
+    """`model_path`: "bad" raises ModelError, "noisy" prints, "child" starts a process and names it in model_type.
+
+    "seeing" takes images.
+    """
+    runner = SeeingRunner() if config.model_path == "seeing" else CountingRunner()
     on_progress(1, 2)
     if config.model_path == "bad":
         raise ModelError("no such model")

@@ -69,6 +69,7 @@ class ImageBench:
         self.step_loop = StepLoop(self.runner, self.limits, lambda: 0.0, decoder=self.decoder)
         self.sent: dict[int, SimulatedPayload] = {}
         self.said: list[FromWorker] = []
+        self.num_decoded = 0
         self.prompts: dict[int, tuple[list[int], list[ToyImage], int]] = {}
         self._last_payload = 0
 
@@ -122,6 +123,7 @@ class ImageBench:
     def decode(self) -> list[FromWorker]:
         """Decode the next image, and take it in."""
         self.decoder.decode()
+        self.num_decoded += 1
         replies = self.step_loop.handle(self.decoded.pop())
         self.said += replies
         self.step_loop.check_integrity()

@@ -199,7 +199,7 @@ def test_the_same_image_is_decoded_and_encoded_once() -> None:
     bench.add(2, [3, b"cat"])
     assert bench.consumed == [2, 3]  # the first one is all that is needed
     bench.run()
-    assert sum((encoded for _, encoded in bench.runner.steps), []) == [0]
+    assert [number for _, encoded in bench.runner.steps for number in encoded] == [0]
     assert sorted(bench.consumed) == [1, 2, 3]
     assert bench.ends == {1: FinishReason.LENGTH, 2: FinishReason.LENGTH}
 
@@ -378,6 +378,87 @@ def test_an_image_that_is_being_decoded_is_found_by_the_next_request() -> None:
     assert bench.step() == [(2, 4)]
 
 
+def test_the_next_one_is_decoded_when_the_first_one_ends() -> None:
+    bench = ImageBench()
+    bench.add(1, [1, b"cat"])
+    bench.add(2, [2, b"dog"])
+    bench.step()
+    bench.handle(StopSession(1, 1))
+    assert len(bench.decoder) == 1
+    bench.decode()
+    assert bench.step() == [(2, 4)]
+
+
+def test_a_bad_image_that_is_decoded_for_nobody_fails_nobody() -> None:
+    bench = ImageBench()
+    bench.add(1, [1, BAD])
+    bench.add(2, [2, b"dog"])
+    bench.step()
+    bench.decoder.decode()
+    bench.handle(StopSession(1, 1))
+    assert bench.step_loop.handle(bench.decoded.pop()) == [PayloadConsumed(1)]
+    bench.run()
+    assert bench.ends[2] is FinishReason.LENGTH
+
+
+def test_pixels_stay_for_all_that_are_about_to_compute_them() -> None:
+    """The second request, whose first tile is in the prefix cache, is done with them; the third has just begun."""
+    bench = ImageBench(max_tiles_per_step=1)
+    bench.add(1, [1, (b"cat", 2)])
+    bench.step()
+    bench.decode()
+    assert bench.step() == [(1, 4)]
+    bench.handle(EndSession(1))
+    bench.add(2, [1, (b"cat", 2)])
+    bench.step()
+    bench.decode()
+    bench.add(3, [9, (b"cat", 2)])
+    assert bench.step() == [(2, 3), (3, 1)]
+    bench.run()
+    assert bench.num_decoded == 2
+    assert bench.ends == {2: FinishReason.LENGTH, 3: FinishReason.LENGTH}
+
+
+def test_pixels_go_when_the_prompt_is_computed() -> None:
+    """Of the first tile there are no features: it was in the prefix cache."""
+    bench = ImageBench(max_tiles_per_step=1)
+    bench.add(1, [1, (b"cat", 2)])
+    bench.step()
+    bench.decode()
+    assert bench.step() == [(1, 4)]
+    bench.handle(EndSession(1))
+    bench.add(2, [1, (b"cat", 2)])
+    bench.step()
+    bench.decode()
+    assert bench.step() == [(2, 3)]
+    assert bench.runner.steps[-1] == ([(2, 3)], [1])
+    assert (bench.outstanding, bench.step_loop._scheduler.pictures.decoded_bytes) == ((2,), 0)
+    bench.run()
+    assert bench.ends == {2: FinishReason.LENGTH}
+
+
+def test_a_sequence_that_leaves_the_line_again_keeps_no_pixels_meanwhile() -> None:
+    """The first image is in the prefix cache at first, and is evicted while the sequence waits for blocks."""
+    bench = ImageBench(kv_blocks_total=8, encoder_cache_memory=0)
+    bench.add(1, [2, b"cat"], max_tokens=2)
+    bench.run()
+    bench.add(2, [3] * 8, max_tokens=23)
+    bench.add(3, [2, b"cat", 2, b"dog"], max_tokens=1)
+    for _ in range(16):
+        bench.step()
+    bench.decode()
+    pictures = bench.step_loop._scheduler.pictures
+    assert pictures.decoded_bytes == TOY_TILE.decoded_bytes
+    while 2 not in bench.ends:
+        bench.step()
+    assert bench.step() == []
+    assert (len(bench.decoder), pictures.decoded_bytes) == (2, 2 * TOY_TILE.decoded_bytes)
+    bench.decode()
+    bench.run()
+    assert bench.num_decoded == 4
+    assert bench.ends[3] is FinishReason.LENGTH
+
+
 def test_decoded_tiles_have_room_for_one_request_after_the_other() -> None:
     """The third fits beside the first, but is not begun before the second."""
     bench = ImageBench(max_num_seqs=1, enable_prefix_caching=False)
@@ -421,13 +502,14 @@ def test_a_tile_is_encoded_once_and_computed_in_several_chunks() -> None:
 
 def test_what_comes_behind_a_prompt_that_was_cut_waits() -> None:
     bench = ImageBench(max_tiles_per_step=1)
-    bench.add(1, [1, (b"wide", 2)], max_tokens=1)
+    bench.add(1, [1, (b"wide", 3)], max_tokens=1)
     bench.add(2, [2, 2], max_tokens=1)
     bench.add(3, [3, b"other"], max_tokens=1)
     assert bench.step() == [(2, 2)]
     bench.decode()
     bench.decode()
     assert bench.step() == [(1, 4)]
+    assert bench.step() == [(1, 3)]
     assert bench.step() == [(1, 3), (3, 1)]  # the text before the third one's image; the step's one tile is the first's
     assert bench.step() == [(3, 3)]
     bench.run()
@@ -523,6 +605,23 @@ def test_a_preempted_sequence_decodes_what_the_prefix_cache_has_lost() -> None:
     assert bench.consumed == [1, 2]
     assert [encoded for _, encoded in bench.runner.steps if encoded] == [[0], [0]]
     assert bench.ends.keys() == {1, 2, 3}
+
+
+def test_a_sequence_that_is_preempted_before_its_image_keeps_the_pixels() -> None:
+    """Or it would leave the line again, be overtaken, and be preempted again."""
+    bench = ImageBench(kv_blocks_total=5, chunked_prefill_size=1, enable_prefix_caching=False)
+    bench.add(1, [1], max_tokens=19)
+    bench.step()
+    bench.add(2, [*[2] * 8, b"cat"], max_tokens=2)
+    bench.step()
+    bench.decode()
+    for _ in range(8):
+        bench.step()
+    assert bench.step_loop.statistics().num_preemptions == 1
+    assert [encoded for _, encoded in bench.runner.steps if encoded] == []
+    bench.run()
+    assert bench.num_decoded == 1
+    assert bench.ends.keys() == {1, 2}
 
 
 def test_a_resumed_request_has_its_images() -> None:

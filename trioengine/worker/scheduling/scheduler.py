@@ -284,7 +284,6 @@ class Scheduler:
         while not self.blocks.grow(sequence):
             latest = self._running.pop()
             self.blocks.release(latest)
-            self.pictures.stop_reading(latest)
             latest.status = SequenceStatus.PREEMPTED
             self._join([latest])
             self._num_preemptions += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from trioengine.core.messages import Usage
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.worker.scheduling.pictures import Picture
 from trioengine.worker.scheduling.prefix_cache import root_digest
@@ -67,3 +68,15 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def usage(self, now: float) -> Usage:
+        """What it has taken so far."""
+        started = now if self.started_at is None else self.started_at
+        first_token = now if self.first_token_at is None else self.first_token_at
+        return Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=self.num_output_tokens,
+            cached_tokens=self.num_cached_tokens,
+            queue_time=started - self.arrived_at,
+            prefill_time=first_token - started,
+        )

@@ -39,7 +39,6 @@ from trioengine.core.messages import (
     ToWorker,
     Updated,
     UpdateWeights,
-    Usage,
     Wake,
     Woken,
     WorkerStatistics,
@@ -241,7 +240,7 @@ class StepLoop:
             request=message.request,
             token_ids=token_ids(),
             finish_reason=FinishReason.ABORT,
-            usage=_usage(sequence, self._clock()),
+            usage=sequence.usage(self._clock()),
         )
         return [Tokens((row,), self.statistics())]
 
@@ -320,7 +319,7 @@ class StepLoop:
         sequence, sampled = row.sequence, row.sampled
         usage = None
         if row.finish_reason is not None or sequence.num_output_tokens == 1:
-            usage = _usage(sequence, now)
+            usage = sequence.usage(now)
         if row.finish_reason is not None:
             self._settle(sequence)
         return TokensRow(
@@ -342,15 +341,3 @@ class StepLoop:
         session = self._sessions[sequence.session]
         session.held = token_ids(sequence.token_ids)
         session.sequence = None
-
-
-def _usage(sequence: Sequence, now: float) -> Usage:
-    started = now if sequence.started_at is None else sequence.started_at
-    first_token = now if sequence.first_token_at is None else sequence.first_token_at
-    return Usage(
-        prompt_tokens=sequence.num_prompt_tokens,
-        completion_tokens=sequence.num_output_tokens,
-        cached_tokens=sequence.num_cached_tokens,
-        queue_time=started - sequence.arrived_at,
-        prefill_time=first_token - started,
-    )
