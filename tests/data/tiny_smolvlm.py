@@ -87,8 +87,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
 
-# Changes of each file. The 27 patches of an edge are those of SmolVLM-Instruct, where the buckets of the positions
-# round; the pixels that no patch covers are there, too.
+# Changes of each file. With 25 patches an edge the buckets of transformers' positions move some of them by rounding;
+# and no patch covers the last pixels, as in SmolVLM-Instruct.
 VARIANTS: dict[str, dict[str, dict]] = {
     "split": {},
     "whole": {"preprocessor": {"do_image_splitting": False}},
@@ -98,10 +98,10 @@ VARIANTS: dict[str, dict[str, dict]] = {
         "preprocessor": {"size": {"longest_edge": 64}, "image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4]},
     },
     "buckets": {
-        "config": {"scale_factor": 3},
-        "vision": {"image_size": 55, "patch_size": 2, "num_hidden_layers": 1},
-        "preprocessor": {"max_image_size": {"longest_edge": 55}, "size": {"longest_edge": 55}},
-        "processor": {"image_seq_len": 81},
+        "config": {"scale_factor": 5},
+        "vision": {"image_size": 51, "patch_size": 2, "num_hidden_layers": 1},
+        "preprocessor": {"max_image_size": {"longest_edge": 51}, "size": {"longest_edge": 51}},
+        "processor": {"image_seq_len": 25},
     },
 }
 

@@ -112,7 +112,7 @@ def test_a_tile_is_encoded_alone(tiny_smolvlm, runner):
     assert torch.equal(torch.cat([runner.encode(tile[None]) for tile in tiles]), together)
 
 
-@pytest.mark.parametrize("chunk", [2048, 33, 7])
+@pytest.mark.parametrize("chunk", [2048, 19])
 @pytest.mark.parametrize("name", ["one", "tall", "two", "none"])
 def test_greedy_is_that_of_transformers(tiny_smolvlm, runner, variant, name, chunk):
     case = REFERENCE[variant][name]

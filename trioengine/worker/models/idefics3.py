@@ -140,7 +140,8 @@ def _mlp(layer: VisionLayer, hidden: Tensor) -> Tensor:
 def position_ids(patches_per_edge: int) -> Tensor:
     """The place of each patch in the table of positions: [num_patches].
 
-    Fractions of an edge are put into buckets, as transformers does, where rounding moves some patches by one place.
+    Fractions of an edge are put into buckets, as transformers does, where rounding moves some patches by one place, if
+    an edge has 19, 25, 29 or 31 patches, say.
     """
     edge = patches_per_edge
     boundaries = torch.arange(1 / edge, 1.0, 1 / edge)
