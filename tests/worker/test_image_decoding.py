@@ -1,16 +1,20 @@
 """Encoded images: each mode gives transformers' pixels, and whatever is damaged an ImageError."""
 
 import base64
+import contextlib
 import hashlib
 import io
 import random
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
 from PIL import Image
 from torch_driver import reference
 
 from trioengine.core.image import ImageFormat, ImageInfo
+from trioengine.core.image_header import read_header
 from trioengine.core.image_processing import ImageProcessing
 from trioengine.worker.vision import decoding
 from trioengine.worker.vision.image_error import ImageError
@@ -28,7 +32,10 @@ def case(request):
 
 
 def read(case):
-    return base64.b64decode(case["data"]), ImageInfo(ImageFormat(case["format"]), *case["size"])
+    data = base64.b64decode(case["data"])
+    info = read_header(data)
+    assert (info.format, [info.width, info.height]) == (case["format"], list(case["size"]))
+    return data, info
 
 
 def digest(tiles):
@@ -129,3 +136,35 @@ def test_a_damaged_image(case, count):
     for _ in range(count):
         pixels = decode(damaged(rng, data), info)
         assert pixels is None or len(pixels) == 3 * info.width * info.height
+
+
+SIDEWAYS = b"II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0"  # one entry: a quarter turn
+
+
+@st.composite
+def exif_data(draw):
+    """A quarter turn, cut or with changed bytes; or anything."""
+    data = bytearray(SIDEWAYS[: draw(st.integers(0, len(SIDEWAYS)))])
+    for index, value in draw(
+        st.dictionaries(st.integers(0, len(SIDEWAYS) - 1), st.integers(0, 255), max_size=3)
+    ).items():
+        data[index : index + 1] = bytes([value]) if index < len(data) else b""
+    return draw(st.sampled_from([b"", b"Exif\0\0"])) + draw(
+        st.sampled_from([bytes(data), draw(st.binary(max_size=40))])
+    )
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP"])
+@given(exif=exif_data())
+@example(exif=SIDEWAYS)
+@example(exif=b"Exif\0\0garbage")
+@example(exif=SIDEWAYS[:20])
+@settings(deadline=None)
+def test_whatever_is_in_its_metadata_an_image_is_as_declared(format, exif):
+    """A turned image has the dimensions after the turn. Pillow refuses some damaged metadata of a JPEG."""
+    file = io.BytesIO()
+    Image.new("RGB", (6, 4), (1, 2, 3)).save(file, format, exif=exif)
+    info = read_header(file.getvalue())
+    refusals = ImageError if format == "JPEG" else ()
+    with contextlib.suppress(refusals):
+        assert decoding.decode(file.getvalue(), info).size == (info.width, info.height)

@@ -9,17 +9,19 @@ MAX_ENTRIES = 1 << 10  # of the directory, that are looked at
 _BYTE_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
 _ORIENTATION = 0x0112
 _INTEGERS = {3: "H", 4: "I"}  # by a value's type
-_TURNED = range(5, 9)
+UPRIGHT = 1
+_ORIENTATIONS = range(1, 9)
 
 
-def swaps_sides(exif: bytes | memoryview) -> bool:
-    """Whether the image is shown turned by a quarter, so that its width is its height. Damaged data turns nothing."""
+def orientation_of(exif: bytes | memoryview) -> int:
+    """How the stored pixels are turned to be shown, 1 to 8. Damaged data turns nothing."""
     tiff = exif[len(PREFIX) :] if exif[: len(PREFIX)] == PREFIX else exif
     order = _BYTE_ORDERS.get(bytes(tiff[:4]), "")
     try:
-        return bool(order) and _orientation(tiff, order) in _TURNED
+        orientation = _orientation(tiff, order) if order else UPRIGHT
     except struct.error:
-        return False
+        return UPRIGHT
+    return orientation if orientation in _ORIENTATIONS else UPRIGHT
 
 
 def _orientation(tiff: bytes | memoryview, order: str) -> int:
@@ -30,4 +32,4 @@ def _orientation(tiff: bytes | memoryview, order: str) -> int:
         if tag == _ORIENTATION and kind in _INTEGERS:
             value: int = struct.unpack_from(order + _INTEGERS[kind], tiff, at + 8)[0]
             return value
-    return 1
+    return UPRIGHT

@@ -24,5 +24,6 @@ class ImageInfo:
     """What an image's header declares; nothing is decoded to learn it."""
 
     format: ImageFormat
-    width: int  # pixels
+    width: int  # pixels, as the image is shown
     height: int
+    orientation: int = 1  # how the stored pixels are turned to be shown: 1 to 8, as in EXIF

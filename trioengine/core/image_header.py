@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
 from trioengine.core.bounds import brief
 from trioengine.core.errors import RequestRejected
-from trioengine.core.exif import PREFIX, swaps_sides
+from trioengine.core.exif import PREFIX, UPRIGHT, orientation_of
 from trioengine.core.image import ImageFormat, ImageInfo
 
 MAX_PIXELS = 1 << 26  # 192 MiB as RGB
@@ -29,6 +29,7 @@ MEDIA_TYPES = {
     "image/gif": ImageFormat.GIF,
 }
 Size: TypeAlias = tuple[int, int]  # width, height
+_FIRST_QUARTER_TURN = 5  # of the orientations
 Chunk: TypeAlias = tuple[bytes, memoryview]  # a name of four letters, and the content
 
 
@@ -49,11 +50,11 @@ def read_header(
     if media_type is not None:
         _check_media_type(media_type, format, where)
     try:
-        width, height = _READERS[format](memoryview(data))
+        shown = _READERS[format](memoryview(data))
     except _BadHeader as exc:
         raise _rejected("image_parse_error", f"the {FORMAT_NAMES[format]} image {exc}", where) from None
-    check_size(width, height, max_pixels, where)
-    return ImageInfo(format, width, height)
+    check_size(shown.width, shown.height, max_pixels, where)
+    return ImageInfo(format, *shown)
 
 
 def _format_of(data: bytes | memoryview, where: str) -> ImageFormat:
@@ -96,8 +97,17 @@ def _unpack(layout: str, data: memoryview, at: int = 0) -> tuple[Any, ...]:
         raise _BadHeader("is truncated") from None
 
 
-def _shown(size: Size, exif: memoryview | None) -> Size:
-    return size[::-1] if exif is not None and swaps_sides(exif) else size
+class _Shown(NamedTuple):
+    """An image as it is shown, and how its stored pixels are turned for that."""
+
+    width: int
+    height: int
+    orientation: int = UPRIGHT
+
+
+def _shown(size: Size, exif: memoryview | None) -> _Shown:
+    orientation = UPRIGHT if exif is None else orientation_of(exif)
+    return _Shown(*(size[::-1] if orientation >= _FIRST_QUARTER_TURN else size), orientation)
 
 
 def _exif_chunk(chunks: Iterable[Chunk], name: bytes) -> memoryview | None:
@@ -111,7 +121,7 @@ def _exif_chunk(chunks: Iterable[Chunk], name: bytes) -> memoryview | None:
 # ---- PNG ----------------------------------------------------------------------------------------------------------
 
 
-def _png(data: memoryview) -> Size:
+def _png(data: memoryview) -> _Shown:
     length, kind, width, height = _unpack(">I4sII", data, 8)
     if length != 13 or kind != b"IHDR":
         raise _BadHeader("does not begin with a header of 13 bytes")
@@ -136,7 +146,7 @@ _WITHOUT_LENGTH = frozenset({0x01, *range(0xD0, 0xD8)})
 _END, _START_OF_SCAN, _EXIF_SEGMENT, _FILL = 0xD9, 0xDA, 0xE1, 0xFF
 
 
-def _jpeg(data: memoryview) -> Size:
+def _jpeg(data: memoryview) -> _Shown:
     """The size in the frame header, which has to be the only one before the first scan."""
     size = exif = None
     for marker, content in _jpeg_segments(data):
@@ -186,7 +196,7 @@ def _jpeg_frame(content: memoryview) -> Size:
 _EXTENSION, _FRAME = 0x21, 0x2C
 
 
-def _gif(data: memoryview) -> Size:
+def _gif(data: memoryview) -> _Shown:
     """The size of its screen, extended where the first frame does not fit it, as decoders do."""
     width, height, flags = _unpack("<HHB", data, 6)
     at, left = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0), MAX_SEGMENTS  # behind the table of colours
@@ -197,7 +207,7 @@ def _gif(data: memoryview) -> Size:
     x, y, frame_width, frame_height = _unpack("<HHHH", data, at + 1)
     if not frame_width or not frame_height:
         raise _BadHeader("has an empty frame")
-    return max(width, x + frame_width), max(height, y + frame_height)
+    return _Shown(max(width, x + frame_width), max(height, y + frame_height))
 
 
 def _behind_extension(data: memoryview, at: int, left: int) -> tuple[int, int]:
@@ -215,11 +225,11 @@ def _behind_extension(data: memoryview, at: int, left: int) -> tuple[int, int]:
 _ANIMATED, _HAS_EXIF = 0x02, 0x08
 
 
-def _webp(data: memoryview) -> Size:
+def _webp(data: memoryview) -> _Shown:
     chunks = _webp_chunks(data)
     kind, content = next(chunks)
     if kind in _FRAMES:
-        return _FRAMES[kind](content)
+        return _Shown(*_FRAMES[kind](content))
     if kind != b"VP8X":
         raise _BadHeader("begins with a chunk of an unknown kind")
     flags, *canvas = _unpack("<B3x6B", content)
@@ -284,7 +294,7 @@ _SIGNATURES: dict[ImageFormat, Callable[[bytes], bool]] = {  # of the first twel
     ImageFormat.GIF: lambda head: head.startswith((b"GIF87a", b"GIF89a")),
     ImageFormat.WEBP: lambda head: head.startswith(b"RIFF") and head[8:] == b"WEBP",
 }
-_READERS: dict[ImageFormat, Callable[[memoryview], Size]] = {
+_READERS: dict[ImageFormat, Callable[[memoryview], _Shown]] = {
     ImageFormat.PNG: _png,
     ImageFormat.JPEG: _jpeg,
     ImageFormat.GIF: _gif,

@@ -1,8 +1,8 @@
 """Bytes to an image in RGB, by Pillow.
 
-An image is turned as its EXIF orientation says, as transformers turns a file that it loads, and what is transparent
-lies on white, as in transformers' `convert_to_rgb`. But where the declared dimensions are those before a quarter turn,
-that turn is not made: the prompt has the tiles of the declared dimensions.
+An image is turned by its EXIF orientation, as transformers turns a file that it loads, and what is transparent lies on
+white, as in transformers' `convert_to_rgb`. The orientation is the one that was declared, not Pillow's: the two may
+read damaged metadata differently, and the prompt has the tiles of the declared dimensions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from io import BytesIO
 
-from PIL import ExifTags, Image, ImageOps
+from PIL import Image
 
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.image_processing import Size
@@ -21,7 +21,16 @@ warnings.filterwarnings("ignore", module="PIL")  # of damaged metadata
 
 _STRIP = 1 << 20  # pixels that are laid on white at a time: it takes twelve bytes for each
 _WHITE = (255, 255, 255, 255)
-_ORIENTATION, _QUARTER_TURNS = ExifTags.Base.Orientation, range(5, 9)
+_TURNS = {  # by orientation
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_FIRST_QUARTER_TURN = 5
 
 
 def decode(data: bytes | memoryview, info: ImageInfo) -> Image.Image:
@@ -32,15 +41,17 @@ def decode(data: bytes | memoryview, info: ImageInfo) -> Image.Image:
     declared = (info.width, info.height)
     if info.format is ImageFormat.RGB:
         return _raw(data, declared)
+    stored = declared[::-1] if info.orientation >= _FIRST_QUARTER_TURN else declared
     image = _opened(data, info)
-    _check_size(image.size, declared, declared[::-1])  # before its pixels take memory
+    _check_size(image.size, stored)  # before its pixels take memory
     try:
-        _turn(image, declared)
+        image.load()
         converted = _in_rgb(image)
+        turned = converted.transpose(_TURNS[info.orientation]) if info.orientation in _TURNS else converted
     except Exception as exc:  # decoders raise anything for a damaged file
         raise ImageError(f"the {_name(info)} image is truncated or damaged") from exc
-    _check_size(converted.size, declared)
-    return converted
+    _check_size(turned.size, declared)
+    return turned
 
 
 def _raw(data: bytes | memoryview, size: Size) -> Image.Image:
@@ -58,15 +69,9 @@ def _opened(data: bytes | memoryview, info: ImageInfo) -> Image.Image:
         raise ImageError(f"the image is no {_name(info)} image, or is truncated or damaged") from exc
 
 
-def _check_size(found: Size, declared: Size, *others: Size) -> None:
-    if found not in (declared, *others):
+def _check_size(found: Size, declared: Size) -> None:
+    if found != declared:
         raise ImageError(f"the image has {found[0]} x {found[1]} pixels, not {declared[0]} x {declared[1]} as declared")
-
-
-def _turn(image: Image.Image, declared: Size) -> None:
-    is_quarter_turn = image.getexif().get(_ORIENTATION) in _QUARTER_TURNS
-    if not is_quarter_turn or image.size[::-1] == declared:
-        ImageOps.exif_transpose(image, in_place=True)
 
 
 def _name(info: ImageInfo) -> str:
