@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
 from trioengine.actors.generation import Generation
-from trioengine.core.errors import (
-    SessionBusy,
-)
+from trioengine.core.errors import EngineOverloaded, SessionBusy
+from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.testing.fuzz.callers import UNPREPARED, Holder, Reader, Style, Turn, latest_first
-from trioengine.testing.fuzz.calls_machine import WAIT, WHICH, CallsMachine
+from trioengine.testing.fuzz.callers import UNPREPARED, Holder, Reader, Style, latest_first
+from trioengine.testing.fuzz.calls_machine import WAIT, WHICH
+from trioengine.testing.fuzz.image_states import parked
 from trioengine.testing.fuzz.oracles import (
     GOING,
     check_aborted,
@@ -21,20 +22,28 @@ from trioengine.testing.fuzz.oracles import (
     check_holder,
     check_reader,
     check_worker,
+    committed,
 )
+from trioengine.testing.fuzz.pictures import MEDIA, Turn, content_of, messages_of
+from trioengine.testing.fuzz.pictures_machine import PicturesMachine
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.watching import failing
 from trioengine.testing.fuzz.world import CONFIG, LIMITS
 from trioengine.testing.simulated_worker import Health
 from trioengine.text.conversation import Conversation
+from trioengine.worker.scheduling.sequence import Sequence
 
 ROUNDS_TO_FINISH = 12  # of a request for one token, if nothing is in its way
 PROMPTS = ("a", "to be", "be or not be or not be or", "<|im_end|>", "", UNPREPARED)
-HISTORIES: tuple[tuple[Turn, ...], ...] = ((), (("user", "a"), ("assistant", "b")))
+HISTORIES: tuple[tuple[Turn, ...], ...] = (
+    (),
+    (("user", "a"), ("assistant", "b")),
+    (("user", content_of("two", "a")), ("assistant", "b")),
+)
 SALTS = ("", "", "mine")  # of the requests in turn
 
 
-class EngineMachine(CallsMachine):
+class EngineMachine(PicturesMachine):
     """Rules are what the outside world can do; the arguments choose among what there is.
 
     Requests in flight fail with their worker; in the machines built on it, and for servers, they go on.
@@ -111,6 +120,49 @@ class EngineMachine(CallsMachine):
     ) -> None:
         params = SamplingParams(max_tokens=20, stop=(stop,) if stop else (), ignore_eos=ignore_eos)
         self._read(which, Style(style), params, prompt=prompt, keep_partial=keep_partial, timeout=timeout, wait=wait)
+
+    @precondition(lambda self: self.open_holders)
+    @recorded(
+        which=WHICH,
+        media=st.sampled_from(MEDIA),
+        prompt=st.sampled_from(("a", "to be", "", UNPREPARED)),
+        style=st.sampled_from([style.value for style in Style]),
+        keep_partial=st.booleans(),
+        timeout=st.sampled_from((None, None, 0.5, 8.0)),
+        wait=WAIT,
+    )
+    def show(
+        self,
+        which: int,
+        media: str,
+        prompt: str,
+        style: str,
+        keep_partial: bool,
+        timeout: float | None,
+        wait: bool | None,
+    ) -> None:
+        """A request with pictures."""
+        self._read(
+            which,
+            Style(style),
+            SamplingParams(max_tokens=10),
+            prompt=prompt,
+            media=media,
+            keep_partial=keep_partial,
+            timeout=timeout,
+            wait=wait,
+        )
+
+    @recorded(which=WHICH, is_new=st.booleans(), wait=WAIT, timeout=st.sampled_from((None, None, 0.5)))
+    def open_with(self, which: int, is_new: bool, wait: bool | None, timeout: float | None) -> None:
+        """A session that begins with a picture; or with the history of another session, and so with its payloads."""
+        idle = [holder for holder in self.open_holders if not holder.is_busy]
+        if is_new or not idle:
+            self._open(wait, timeout, HISTORIES[-1], messages_of(HISTORIES[-1]))
+            return
+        lender = pick(idle, which)
+        assert lender.session is not None, "it is open"
+        self._open(wait, timeout, committed(lender), lender.session.history)
 
     @precondition(lambda self: self.worker is not None and any(not holder.is_busy for holder in self.open_holders))
     @recorded(which=st.integers(0, 2), what=st.sampled_from(("abort", "cancel", "end")))
@@ -191,7 +243,7 @@ class EngineMachine(CallsMachine):
                 holder.end()
 
     @precondition(lambda self: self.open_holders)
-    @recorded(which=WHICH, turns=st.integers(0, 1))
+    @recorded(which=WHICH, turns=st.integers(0, 2))
     def replace_history(self, which: int, turns: int) -> None:
         """Refused while the session has a request without an outcome."""
         holder = pick(self.open_holders, which)
@@ -200,10 +252,12 @@ class EngineMachine(CallsMachine):
         is_busy = session.generation is not None and session.generation.outcome is None
         last_id = self.engine.gate.mint()
         try:
-            session.replace_history([{"role": role, "content": content} for role, content in history])
+            session.replace_history(messages_of(history))
         except SessionBusy:
             assert is_busy, f"it has no request, and is busy: {session}"
             self.rare.saw("a history is replaced in the middle of a request")
+        except EngineOverloaded:  # judged where there was no room (PayloadWatch)
+            self.rare.saw("a history has no room for its pictures")
         else:
             assert not is_busy, f"the history of {session} is replaced under its request"
             holder.replaced.append((last_id, history))
@@ -245,18 +299,26 @@ class EngineMachine(CallsMachine):
         keep_partial: bool = False,
         timeout: float | None = None,
         wait: bool | None = True,
+        media: str = "",
     ) -> Reader:
         idle = [holder for holder in self.open_holders if not holder.is_busy]
         holder = pick(idle if which < 3 and idle else self.open_holders, which)
         params = replace(params, cache_salt=SALTS[len(self.readers) % len(SALTS)])
-        reader = Reader(holder, prompt, params, style, keep_partial, timeout, wait)
+        reader = Reader(holder, prompt, params, style, keep_partial, timeout, wait, media)
         holder.readers.append(reader)
         self.readers.append(reader)
         self.loop.start_soon(reader.run, name=f"reader-{len(self.readers)}")
         return reader
 
-    def _open(self, wait: bool | None, timeout: float | None = None) -> None:
-        holder = Holder(self.engine, wait, timeout, "drop_oldest_turns" if len(self.holders) % 2 else "refuse")
+    def _open(
+        self,
+        wait: bool | None,
+        timeout: float | None = None,
+        history: tuple[Turn, ...] = (),
+        messages: list[dict[str, Any]] | None = None,
+    ) -> None:
+        overflow: Overflow = "drop_oldest_turns" if len(self.holders) % 2 else "refuse"
+        holder = Holder(self.engine, wait, timeout, overflow, history, messages)
         self.holders.append(holder)
         self.loop.start_soon(holder.run, name=f"holder-{len(self.holders)}")
 
@@ -271,6 +333,21 @@ class EngineMachine(CallsMachine):
             self.rare.saw(f"{what} before the worker has seen ADD_SESSION")
         elif generation.outcome is not None:
             self.rare.saw(f"{what} after the outcome, before it is read")
+        if reader.media and (moment := self._image_moment(reader)):
+            self.rare.saw(f"{what} {moment}")
+
+    def _image_moment(self, reader: Reader) -> str | None:
+        """How far the payloads of a request have come."""
+        link, worker, generation = self.engine.gate.link, self.worker, reader.generation
+        if not reader.entered:
+            return self.payloads.stages.get(reader.task) if reader.task is not None else None
+        if link is None or worker is None or generation is None or generation.outcome is not None:
+            return None
+        if link._unsent:
+            return "before its payloads are sent"
+        if len(worker.payloads):
+            return "with payloads in the socket"
+        return "while it is parked" if generation.request_id in map(_request, parked(worker)) else None
 
     def _check_blocked(self) -> None:
         super()._check_blocked()
@@ -287,12 +364,18 @@ class EngineMachine(CallsMachine):
         for holder in self.holders:
             check_holder(holder, self.troubles)
         worker = self.worker
-        if worker is not None and worker.health is Health.WELL and self.engine.gate.link is not None:
+        is_well = worker is not None and worker.health is Health.WELL and not worker.payloads.is_broken
+        if worker is not None and is_well and self.engine.gate.link is not None:
             sessions = [holder.session for holder in self.holders if holder.session is not None]
             check_worker(self.engine, worker, sessions)
+            self.payloads.check_at_rest()
             self._check_stuck()
 
     # ---- for a machine that asks for more than answers ------------------------------------------------------------
 
     def _check_stuck(self) -> None:
         """Nothing moves, and the worker is well: all that was asked for is done."""
+
+
+def _request(sequence: Sequence) -> int:
+    return sequence.request
