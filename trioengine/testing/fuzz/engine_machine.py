@@ -31,7 +31,6 @@ from trioengine.testing.fuzz.watching import failing
 from trioengine.testing.fuzz.world import CONFIG, LIMITS
 from trioengine.testing.simulated_worker import Health
 from trioengine.text.conversation import Conversation
-from trioengine.worker.scheduling.sequence import Sequence
 
 ROUNDS_TO_FINISH = 12  # of a request for one token, if nothing is in its way
 PROMPTS = ("a", "to be", "be or not be or not be or", "<|im_end|>", "", UNPREPARED)
@@ -152,6 +151,29 @@ class EngineMachine(PicturesMachine):
             timeout=timeout,
             wait=wait,
         )
+
+    @precondition(lambda self: self.open_holders)
+    @recorded(
+        which=WHICH,
+        media=st.sampled_from(MEDIA),
+        passes=st.integers(0, 14),
+        turns=st.sampled_from((0, 0, 3)),
+        what=st.sampled_from(("abort", "cancel", "end")),
+    )
+    def stop_showing(self, which: int, media: str, passes: int, turns: int, what: str) -> None:
+        """A request with pictures is stopped on its way in; or at the worker, where its payloads have not come."""
+        reader = self._read(which, Style.ALL, SamplingParams(max_tokens=10), prompt="a", media=media)
+        self.loop.tick([0] * passes)
+        for _ in range(turns):
+            self.loop.settle()
+            if self.worker is not None:
+                self.worker.receive()
+                self.worker.turn()
+        if what == "end":
+            self._note_moment(reader, what)
+            reader.holder.end()
+        else:
+            self._stop(reader, what)
 
     @recorded(which=WHICH, is_new=st.booleans(), wait=WAIT, timeout=st.sampled_from((None, None, 0.5)))
     def open_with(self, which: int, is_new: bool, wait: bool | None, timeout: float | None) -> None:
@@ -345,9 +367,9 @@ class EngineMachine(PicturesMachine):
             return None
         if link._unsent:
             return "before its payloads are sent"
-        if len(worker.payloads):
-            return "with payloads in the socket"
-        return "while it is parked" if generation.request_id in map(_request, parked(worker)) else None
+        if generation.request_id in [sequence.request for sequence in parked(worker)]:
+            return "while it is parked"
+        return "with payloads in the socket" if len(worker.payloads) else None
 
     def _check_blocked(self) -> None:
         super()._check_blocked()
@@ -375,7 +397,3 @@ class EngineMachine(PicturesMachine):
 
     def _check_stuck(self) -> None:
         """Nothing moves, and the worker is well: all that was asked for is done."""
-
-
-def _request(sequence: Sequence) -> int:
-    return sequence.request

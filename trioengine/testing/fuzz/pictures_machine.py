@@ -116,6 +116,10 @@ class PicturesMachine(CallsMachine):
         super()._check_blocked()
         self.payloads.check_blocked()
 
+    def _check(self) -> None:
+        self.payloads.check()
+        super()._check()
+
     def _finish(self) -> None:
         super()._finish()
         self.payloads.check()
