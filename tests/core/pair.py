@@ -3,6 +3,7 @@
 from trioengine.core.codec import LENGTH, encode
 from trioengine.core.config import WorkerConfig
 from trioengine.core.connection import Connection, Role
+from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.messages import (
     Activity,
     AddMessage,
@@ -14,7 +15,9 @@ from trioengine.core.messages import (
     Fatal,
     FatalCode,
     FinishReason,
+    ImageInput,
     Loading,
+    PayloadConsumed,
     Ping,
     Pong,
     Ready,
@@ -42,8 +45,13 @@ PARAMS = SamplingParams(max_tokens=4, seed=7, logit_bias={3: -1.5}, stop_token_i
 USAGE = Usage(3, 1, 0, 0.5, 0.25)
 
 
-def add_message(session=1, request=1, base=0, ids=(1, 2, 3)):
-    return AddMessage(session, request, base, token_ids(ids), PARAMS, (2,))
+def add_message(session=1, request=1, base=0, ids=(1, 2, 3), payloads=()):
+    return AddMessage(session, request, base, token_ids(ids), PARAMS, (2,), images=tuple(map(image, payloads)))
+
+
+def image(payload):
+    info = ImageInfo(ImageFormat.PNG, 640, 480)
+    return ImageInput(payload, "messages[0].content[1]", b"digest", info, 1000, token_ids((0, 2)))
 
 
 def row(session=1, request=1, last=False):
@@ -60,7 +68,7 @@ def row(session=1, request=1, last=False):
 EVERY_MESSAGE = [
     Configure(WorkerConfig("model.gguf", max_model_len=100, asleep=(Tag.KV_CACHE,))),
     AddSession(1),
-    add_message(),
+    add_message(payloads=(3, 5)),
     StopSession(1, 1),
     EndSession(1),
     Audit(1),
@@ -74,7 +82,8 @@ EVERY_MESSAGE = [
     Tokens((row(), row(2, 2, last=True)), STATISTICS),
     RequestFailed(1, 1, "code", "wörds"),
     SessionEnded(1, STATISTICS),
-    Audited(1, (1, 2), (3,), 8, 4, 2, 2),
+    PayloadConsumed(3),
+    Audited(1, (1, 2), (3,), 8, 4, 2, 2, (5,)),
     Pong(1, 2, Activity.IDLE, 0.5),
     Slept(),
     Woken(None),

@@ -264,9 +264,10 @@ def test_a_long_context_has_longer_frames():
     assert len(pair.worker.next_message().token_ids) == MIN_FRAME_LIMIT - 1
 
 
-def test_an_audit_of_every_session_and_request_fits_a_frame():
+def test_an_audit_of_every_session_request_and_payload_fits_a_frame():
     greatest = range(2**63 - MAX_SESSIONS, 2**63)
-    audited = Audited(2**63, tuple(greatest), tuple(greatest), 2**63, 2**63, 2**63, 2**63)
+    payloads = tuple(range(2**63 - 4096, 2**63))
+    audited = Audited(2**63, tuple(greatest), tuple(greatest), 2**63, 2**63, 2**63, 2**63, payloads)
     assert len(Connection(Role.WORKER).encode(audited)) <= MIN_FRAME_LIMIT
 
 

@@ -192,6 +192,7 @@ BAD_CONFIG = {
     "chunked_prefill_size": [0, 2**31, *NO_INTEGERS],
     "block_size": [0, 2**31, *NO_INTEGERS],
     "max_restarts": [0, 2**31, *NO_INTEGERS],
+    "payload_memory": [0, 2**63, *NO_INTEGERS],
     "max_num_queued_reqs": [-1, 2**31, *NO_INTEGERS],
     "max_model_len": [0, 1, 2**31, *NO_INTEGERS],
     "kv_cache_memory": [0, "1G", 2**63, *NO_INTEGERS],

@@ -44,7 +44,7 @@ def pictures(name):
 
 
 def descriptors():
-    return {path.name: os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    return [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
 
 
 def memfds(pid="self"):

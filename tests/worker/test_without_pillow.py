@@ -29,5 +29,5 @@ def test_a_model_that_sees_images(tiny_smolvlm, tmp_path, monkeypatch):
     path = tiny_smolvlm.write(tmp_path / "split", "split")
     with pytest.raises(ModelError) as caught:
         load(path)
-    message = "images need Pillow, which is not installed: pip install 'trioengine[vision]'"
+    message = "images need Pillow (the extra `vision`), which is not installed: pip install pillow"
     assert str(caught.value) == f"{path}: {message}"

@@ -7,15 +7,24 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 import typer
 
 from trioengine import __version__
-from trioengine.cli.bench.config import HELP as LOAD_HELP
-from trioengine.cli.bench.config import BenchConfig, goodput_of
+from trioengine.cli.arguments import (
+    LOCAL_SERVER,
+    MODEL_HELP,
+    AdminKey,
+    Connect,
+    Json,
+    Model,
+    ModelOption,
+    require_command,
+)
+from trioengine.cli.bench_app import bench_app
 from trioengine.cli.failures import exit_code
-from trioengine.cli.options import ENGINE_OPTIONS, LOAD_OPTIONS, SAMPLING_OPTIONS, SERVE_OPTIONS, build, with_options
+from trioengine.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, SERVE_OPTIONS, build, with_options
 from trioengine.cli.panels import CommandGroup, PanelCommand
 from trioengine.cli.sources import typed, words
 from trioengine.cli.stderr import Stderr
@@ -31,18 +40,8 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-bench_app = typer.Typer(cls=CommandGroup, help="Measure the engine, or a server.", rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
 command = partial(app.command, cls=PanelCommand)
-bench_command = partial(bench_app.command, cls=PanelCommand)
-
-LOCAL_SERVER = "http://127.0.0.1:8000"  # as `serve` listens without options
-MODEL_HELP = "A name that `pull` knows, a .gguf file, a Hugging Face directory or a hub id."
-Model = Annotated[str, typer.Argument(help=MODEL_HELP, envvar="TRIOENGINE_MODEL", show_envvar=False)]
-Connect = Annotated[str, typer.Option(metavar="URL", help="The server.")]
-AdminKey = Annotated[str | None, typer.Option(help="The server's key for operators.")]
-ModelOption = Annotated[str, typer.Option("--model", help=MODEL_HELP)]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -70,20 +69,7 @@ def root(
     ] = False,
 ) -> None:
     """Runs large language models for programs that must never leak a session."""
-    _require_command(context)
-
-
-@bench_app.callback(invoke_without_command=True)
-def bench(context: typer.Context) -> None:
-    """Measure the engine, or a server."""
-    _require_command(context)
-
-
-def _require_command(context: typer.Context) -> None:
-    """Without a command, print the help and end with exit code 2."""
-    if context.invoked_subcommand is None:
-        print(context.get_help())
-        raise typer.Exit(2)
+    require_command(context)
 
 
 @command()
@@ -239,81 +225,6 @@ def doctor(json: Json = False) -> int:
     from trioengine.cli.doctor.examination import examine, looks
 
     return examine(looks(), as_json=json)
-
-
-@bench_command()
-@with_options(ENGINE_OPTIONS)
-def offline(
-    model: Model = DEFAULT_MODEL,
-    requests: Annotated[int, typer.Option(min=1, help="Requests, all at once.")] = 64,
-    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
-    output_len: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
-    repeat: Annotated[int, typer.Option(min=1, help="Runs; the median is reported.")] = 3,
-    json: Json = False,
-    enable_prefix_caching: Annotated[
-        bool,
-        typer.Option(
-            help="The runs repeat their prompts: with it, they find them computed. [default: False]", show_default=False
-        ),
-    ] = False,
-    **fields: object,
-) -> None:
-    """Requests that come all at once.
-
-    Their throughput and latency, greedy, with random prompts.
-    """
-    from trioengine.cli.bench.offline import bench_offline
-
-    config = build(EngineConfig, fields, model=model, enable_prefix_caching=enable_prefix_caching)
-    bench_offline(config, requests, prompt_len, output_len, repeat=repeat, as_json=json)
-
-
-@bench_command("payload")
-@with_options(ENGINE_OPTIONS)
-def bench_payload(
-    model: Annotated[str, typer.Argument(help="A vision model's directory.")],
-    requests: Annotated[int, typer.Option(min=1, help="Requests of a wave, all at once.")] = 128,
-    waves: Annotated[int, typer.Option(min=1, help="Waves, one after the other.")] = 5,
-    image_bytes: Annotated[int, typer.Option(min=3, help="Bytes of each request's picture, as raw RGB.")] = 10_000_000,
-    output_len: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 64,
-    slow: Annotated[float, typer.Option(min=0, max=1, help="Share of readers that take 0.5 s for each piece.")] = 0.0,
-    leave: Annotated[float, typer.Option(min=0, max=1, help="Share of readers that leave on the way.")] = 0.0,
-    kill: Annotated[bool, typer.Option("--kill", help="Kill the worker in every second wave.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="An .svg or .png file for the memory over time.")] = None,
-    json: Json = False,
-    **fields: object,
-) -> None:
-    """Images and long answers.
-
-    The memory of the engine's process while it takes images and streams answers, over several waves.
-    """
-    from trioengine.cli.bench.payload import PayloadWork
-    from trioengine.cli.bench.payload import bench_payload as run_bench
-
-    config = build(EngineConfig, fields, model=model)
-    run_bench(config, PayloadWork(requests, waves, image_bytes, output_len, slow, leave, kill), plot=plot, as_json=json)
-
-
-@bench_command("serve")
-@with_options(LOAD_OPTIONS)
-def bench_serve(
-    more_goals: Annotated[list[str] | None, typer.Argument(metavar="[METRIC:MS]...", hidden=True)] = None,
-    model: Annotated[str | None, typer.Option(help=LOAD_HELP["model"])] = None,
-    json: Json = False,
-    save_result: Annotated[Path | None, typer.Option(help="A file for the JSON, with every request's times.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="An .svg or .png file for the latencies.")] = None,
-    **fields: object,
-) -> int:
-    """A load on a server.
-
-    Throughput and latency of any server with OpenAI's API, or of trioengine's WebSocket, as clients see them.
-    """
-    from trioengine.cli.bench.serve import Output
-    from trioengine.cli.bench.serve import bench_serve as run_bench
-
-    goodput = goodput_of(cast("list[str]", fields.pop("goodput") or []), more_goals or [])
-    config = build(BenchConfig, fields, model=model, goodput=goodput)
-    return run_bench(config, Output(json, save_result, plot))
 
 
 @command()

@@ -6,12 +6,14 @@ import json
 import os
 import random
 import signal
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import trio
 
 from trioengine.actors.engine import Engine, open_engine
+from trioengine.cli.bench.figures import percentile
 from trioengine.cli.bench.memory_curve import MB, MemoryCurve, slope
 from trioengine.cli.bench.picture import Noise
 from trioengine.cli.bench.plot import check_plot, plot_memory
@@ -34,12 +36,13 @@ class PayloadWork:
     slow: float = 0.0
     leave: float = 0.0
     kill: bool = False  # the worker, in the middle of every second wave
+    text_streams: int = 0  # beside the waves, without images
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PayloadFigures:
-    """In MB, but for the counts."""
+    """In MB, but for times and counts."""
 
     idle: float  # resident and memfds, before the first wave
     maxima: tuple[float, ...]  # of each wave
@@ -48,6 +51,9 @@ class PayloadFigures:
     shmem_idle: float  # of the whole system
     shmem_max: float
     shmem_after: float
+    text_gap_median: float  # ms between two tokens of the text streams
+    text_gap_p99: float
+    longest_pass: float  # ms of CPU of the event loop between two of its passes
     finished: int
     aborted: int
     failed: int
@@ -80,12 +86,18 @@ async def _bench(config: EngineConfig, work: PayloadWork) -> tuple[MemoryCurve, 
             curve = MemoryCurve()
             rng = random.Random(work.seed)
             nursery.start_soon(curve.run)
+            passes, gaps = Passes(), Gaps()
+            nursery.start_soon(passes.run)
+            for number in range(work.text_streams):
+                nursery.start_soon(_stream_text, engine, gaps, number)
             await trio.sleep(QUIET_SECONDS)
             idle = curve.take()
+            passes.clear()
             for wave in range(1, work.waves + 1):
                 curve.wave = wave
                 await _run_wave(engine, work, wave, rng)
             curve.wave = 0
+            text_gaps, longest_pass = sorted(gaps.milliseconds), passes.longest
             await trio.sleep(QUIET_SECONDS)
             after, statistics = curve.take(), engine.statistics()
             await engine.check_invariants()
@@ -99,10 +111,53 @@ async def _bench(config: EngineConfig, work: PayloadWork) -> tuple[MemoryCurve, 
         shmem_idle=round(idle.shmem / MB, 1),
         shmem_max=round(max(sample.shmem for sample in curve.samples) / MB, 1),
         shmem_after=round(after.shmem / MB, 1),
+        text_gap_median=round(percentile(text_gaps, 50), 1) if text_gaps else 0.0,
+        text_gap_p99=round(percentile(text_gaps, 99), 1) if text_gaps else 0.0,
+        longest_pass=round(1000 * longest_pass, 1),
         finished=statistics.finished,
         aborted=statistics.aborted,
         failed=statistics.failed,
     )
+
+
+class Passes:
+    """How long the event loop computes between two of its passes: CPU seconds, so that other processes do not count."""
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+
+    def clear(self) -> None:
+        self.longest = 0.0
+
+    async def run(self) -> None:
+        before = time.thread_time()
+        while True:
+            await trio.sleep(0.002)
+            now = time.thread_time()
+            self.longest = max(self.longest, now - before)
+            before = now
+
+
+class Gaps:
+    """Times between two chunks of the text streams, while waves run."""
+
+    def __init__(self) -> None:
+        self.milliseconds: list[float] = []
+
+
+async def _stream_text(engine: Engine, gaps: Gaps, number: int) -> None:
+    """Ask one question after the other, until cancelled."""
+    params = SamplingParams(temperature=0, max_tokens=256, ignore_eos=True)
+    async with engine.open_session(wait=True) as session:
+        while True:
+            async with session.generate(f"Count from {number}.", params, wait=True) as generation:
+                await anext(generation)
+                before = trio.current_time()
+                async for _ in generation:
+                    now = trio.current_time()
+                    gaps.milliseconds.append(1000 * (now - before))
+                    before = now
+            session.replace_history([])
 
 
 async def _run_wave(engine: Engine, work: PayloadWork, wave: int, rng: random.Random) -> None:

@@ -71,7 +71,7 @@ class ModelSpec:
 
 def _check_pillow(path: str, model: ModelConfig) -> None:
     if model.images is not None and importlib.util.find_spec("PIL") is None:
-        raise ModelError(f"{path}: images need Pillow, which is not installed: pip install 'trioengine[vision]'")
+        raise ModelError(f"{path}: images need Pillow (the extra `vision`), which is not installed: pip install pillow")
 
 
 def choose_device(name: str) -> torch.device:

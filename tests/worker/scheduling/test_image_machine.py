@@ -1,0 +1,321 @@
+"""Random requests with images on a tiny KV cache: every token is the reference's, every payload and block comes back.
+
+The reference knows nothing of tiles, caches or chunks: it puts hashes of the images' bytes in the places of their
+tokens. Few and small images make shared, evicted and preempted ones common; room for two decoded tiles makes sequences
+wait for each other's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from trioengine.core.image import ImageFormat, ImageInfo
+from trioengine.core.messages import (
+    AddMessage,
+    AddSession,
+    Audit,
+    Audited,
+    EndSession,
+    FinishReason,
+    FromWorker,
+    ImageInput,
+    PayloadConsumed,
+    RequestFailed,
+    SessionEnded,
+    StopSession,
+    Tokens,
+    token_ids,
+)
+from trioengine.core.sampling_params import SamplingParams
+from trioengine.testing.simulated_payload import SimulatedDecoder, SimulatedPayload
+from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner, toy_answer
+from trioengine.testing.toy_vision import TOY_TILE_EDGE, UNREADABLE, toy_decode
+from trioengine.worker.scheduling.decode_queue import DECODED_MEMORY, PictureDecoded
+from trioengine.worker.scheduling.limits import Limits, TileShape
+from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
+from trioengine.worker.scheduling.payloads import PayloadArrived
+from trioengine.worker.scheduling.step_loop import INVALID_IMAGE, StepLoop
+
+MAX_SESSIONS = 6
+IMAGE_TOKEN = 7
+BAD = UNREADABLE + b"bad"
+IMAGES = {b"one": 1, b"another": 1, b"two": 2, b"three": 3, BAD: 2}  # with their tiles
+
+
+@dataclass
+class Placed:
+    """An image in a session's tokens."""
+
+    data: bytes
+    tiles: list[int]
+
+
+@dataclass
+class Mirror:
+    tokens: list[int] = field(default_factory=list)
+    images: list[Placed] = field(default_factory=list)
+    request: int | None = None
+    num_left: int = 0  # of the answer's tokens
+
+
+class CheckingRunner(ToyRunner):
+    """Checks how many tiles a step encodes, and that no sequence waits beside it."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits.block_size, limits.tile)
+        self._limits = limits
+        self.step_loop: StepLoop | None = None
+
+    def execute(self, output: SchedulerOutput) -> list[SampledToken]:
+        assert self.step_loop is not None
+        assert len(output.encode) <= self._limits.max_tiles_per_step
+        assert output.num_tokens <= self._limits.max_num_batched_tokens
+        if output.encode and self._limits.max_num_seqs < self._limits.max_num_batched_tokens:
+            scheduled = {entry.sequence for entry in output.scheduled}
+            running = self.step_loop._scheduler._running
+            assert all(sequence in scheduled for sequence in running if sequence.is_decoding)
+        return super().execute(output)
+
+
+class ImageMachine(RuleBasedStateMachine):
+    @initialize(
+        kv_blocks_total=st.integers(6, 20),
+        block_size=st.integers(1, 4),
+        max_num_seqs=st.integers(1, 4),
+        max_num_batched_tokens=st.integers(2, 12),
+        chunked_prefill_size=st.integers(1, 8),
+        enable_prefix_caching=st.sampled_from([True, True, False]),
+        tile=st.builds(TileShape, st.integers(1, 3), st.sampled_from([DECODED_MEMORY // 2, 1]), st.just(1)),
+        max_tiles_per_step=st.integers(1, 2),
+        encoder_cache_memory=st.integers(0, 4),
+    )
+    def start(self, **limits: object) -> None:
+        self.limits = Limits(vocab_size=VOCAB_SIZE, max_model_len=40, **limits)  # type: ignore[arg-type]
+        assert self.limits.tile is not None
+        self.tile = self.limits.tile
+        self.runner = CheckingRunner(self.limits)
+        self.decoded: list[PictureDecoded] = []
+        self.decoder = SimulatedDecoder(toy_decode, self.decoded.append)
+        self.step_loop = StepLoop(self.runner, self.limits, lambda: 0.0, decoder=self.decoder)
+        self.runner.step_loop = self.step_loop
+        self.mirrors: dict[int, Mirror] = {}
+        self.last_session = self.last_request = self.last_payload = 0
+        self.on_their_way: dict[int, bytes] = {}
+        self.sources: dict[int, SimulatedPayload] = {}
+        self.announced: set[int] = set()  # and not consumed
+
+    @property
+    def idle(self) -> list[int]:
+        return [session for session, mirror in self.mirrors.items() if mirror.request is None]
+
+    @property
+    def busy(self) -> list[int]:
+        return [session for session, mirror in self.mirrors.items() if mirror.request is not None]
+
+    @precondition(lambda self: self.idle or len(self.mirrors) < MAX_SESSIONS)
+    @rule(
+        data=st.data(),
+        fresh=st.booleans(),
+        parts=st.lists(st.sampled_from([1, 2, *IMAGES]), min_size=0, max_size=5),
+        max_tokens=st.integers(1, 12),
+        num_early=st.integers(0, 2),
+        cache_salt=st.sampled_from(["", "", "a"]),
+    )
+    def add_message(
+        self,
+        data: st.DataObject,
+        fresh: bool,
+        parts: list[int | bytes],
+        max_tokens: int,
+        num_early: int,
+        cache_salt: str,
+    ) -> None:
+        is_fresh = not self.idle or (fresh and len(self.mirrors) < MAX_SESSIONS)
+        session = self.add_session() if is_fresh else data.draw(st.sampled_from(self.idle))
+        mirror = self.mirrors[session]
+        base = data.draw(st.sampled_from([0, len(mirror.tokens)]) | st.integers(0, len(mirror.tokens)))
+        end_of = {id(image): image.tiles[-1] + self.tile.num_tokens for image in mirror.images}
+        mirror.images = [image for image in mirror.images if end_of[id(image)] <= base]
+        mirror.tokens = mirror.tokens[:base]
+        for part in parts:
+            if isinstance(part, int):
+                mirror.tokens += [part] * part
+            else:
+                mirror.images.append(self.place(part, mirror.tokens))
+        inputs = tuple(self.image_input(image, cache_salt) for image in mirror.images)
+        for image in inputs[:num_early]:
+            self.take(self.arrive(image.payload))
+        self.last_request += 1
+        mirror.request, mirror.num_left = self.last_request, max_tokens
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1, cache_salt=cache_salt)
+        ids = token_ids(mirror.tokens[base:])
+        self.announced.update(image.payload for image in inputs)
+        self.take(self.step_loop.handle(AddMessage(session, self.last_request, base, ids, params, (), 0, inputs)))
+        fits = 0 < len(mirror.tokens) < self.limits.max_sequence_len
+        assert (mirror.request is not None) is fits
+
+    @precondition(lambda self: self.on_their_way)
+    @rule(data=st.data())
+    def payload_arrives(self, data: st.DataObject) -> None:
+        self.take(self.arrive(data.draw(st.sampled_from(sorted(self.on_their_way)))))
+
+    @precondition(lambda self: len(self.decoder))
+    @rule()
+    def decode(self) -> None:
+        self.decoder.decode()
+
+    @precondition(lambda self: self.decoded)
+    @rule()
+    def take_decoded(self) -> None:
+        self.take(self.step_loop.handle(self.decoded.pop(0)))
+
+    @precondition(lambda self: self.mirrors)
+    @rule(data=st.data())
+    def stop(self, data: st.DataObject) -> None:
+        session = data.draw(st.sampled_from(sorted(self.mirrors)))
+        request = self.mirrors[session].request
+        self.take(self.step_loop.handle(StopSession(session, request or self.last_request + 1)))
+        assert self.mirrors[session].request is None
+
+    @precondition(lambda self: self.mirrors)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        session = data.draw(st.sampled_from(sorted(self.mirrors)))
+        del self.mirrors[session]
+        ended, *consumed = self.step_loop.handle(EndSession(session))
+        assert ended == SessionEnded(session, self.step_loop.statistics())
+        self.take(consumed)
+
+    @precondition(lambda self: self.busy)
+    @rule(data=st.data())
+    def break_sampling(self, data: st.DataObject) -> None:
+        self.runner.fail_requests.add(self.mirrors[data.draw(st.sampled_from(self.busy))].request or 0)
+
+    @rule(num_steps=st.integers(1, 6))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.take(self.step_loop.step())
+            self.step_loop.check_integrity()
+
+    @rule()
+    def flow(self) -> None:
+        """A little of everything."""
+        self.advance()
+
+    @invariant()
+    def audit_agrees(self) -> None:
+        audited, *consumed = self.step_loop.handle(Audit(1))
+        assert consumed == []
+        assert isinstance(audited, Audited)
+        assert audited.sessions == tuple(sorted(self.mirrors))
+        requests = [mirror.request for mirror in self.mirrors.values() if mirror.request is not None]
+        assert audited.requests == tuple(sorted(requests))
+        assert audited.payloads == tuple(sorted(self.announced))
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.step_loop.check_integrity()
+        pictures = self.step_loop._scheduler.pictures
+        assert pictures.decoded_bytes <= max(DECODED_MEMORY, 12 * self.tile.decoded_bytes)
+        if not self.busy:
+            assert not self.step_loop.has_work
+            assert pictures.decoded_bytes == 0 or self.decoded or len(self.decoder) == 0
+        assert sum(source.is_open for source in self.sources.values()) == self.step_loop.num_payloads
+        for session, mirror in self.mirrors.items():
+            assert self.step_loop.held_tokens(session).tolist() == mirror.tokens
+        statistics = self.step_loop.statistics()
+        assert statistics.num_waiting + statistics.num_running == len(self.busy)
+        assert statistics.encoder_cache_hits <= statistics.encoder_cache_queries
+
+    def teardown(self) -> None:
+        if not hasattr(self, "step_loop"):
+            return
+        rounds_left = 200 * len(self.busy) * self.limits.max_sequence_len
+        while self.busy or self.on_their_way or self.decoded:
+            self.advance()
+            rounds_left -= 1
+            assert rounds_left > 0 or not self.busy, "no progress"
+        for session in list(self.mirrors):
+            self.step_loop.handle(EndSession(session))
+        self.step_loop.check_integrity()
+        assert not self.announced
+        assert self.step_loop.num_payloads == 0
+        assert not any(source.is_open for source in self.sources.values())
+        assert self.step_loop._scheduler.pictures.decoded_bytes == 0
+
+    # ---- help -------------------------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        if self.on_their_way:
+            self.take(self.arrive(min(self.on_their_way)))
+        if len(self.decoder):
+            self.decoder.decode()
+        if self.decoded:
+            self.take_decoded()
+        self.take(self.step_loop.step())
+
+    def place(self, data: bytes, tokens: list[int]) -> Placed:
+        tiles = []
+        for _ in range(IMAGES[data]):
+            tiles.append(len(tokens))
+            tokens += [IMAGE_TOKEN] * self.tile.num_tokens
+        return Placed(data, tiles)
+
+    def image_input(self, image: Placed, cache_salt: str) -> ImageInput:
+        self.last_payload += 1
+        self.on_their_way[self.last_payload] = image.data
+        digest = blake2b(image.data, digest_size=16, key=cache_salt.encode()).digest()
+        info = ImageInfo(ImageFormat.PNG, TOY_TILE_EDGE * IMAGES[image.data], TOY_TILE_EDGE)
+        return ImageInput(
+            self.last_payload, f"image {image.data!r}", digest, info, len(image.data), token_ids(image.tiles)
+        )
+
+    def arrive(self, payload: int) -> list[FromWorker]:
+        source = self.sources[payload] = SimulatedPayload(self.on_their_way.pop(payload))
+        return self.step_loop.handle(PayloadArrived(payload, source))
+
+    def add_session(self) -> int:
+        self.last_session += 1
+        assert self.step_loop.handle(AddSession(self.last_session)) == []
+        self.mirrors[self.last_session] = Mirror()
+        return self.last_session
+
+    def take(self, replies: list[FromWorker]) -> None:
+        for reply in replies:
+            match reply:
+                case Tokens(rows=rows):
+                    for row in rows:
+                        mirror = self.mirrors[row.session]
+                        assert mirror.request == row.request
+                        if row.finish_reason is not FinishReason.ABORT:
+                            self.take_token(mirror, row.token_ids.tolist())
+                        if row.finish_reason is not None:
+                            mirror.request = None
+                case RequestFailed(session=session, request=request, code=code, message=message):
+                    mirror = self.mirrors[session]
+                    assert mirror.request == request
+                    mirror.request = None
+                    if code == INVALID_IMAGE:
+                        assert BAD in [image.data for image in mirror.images]
+                        assert message == f"image {BAD!r}: the toy model cannot read it"
+                case PayloadConsumed(payload=payload):
+                    assert not self.sources[payload].is_open
+                    self.announced.remove(payload)
+                case _:
+                    raise AssertionError(f"{reply} was not asked for")
+
+    def take_token(self, mirror: Mirror, tokens: list[int]) -> None:
+        assert BAD not in [image.data for image in mirror.images]
+        images = [(image.tiles, image.data) for image in mirror.images]
+        assert tokens == toy_answer(mirror.tokens, 1, images=images, tile=self.tile)
+        mirror.tokens += tokens
+        mirror.num_left -= 1
+
+
+TestImageMachine = ImageMachine.TestCase
+TestImageMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
