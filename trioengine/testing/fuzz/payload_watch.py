@@ -16,7 +16,7 @@ from trioengine.actors.engine import Engine
 from trioengine.actors.images import MAX_WAIT, RequestImages, payload_of
 from trioengine.actors.link import Link
 from trioengine.actors.payload import Payload, PayloadBudget
-from trioengine.core.errors import EngineOverloaded
+from trioengine.core.errors import EngineOverloaded, RequestRejected
 from trioengine.core.messages import PayloadConsumed
 from trioengine.testing.simulated_payload import SimulatedMemfd, SimulatedPayload
 from trioengine.testing.simulated_worker import Health
@@ -60,6 +60,9 @@ class PayloadWatch:
             self._needs[task] = num_bytes, count
             try:
                 reservation = await reserve(images, num_bytes, count)
+            except RequestRejected:
+                self._saw("images are larger than the whole budget")
+                raise
             except EngineOverloaded as exc:
                 if images._wait is not False and trio.current_time() < began + MAX_WAIT:
                     self._complain(f"it waits for room, and got {exc!r}")
@@ -82,6 +85,18 @@ class PayloadWatch:
             if (task := _current_task()) is not None:
                 self.stages[task] = "with its images pinned"
             return made
+
+        return watched
+
+    def of_pins(self, pin: Any) -> Any:
+        """For `RequestImages.pin`."""
+
+        def watched(images: RequestImages, placed: Any) -> None:
+            try:
+                pin(images, placed)
+            except RequestRejected:
+                self._saw("a turn needs an image that was dropped")
+                raise
 
         return watched
 

@@ -10,16 +10,21 @@ from trioengine.core.image_part import is_image_part
 from trioengine.testing.toy_vision import ToyPicture
 
 PAYLOAD_MEMORY = 500  # bytes: two pictures, and not three
-MAX_PAYLOADS = 4  # descriptors
+MAX_PAYLOADS = 3  # descriptors
 UNREADABLE, HUGE = "unreadable", "huge"
 PICTURES = {
     "one": ToyPicture(8, 8, 1),
     "two": ToyPicture(8, 8, 2),  # of the same size
     "wide": ToyPicture(16, 4, 3),  # two tiles
+    "dot": ToyPicture(4, 4, 5),  # so small that descriptors are what is short
     UNREADABLE: ToyPicture(8, 4, 255),
     HUGE: ToyPicture(16, 16, 4),  # larger than the whole budget
 }
-MEDIA = ("one", "one", "two", "two one", "wide", "one one", "wide two", UNREADABLE, f"one {UNREADABLE}", HUGE)
+MEDIA = (
+    *("one", "one", "two", "two one", "one one"),
+    *("wide", "wide two", "dot", "dot one", "dot dot"),
+    *(UNREADABLE, f"one {UNREADABLE}", HUGE),
+)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from trioengine.testing.fuzz.image_oracles import is_refused_for_an_image
 from trioengine.testing.fuzz.image_states import DROPPED, ImageStates
 from trioengine.testing.fuzz.payload_watch import PayloadWatch
 from trioengine.testing.fuzz.pictures import (
-    MAX_PAYLOADS,
     MEDIA,
     UNREADABLE,
     Content,
@@ -40,8 +39,6 @@ class PicturesMachine(CallsMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.simulation.max_payloads = MAX_PAYLOADS
-        self.engine.payloads.max_count = MAX_PAYLOADS
         self._watch_payloads()
         states = ImageStates(self.rare.saw)
         self._watch(SimulatedWorker, "exit", states.of_exits)
@@ -56,6 +53,7 @@ class PicturesMachine(CallsMachine):
         self._watch(RequestImages, "__init__", watch.of_request_images)
         self._watch(RequestImages, "_reserve", watch.of_waits)
         self._watch(RequestImages, "_make", watch.of_payloads)
+        self._watch(RequestImages, "pin", watch.of_pins)
         self._watch(RequestImages, "unpin", watch.of_unpins)
         self._watch(PayloadBudget, "reserve_now", watch.of_reservations)
         self._watch(Payload, "drop", watch.of_drops)

@@ -23,7 +23,7 @@ from trioengine.testing.fuzz.admissions import Admissions
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.oracles import check_decided, check_limits
-from trioengine.testing.fuzz.pictures import PAYLOAD_MEMORY
+from trioengine.testing.fuzz.pictures import MAX_PAYLOADS, PAYLOAD_MEMORY
 from trioengine.testing.fuzz.troubles import Troubles
 from trioengine.testing.sim_loop import SimLoop
 from trioengine.testing.simulated_worker import SIGSEGV, Health, SimulatedWorker
@@ -76,6 +76,7 @@ class World(Machine):
         super().__init__()
         self.loop = SimLoop()
         self.simulation = Simulation(limits=self.limits, thread_threshold=0)
+        self.simulation.max_payloads = MAX_PAYLOADS
         self.engine = Engine(self.config, ports=self.simulation.ports)
         self.engine_call = Call("engine", self.engine.run, (WorkerLost, ModelError))
         self.calls: list[Call] = []
