@@ -106,7 +106,7 @@ class EngineMachine(SessionsMachine):
         params = SamplingParams(max_tokens=20, stop=(stop,) if stop else (), ignore_eos=ignore_eos)
         self._read(which, Style(style), params, prompt=prompt, keep_partial=keep_partial, timeout=timeout, wait=wait)
 
-    @precondition(lambda self: self.open_holders)
+    @precondition(lambda self: self.shows and self.open_holders)
     @recorded(
         which=WHICH,
         media=st.sampled_from(MEDIA),
@@ -138,7 +138,7 @@ class EngineMachine(SessionsMachine):
             wait=wait,
         )
 
-    @precondition(lambda self: self.open_holders)
+    @precondition(lambda self: self.shows and self.open_holders)
     @recorded(
         which=WHICH,
         media=st.sampled_from(MEDIA),
@@ -161,6 +161,7 @@ class EngineMachine(SessionsMachine):
         else:
             self._stop(reader, what)
 
+    @precondition(lambda self: self.shows)
     @recorded(which=WHICH, is_new=st.booleans(), wait=WAIT, timeout=st.sampled_from((None, None, 0.5)))
     def open_with(self, which: int, is_new: bool, wait: bool | None, timeout: float | None) -> None:
         """A session that begins with a picture; or with the history of another session, and so with its payloads."""

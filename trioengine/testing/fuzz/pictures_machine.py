@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition
+from hypothesis.stateful import initialize, precondition
 
 from trioengine.actors.images import RequestImages
 from trioengine.actors.link import Link
@@ -48,6 +48,8 @@ class PicturesMachine(CallsMachine):
         self._watch(Pictures, "use", states.of_uses)
         self._watch(SessionState, "resume", states.of_resumes)
 
+        self.shows = True
+
     def _watch_payloads(self) -> None:
         watch = self.payloads = PayloadWatch(self.engine, self.simulation, self.loop.crashes, self.rare.saw)
         self._watch(RequestImages, "__init__", watch.of_request_images)
@@ -65,6 +67,12 @@ class PicturesMachine(CallsMachine):
 
     # ---- rules ----------------------------------------------------------------------------------------------------
 
+    @recorded(initialize, shows=st.booleans())
+    def choose(self, shows: bool) -> None:
+        """Half of the programs have no pictures, so that what they do besides is not done less often."""
+        self.shows = shows
+
+    @precondition(lambda self: self.shows)
     @recorded(media=st.sampled_from(MEDIA), wait=WAIT, timeout=st.sampled_from((None, None, 0.5)))
     def show_once(self, media: str, wait: bool | None, timeout: float | None) -> None:
         """`engine.generate` with pictures."""
@@ -93,7 +101,7 @@ class PicturesMachine(CallsMachine):
         else:
             worker.decode()
 
-    @precondition(lambda self: self.in_use and self.worker is not None)
+    @precondition(lambda self: self.shows and self.in_use and self.worker is not None)
     @recorded()
     def break_payloads(self) -> None:
         """The payload socket breaks. The worker notices that as far as something was on its way."""
