@@ -242,6 +242,52 @@ async def test_a_request_does_not_wait_for_room_for_ever(autojump_clock):
                 simulation.worker.kill()
 
 
+async def in_the_line(engine, simulation, nursery):
+    """One picture of two is on its way, a request for two pictures waits for room, and can be cancelled."""
+    simulation.worker.payloads.by_hand = True
+    nursery.start_soon(partial(engine.generate, "What?", EIGHT, media=[PICTURE]))
+    await wait_all_tasks_blocked()
+    scope = trio.CancelScope()
+
+    async def wait():
+        with scope:
+            await engine.generate("What?", EIGHT, media=[PICTURE, OTHER])
+
+    nursery.start_soon(wait)
+    await wait_all_tasks_blocked()
+    assert len(engine.payloads.line) == 1
+    return scope
+
+
+async def test_a_small_image_does_not_overtake_large_ones_that_wait(autojump_clock):
+    async with engine_for_images(payload_memory=2 * SIZE) as (engine, simulation):
+        async with trio.open_nursery() as nursery:
+            await in_the_line(engine, simulation, nursery)
+            with pytest.raises(EngineOverloaded, match="have to wait") as caught:
+                await engine.generate("And?", EIGHT, media=[OTHER], wait=False)
+            assert caught.value.code == "payloads"
+            nursery.start_soon(partial(engine.generate, "And?", EIGHT, media=[OTHER]))
+            await wait_all_tasks_blocked()
+            assert len(engine.payloads.line) == 2
+            simulation.worker.payloads.by_hand = False
+            simulation.worker.receive_payloads()
+        await nothing_is_left(engine, simulation)
+
+
+async def test_who_waits_behind_one_that_leaves_gets_the_room(autojump_clock):
+    async with engine_for_images(payload_memory=2 * SIZE) as (engine, simulation):
+        async with trio.open_nursery() as nursery:
+            scope = await in_the_line(engine, simulation, nursery)
+            nursery.start_soon(partial(engine.generate, "And?", EIGHT, media=[OTHER]))
+            await wait_all_tasks_blocked()
+            scope.cancel()
+            await wait_all_tasks_blocked()
+            assert not len(engine.payloads.line)
+            simulation.worker.payloads.by_hand = False
+            simulation.worker.receive_payloads()
+        await nothing_is_left(engine, simulation)
+
+
 async def test_the_next_turn_names_the_image_that_was_dropped(autojump_clock):
     async with engine_for_images(payload_memory=SIZE) as (engine, simulation):
         async with engine.open_session() as first, engine.open_session() as second:
@@ -303,6 +349,21 @@ async def test_a_request_whose_image_was_dropped_does_not_go_on(autojump_clock):
                 simulation.worker.kill()
                 with pytest.raises(RequestRejected, match="the image is not kept any more"):
                     await generation.result()
+        await nothing_is_left(engine, simulation)
+
+
+async def test_a_suspect_whose_image_was_dropped_is_not_tried(autojump_clock):
+    async with engine_for_images(payload_memory=SIZE) as (engine, simulation):
+        async with engine.open_session() as session, engine.open_session() as other:
+            async with session.generate("What?", LONG, media=[PICTURE]) as generation:
+                simulation.poisoned[generation.request_id] = 0
+                while not engine.replays.has_suspects:
+                    await engine.gate.changed()
+                other.replace_history([{"role": "user", "content": [{"type": "image", "image": OTHER}]}])
+                with pytest.raises(RequestRejected, match="the image is not kept any more"):
+                    await generation.result()
+            generation, completion = await ask(other, "And?")
+            assert completion.token_ids == reference(generation, OTHER)
         await nothing_is_left(engine, simulation)
 
 

@@ -17,6 +17,14 @@ A = {
     "wait": False,
     "ignore_eos": False,
 }
+SHOW = {
+    "which": 0,
+    "prompt": "a",
+    "style": "all",
+    "keep_partial": False,
+    "timeout": None,
+    "wait": True,
+}
 FOUND_IN_THE_ENGINE = {
     "an engine that is cancelled while its worker cannot start raises that in a group": [
         ("begin", {"ready": False, "sessions": 1, "turns": 0, "asks": 0, "thread_passes": 1}),
@@ -76,6 +84,15 @@ FOUND_IN_THE_ENGINE = {
         ("settle", {}),
         ("outage", {"way": "cancel"}),
         ("settle", {}),
+    ],
+    "a small image overtakes large ones that wait for room": [
+        BEGIN,
+        ("show", SHOW | {"media": "one"}),
+        ("tick", {"passes": 8, "order": 0}),
+        ("show_once", {"media": "two one", "wait": True, "timeout": None}),
+        ("tick", {"passes": 8, "order": 0}),
+        ("open_with", {"which": 0, "is_new": True, "wait": True, "timeout": None}),
+        ("tick", {"passes": 8, "order": 0}),
     ],
 }
 FOUND_IN_REALTIME = {
@@ -190,6 +207,16 @@ FOUND_IN_POWER = {
         *[("flow", {"rounds": 1})] * 3,
         ("flow", {"rounds": 7}),
         ("leave", {"which": 0, "what": "leave"}),
+    ],
+    "a request that is to be tried has lost an image: it ends while it is resumed, and the engine is ready twice": [
+        EMPTY,
+        ("open_with", {"which": 0, "is_new": False, "wait": None, "timeout": None}),
+        ("settle", {}),
+        ("open", {"wait": False}),
+        ("ask_for_death", {"which": 0, "others": 0, "num_tokens": 0}),
+        ("settle", {}),
+        ("show", SHOW | {"media": "two one"}),
+        ("sleep", {"level": 1, "mode": "keep", "turns": 0}),
     ],
     "a request that was tried ends while it is detached, and its session takes the next one before it can": [
         ("begin", {"ready": True, "sessions": 1, "turns": 1, "asks": 0, "thread_passes": 1}),

@@ -16,7 +16,7 @@ from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
 from trioengine.testing.mutants import MUTANTS
 
 RUNS = {  # seed and programs: those that reach what can be reached soonest
-    "EngineMachine": (0, 400),
+    "EngineMachine": (0, 500),
     "PowerMachine": (3, 450),
     "RealtimeMachine": (1, 400),
     "HttpMachine": (0, 300),
@@ -66,16 +66,40 @@ WHILE_A_RESPONSE_IS_ACTIVE = frozenset(
     for how in ("close", "hang up", "reset", "stall", "vanish", "read again", "garbage", "half-close")
 )
 MORE_THAN_THERE_IS_ROOM_FOR = frozenset({"a connection makes room", "the buffers are full"})
+IMAGE_MOMENTS = (
+    "while it waits for payload room",
+    "while its images are sealed",
+    "with its images pinned",
+    "before its payloads are sent",
+    "with payloads in the socket",
+    "while it is parked",
+)
 REACHED = {
-    "PowerMachine": TABLE_STATES - OUT_OF_REACH,
+    "PowerMachine": TABLE_STATES - OUT_OF_REACH
+    | {
+        "a resumed request resent its images",
+        "a suspended request's image was dropped",
+        "sleep with a parked request",
+    },
     "EngineMachine": {
         *(f"{what} {moment}" for what in ("abort", "cancel") for moment in MOMENTS),
+        *(f"{what} {moment}" for what in ("abort", "cancel") for moment in IMAGE_MOMENTS),
         *(f"{what} crosses the finish" for what in ("abort", "cancel", "end")),
+        *(f"{order} of a parked request" for order in ("STOP", "END")),
+        "a history has no room for its pictures",
         "fail while it is prepared",
         "a history is replaced",
         "a history is replaced in the middle of a request",
+        "a payload was dropped to make room",
+        "a picture came from the encoder cache",
+        "a picture was shared by two requests",
+        "a request waited for payload room",
+        "a turn needs an image that was dropped",
+        "a worker died with payloads in the socket",
         "a worker dies with bytes on their way to it",
         "a worker's last frame is torn",
+        "an image failed its request",
+        "images are larger than the whole budget",
         "num preemptions",
         "prefix cache hits",
     },

@@ -49,7 +49,7 @@ class RequestImages:
     def admit_now(self, sources: Sequence[ImageSource]) -> list[Payload]:
         """As `admit`, but in this step: it blocks for some 3 ms for each 10 MB, and waits for no room."""
         size = sum(source.num_bytes for source in sources)
-        with self._making(self._engine.payloads.reserve(size, len(sources))) as reservation:
+        with self._making(self._engine.payloads.reserve_now(size, len(sources))) as reservation:
             return self._make(reservation, sources, seal_images(sources, self._engine.ports.seal, self._engine.secret))
 
     @contextmanager
@@ -85,27 +85,35 @@ class RequestImages:
             self._pinned.pop().unpin()
 
     async def _reserve(self, num_bytes: int, count: int) -> Reservation:
-        budget, reservation = self._engine.payloads, None
-
-        def reserve() -> None:
-            nonlocal reservation
-            reservation = budget.reserve(num_bytes, count)
-
+        budget = self._engine.payloads
         try:
-            reserve()
+            return budget.reserve_now(num_bytes, count)
         except EngineOverloaded as exc:
             if not waits_for(exc, self._wait):
                 raise
-            with trio.move_on_at(min(self._deadline.at, trio.current_time() + MAX_WAIT)):
-                await budget.line.wait(reserve, wait=self._wait)
-        if reservation is not None:
+        if (reservation := await self._wait_for_room(num_bytes, count)) is not None:
             return reservation
         try:
-            return budget.reserve(num_bytes, count)  # too late: raises the reason as it is now
+            return budget.reserve_now(num_bytes, count)  # too late: raises the reason as it is now
         except EngineOverloaded as exc:
             if trio.current_time() < self._deadline.at:
                 raise
             raise self._deadline.passed(f"while waiting: {exc}") from exc
+
+    async def _wait_for_room(self, num_bytes: int, count: int) -> Reservation | None:
+        """None: it is too late. Whoever leaves the line without room may have left some for those behind."""
+        budget, reservations = self._engine.payloads, []
+
+        def reserve() -> None:
+            reservations.append(budget.reserve(num_bytes, count))
+
+        try:
+            with trio.move_on_at(min(self._deadline.at, trio.current_time() + MAX_WAIT)):
+                await budget.line.wait(reserve, wait=self._wait)
+        finally:
+            if not reservations:
+                budget.line.serve()
+        return reservations[0] if reservations else None
 
 
 def payload_of(image: Image) -> Payload:

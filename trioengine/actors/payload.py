@@ -107,7 +107,8 @@ class Reservation:
 class PayloadBudget:
     """Bytes and descriptors of all payloads of one engine.
 
-    `line` is for those who wait for room; their admission is `reserve`.
+    `line` is for those who wait for room; their admission is `reserve`. Newcomers call `reserve_now`: since some need
+    more than others, there may be room for one of them while the first in the line waits.
     """
 
     def __init__(self, max_bytes: int, max_count: int) -> None:
@@ -139,20 +140,26 @@ class PayloadBudget:
         Raises RequestRejected if they are larger than the whole budget, EngineOverloaded if there is no room now.
         """
         self._check_size(num_bytes, count)
-        pinned = sum(payload.is_pinned for payload in self._payloads)
-        reserved = sum(reservation.count for reservation in self._reservations)
-        is_full = self.bytes_in_flight + num_bytes > self.max_bytes or pinned + reserved + count > self.max_count
-        if is_full:
-            raise EngineOverloaded(
-                f"images of {num_bytes} bytes have to wait: {self.bytes_in_flight} of {self.max_bytes} bytes are on "
-                "their way to the worker",
-                code="payloads",
-                is_full=True,
-            )
+        self._check_room(num_bytes, count)
         reservation = Reservation(self, num_bytes, count)
         self._reservations.add(reservation)
         self._make_room()
         return reservation
+
+    def reserve_now(self, num_bytes: int, count: int) -> Reservation:
+        """As `reserve`, for a newcomer, which has to wait while others do."""
+        self._check_size(num_bytes, count)
+        if num_waiting := len(self.line):
+            raise _full(num_bytes, f"{num_waiting} requests wait for room")
+        return self.reserve(num_bytes, count)
+
+    def _check_room(self, num_bytes: int, count: int) -> None:
+        pinned = sum(payload.is_pinned for payload in self._payloads)
+        reserved = sum(reservation.count for reservation in self._reservations)
+        is_full = self.bytes_in_flight + num_bytes > self.max_bytes or pinned + reserved + count > self.max_count
+        if is_full:
+            on_their_way = f"{self.bytes_in_flight} of {self.max_bytes} bytes are on their way to the worker"
+            raise _full(num_bytes, on_their_way)
 
     def _check_size(self, num_bytes: int, count: int) -> None:
         if num_bytes > self.max_bytes:
@@ -194,3 +201,7 @@ class PayloadBudget:
         for payload in self._payloads:
             if not payload.is_pinned and not payload._num_holders:
                 raise InvariantError(f"{payload} is kept, and nobody holds it")
+
+
+def _full(num_bytes: int, reason: str) -> EngineOverloaded:
+    return EngineOverloaded(f"images of {num_bytes} bytes have to wait: {reason}", code="payloads", is_full=True)

@@ -103,9 +103,8 @@ class Replays:
         while self._suspects:
             suspect = self._suspects.pop(0)
             session = self._suspended(suspect)
-            if session is not None:
+            if session is not None and self._resume(session, link):
                 self._trial = _Trial(session, suspect)
-                self._resume(session, link)
                 return
         self._note_suspects()
         for session in self._sessions.suspended:
@@ -142,13 +141,15 @@ class Replays:
         """Its session, if it still waits for a worker."""
         return next((each for each in self._sessions.suspended if each.generation is generation), None)
 
-    def _resume(self, session: Session, link: Link) -> None:
+    def _resume(self, session: Session, link: Link) -> bool:
+        """Whether it goes on: it is over where an image of its was dropped meanwhile."""
         losses = _losses(session)
         if losses.is_new:
             losses.is_new = False
             losses.resumed += 1
             _generation(session).times.resume()
         self._sessions.resume(session, link)
+        return session.phase is Phase.RUNNING
 
     def _note_suspects(self) -> None:
         self._gate.is_trying = self.has_suspects

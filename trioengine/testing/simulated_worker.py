@@ -208,6 +208,11 @@ class SimulatedWorker:
         if self.reads:
             self.payloads.move(count)
 
+    @property
+    def has_images(self) -> bool:
+        """Whether `receive_payloads` or `decode` would do anything."""
+        return self.reads and len(self.payloads) + len(self.decoder) > 0
+
     def decode(self) -> None:
         """Decode the next image, if there is one: beside a step, even one that takes long."""
         if self.reads and self.decoder:

@@ -78,7 +78,7 @@ class Simulation:
             spawn_worker=self._spawn_worker,
             run_in_thread=self._run_in_thread,
             find_model=self._find_model,
-            finish_in_thread=self._run_in_thread,
+            finish_in_thread=self._finish_in_thread,
             read_model=self._read_model,
             mint_seed=partial(next, self._seeds),
             mint_secret=lambda: b"secret",
@@ -106,6 +106,13 @@ class Simulation:
     async def _run_in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         for _ in range(self.thread_passes):
             await trio.lowlevel.checkpoint()
+        return function(*args)
+
+    async def _finish_in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
+        """As a thread that cannot be cancelled once it has begun."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        for _ in range(self.thread_passes):
+            await trio.lowlevel.cancel_shielded_checkpoint()
         return function(*args)
 
     def _read_model(self, path: Path) -> ModelInfo:

@@ -49,7 +49,7 @@ class Accounts:
             try:
                 return await aenter(session)
             except (EngineOverloaded, EngineAsleep, EngineClosed, SessionEnded, TimedOut, trio.Cancelled):
-                self._rejected += 1
+                self._rejected += session.id is None  # else it had a slot, and no room for its images
                 raise
 
         return watched

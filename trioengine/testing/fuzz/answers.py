@@ -12,6 +12,7 @@ from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.toy_model import IM_END, toy_answer, toy_next, toy_value, toy_weights
+from trioengine.testing.toy_vision import TOY_TILE, ToyImage, toy_embeddings
 
 
 def check_answer(
@@ -21,6 +22,7 @@ def check_answer(
     max_model_len: int,
     causes: AbstractSet[Cause],
     paths: Sequence[str],
+    images: tuple[ToyImage, ...] = (),
 ) -> None:
     """It is the model's; or an abort, by one of the causes that there were, with a part of the model's."""
     room = max_model_len - len(prompt)
@@ -28,11 +30,10 @@ def check_answer(
     assert bool(versions) == bool(ids) and list(versions) == sorted(set(versions)), f"{ids} of the weights {versions}"
     weights = [toy_weights(paths[version]) for version in versions]
     if len(set(weights)) > 1:
-        check_mixed(ids, prompt, weights)
+        check_mixed(ids, prompt, weights, images)
         return
-    expected = reference(
-        prompt, min(room, params.max_tokens or room), params.stop, *weights[:1], ignore_eos=params.ignore_eos
-    )
+    length = min(room, params.max_tokens or room)
+    expected = reference(prompt, length, params.stop, *weights[:1], ignore_eos=params.ignore_eos, images=images)
     if completion.finish_reason is FinishReason.ABORT:
         assert completion.cause in causes, f"aborted by {completion.cause}, there were {causes or 'no causes'}"
         assert not ids or ids != expected.token_ids, f"the whole answer {text!r} came, and is an abort"
@@ -54,30 +55,39 @@ class Answer:
         self.token_ids, self.text, self.finish_reason = token_ids, text, finish_reason
 
 
-def check_mixed(ids: tuple[int, ...], prompt: tuple[int, ...], weights: Sequence[int]) -> None:
+def check_mixed(
+    ids: tuple[int, ...], prompt: tuple[int, ...], weights: Sequence[int], images: tuple[ToyImage, ...]
+) -> None:
     """Each token is that of the weights that there were then; they changed on the way, in this order."""
     possible = {0}  # which of the weights the latest token may be of
     for at, token in enumerate(ids):
         history = (*prompt, *ids[:at])
-        fits = [index for index, each in enumerate(weights) if _next(history, each) == token]
+        fits = [index for index, each in enumerate(weights) if _next(history, each, images) == token]
         possible = {index for index in fits if index >= min(possible)}
         assert possible, f"{ids[at:]} after {at} tokens is of none of the weights that there were"
 
 
 @lru_cache(maxsize=1 << 12)
-def _next(history: tuple[int, ...], weights: int) -> int:
+def _next(history: tuple[int, ...], weights: int, images: tuple[ToyImage, ...]) -> int:
     values = array("L")
-    for token_id in history:
-        values.append(toy_value(token_id, values[-1] if values else weights))
+    embedded = toy_embeddings(images, TOY_TILE.num_tokens, weights)
+    for position, token_id in enumerate(history):
+        values.append(toy_value(embedded.get(position, token_id), values[-1] if values else weights))
     return toy_next(values)
 
 
 @lru_cache(maxsize=1 << 14)
 def reference(
-    prompt: tuple[int, ...], max_tokens: int, stop: tuple[str, ...], weights: int = 0, *, ignore_eos: bool = False
+    prompt: tuple[int, ...],
+    max_tokens: int,
+    stop: tuple[str, ...],
+    weights: int = 0,
+    *,
+    ignore_eos: bool = False,
+    images: tuple[ToyImage, ...] = (),
 ) -> Answer:
     length = max(max_tokens, 0)  # a prompt may be longer than the context
-    ids = tuple(toy_answer(prompt, length, ignore_eos=ignore_eos, weights=weights))
+    ids = tuple(toy_answer(prompt, length, ignore_eos=ignore_eos, weights=weights, images=images))
     ended = ids[-1:] == (IM_END,) and not ignore_eos
     shown = [at for at, token in enumerate(ids) if token != IM_END]
     text = bytes(ids[at] for at in shown).decode("ascii")  # a token is a character, or hidden

@@ -21,9 +21,10 @@ from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, Engi
 from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.testing.fuzz.image_oracles import check_dropped
+from trioengine.testing.fuzz.pictures import Turn, content_of, pictures_of
 from trioengine.testing.fuzz.refusals import FOR_A_REQUEST, check_not_admitted, check_refused
 
-Turn = tuple[str, str]  # role and content
 UNPREPARED = "it cannot be prepared"  # a prompt
 
 
@@ -51,6 +52,8 @@ class Holder:
     wait: bool | None
     timeout: float | None = None
     overflow: Overflow = "refuse"
+    history: tuple[Turn, ...] = ()  # that it is opened with, as `messages`
+    messages: list[dict[str, Any]] | None = None
     session: Session | None = None
     error: EngineError | None = None
     ended: bool = False
@@ -65,13 +68,16 @@ class Holder:
         deadline = trio.current_time() + (math.inf if self.timeout is None else self.timeout)
         try:
             with self.scope:
-                opening = self.engine.open_session(wait=self.wait, timeout=self.timeout, overflow=self.overflow)
-                async with opening as self.session:
+                opening = self.engine.open_session(
+                    wait=self.wait, timeout=self.timeout, overflow=self.overflow, history=self.messages
+                )
+                async with opening as session:
+                    self.session = session
                     try:
                         await self.leave.wait()
                     finally:
                         self.left = True
-                await self.session.ended()
+                await session.ended()
         except (EngineOverloaded, EngineAsleep, EngineClosed, TimedOut) as exc:
             assert self.session is None, "only entering is refused"
             check_not_admitted(exc, self.engine, wait=self.wait, deadline=deadline)
@@ -115,8 +121,10 @@ class Reader:
     keep_partial: bool
     timeout: float | None
     wait: bool | None
+    media: str = ""  # names of pictures
     generation: Generation | None = None
     error: EngineError | None = None
+    task: trio.lowlevel.Task | None = None
     chunks: list[Chunk] = field(default_factory=list)
     outcome_at_leaving: Outcome | None = None
     deadline: float = math.inf
@@ -129,14 +137,19 @@ class Reader:
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
     async def run(self) -> None:
-        session = self.holder.session
+        session, self.task = self.holder.session, trio.lowlevel.current_task()
         assert session is not None, "readers are started on open sessions"
         if self.timeout is not None:
             self.deadline = trio.current_time() + self.timeout
         try:
             with self.scope:
                 self.generation = session.generate(
-                    self.prompt, self.params, keep_partial=self.keep_partial, timeout=self.timeout, wait=self.wait
+                    self.prompt,
+                    self.params,
+                    media=pictures_of(content_of(self.media, self.prompt)),
+                    keep_partial=self.keep_partial,
+                    timeout=self.timeout,
+                    wait=self.wait,
                 )
                 async with self.generation as generation:
                     self.entered = True
@@ -151,6 +164,8 @@ class Reader:
             check_refused(exc, self.holder.engine, FOR_A_REQUEST, wait=self.wait, deadline=self.deadline)
             if isinstance(exc, TimedOut):
                 check_timed_out(exc, self.generation)
+            if not self.entered:
+                check_dropped(exc, session)
         except Oops:
             pass
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import trio
 from hypothesis import strategies as st
@@ -23,11 +24,13 @@ from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.answers import check_answer
 from trioengine.testing.fuzz.callers import partial_of
 from trioengine.testing.fuzz.environment import Environment
+from trioengine.testing.fuzz.pictures import Turn
 from trioengine.testing.fuzz.program import pick, recorded
-from trioengine.testing.fuzz.prompts import prompt_ids
+from trioengine.testing.fuzz.prompts import prompt_of
 from trioengine.testing.fuzz.refusals import FOR_A_REQUEST, FOR_AN_AUDIT, check_refused
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_worker import Health
+from trioengine.testing.toy_vision import ToyPicture
 
 AUDIT_TIMEOUT = 10.0
 WHICH = st.integers(0, 3)
@@ -60,11 +63,18 @@ class CallsMachine(Environment):
     def _ask(self, wait: bool | None, timeout: float | None) -> None:
         self._call("ask", lambda: self._ask_once(wait, timeout), (*REFUSALS, TimedOut), timeout)
 
-    async def _ask_once(self, wait: bool | None, timeout: float | None) -> None:
+    async def _ask_once(
+        self,
+        wait: bool | None,
+        timeout: float | None,
+        *,
+        turn: Turn = ("user", "hi"),
+        media: Sequence[ToyPicture] = (),
+    ) -> None:
         params = SamplingParams(max_tokens=3)
         deadline = trio.current_time() + (math.inf if timeout is None else timeout)
         try:
-            completion = await self.engine.generate("hi", params, wait=wait, timeout=timeout)
+            completion = await self.engine.generate("hi", params, media=media, wait=wait, timeout=timeout)
             assert completion.cause is not Cause.TIMEOUT, "its timeout has ended it, and no error was raised"
         except TimedOut as exc:
             check_refused(exc, self.engine, (), wait=wait, deadline=deadline)
@@ -75,9 +85,8 @@ class CallsMachine(Environment):
         self._learn()
         is_late = trio.current_time() >= deadline
         causes = self.troubles.causes | ({Cause.TIMEOUT} if is_late else set())
-        check_answer(
-            completion, prompt_ids((("user", "hi"),)), params, LIMITS.max_model_len, causes, self.troubles.paths
-        )
+        prompt, images = prompt_of((turn,))
+        check_answer(completion, prompt, params, LIMITS.max_model_len, causes, self.troubles.paths, images)
 
     async def _ready(self) -> None:
         await self.engine.ready()

@@ -7,7 +7,7 @@ from typing import Any
 
 from trioengine.core.messages import FinishReason
 from trioengine.testing.fuzz.answers import Answer, reference
-from trioengine.testing.fuzz.callers import Turn
+from trioengine.testing.fuzz.pictures import Turn
 from trioengine.testing.fuzz.prompts import prompt_ids, shortened
 from trioengine.testing.fuzz.troubles import Troubles
 

@@ -28,8 +28,10 @@ from trioengine.core.lifecycle import Phase
 from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
 from trioengine.testing.fuzz.answers import check_answer
-from trioengine.testing.fuzz.callers import UNPREPARED, Call, Holder, Reader, Turn
-from trioengine.testing.fuzz.prompts import asked, prompt_ids
+from trioengine.testing.fuzz.callers import UNPREPARED, Call, Holder, Reader
+from trioengine.testing.fuzz.image_oracles import check_failed_image, is_refused_for_an_image
+from trioengine.testing.fuzz.pictures import Turn, outline, outline_of
+from trioengine.testing.fuzz.prompts import asked, prompt_ids, prompt_of
 from trioengine.testing.fuzz.troubles import Troubles
 from trioengine.testing.simulated_worker import SimulatedWorker
 
@@ -99,7 +101,7 @@ def check_reader(reader: Reader, max_model_len: int, troubles: Troubles) -> None
     if reader.outcome_at_leaving is not None:
         assert outcome is reader.outcome_at_leaving, f"{reader.outcome_at_leaving} became {outcome}"
     turns, dropped_turns = asked(reader, _committed_before(reader, generation.request_id))
-    prompt = prompt_ids(turns)
+    prompt, images = prompt_of(turns)
     if outcome.finish_reason is FinishReason.ERROR:
         found, expected = repr(reader.error), repr(outcome.error)
         assert reader.error is None or found == expected, f"{found} instead of {expected}"
@@ -108,8 +110,8 @@ def check_reader(reader: Reader, max_model_len: int, troubles: Troubles) -> None
             case WorkerLost():
                 assert troubles.workers, f"nobody harmed a worker, and {outcome.error!r}"
                 _check_lost(reader, generation, troubles)
-            case RequestRejected():
-                assert too_long, f"nothing was wrong, and {expected}"
+            case RequestRejected() as error:
+                assert too_long or check_failed_image(error, generation, turns), f"nothing was wrong, and {expected}"
             case SamplingFailed():
                 assert generation.request_id in troubles.requests, f"nothing was wrong, and {expected}"
             case error:
@@ -117,7 +119,7 @@ def check_reader(reader: Reader, max_model_len: int, troubles: Troubles) -> None
                 assert troubles.closing, f"nobody closed the engine, and {expected}"
         return
     causes = troubles.causes | reader.causes
-    check_answer(generation.completion, prompt, reader.params, max_model_len, causes, troubles.paths)
+    check_answer(generation.completion, prompt, reader.params, max_model_len, causes, troubles.paths, images)
     if generation.completion.token_ids:
         found_turns = generation.completion.dropped_turns
         assert found_turns == dropped_turns, f"{found_turns} turns are dropped, {dropped_turns} are too many"
@@ -140,11 +142,13 @@ def _check_refusal(reader: Reader, max_model_len: int, troubles: Troubles) -> No
         case None if reader.prompt != UNPREPARED:
             assert reader.scope.cancel_called, f"it did not enter, and nobody says why: {reader.generation}"
         case RequestRejected(code="empty_prompt"):
-            assert not reader.prompt, f"{reader.prompt!r} is not empty, and {error!r}"
+            assert not (reader.prompt or reader.media), f"{reader.prompt!r} is not empty, and {error!r}"
         case RequestRejected():
             assert reader.generation is not None, "it was reserved, and then refused"
             turns, _ = asked(reader, _committed_before(reader, reader.generation.request_id))
             length = len(prompt_ids(turns))
+            if is_refused_for_an_image(error, turns[-1][1], reader.holder.engine):
+                return
             assert length >= max_model_len, f"the prompt has {length} tokens, and {error!r}"
         case SessionBusy():
             assert others, f"nobody else uses the session, and {error!r}"
@@ -205,8 +209,8 @@ def check_holder(holder: Holder, troubles: Troubles) -> None:
             assert cause is None, f"{session} was ended by {cause}"
     if session.generation is not None or any(not reader.over for reader in holder.readers):
         return
-    found = tuple((message["role"], message["content"]) for message in session.history)
-    expected = _committed(holder)
+    found = tuple((message["role"], outline_of(message)) for message in session.history)
+    expected = tuple((role, outline(content)) for role, content in committed(holder))
     assert found == expected, f"the history is {found}, committed was {expected}"
 
 
@@ -235,12 +239,12 @@ def check_worker(engine: Engine, worker: SimulatedWorker, sessions: Sequence[Ses
 
 
 def _committed_before(reader: Reader, request_id: int) -> tuple[Turn, ...]:
-    return _committed(reader.holder, request_id)
+    return committed(reader.holder, request_id)
 
 
-def _committed(holder: Holder, before: float = math.inf) -> tuple[Turn, ...]:
+def committed(holder: Holder, before: float = math.inf) -> tuple[Turn, ...]:
     """In the order in which they were admitted, which need not be that in which they were started."""
-    after, turns = next((made for made in reversed(holder.replaced) if made[0] < before), (0, ()))
+    after, turns = next((made for made in reversed(holder.replaced) if made[0] < before), (0, holder.history))
     readers = [reader for reader in holder.readers if after < _request_id(reader) < before]
     for reader in sorted(readers, key=_request_id):
         turns = _followed(reader, turns)

@@ -21,6 +21,7 @@ from trioengine.testing.fuzz.callers import Style
 from trioengine.testing.fuzz.calls_machine import WHICH
 from trioengine.testing.fuzz.changes import UNFIT, Change, Changes
 from trioengine.testing.fuzz.engine_machine import EngineMachine
+from trioengine.testing.fuzz.image_states import parked
 from trioengine.testing.fuzz.oracles import check_line
 from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.fuzz.world import CONFIG
@@ -59,6 +60,8 @@ class PowerMachine(EngineMachine):
             if self.worker is not None:
                 self.worker.receive()
                 self.worker.turn()
+        if self.worker is not None and parked(self.worker):
+            self.rare.saw("sleep with a parked request")
         timeout = self._excuse_aborts(mode)
         waits = mode == "abort in flight"
         call = functools.partial(self.engine.sleep, level, mode=_name(mode), timeout=timeout, keep_waiting=waits)

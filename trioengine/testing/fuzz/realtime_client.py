@@ -9,8 +9,8 @@ from typing import Any
 from trioengine.serve.realtime.beside import MAX_BESIDE
 from trioengine.serve.realtime.connection import GOING_AWAY, TRY_AGAIN_LATER
 from trioengine.serve.realtime.engine_states import AWAKE
-from trioengine.testing.fuzz.callers import Turn
 from trioengine.testing.fuzz.followed_response import Asked, FollowedResponse
+from trioengine.testing.fuzz.pictures import Turn
 from trioengine.testing.fuzz.troubles import Troubles
 from trioengine.testing.simulated_client import SimulatedClient
 from trioengine.testing.simulated_peer import Mood
@@ -137,6 +137,7 @@ class RealtimeClient(SimulatedClient):
             case "conversation.item.truncated":
                 self._answered("conversation.item.truncate")
                 role, text = self.items[event["item_id"]]
+                assert isinstance(text, str), "it has no pictures"
                 self.items[event["item_id"]] = role, text[: event["text_end"]]
             case "response.created":
                 self._begin(event["response"])

@@ -29,7 +29,7 @@ def failing(prepare: Any) -> Any:
     """For `Conversation.prepare`: as where a template or a tokenizer has a bug."""
 
     def watched(conversation: Conversation, prompt: Prompt, limit: int | None, ratio: float) -> Prepared:
-        if prompt == UNPREPARED:
+        if UNPREPARED in (prompt, _shown_text(prompt)):
             raise Oops
         prepared: Prepared = prepare(conversation, prompt, limit, ratio)
         return prepared
@@ -63,6 +63,14 @@ def when_full(room: int, is_full: Callable[[], None]) -> Callable[[Any], Any]:
         return watched
 
     return mutate
+
+
+def _shown_text(prompt: Prompt) -> object:
+    """The text behind the pictures of a prompt."""
+    match prompt:
+        case [{"content": [*_, {"text": text}]}]:
+            return text
+    return None
 
 
 class Cancels:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import trio
@@ -23,11 +23,13 @@ from trioengine.testing.fuzz.admissions import Admissions
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.oracles import check_decided, check_limits
+from trioengine.testing.fuzz.pictures import MAX_PAYLOADS, PAYLOAD_MEMORY
 from trioengine.testing.fuzz.troubles import Troubles
 from trioengine.testing.sim_loop import SimLoop
 from trioengine.testing.simulated_worker import SIGSEGV, Health, SimulatedWorker
 from trioengine.testing.simulation import Simulation
 from trioengine.testing.toy_model import VOCAB_SIZE
+from trioengine.testing.toy_vision import TOY_TILE
 from trioengine.worker.scheduling.limits import Limits
 
 CONFIG = EngineConfig(
@@ -42,6 +44,7 @@ CONFIG = EngineConfig(
     startup_timeout=15.0,
     restart_delays=(0.0, 1.0),
     max_restarts=50,
+    payload_memory=PAYLOAD_MEMORY,
 )
 LIMITS = Limits(
     vocab_size=VOCAB_SIZE,
@@ -52,6 +55,12 @@ LIMITS = Limits(
     max_num_batched_tokens=16,
     chunked_prefill_size=8,  # so that every prompt is prefilled in chunks, with decodes in every second step
 )
+IMAGE_LIMITS = replace(
+    LIMITS,
+    vocab_size=VOCAB_SIZE + 1,
+    tile=TOY_TILE,
+    encoder_cache_memory=2 * TOY_TILE.feature_bytes,  # so that pictures leave it, too
+)
 STOPPING = (Phase.STOPPING, Phase.ENDING)
 ROUNDS = 400  # of settling between two moments of the clock; more is a livelock
 
@@ -60,12 +69,14 @@ class World(Machine):
     """No rules yet: how to run it, to rest and to the end, and what is looked at on the way."""
 
     config = CONFIG
+    limits = LIMITS
     horizon = 60.0  # seconds, past the longest timeout: what waits then, waits for ever
 
     def __init__(self) -> None:
         super().__init__()
         self.loop = SimLoop()
-        self.simulation = Simulation(limits=LIMITS, thread_threshold=0)
+        self.simulation = Simulation(limits=self.limits, thread_threshold=0)
+        self.simulation.max_payloads = MAX_PAYLOADS
         self.engine = Engine(self.config, ports=self.simulation.ports)
         self.engine_call = Call("engine", self.engine.run, (WorkerLost, ModelError))
         self.calls: list[Call] = []
@@ -119,11 +130,15 @@ class World(Machine):
 
     def act(self, rule: Callable[[], None]) -> None:
         super().act(rule)
-        self._try(functools.partial(check_limits, self.engine))
+        self._try(self._look)
         self._report()
         gate, worker = self.engine.gate, self.worker
         if gate.link is not None and gate.power is not Power.CLOSED and worker is not None:
             self.served.add(worker)  # one that is READY after the end is killed, as one that still starts
+
+    def _look(self) -> None:
+        """What must hold after every rule."""
+        check_limits(self.engine)
 
     def _move(self) -> bool:
         """Bytes arrive, and the worker does a piece of work; whether there was anything."""

@@ -6,7 +6,10 @@ it. Its id is that of the failure's row in docs/fuzzing.md.
 
 from __future__ import annotations
 
+import string
+
 from trioengine.testing.mutants.gate import GATE_MUTANTS
+from trioengine.testing.mutants.images import IMAGE_MUTANTS
 from trioengine.testing.mutants.link import LINK_MUTANTS
 from trioengine.testing.mutants.mutant import Mutant as Mutant
 from trioengine.testing.mutants.power import POWER_MUTANTS
@@ -17,10 +20,10 @@ from trioengine.testing.mutants.worker import WORKER_MUTANTS
 
 
 def _row(mutant: Mutant) -> tuple[int, str]:
-    number = mutant.id[1:].rstrip("bc")
+    number = mutant.id[1:].rstrip(string.ascii_lowercase)
     return int(number), mutant.id
 
 
 _OF_THE_ENGINE = (*SESSION_MUTANTS, *GATE_MUTANTS, *POWER_MUTANTS, *REPLAY_MUTANTS)
-_AROUND_IT = (*LINK_MUTANTS, *WORKER_MUTANTS, *SERVER_MUTANTS)
+_AROUND_IT = (*LINK_MUTANTS, *IMAGE_MUTANTS, *WORKER_MUTANTS, *SERVER_MUTANTS)
 MUTANTS: dict[str, Mutant] = {mutant.id: mutant for mutant in sorted((*_OF_THE_ENGINE, *_AROUND_IT), key=_row)}

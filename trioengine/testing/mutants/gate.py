@@ -121,7 +121,8 @@ GATE_MUTANTS = (
         "F35",
         "a slot is free, and nobody who waits is admitted",
         replaced(WaitingLine, "serve", _serve_nobody),
-        shows="wait for ever|callers wait, though the first of them need not|in flight|a newcomer is admitted",
+        shows="wait for ever|callers wait, though the first of them need not|in flight|a newcomer is admitted"
+        "|wait for room, and the first has room",
     ),
     Mutant(
         "F6b",

@@ -77,7 +77,8 @@ LINK_MUTANTS = (
         "F27",
         "what was said for one session reaches another",
         replaced(Sessions, "_tell", _tell_the_oldest),
-        shows="wait for ever|in flight|the model's|ended by error|the worker holds sessions|LocalProtocolError",
+        shows="wait for ever|in flight|the model's|ended by error|the worker holds sessions|LocalProtocolError"
+        "|only while attached",
     ),
     Mutant(
         "F45",
