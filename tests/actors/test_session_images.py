@@ -456,3 +456,85 @@ async def test_the_bytes_are_gone_while_the_answer_is_streamed(autojump_clock):
                 assert [reference() for reference in references] == [None, None]
                 nursery.cancel_scope.cancel()
         await nothing_is_left(engine, simulation)
+
+
+# ---- images that are kept for later requests ------------------------------------------------------------------------
+
+
+def content_of(*images, text="What?"):
+    return {"role": "user", "content": [*({"type": "image", "image": image} for image in images), text_part(text)]}
+
+
+def text_part(text):
+    return {"type": "text", "text": text}
+
+
+async def test_kept_images_are_for_requests_of_any_session(autojump_clock):
+    async with engine_for_images() as (engine, simulation):
+        with await engine.keep_images([content_of(PICTURE)]) as kept:
+            assert engine.statistics().payload_bytes_kept == SIZE
+            for _ in range(2):
+                async with engine.open_session() as session:
+                    generation, completion = await ask(session, kept.messages)
+                    assert completion.token_ids == reference(generation, PICTURE)
+            assert engine.statistics().payload_bytes_kept == SIZE
+        await nothing_is_left(engine, simulation)
+
+
+async def test_a_session_keeps_what_is_released(autojump_clock):
+    async with engine_for_images() as (engine, simulation):
+        async with engine.open_session() as session:
+            with await engine.keep_images([content_of(PICTURE)]) as kept:
+                await ask(session, kept.messages)
+                kept.release()
+            generation, completion = await ask(session, "And?")
+            assert completion.token_ids == reference(generation, PICTURE)
+        await nothing_is_left(engine, simulation)
+
+
+@pytest.mark.parametrize("passes", range(5))
+async def test_cancelled_at_any_pass_no_image_is_kept(autojump_clock, passes):
+    async with engine_for_images() as (engine, simulation):
+
+        async def keep():
+            with await engine.keep_images([content_of(PICTURE, OTHER)]):
+                await trio.sleep_forever()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(keep)
+            for _ in range(passes):
+                await trio.lowlevel.checkpoint()
+            nursery.cancel_scope.cancel()
+        await nothing_is_left(engine, simulation)
+
+
+async def test_what_cannot_be_kept(autojump_clock):
+    url = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
+    async with engine_for_images(payload_memory=SIZE) as (engine, simulation):
+        with pytest.raises(RequestRejected) as caught:
+            await engine.keep_images([{"role": "user", "content": "x"}, {"role": "user", "content": [url]}], where="in")
+        assert (caught.value.code, caught.value.param) == ("invalid_image_url", "in[1].content[0].image_url.url")
+        async with engine.open_session() as session, session.generate("What?", LONG, media=[PICTURE]):
+            with pytest.raises(EngineOverloaded, match="have to wait"):
+                await engine.keep_images([content_of(OTHER)], wait=False)
+            with pytest.raises(TimedOut):
+                await engine.keep_images([content_of(OTHER)], timeout=0.0001)
+        await nothing_is_left(engine, simulation)
+
+
+async def test_a_kept_image_may_be_dropped(autojump_clock):
+    async with engine_for_images(payload_memory=SIZE) as (engine, simulation):
+        with await engine.keep_images([content_of(PICTURE)]) as kept:
+            with await engine.keep_images([content_of(OTHER)]):
+                async with engine.open_session() as session:
+                    with pytest.raises(RequestRejected, match="the image is not kept any more") as caught:
+                        await ask(session, kept.messages)
+                    assert caught.value.code == "image_dropped"
+        await nothing_is_left(engine, simulation)
+
+
+async def test_whether_a_model_takes_images(autojump_clock):
+    async with engine_for_images() as (engine, _):
+        assert engine.takes_images
+    async with simulated_engine() as (engine, _):
+        assert not engine.takes_images

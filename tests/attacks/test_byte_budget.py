@@ -84,13 +84,17 @@ async def test_unfinished_bodies_of_all(autojump_clock):
         await streams[1].aclose()
 
 
-async def test_a_body_counts_until_its_request_is_over(autojump_clock):
+async def test_a_body_counts_until_the_engine_has_the_prompt(autojump_clock):
     async with open_clients() as clients, clients.connect() as client:
         body = json.dumps(chat(max_tokens=400, stream=True)).encode()
-        await client.send("POST", CHAT, body)
-        await client.head()
-        assert buffered(clients) == len(body)
-        await client.rest()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        await client.stream.send_all(head + body[:-1])
+        await wait_all_tasks_blocked()
+        assert buffered(clients) == len(body) - 1
+        await client.stream.send_all(body[-1:])
+        answer = await read_until(client.stream, b"\n\n")
+        assert (answer[:12], buffered(clients)) == (b"HTTP/1.1 200", 0)
+        await read_until(client.stream, b"[DONE]\n\n\r\n0\r\n\r\n")
         await wait_all_tasks_blocked()
         assert buffered(clients) == 0
 

@@ -15,6 +15,7 @@ from trioengine.actors.observer import Observer
 from trioengine.serve import ServeConfig, Server
 from trioengine.serve.byte_budget import ByteBudget, Held
 from trioengine.testing import simulated_engine
+from trioengine.testing.simulation import DEFAULT_LIMITS
 
 HOST = "localhost"
 CHAT = "/v1/chat/completions"
@@ -235,9 +236,9 @@ class Clients:
 
 
 @asynccontextmanager
-async def open_clients(config=None, **options):
+async def open_clients(config=None, limits=DEFAULT_LIMITS, **options):
     """A server with these fields of its ServeConfig, whose engine is ready; at the end nothing may be left."""
-    async with simulated_engine(config) as (engine, simulation), trio.open_nursery() as nursery:
+    async with simulated_engine(config, limits=limits) as (engine, simulation), trio.open_nursery() as nursery:
         clients = Clients(engine, simulation, nursery, **options)
         yield clients
         clients.server.front_door.close_idle()
@@ -245,6 +246,7 @@ async def open_clients(config=None, **options):
             await clients.all_closed()
             await clients.everything_is_given_back()
         assert clients.server.budget.num_bytes == 0
+        assert clients.engine.payloads.payloads == ()
 
 
 class _FirstToken(Observer):

@@ -24,6 +24,7 @@ def front_door(clients, path, handler, departures=None, max_connections=8):
         budget=clients.server.budget,
         departures=Departures() if departures is None else departures,
         limits=config.limits,
+        takes_images=lambda: clients.engine.takes_images,
         max_connections=max_connections,
     )
 

@@ -10,15 +10,16 @@ from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.serve import ServeConfig, serve
 from trioengine.testing import Simulation
 from trioengine.testing.simulated_worker import Behaviour
+from trioengine.testing.simulation import DEFAULT_LIMITS
 
 STEP_TIME = 0.001
 
 
 @asynccontextmanager
-async def on_loopback(**options):
+async def on_loopback(limits=DEFAULT_LIMITS, **options):
     """The server; clients that have gone must have left nothing. Cancelled, it breaks its connections off."""
     async with open_unwrapped_nursery() as nursery:
-        simulation = Simulation(nursery, behaviours=[Behaviour(load_time=0, step_time=STEP_TIME)])
+        simulation = Simulation(nursery, limits=limits, behaviours=[Behaviour(load_time=0, step_time=STEP_TIME)])
         config = ServeConfig(**{"port": 0, "served_model_name": "toy"} | options)
         engine_config = EngineConfig(model="toy", max_num_seqs=8)
         server = await nursery.start(partial(serve, engine_config, config, ports=simulation.ports))
@@ -28,4 +29,5 @@ async def on_loopback(**options):
             while server.engine.statistics().sessions:
                 await server.engine.gate.changed()
             await server.engine.check_invariants()
+            assert server.engine.payloads.payloads == ()
         server.abort()

@@ -19,10 +19,16 @@ REFUSED = [
     ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, 400, "unsupported_parameter", "messages[0].name"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid_value", "messages[0].content"),
     (
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
         400,
         "unsupported_content",
         "messages[0].content[0].type",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "images_not_supported",
+        "messages[0].content[0]",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},

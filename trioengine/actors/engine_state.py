@@ -6,7 +6,7 @@ All of it is synchronous, but for the check of a model's files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 import trio
 
 from trioengine.actors.auditor import Auditor
+from trioengine.actors.deadline import deadline_after
 from trioengine.actors.gate import Gate
-from trioengine.actors.image_parts import take_images
+from trioengine.actors.image_parts import put_images, take_images
+from trioengine.actors.images import RequestImages
+from trioengine.actors.kept_images import KeptImages
 from trioengine.actors.link import Link
 from trioengine.actors.media import ImageSource, Media
 from trioengine.actors.observer import Observer
@@ -31,6 +34,7 @@ from trioengine.actors.states import PowerState
 from trioengine.actors.statistics import Statistics, statistics_of
 from trioengine.actors.supervisor import Supervisor
 from trioengine.actors.worker_counts import WorkerCounts
+from trioengine.core.arguments import names_checked
 from trioengine.core.config import EngineConfig, WorkerConfig
 from trioengine.core.errors import (
     EngineError,
@@ -40,6 +44,7 @@ from trioengine.core.errors import (
     RequestRejected,
     WorkerLost,
 )
+from trioengine.core.image_part import MAX_IMAGE_BYTES
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
 from trioengine.core.messages import Audited, Loading, Message, Ready, RequestFailed, SessionEnded, Tokens
 from trioengine.core.tag import sorted_tags
@@ -113,6 +118,11 @@ class EngineState:
         """What the worker said of the model when it was READY. EngineOverloaded until then."""
         return _loaded(self._limits)
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model takes images; False until its files are read."""
+        return self._tokenizer is not None and not self._tokenizer.image_refusal
+
     def statistics(self) -> Statistics:
         """The counts at this moment; those of the worker as it said last."""
         kv_blocks_total = self._limits.kv_blocks_total if self._limits is not None else 0
@@ -125,10 +135,36 @@ class EngineState:
 
         Raises RequestRejected for what cannot be an image, and where the model takes none.
         """
-        prompt, sources = take_images(prompt, media, max_bytes=self.config.payload_memory, where=where)
+        prompt, sources = take_images(
+            prompt, media, max_bytes=min(self.config.payload_memory, MAX_IMAGE_BYTES), where=where
+        )
         if sources and (refusal := self.tokenizer.image_refusal):
             raise RequestRejected("images_not_supported", f"{sources[0].where}: {refusal}", param=sources[0].where)
         return prompt, sources
+
+    @names_checked
+    async def keep_images(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        where: str = "messages",
+        timeout: float | None = None,
+        wait: bool | None = None,
+    ) -> KeptImages:
+        """These messages with an Image in the place of each image's bytes, for later requests of any session.
+
+        The bytes are copied out of this process's memory, and kept until they are released, as long as there is room.
+        Errors name the part that they are about: `where`, the message's index, and the part's. Raises RequestRejected
+        for what is no image and where the model takes none, EngineOverloaded where there is no room, TimedOut after
+        `timeout` seconds. Cancelled, nothing is kept. `wait` as in Session.generate.
+        """
+        images = RequestImages(self, wait=wait, deadline=deadline_after(timeout))
+        prompt, sources = self.take_images(messages, where=where)
+        del messages  # whose bytes need not be there while they are copied
+        try:
+            return KeptImages(put_images(prompt, await images.admit(sources)))
+        finally:
+            images.unpin()
 
     # ---- sessions -------------------------------------------------------------------------------------------------
 

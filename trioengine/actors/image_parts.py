@@ -11,6 +11,7 @@ from trioengine.core.errors import RequestRejected
 from trioengine.core.image_part import Image, image_url, is_image_part
 
 T = TypeVar("T")
+_URL_FIELDS = {"image_url": "image_url.url", "input_image": "image_url"}  # by the part's type
 _PLAIN = (str, bytes, bytearray, memoryview)  # sequences, but not of messages or of parts
 
 
@@ -73,7 +74,7 @@ def _source_of(part: Mapping[str, Any], max_bytes: int, where: str) -> ImageSour
     if part.get("type") == "image" and "image" in part:
         return source_of(part["image"], where)
     url = image_url(part, where)
-    return None if url is None else source_of_url(url, max_bytes, where)
+    return None if url is None else source_of_url(url, max_bytes, f"{where}.{_URL_FIELDS[part['type']]}")
 
 
 def _with_media(prompt: Any, images: list[dict[str, Any]]) -> list[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, Unpack
 
 import trio
@@ -300,7 +301,8 @@ class Session(SessionState):
     def refuse(self, generation: Generation, error: Exception) -> None:
         """It gets no slot, or its preparation failed."""
         if self.generation is generation and self.phase is Phase.PREPARING:
-            typed = error if isinstance(error, EngineError) else EngineError(f"preparing failed: {error!r}")
+            typed = copy(error) if isinstance(error, EngineError) else EngineError(f"preparing failed: {error!r}")
+            # a copy: the error itself has a traceback, whose frames have the generation, and the bytes of a bad image
             generation.decide(Outcome(FinishReason.ERROR, error=typed))
             self._apply(Event.REFUSE)
         elif generation.outcome is None:

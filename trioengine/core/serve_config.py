@@ -13,6 +13,8 @@ from trioengine.core.errors import InvalidConfig
 
 MAX_PORT = 65535
 MAX_BYTES = 1 << 50
+MAX_BODY_SIZE, MAX_MESSAGE_SIZE = 4 << 20, 1 << 20  # bytes, of models for text
+MAX_SIZE_WITH_IMAGES = 32 << 20  # an image of 20 MiB in base64, and room for others
 _INTEGERS = {
     "port": (0, MAX_PORT),
     "max_connections": (1, MAX_COUNT),
@@ -24,6 +26,7 @@ _INTEGERS = {
     "max_buffered_bytes": (1, MAX_BYTES),
     "max_buffered_bytes_per_key": (1, MAX_BYTES),
 }
+_OPTIONAL = ("max_body_size", "max_message_size")
 _SECONDS = ("handshake_timeout", "body_timeout", "idle_timeout", "client_ping_interval", "send_timeout")
 
 
@@ -31,15 +34,29 @@ _SECONDS = ("handshake_timeout", "body_timeout", "idle_timeout", "client_ping_in
 class ConnectionLimits:
     """What one client may cost: the part of ServeConfig that its connection needs, under the same names."""
 
-    max_body_size: int
+    max_body_size: int | None
     max_header_size: int
-    max_message_size: int
+    max_message_size: int | None
     max_conversation_size: int
     handshake_timeout: float
     body_timeout: float
     idle_timeout: float
     client_ping_interval: float
     send_timeout: float
+
+    def largest_body(self, *, takes_images: bool) -> int:
+        """Bytes of a request's body, to a model that takes images or does not."""
+        return _size(self.max_body_size, MAX_BODY_SIZE, takes_images=takes_images)
+
+    def largest_message(self, *, takes_images: bool) -> int:
+        """Bytes of a WebSocket message, to a model that takes images or does not."""
+        return _size(self.max_message_size, MAX_MESSAGE_SIZE, takes_images=takes_images)
+
+
+def _size(configured: int | None, default: int, *, takes_images: bool) -> int:
+    if configured is not None:
+        return configured
+    return MAX_SIZE_WITH_IMAGES if takes_images else default
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +77,9 @@ class ServeConfig:
     shutdown_timeout: float = 30.0  # that requests have after the first SIGTERM or SIGINT
     max_connections: int = 4096  # at a time; one that waits makes room for more, or they are answered with 503
     max_sessions_per_key: int = 64  # WebSockets and requests of a key at a time; more are answered with 429
-    max_body_size: int = 4 << 20  # bytes
+    max_body_size: int | None = None  # bytes; None: 4 MiB, or 32 MiB where the model takes images
     max_header_size: int = 32 << 10  # bytes of a request's head
-    max_message_size: int = 1 << 20  # bytes of a WebSocket message
+    max_message_size: int | None = None  # bytes of a WebSocket message; None: 1 MiB, or 32 MiB with images
     max_conversation_size: int = 8 << 20  # bytes in memory of the items of a WebSocket's conversation
     max_buffered_bytes: int = 1 << 30  # of bodies and of WebSocket connections; more are answered with 503
     max_buffered_bytes_per_key: int = 256 << 20  # the same of one key; more are answered with 429
@@ -86,7 +103,8 @@ class ServeConfig:
         rule = f"must be origins such as https://example.com, got {brief(self.allowed_origin)}"
         self._validate_strings("allowed_origin", _is_origin, rule)
         for field, bounds in _INTEGERS.items():
-            self._validate(field, integer, *bounds)
+            if not (field in _OPTIONAL and getattr(self, field) is None):
+                self._validate(field, integer, *bounds)
         for field in _SECONDS:
             self._validate(field, partial(number, above=True), 0, MAX_SECONDS)
         self._validate("shutdown_timeout", number, 0, MAX_SECONDS)

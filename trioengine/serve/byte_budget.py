@@ -1,6 +1,6 @@
 """How many bytes of its clients the server keeps: one budget for the process, and one for each key.
 
-Counted are bodies of requests, from the first byte until the request is over, and of each WebSocket connection:
+Counted are bodies of requests, from the first byte until the engine has the prompt, and of each WebSocket connection:
 messages on their way and unhandled, its conversation and instructions, the input of its responses, and unsent events.
 """
 
@@ -36,7 +36,7 @@ class ByteBudget:
         try:
             yield held
         finally:
-            held.give_back(held.num_bytes)
+            held.give_all_back()
 
     def check_room(self, key: bytes | None, size: int) -> None:
         """Raises OverBudget if so many more bytes are too many."""
@@ -86,3 +86,7 @@ class Held:
     def give_back(self, size: int) -> None:
         """So many bytes are kept no longer."""
         self.charge(-size)
+
+    def give_all_back(self) -> None:
+        """Nothing is kept any more."""
+        self.give_back(self.num_bytes)

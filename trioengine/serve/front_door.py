@@ -77,6 +77,7 @@ class FrontDoor:
         realtime: WebSocketHandler,
         *,
         limits: ConnectionLimits,
+        takes_images: Callable[[], bool],
         departures: Departures,
         budget: ByteBudget,
         max_connections: int,
@@ -86,6 +87,7 @@ class FrontDoor:
         self._check_upgrade = check_upgrade
         self._realtime = realtime
         self._limits = limits
+        self._takes_images = takes_images  # the model, as far as it is known
         self._departures = departures
         self._budget = budget
         self._places = Places(max_connections)
@@ -175,7 +177,8 @@ class FrontDoor:
             request = dataclasses.replace(request, cache_salt=caller.cache_salt)
             if not (request.wants_websocket and request.path == REALTIME):
                 return await self._exchange(guest, request, preflight or find(self._routes, request), held)
-            websocket = AcceptedWebSocket(guest.stream, self._limits.max_message_size, held)
+            max_size = self._limits.largest_message(takes_images=self._takes_images())
+            websocket = AcceptedWebSocket(guest.stream, max_size, held)
             refusal = _bad_handshake(request, guest.http.seen, websocket) or self._bad_upgrade(request)
             if refusal is not None:
                 raise BadRequest(refusal)
@@ -215,7 +218,7 @@ class FrontDoor:
         async def handler(request: Request) -> Response | StreamingResponse:
             return found if isinstance(found, Response) else await found(request)
 
-        max_size = self._limits.max_body_size
+        max_size = self._limits.largest_body(takes_images=self._takes_images())
         if isinstance(found, Response) or request.method != "POST":
             max_size = min(max_size, MAX_UNREAD)
         with self._departures.counted():
@@ -224,7 +227,7 @@ class FrontDoor:
     async def _with_body(self, guest: _Guest, request: Request, max_size: int, held: Held) -> Request:
         """Not kept by the caller: it is the handler's to let go."""
         with guest.place.waiting(), trio.move_on_after(self._limits.body_timeout):
-            return dataclasses.replace(request, body=await guest.http.read_body(max_size, held))
+            return dataclasses.replace(request, body=await guest.http.read_body(max_size, held), held=held)
         message = f"the body did not come within {self._limits.body_timeout:g} s"
         raise BadRequest(problem_response(408, Problem(INVALID_REQUEST, "request_timeout", message)))
 

@@ -48,6 +48,7 @@ class Request:
     body: bytes = field(default=b"", repr=False)
     http_version: bytes = b"1.1"
     cache_salt: bytes = field(default=b"", repr=False)  # of its key
+    held: Held | None = field(default=None, repr=False)  # has the bytes of its body
 
     def header(self, name: bytes) -> bytes | None:
         """The first value of a header."""

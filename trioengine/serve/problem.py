@@ -26,12 +26,12 @@ _STATUS = {  # of what a client asked for; others are 400
     "model_not_found": 404,
     "no_weights_dir": 403,
     "weights_not_found": 404,
+    "image_dropped": 409,  # the same request may be sent again
     "too_large": 413,
     "no_chat_template": 422,
     "template_error": 422,
     "no_token_left": 422,
 }
-_FULL = ("sessions", "queue")  # codes of EngineOverloaded: there is an engine, and it has no room
 _ABORTED: Mapping[Cause | None, str] = {  # by whom; a client that is still there to be told did not do it itself
     Cause.CLIENT: "by an operator",
     Cause.ABORT_ALL: "by an operator, with all others",
@@ -89,7 +89,7 @@ def problem_of(error: Exception) -> Problem:
         case RequestRejected():
             return Problem(INVALID_REQUEST, error.code, error.message, error.param)
         case EngineOverloaded():
-            kind = RATE_LIMIT if error.code in _FULL else SERVER_ERROR
+            kind = RATE_LIMIT if error.is_full else SERVER_ERROR
             return Problem(kind, "overloaded", str(error), retry_after=error.retry_after)
         case RequestAborted():
             code = error.cause.value if error.cause not in (None, Cause.CLIENT) else "aborted"
@@ -122,7 +122,7 @@ def status_of(error: Exception) -> int:
         case RequestRejected():
             return _STATUS.get(error.code, 400)
         case EngineOverloaded():
-            return 429 if error.code in _FULL else 503
+            return 429 if error.is_full else 503
         case RequestAborted():
             return 503 if error.cause in (Cause.SHUTDOWN, Cause.SLEEP) else 500
         case EngineAsleep() | EngineClosed() | WorkerLost():

@@ -66,6 +66,7 @@ class Server:
             departures=self._departures,
             budget=self.budget,
             limits=config.limits,
+            takes_images=lambda: engine.takes_images,
             max_connections=affordable(config.max_connections),
         )
         self._closing = trio.Event()

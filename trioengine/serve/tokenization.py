@@ -71,7 +71,7 @@ class Tokenization:
         if "messages" not in fields:
             message = "give a prompt, or messages: a list of at least one"
             raise ClientError("missing_parameter", message, param="messages")
-        messages = parse_messages(fields["messages"])
+        messages = parse_messages(fields["messages"], "images are not tokenized here; usage.prompt_tokens counts them")
         self._check_length(messages, "messages")
         if flag_of(fields.get("add_special_tokens"), "add_special_tokens"):
             message = "add_special_tokens is for prompt: the chat template has messages' own"

@@ -19,6 +19,7 @@ class AcceptedWebSocket(WebSocketConnection):
     """The server's end. It never closes its stream: whoever owns that does, when the last words were read."""
 
     def __init__(self, stream: trio.abc.Stream, max_message_size: int, held: Held) -> None:
+        self.max_message_size = max_message_size  # bytes
         self._protocol = WebSocketProtocol(max_message_size, held)
         super().__init__(
             stream,

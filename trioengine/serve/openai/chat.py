@@ -6,18 +6,21 @@ import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Completion, Generation
 from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
+from trioengine.serve.byte_budget import Held
 from trioengine.serve.cache_salt import salted
 from trioengine.serve.http import Request, Response
 from trioengine.serve.in_flight import InFlight
 from trioengine.serve.log_fields import REQUEST_ID, SESSION
 from trioengine.serve.openai.chat_request import ChatRequest, parse_chat_request
 from trioengine.serve.openai.chat_response import KEEP_ALIVE, ChatFrames, ChatShape, error_frames
+from trioengine.serve.openai.messages import image_refusal
 from trioengine.serve.problem import ClientError, RequestAborted, problem_of
 from trioengine.serve.streaming import Body, StreamingResponse
 from trioengine.serve.threads import LONG_JSON, in_thread_if
@@ -35,9 +38,10 @@ class ChatCompletions:
         self._in_flight = in_flight
 
     async def __call__(self, request: Request) -> StreamingResponse:
-        parse = partial(parse_chat_request, request.body, self._model)
+        refusal = image_refusal(self._engine, self._model)
+        parse = partial(parse_chat_request, request.body, self._model, refusal)
         chat = await in_thread_if(len(request.body) > LONG_JSON, self._engine.ports, parse)
-        answer = _Answer(self._engine, self._in_flight, chat, self._model, request.cache_salt)
+        answer = _Answer(self._engine, self._in_flight, chat, self._model, request.cache_salt, request.held)
         if chat.stream:
             return StreamingResponse(answer.stream, keep_alive=KEEP_ALIVE)
         return StreamingResponse(answer.whole)
@@ -46,10 +50,19 @@ class ChatCompletions:
 class _Answer:
     """One answer on its way. The messages are let go of when the engine has them."""
 
-    def __init__(self, engine: Engine, in_flight: InFlight, chat: ChatRequest, model: str, cache_salt: bytes) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        in_flight: InFlight,
+        chat: ChatRequest,
+        model: str,
+        cache_salt: bytes,
+        held: Held | None,
+    ) -> None:
         self._engine = engine
         self._in_flight = in_flight
-        self._messages: Sequence[Mapping[str, str]] = chat.messages
+        self._held = held  # the body's bytes
+        self._messages: Sequence[Mapping[str, Any]] = chat.messages
         self._params = salted(chat.params, cache_salt)
         self._include_usage = chat.include_usage
         self._chosen_id = chat.request_id
@@ -101,6 +114,8 @@ class _Answer:
                 generation = session.generate(self._take_messages(), self._params, wait=False)
                 with self._in_flight.running(self._ids, generation):
                     async with generation:
+                        if self._held is not None:
+                            self._held.give_all_back()
                         yield generation
         except RequestRejected as exc:
             if exc.param != "prompt":
@@ -113,7 +128,7 @@ class _Answer:
         """By which the request may be aborted: its own, that of the header X-Request-Id, and that of its body."""
         return filter(None, (self._shape.id, REQUEST_ID.get(), self._chosen_id))
 
-    def _take_messages(self) -> Sequence[Mapping[str, str]]:
+    def _take_messages(self) -> Sequence[Mapping[str, Any]]:
         messages, self._messages = self._messages, ()
         return messages
 

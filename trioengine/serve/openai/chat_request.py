@@ -39,15 +39,18 @@ _STREAM_FIXED: Mapping[str, tuple[Any, ...]] = {"include_obfuscation": (False,)}
 class ChatRequest:
     """A request, checked: what is left of its body."""
 
-    messages: Sequence[Mapping[str, str]]
+    messages: Sequence[Mapping[str, Any]]
     params: SamplingParams
     stream: bool
     include_usage: bool  # in a stream
     request_id: str | None  # the client's own, for /abort_request
 
 
-def parse_chat_request(body: bytes, model: str) -> ChatRequest:
-    """Read the body of a request to the one `model` that there is. Raises ClientError."""
+def parse_chat_request(body: bytes, model: str, image_refusal: str) -> ChatRequest:
+    """Read the body of a request to the one `model` that there is. Raises ClientError or RequestRejected.
+
+    `image_refusal` is the reason why it takes no images, or empty.
+    """
     given = load_object(body, "the body")
     fields = {name: value for name, value in given.items() if value is not None}
     known_fields(fields, _FIELDS)
@@ -58,7 +61,7 @@ def parse_chat_request(body: bytes, model: str) -> ChatRequest:
     metadata_of(fields.get("metadata"), "metadata")
     stream = flag_of(fields.get("stream"), "stream")
     return ChatRequest(
-        messages=parse_messages(fields.get("messages")),
+        messages=parse_messages(fields.get("messages"), image_refusal),
         params=_params(fields),
         stream=stream,
         include_usage=_include_usage(fields.get("stream_options"), stream),

@@ -76,7 +76,7 @@ class RealtimeConnection:
         self._held = held
         self._items = Items(limits.max_conversation_size, held)
         self._ping_interval = limits.client_ping_interval
-        self._max_unhandled_size = max(MAX_UNHANDLED_SIZE, 4 * limits.max_message_size)  # at least one message
+        self._max_unhandled_size = max(MAX_UNHANDLED_SIZE, 4 * websocket.max_message_size)  # at least one message
         self._outbox = Outbox(limits.send_timeout, held)
         self._responder = Responder(answering, self.id)
         self._beside = Beside(answering, self.id)
