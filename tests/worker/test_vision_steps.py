@@ -48,7 +48,7 @@ class Worker:
 
     def add(self, number, case, pictures):
         """`pictures`: {size: bytes}, in the order of the prompt's images."""
-        processing, starts = self.runner._spec.model.images, self.tile_starts(case["input_ids"])
+        processing, starts = self.runner.processing, self.tile_starts(case["input_ids"])
         images = []
         for size, data in pictures:
             self.sources.append(SimulatedPayload(data))
@@ -63,7 +63,7 @@ class Worker:
             self.take(self.step_loop.handle(PayloadArrived(image.payload, self.sources[image.payload - 1])))
 
     def tile_starts(self, ids):
-        processing, position = self.runner._spec.model.images, 0
+        processing, position = self.runner.processing, 0
         while processing.image_token_id in ids[position:]:
             position = ids.index(processing.image_token_id, position)
             yield position

@@ -36,6 +36,7 @@ class TorchModelRunner:
         self.max_model_len = spec.max_model_len  # tokens; never more than the KV cache holds
         self.kv_blocks_total = spec.num_blocks
         self.block_size = spec.block_size
+        self.processing = spec.model.images  # None: the model takes no images
         self.vision = vision_of(spec)
 
     @staticmethod
