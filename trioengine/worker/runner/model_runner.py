@@ -88,7 +88,7 @@ class TorchModelRunner:
     def _vision_model(self) -> VisionModel:
         model = self.model
         if not isinstance(model, VisionModel):
-            raise InvariantError(f"an image for a {self.model_type} model, which takes none")
+            raise InvariantError(f"an image for a {self.model_type} model, which sees none")
         return model
 
     def sleep(self) -> None:
