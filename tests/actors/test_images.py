@@ -1,4 +1,4 @@
-"""Images in requests: right answers, payloads that are moved and given back once, and every way in which one can fail."""
+"""Images in requests: right answers, payloads that are given back once, and every way in which one can fail."""
 
 import base64
 import gc
@@ -222,7 +222,7 @@ async def test_a_request_waits_for_room(autojump_clock):
                 with pytest.raises(EngineOverloaded, match="have to wait") as caught:
                     await ask(second, "And?", media=[OTHER], wait=False)
                 assert caught.value.code == "payloads"
-                with pytest.raises(TimedOut, match="timed out after 0.01 s"):
+                with pytest.raises(TimedOut, match=r"timed out after 0\.01 s"):
                     await ask(second, "And?", media=[OTHER], timeout=0.01)
                 generation, completion = await ask(second, "And?", media=[OTHER])
                 assert completion.token_ids == reference(generation, OTHER)
