@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import trio
 from trio_websocket import ConnectionClosed
@@ -94,7 +94,7 @@ class RealtimeConnection:
     async def _run(self) -> None:
         """The sender outlives the work, so that the last events are followed by a clean close."""
         SESSION.set(self.id)
-        self._outbox.put("session.created", session=self._settings.to_json(self.id, self._model))
+        self._outbox.put("session.created", session=self._shown_settings)
         async with trio.open_nursery() as sending:
             sending.start_soon(self._send)
             sending.start_soon(self._ping)
@@ -247,7 +247,7 @@ class RealtimeConnection:
         match event:
             case SessionUpdate():
                 self._update(self._settings.for_session(event.session, self._model))
-                self._outbox.put("session.updated", session=self._settings.to_json(self.id, self._model))
+                self._outbox.put("session.updated", session=self._shown_settings)
             case ItemCreate():
                 previous = self._items.add(event.item, event.previous_item_id)
                 for name in ("conversation.item.added", "conversation.item.done"):
@@ -264,6 +264,10 @@ class RealtimeConnection:
                 self._respond(event, event_id)
             case ResponseCancel():
                 self._response(event.response_id).cancel()
+
+    @property
+    def _shown_settings(self) -> dict[str, Any]:
+        return self._settings.to_json(self.id, self._model, takes_images=self._engine.takes_images)
 
     def _update(self, settings: Settings) -> None:
         """Raises OverBudget where there is no room for the instructions, and for the event that repeats them."""
