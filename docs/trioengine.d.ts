@@ -7,10 +7,25 @@ export type Role = "system" | "user" | "assistant";
 export type EngineState = "awake" | "sleeping" | "updating" | "loading" | "restarting" | "draining";
 export type Status = "completed" | "incomplete" | "cancelled" | "failed" | "in_progress";
 
+export interface TextPart {
+  type: "text";
+  text: string;
+}
+
+export interface ImagePart {
+  type: "image_url";
+  /** A data URL of a PNG, JPEG, WebP or GIF image. */
+  image_url: { url: string };
+}
+
 export interface Message {
   role: Role;
-  content: string;
+  /** A list of parts if it has images, which only user messages have. */
+  content: string | (TextPart | ImagePart)[];
 }
+
+/** The bytes of an image's file, or its data URL. */
+export type Media = Blob | ArrayBuffer | ArrayBufferView | string;
 
 /** Settings of a session, or of one response; others are refused by name. */
 export interface Settings {
@@ -57,7 +72,7 @@ export interface Item {
   type: "message";
   status: "in_progress" | "completed" | "incomplete";
   role: Role;
-  content: { type: string; text: string }[];
+  content: { type: string; text?: string; image_url?: null }[];
 }
 
 /** The server's description of a response. */
@@ -81,9 +96,11 @@ export interface Result {
 export interface GenerationOptions {
   /** Keep the turn in the conversation also if it is cancelled or fails, with the part of the answer that came. */
   keepPartial?: boolean;
+  /** Images before the text. */
+  media?: Media[];
 }
 
-export interface Options extends GenerationOptions {
+export interface Options extends Pick<GenerationOptions, "keepPartial"> {
   apiKey?: string;
   /** The name of the model that the server must serve. */
   model?: string;

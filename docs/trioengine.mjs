@@ -15,6 +15,12 @@ const WINDOW = 32; // events that may be unanswered; a server closes the connect
 const PROBE_TIMEOUT = 5000; // milliseconds
 const OPEN = 1, GOING_AWAY = 1001, TRY_AGAIN_LATER = 1013;
 const TOKEN = /^[!#$%&'*+.^_`|~0-9A-Za-z-]+$/; // of a subprotocol (RFC 9110, section 5.6.2)
+const SIGNATURES = { // of the media types, at the beginning of a file
+  "image/png": /^\x89PNG/,
+  "image/jpeg": /^\xff\xd8/,
+  "image/gif": /^GIF8/,
+  "image/webp": /^RIFF[^]{4}WEBP/,
+};
 const CLOSES = {
   1000: "the server closed the connection",
   1001: "the server is shutting down",
@@ -47,7 +53,8 @@ export class Session {
   id = null; // the server's, of the latest connection
   #address;
   #options;
-  #items; // of the conversation, in its order: {id, role, text, isCommitted}
+  #items; // of the conversation, in its order: {id, role, text, isCommitted}, and parts if it has images
+  #parts = new Map(); // of questions with images that the server has not taken yet: item id -> parts
   #settings = {};
   #connection = null; // null: none was opened, or it was lost
   #opening = null; // the connection that is being opened
@@ -68,13 +75,15 @@ export class Session {
     this.#address = addressOf(url, options.model);
     this.#options = options;
     this.#items = (options.history ?? []).map(({ role, content }) => {
-      return { id: this.#newId("item"), role, text: content, isCommitted: true };
+      const parts = Array.isArray(content) ? content : null;
+      return { id: this.#newId("item"), role, text: textOf(content), parts, isCommitted: true };
     });
   }
 
-  /** The committed conversation, as chat messages. */
+  /** The committed conversation, as chat messages; a content with images is a list of parts with their data URLs. */
   get history() {
-    return this.#items.filter((item) => item.isCommitted).map(({ role, text }) => ({ role, content: text }));
+    const committed = this.#items.filter((item) => item.isCommitted);
+    return committed.map(({ role, text, parts }) => ({ role, content: parts ?? text }));
   }
 
   /** Connect, if that is not done. Throws a TrioengineError with the reason when it cannot be done. */
@@ -97,8 +106,9 @@ export class Session {
 
   /** Ask for an answer, to this text or to the conversation as it is. Throws session_busy while another question is
    *  unanswered; one that was cancelled is waited for. With `keepPartial` the turn stays in the conversation also if it
-   *  is cancelled or fails, with the part of the answer that came. */
-  generate(text, settings = {}, { keepPartial = this.#options.keepPartial ?? false } = {}) {
+   *  is cancelled or fails, with the part of the answer that came. `media` are images before the text: Blobs,
+   *  ArrayBuffers, views of these, or data URLs. */
+  generate(text, settings = {}, { keepPartial = this.#options.keepPartial ?? false, media = [] } = {}) {
     const previous = this.#latest;
     if (previous !== null && !previous.isOver && !previous.isCancelled) {
       const message = "the session is busy with another question: wait for its answer, or cancel it";
@@ -109,8 +119,12 @@ export class Session {
     }
     const generation = new Generation(keepPartial, () => this.#cancel(generation));
     this.#latest = generation;
-    if (previous === null || previous.isOver) this.#start(generation, text, settings);
-    else previous.over.then(() => this.#start(generation, text, settings));
+    const start = (parts) => this.#start(generation, text, settings, parts);
+    if (media.length > 0) {
+      const parts = partsOf(media, text);
+      Promise.all([parts, previous?.over]).then(([parts]) => start(parts), (error) => generation.end(error));
+    } else if (previous === null || previous.isOver) start(null);
+    else previous.over.then(() => start(null));
     return generation;
   }
 
@@ -181,17 +195,18 @@ export class Session {
 
   // ---- questions
 
-  #start(generation, text, settings) {
+  #start(generation, text, settings, parts) {
     if (generation.isCancelled) return generation.end(null);
     if (this.#connection === null) {
-      const retry = () => this.#start(generation, text, settings);
+      const retry = () => this.#start(generation, text, settings, parts);
       return this.#connected().then(retry, (error) => generation.end(error));
     }
     this.#running = generation;
-    if (text !== undefined) {
+    if (text !== undefined || parts !== null) {
       const id = this.#newId("item");
       generation.itemIds.push(id);
-      const question = this.#connection.ask(...creation({ id, role: "user", text }));
+      if (parts !== null) this.#parts.set(id, parts);
+      const question = this.#connection.ask(...creation({ id, role: "user", text, parts }));
       question.catch((error) => this.#spoil(generation, error));
     }
     generation.id = this.#newId("ask");
@@ -200,6 +215,7 @@ export class Session {
 
   /** The server refuses the question: the response that was asked for with it answers another one. */
   #spoil(generation, error) {
+    generation.itemIds.forEach((id) => this.#parts.delete(id));
     if (generation.isOver) return;
     generation.fail(error);
     this.#cancel(generation);
@@ -269,13 +285,14 @@ export class Session {
   #add({ id, role }, previous) {
     if (this.#items.some((item) => item.id === id)) return; // the server is given it again
     const index = this.#items.findIndex((item) => item.id === previous) + 1;
-    this.#items.splice(index, 0, { id, role, text: "", isCommitted: false });
+    this.#items.splice(index, 0, { id, role, text: "", parts: this.#parts.get(id) ?? null, isCommitted: false });
+    this.#parts.delete(id);
   }
 
   #complete({ id, content }) {
     const item = this.#items.find((item) => item.id === id);
     if (item === undefined || item.isCommitted) return;
-    item.text = content.map((part) => part.text).join("");
+    item.text = textOf(content);
     item.isCommitted = !this.#running?.itemIds.includes(id);
   }
 
@@ -493,9 +510,39 @@ function addressOf(url, model) {
 }
 
 /** The event that makes this item, with its id. */
-function creation({ id, role, text }) {
-  const part = { type: role === "assistant" ? "output_text" : "input_text", text };
-  return [`create_${id}`, { type: "conversation.item.create", item: { id, type: "message", role, content: [part] } }];
+function creation({ id, role, text, parts }) {
+  const type = role === "assistant" ? "output_text" : "input_text";
+  const content = (parts ?? [{ type: "text", text }]).map((part) =>
+    part.type === "text" ? { type, text: part.text } : { type: "input_image", image_url: part.image_url.url });
+  return [`create_${id}`, { type: "conversation.item.create", item: { id, type: "message", role, content } }];
+}
+
+/** The text of a message's content. */
+function textOf(content) {
+  return typeof content === "string" ? content : content.map((part) => part.text ?? "").join("");
+}
+
+/** The parts of a question: its images, then its text. */
+async function partsOf(media, text) {
+  const urls = await Promise.all([...media].map(dataUrl));
+  const images = urls.map((url) => ({ type: "image_url", image_url: { url } }));
+  return text === undefined ? images : [...images, { type: "text", text }];
+}
+
+async function dataUrl(image, index) {
+  if (typeof image === "string" && image.startsWith("data:")) return image;
+  const isBlob = typeof Blob !== "undefined" && image instanceof Blob;
+  const data = isBlob ? await image.arrayBuffer() : image;
+  if (!(data instanceof ArrayBuffer || ArrayBuffer.isView(data))) {
+    const message = `media[${index}] must be a Blob, an ArrayBuffer or a data URL`;
+    throw new TrioengineError({ code: "invalid_value", message, param: `media[${index}]` });
+  }
+  const bytes = ArrayBuffer.isView(data) ? new Uint8Array(data.buffer, data.byteOffset, data.byteLength) : new Uint8Array(data);
+  const pieces = [];
+  for (let at = 0; at < bytes.length; at += 0x8000) pieces.push(String.fromCharCode(...bytes.subarray(at, at + 0x8000)));
+  const text = pieces.join("");
+  const type = Object.keys(SIGNATURES).find((type) => SIGNATURES[type].test(text)) ?? "application/octet-stream";
+  return `data:${type};base64,${btoa(text)}`;
 }
 
 function signal() {

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 import trio
+from loopback import on_loopback
+from pictures import PICTURE
 
-from trioengine import EngineConfig, connect, open_engine
+from trioengine import EngineConfig, blocking, connect, open_engine
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.serve import ServeConfig, serve
 from trioengine.testing import Simulation
+from trioengine.testing.simulation import IMAGE_LIMITS
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -61,6 +64,39 @@ async def test_an_example_for_an_engine_runs_with_a_client():
             with trio.fail_after(120):
                 await examples("embedding.md")["conversation"](client)
         server.abort()
+
+
+async def test_the_examples_with_images_run(tmp_path):
+    path = tmp_path / "picture.png"
+    path.write_bytes(PICTURE)
+    functions = examples("images.md")
+    async with on_loopback(limits=IMAGE_LIMITS) as server:
+        url = f"http://127.0.0.1:{server.port}"
+        with trio.fail_after(120):
+            await functions.pop("embedded")(server.engine, path)
+            await functions.pop("many_questions")(server.engine, path)
+            history = await functions.pop("remote")(url, path)
+            await functions.pop("with_openai")(url + "/v1", path)
+            async with connect(url) as client, client.open_session(history=history) as session:
+                assert (await session.ask("So?", max_tokens=5)).usage.prompt_tokens > 100
+    assert len(history) == 4 and functions == {}
+
+
+def test_images_without_trio(tmp_path):
+    """The client for code without trio passes its images on."""
+
+    async def serve_and_ask():
+        async with on_loopback(limits=IMAGE_LIMITS) as server:
+            return await trio.to_thread.run_sync(ask, f"http://127.0.0.1:{server.port}")
+
+    def ask(url):
+        with blocking.connect(url) as client, client.open_session() as session:
+            options = {"media": [PICTURE], "max_tokens": 5, "temperature": 0}
+            whole = client.generate("What?", **options).text
+            return whole, "".join(chunk.text for chunk in session.generate("What?", **options))
+
+    whole, streamed = trio.run(serve_and_ask)
+    assert whole == streamed
 
 
 async def test_the_example_of_a_test_passes(autojump_clock):

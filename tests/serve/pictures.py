@@ -54,4 +54,4 @@ def traced():
 def large_pieces():
     """The sizes of the large pieces of memory, each with where it was allocated."""
     traces = tracemalloc.take_snapshot().traces
-    return [(trace.size, "\n".join(trace.traceback.format())) for trace in traces if trace.size >= LARGE]
+    return [(trace.size, [str(frame) for frame in trace.traceback[-4:]]) for trace in traces if trace.size >= LARGE]

@@ -22,7 +22,7 @@ BAD_PROMPTS = [
     ([1, 2], "invalid_value", "prompt[0]"),
     ([{"role": "tool", "content": "x"}], "invalid_value", "prompt[0].role"),
     ([{"role": "user", "content": 5}], "invalid_value", "prompt[0].content"),
-    ([{"role": "user", "content": [{"type": "image_url"}]}], "invalid_value", "prompt[0].content"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], "invalid_value", "prompt[0].content[0].image_url"),
     ("x" * 9999, "context_length_exceeded", "prompt"),
     ("x" * (1 << 20), "too_large", "prompt"),
     ("half \ud800", "invalid_value", "prompt"),

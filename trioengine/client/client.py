@@ -15,6 +15,7 @@ from trioengine.actors.waiting_line import waits_for
 from trioengine.client.address import Address, Endpoint
 from trioengine.client.connection import Connection
 from trioengine.client.generation import Generation
+from trioengine.client.media import Media
 from trioengine.client.session import Session
 from trioengine.core.arguments import check_callback, check_request, names_checked
 from trioengine.core.bounds import brief, counted, is_key
@@ -76,6 +77,7 @@ class Client:
         prompt: str | Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
         *,
+        media: Sequence[Media] = (),
         timeout: float | None = None,
         wait: bool | None = None,
         label: str | None = None,
@@ -85,7 +87,7 @@ class Client:
         deadline, params = deadline_after(timeout), merged_params(params, options)
         session = Session(self, label=label, history=None, wait=wait, deadline=deadline)
         generation = session.opens_with = Generation(
-            session, prompt, params, keep_partial=False, deadline=deadline, wait=wait, label=label
+            session, prompt, params, media=media, keep_partial=False, deadline=deadline, wait=wait, label=label
         )
         try:
             async with session, generation:

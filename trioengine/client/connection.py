@@ -38,6 +38,7 @@ class Connection:
         self.posts = Posts()
         self._endpoint = endpoint
         self.model: str | None = None  # as the server calls it
+        self.takes_images = False  # that model
         self._on_event = on_event
         self._on_state = on_state
         self._on_loss = on_loss
@@ -84,6 +85,7 @@ class Connection:
             event = json.loads(await websocket.read())
             model = event["session"].get("model")
             self.model = model if isinstance(model, str) else None
+            self.takes_images = "image" in event["session"].get("input_modalities", ())
             return str(event["session"]["id"])
         except Rejected as exc:
             raise refusal_of(exc) from exc

@@ -7,8 +7,9 @@ from collections.abc import Collection, Sequence
 from copy import copy
 
 from trioengine.actors.changes import Changes
+from trioengine.client.media import has_images
 from trioengine.client.posts import Posts
-from trioengine.client.prompt import Message, item_of, rendered
+from trioengine.client.prompt import MAX_EVENT, MAX_IMAGE_EVENT, Message, item_of, rendered
 from trioengine.core.errors import EngineError, RequestRejected
 
 
@@ -28,7 +29,12 @@ class Conversation:
         """The events that make items of these messages, by the items' ids. Raises RequestRejected; posts nothing."""
         ids = [f"item_{next(self._ids)}" for _ in messages]
         return {
-            id: rendered("conversation.item.create", f"create_{id}", {"item": item_of(message, id)})
+            id: rendered(
+                "conversation.item.create",
+                f"create_{id}",
+                {"item": item_of(message, id)},
+                MAX_IMAGE_EVENT if has_images(message) else MAX_EVENT,
+            )
             for id, message in zip(ids, messages, strict=True)
         }
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from trioengine.actors.deadline import Deadline
 from trioengine.actors.readable import Readable
+from trioengine.client.media import Media
 from trioengine.client.prompt import Message
 from trioengine.core.completion import Chunk, Completion
 from trioengine.core.errors import EngineError, TimedOut
@@ -46,13 +47,15 @@ class Generation(Readable["Session"]):
         prompt: object,
         params: SamplingParams,
         *,
+        media: Sequence[Media] = (),
         keep_partial: bool,
         deadline: Deadline,
         wait: bool | None,
         label: str | None = None,
     ) -> None:
         super().__init__(session, params, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label)
-        self.prompt = prompt
+        self.prompt: Any = prompt  # until it is sent, as the media
+        self.media = media
         self.response_id: str | None = None  # the server's
         # The session's part: it alone writes these.
         self.stage = Stage.NONE

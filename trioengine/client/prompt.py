@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from trioengine.client.media import Media, image_part, media_parts
 from trioengine.core.errors import RequestRejected
+from trioengine.core.image_part import image_url
 from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
 
-Message: TypeAlias = dict[str, str]  # role and content
+Message: TypeAlias = dict[str, Any]  # role and content: a text, or a list of parts if it has images
 
 MAX_EVENT = 1 << 20  # bytes, of what the server takes
+MAX_IMAGE_EVENT = 32 << 20  # where its model takes images
 _TRUNCATION: Mapping[Overflow, str] = {"refuse": "disabled", "drop_oldest_turns": "auto"}
 _PART_TYPES = {"system": "input_text", "user": "input_text", "assistant": "output_text"}
 
 
-def chat_messages(prompt: object, name: str) -> list[Message]:
-    """A user message, or chat messages in OpenAI's shape. Raises RequestRejected for what cannot be sent."""
+def chat_messages(prompt: object, name: str, media: Sequence[Media] = ()) -> list[Message]:
+    """A user message, or chat messages in OpenAI's shape, the last of which begins with these images.
+
+    Raises RequestRejected for what cannot be sent.
+    """
+    images = media_parts(media)
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}] if prompt else []
     if isinstance(prompt, (bytes, bytearray, memoryview)) or not isinstance(prompt, Sequence):
         raise _invalid(name, f"must be a string or messages, got {type(prompt).__name__}")
     if not prompt and name == "prompt":
         raise RequestRejected("empty_prompt", "prompt is empty", param=name)
-    return [_message(entry, f"{name}[{index}]") for index, entry in enumerate(prompt)]
+    messages = [_message(entry, f"{name}[{index}]") for index, entry in enumerate(prompt)]
+    if images:
+        content = messages[-1]["content"]
+        messages[-1]["content"] = [*images, *([_text(content)] if isinstance(content, str) else content)]
+    return messages
 
 
 def _message(entry: object, name: str) -> Message:
@@ -38,20 +49,45 @@ def _message(entry: object, name: str) -> Message:
     return {"role": role, "content": _content(entry.get("content"), f"{name}.content")}
 
 
-def _content(content: object, name: str) -> str:
+def _content(content: object, name: str) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, Sequence) and not isinstance(content, bytes) else (None,)
-    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise _invalid(name, "must be a string or a list of text parts")
-    return "".join(text for text in texts if isinstance(text, str))
+    if not isinstance(content, Sequence) or isinstance(content, (bytes, bytearray, memoryview)):
+        raise _invalid(name, "must be a string or a list of parts")
+    parts = [_part(part, f"{name}[{index}]") for index, part in enumerate(content)]
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return "".join([part["text"] for part in parts])
+
+
+def _part(part: object, name: str) -> dict[str, Any]:
+    if isinstance(part, Mapping):
+        if part.get("type") == "text" and isinstance(part.get("text"), str):
+            return _text(part["text"])
+        if part.get("type") == "image" and "image" in part:
+            return image_part(part["image"], name)
+        if (url := image_url(part, name)) is not None:
+            return {"type": "image_url", "image_url": {"url": url}}
+    raise _invalid(name, "must be a text part or an image part")
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 def item_of(message: Message, id: str) -> dict[str, Any]:
     """The item of a conversation.item.create."""
-    part = {"type": _PART_TYPES[message["role"]], "text": message["content"]}
-    return {"id": id, "type": "message", "role": message["role"], "content": [part]}
+    kind, content = _PART_TYPES[message["role"]], message["content"]
+    parts: list[dict[str, Any]] = [_text(content)] if isinstance(content, str) else content
+    shown = [
+        {"type": kind, "text": part["text"]} if part["type"] == "text" else _image_of(part["image_url"]["url"])
+        for part in parts
+    ]
+    return {"id": id, "type": "message", "role": message["role"], "content": shown}
+
+
+def _image_of(url: str) -> dict[str, str]:
+    return {"type": "input_image", "image_url": url}
 
 
 def response_fields(params: SamplingParams, overflow: Overflow) -> dict[str, Any]:
@@ -71,11 +107,17 @@ def response_fields(params: SamplingParams, overflow: Overflow) -> dict[str, Any
     return {**changed, "truncation": _TRUNCATION[overflow]}
 
 
-def rendered(name: str, event_id: str, fields: Mapping[str, Any]) -> str:
+def check_sizes(events: Iterable[str], *, takes_images: bool) -> None:
+    """Raise RequestRejected for an image that is too large for a server whose model takes none."""
+    if not takes_images and any(len(text) > MAX_EVENT for text in events):
+        raise RequestRejected("images_not_supported", "prompt: the server's model takes no images", param="prompt")
+
+
+def rendered(name: str, event_id: str, fields: Mapping[str, Any], limit: int = MAX_EVENT) -> str:
     """An event as it is sent. Raises RequestRejected if the server takes none that is so large."""
     text = json.dumps({"type": name, "event_id": event_id, **fields})
-    if len(text) > MAX_EVENT:  # it is ASCII
-        message = f"prompt: a message of {len(text)} bytes of JSON is too large, the limit is {MAX_EVENT}"
+    if len(text) > limit:  # it is ASCII
+        message = f"prompt: a message of {len(text)} bytes of JSON is too large, the limit is {limit}"
         raise RequestRejected("too_large", message, param="prompt")
     return text
 

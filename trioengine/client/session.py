@@ -6,7 +6,7 @@ All changes are synchronous methods, which the handle and the connection call. N
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -17,7 +17,8 @@ from trioengine.client.connection import Connection
 from trioengine.client.conversation import Conversation
 from trioengine.client.exchange import Exchange
 from trioengine.client.generation import Generation
-from trioengine.client.prompt import Message, chat_messages, response_fields
+from trioengine.client.media import Media, is_long
+from trioengine.client.prompt import Message, chat_messages, check_sizes, response_fields
 from trioengine.core.arguments import check_label, check_wait
 from trioengine.core.completion import Completion
 from trioengine.core.errors import EngineError, SessionBusy, SessionEnded, TimedOut
@@ -74,8 +75,11 @@ class Session:
 
     @property
     def history(self) -> list[Message]:
-        """The committed conversation, as chat messages, without the turns that were dropped for a later one."""
-        return [dict(message) for message in self._conversation.messages]
+        """The committed conversation, as chat messages, without the turns that were dropped for a later one.
+
+        A content with images is a list of parts, the images with their data URLs.
+        """
+        return deepcopy(self._conversation.messages)
 
     @property
     def model(self) -> str | None:
@@ -103,6 +107,7 @@ class Session:
 
     async def _open(self, history: list[Message], events: dict[str, str]) -> None:
         self.id = await self._client.start(self._connection, wait=self._wait, deadline=self._deadline)
+        check_sizes(events.values(), takes_images=self._connection.takes_images)
         self._conversation.replace(history, events)
         with trio.move_on_at(self._deadline.at):
             await self._conversation.confirmed()
@@ -121,6 +126,7 @@ class Session:
         prompt: str | Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
         *,
+        media: Sequence[Media] = (),
         keep_partial: bool = False,
         timeout: float | None = None,
         wait: bool | None = None,
@@ -130,18 +136,21 @@ class Session:
         """A request, to be entered. `prompt` is a user message, or chat messages.
 
         The arguments are those of the engine's Session.generate; a request that waits asks the server again after the
-        time that it names, and `client.abort` ends it by its `label`. Entering raises SessionBusy while another request
-        runs, SessionEnded, EngineClosed or ConnectionLost when the session is over, and RequestRejected for a bad
-        prompt.
+        time that it names, and `client.abort` ends it by its `label`. `media` are sent as files, PIL images as PNG;
+        `history` has them as data URLs. Entering raises SessionBusy while another request runs, SessionEnded,
+        EngineClosed or ConnectionLost when the session is over, and RequestRejected for a bad prompt.
         """
         deadline, params = deadline_after(timeout), merged_params(params, options)
-        return Generation(self, prompt, params, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label)
+        return Generation(
+            self, prompt, params, media=media, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label
+        )
 
     async def ask(
         self,
         prompt: str | Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
         *,
+        media: Sequence[Media] = (),
         keep_partial: bool = False,
         timeout: float | None = None,
         wait: bool | None = None,
@@ -150,7 +159,7 @@ class Session:
     ) -> Completion:
         """One whole answer: `generate` and `result` in one. Cancelled, the request is aborted."""
         async with self.generate(
-            prompt, params, keep_partial=keep_partial, timeout=timeout, wait=wait, label=label, **options
+            prompt, params, media=media, keep_partial=keep_partial, timeout=timeout, wait=wait, label=label, **options
         ) as generation:
             return await generation.result()
 
@@ -192,10 +201,10 @@ class Session:
 
     async def start(self, generation: Generation) -> None:
         """Generation.__aenter__."""
-        messages = chat_messages(generation.prompt, "prompt")
+        messages, events = await self._prepared(generation)
         fields = response_fields(generation.params, self.overflow)
-        events = self._conversation.prepared(messages)
         self._check_open()
+        check_sizes(events.values(), takes_images=self._connection.takes_images)
         generation.take_id(self._client.request_ids)
         self._waiting[generation] = None
         self._connection.start_soon(self._expire, generation)
@@ -218,6 +227,16 @@ class Session:
             self._check_open()
         elif generation.outcome.error is not None and generation.answer_id is None:
             raise copy(generation.outcome.error)
+
+    async def _prepared(self, generation: Generation) -> tuple[list[Message], dict[str, str]]:
+        """The messages of its prompt, and the events that make items of them."""
+        (prompt, generation.prompt), (media, generation.media) = (generation.prompt, None), (generation.media, ())
+
+        def prepare() -> tuple[list[Message], dict[str, str]]:
+            messages = chat_messages(prompt, "prompt", media)
+            return messages, self._conversation.prepared(messages)
+
+        return await trio.to_thread.run_sync(prepare) if is_long(media) else prepare()
 
     async def _expire(self, generation: Generation) -> None:
         with trio.move_on_at(generation.deadline.at):

@@ -51,6 +51,7 @@ class AcceptedWebSocket(WebSocketConnection):
                 await self._send_channel.send(event.data)
         else:
             await super()._handle_message_event(event)
+            object.__setattr__(event, "data", type(event.data)())  # trio-websocket has the event until the next comes
 
     async def send(self, messages: Sequence[TextMessage]) -> None:
         """Write these, or parts of one, at once; between parts only pings and pongs may go. Raises ConnectionClosed."""

@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import trio
 
 from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
-from trioengine.core.errors import EngineError
+from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.outcome import Cause
 from trioengine.serve.cache_salt import salted
 from trioengine.serve.in_flight import InFlight
 from trioengine.serve.log_fields import REQUEST_ID, about
 from trioengine.serve.problem import problem_of
+from trioengine.serve.realtime.item_images import naming_item
 from trioengine.serve.realtime.response import Response
 from trioengine.text.conversation import check_length, least_prompt
 
@@ -56,9 +58,12 @@ class Answering:
             extension, params = _extension(session, messages), salted(response.order.params, self._cache_salt)
             generation = session.generate(extension, params, keep_partial=True, wait=False)
             response.session = session
+            num_history = len(messages) - len(extension)
             try:
                 with self._in_flight.running((response.id,), generation):
                     await _stream(session, generation, response)
+            except RequestRejected as exc:
+                raise naming_item(exc, response.order.item_ids, num_history) from None
             finally:
                 response.session = None
 
@@ -82,7 +87,7 @@ async def _stream(session: Session, generation: Generation, response: Response) 
     response.finish(generation.completion)
 
 
-def _extension(session: Session, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+def _extension(session: Session, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the session's history lacks of these messages; a history that they do not extend is replaced."""
     history = session.history
     if len(history) < len(messages) and messages[: len(history)] == history:

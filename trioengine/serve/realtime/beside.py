@@ -55,5 +55,6 @@ class Beside:
                 async with self._answering.engine.open_session(label=self._label, wait=False) as session:
                     await self._answering.answer(session, response)
         finally:
+            response.release()
             self._active.remove(response)
             self._changes.notify()

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from trioengine.serve.fields import known_fields
 from trioengine.serve.json_object import load_object
 from trioengine.serve.problem import ClientError
-from trioengine.serve.realtime.items import Item, ItemReference, parse_input, parse_item
+from trioengine.serve.realtime.item import Item, ItemReference, parse_input, parse_item
 
 MAX_EVENT_ID = 512
 

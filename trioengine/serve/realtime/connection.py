@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import trio
 from trio_websocket import ConnectionClosed
 
+from trioengine.core.errors import EngineError
 from trioengine.core.serve_config import ConnectionLimits
 from trioengine.serve.byte_budget import ALWAYS_TAKEN, Held, size_of
 from trioengine.serve.departures import Departures, log_disconnect
@@ -31,6 +32,7 @@ from trioengine.serve.realtime.client_events import (
     parse,
 )
 from trioengine.serve.realtime.engine_states import tell_states
+from trioengine.serve.realtime.item_images import keep_images
 from trioengine.serve.realtime.items import Items, chat_messages, size_of_messages
 from trioengine.serve.realtime.outbox import EVENT_FACTOR, Outbox, new_id
 from trioengine.serve.realtime.responder import Responder
@@ -84,9 +86,15 @@ class RealtimeConnection:
         self._close_code, self._close_reason = 1000, ""
 
     async def run(self) -> None:
+        try:
+            await self._run()
+        finally:
+            self._items.close()
+
+    async def _run(self) -> None:
         """The sender outlives the work, so that the last events are followed by a clean close."""
         SESSION.set(self.id)
-        self._outbox.put("session.created", session=self._settings.to_json(self.id, self._model))
+        self._outbox.put("session.created", session=self._shown_settings)
         async with trio.open_nursery() as sending:
             sending.start_soon(self._send)
             sending.start_soon(self._ping)
@@ -107,9 +115,7 @@ class RealtimeConnection:
         """Read always, also while nobody handles: only so is it noticed that the client has gone."""
         try:
             while self._unhandled_size <= self._max_unhandled_size:
-                message = await self._next_message()
-                inbox.send_nowait(message)
-                if isinstance(message, OverBudget):
+                if not await self._receive_next(inbox):
                     await self._discard()
             self._expel(POLICY_VIOLATION, f"more than {self._max_unhandled_size} bytes of unhandled events")
         except trio.WouldBlock:
@@ -118,6 +124,12 @@ class RealtimeConnection:
             log_disconnect("it closed the connection")
             self._note_departure()
         work.cancel()
+
+    async def _receive_next(self, inbox: trio.MemorySendChannel[Message]) -> bool:
+        """Whether the next message was kept. It is the inbox's alone: it may be large, and the next may take long."""
+        message = await self._next_message()
+        inbox.send_nowait(message)
+        return not isinstance(message, OverBudget)
 
     async def _next_message(self) -> Message:
         """The next message, whose bytes are taken until it is handled, or an error in its place."""
@@ -189,17 +201,28 @@ class RealtimeConnection:
     # ---- the client's events --------------------------------------------------------------------------------------
 
     async def _handle(self, inbox: trio.MemoryReceiveChannel[Message], work: trio.CancelScope) -> None:
-        async for message in inbox:
-            await self._outbox.room()
-            if isinstance(message, OverBudget):
-                await self._give_up(message.problem)
-                break
-            self._unhandled_size -= size_of(message)
-            try:
-                await self._handle_message(message, work)
-            finally:
-                self._held.give_back(size_of(message))
+        while await self._handle_next(inbox, work):
+            pass
         work.cancel()
+
+    async def _handle_next(self, inbox: trio.MemoryReceiveChannel[Message], work: trio.CancelScope) -> bool:
+        """False if the connection is to be closed. A message is let go of as soon as it is parsed."""
+        message = await inbox.receive()
+        await self._outbox.room()
+        if isinstance(message, OverBudget):
+            await self._give_up(message.problem)
+            return False
+        size = size_of(message)
+        self._unhandled_size -= size
+        try:
+            event, event_id = await self._parse(message)
+            del message
+            await self._handle_event(event, event_id, work)
+        except EventError as exc:
+            self._outbox.put_error(exc.problem, exc.event_id)
+        finally:
+            self._held.give_back(size)
+        return True
 
     async def _give_up(self, problem: Problem) -> None:
         """A message was not kept, so the conversation is not the one that the client means: close the connection."""
@@ -207,18 +230,13 @@ class RealtimeConnection:
         await self._outbox.flushed()
         self._expel(TRY_AGAIN_LATER, f"no room for a message: {problem.code}")
 
-    async def _handle_message(self, message: str | bytes, work: trio.CancelScope) -> None:
+    async def _handle_event(self, event: ClientEvent, event_id: str | None, work: trio.CancelScope) -> None:
         try:
-            event, event_id = await self._parse(message)
-        except EventError as exc:
-            self._outbox.put_error(exc.problem, exc.event_id)
-            return
-        if work.cancel_called:
-            return  # it came in the moment of the goodbye: nothing begins that would not end
-        try:
-            self._act(event, event_id)
+            with await keep_images(self._engine, event, self._model):
+                if not work.cancel_called:  # else it came in the moment of the goodbye: it would not end
+                    self._act(event, event_id)
         except Exception as exc:
-            if not isinstance(exc, ClientError):
+            if not isinstance(exc, (ClientError, EngineError)):
                 logger.exception("%s: a %s crashed", self.id, type(event).__name__)
             self._outbox.put_error(problem_of(exc), event_id)
 
@@ -229,7 +247,7 @@ class RealtimeConnection:
         match event:
             case SessionUpdate():
                 self._update(self._settings.for_session(event.session, self._model))
-                self._outbox.put("session.updated", session=self._settings.to_json(self.id, self._model))
+                self._outbox.put("session.updated", session=self._shown_settings)
             case ItemCreate():
                 previous = self._items.add(event.item, event.previous_item_id)
                 for name in ("conversation.item.added", "conversation.item.done"):
@@ -246,6 +264,10 @@ class RealtimeConnection:
                 self._respond(event, event_id)
             case ResponseCancel():
                 self._response(event.response_id).cancel()
+
+    @property
+    def _shown_settings(self) -> dict[str, Any]:
+        return self._settings.to_json(self.id, self._model, takes_images=self._engine.takes_images)
 
     def _update(self, settings: Settings) -> None:
         """Raises OverBudget where there is no room for the instructions, and for the event that repeats them."""

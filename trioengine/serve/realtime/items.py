@@ -2,148 +2,30 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from trioengine.serve.byte_budget import Held, size_of
-from trioengine.serve.fields import check_fixed, known_fields, text_of
+from trioengine.serve.byte_budget import Held
 from trioengine.serve.problem import ClientError
-from trioengine.serve.realtime.outbox import EVENT_FACTOR, new_id
+from trioengine.serve.realtime.item import (
+    ITEM_SIZE,
+    MAX_ITEMS,
+    ROOT,
+    Item,
+    ItemReference,
+    ItemStatus,
+    Role,
+    size_of_parts,
+)
+from trioengine.serve.realtime.outbox import EVENT_FACTOR
 from trioengine.text.turns import Turns
 
-MAX_ITEMS = 4096
-ITEM_SIZE = 512  # bytes that an item takes in memory, beside its texts
-MAX_PARTS = 64  # of an item
-MAX_ID = 128
-ROOT = "root"  # as previous_item_id: at the beginning
 
-
-class ItemStatus(enum.Enum):
-    IN_PROGRESS = "in_progress"
-    COMPLETED = "completed"
-    INCOMPLETE = "incomplete"
-
-
-class Role(enum.Enum):
-    SYSTEM = "system"
-    USER = "user"
-    ASSISTANT = "assistant"
-
-
-_PART_TYPES = {
-    Role.SYSTEM: ("input_text",),
-    Role.USER: ("input_text",),
-    Role.ASSISTANT: ("output_text", "text"),
-}
-
-
-_FIXED: Mapping[str, tuple[Any, ...]] = {  # in items that come back; of no effect
-    "object": ("realtime.item",),
-    "status": tuple(status.value for status in ItemStatus),
-}
-
-
-@dataclass(slots=True)
-class Item:
-    """A message. An assistant's item that is in progress grows at its only part."""
-
-    role: Role
-    _texts: list[str]
-    id: str = field(default_factory=lambda: new_id("item"))
-    status: ItemStatus = ItemStatus.COMPLETED
-    _deltas: list[str] = field(default_factory=list)  # what has come since anybody asked for the text
-
-    @property
-    def texts(self) -> list[str]:
-        """Its parts."""
-        if self._deltas:
-            self._texts = ["".join([*self._texts, *self._deltas])]
-            self._deltas = []
-        return self._texts
-
-    def grow(self, delta: str) -> None:
-        """There is more of the only part; with the first, also an empty one, there is a part."""
-        self._deltas.append(delta)
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    @property
-    def size(self) -> int:
-        """Bytes in memory."""
-        return ITEM_SIZE + sum(map(size_of, self.texts))
-
-    def truncate(self, content_index: int, text_end: int) -> None:
-        """Keep so many characters of this part, and nothing of those behind it."""
-        is_cut = text_end < len(self.texts[content_index]) or content_index < len(self.texts) - 1
-        self._texts = [*self.texts[:content_index], self.texts[content_index][:text_end]]
-        if is_cut:
-            self.status = ItemStatus.INCOMPLETE
-
-    def to_json(self) -> dict[str, Any]:
-        part = _PART_TYPES[self.role][0]
-        return {
-            "id": self.id,
-            "object": "realtime.item",
-            "type": "message",
-            "status": self.status.value,
-            "role": self.role.value,
-            "content": [{"type": part, "text": text} for text in self.texts],
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class ItemReference:
-    """An item of the conversation, as a part of a response's input; `where` is its place there."""
-
-    id: Any
-    where: str
-
-
-def parse_item(fields: object, where: str = "item") -> Item:
-    """The item of a conversation.item.create. Raises ClientError, naming what we cannot take."""
-    item = known_fields(fields, ("id", "object", "type", "status", "role", "content"), where)
-    if item.get("type") != "message":
-        shown = f"{item.get('type')!r:.60}"
-        raise ClientError("unsupported_item", f"{where}.type must be message, got {shown}", param=f"{where}.type")
-    role = next((role for role in Role if role.value == item.get("role")), None)
-    if role is None:
-        names, shown = ", ".join(role.value for role in Role), f"{item.get('role')!r:.60}"
-        raise ClientError("invalid_value", f"{where}.role must be one of {names}, got {shown}", param=f"{where}.role")
-    check_fixed(item, _FIXED, where)
-    content, param = item.get("content"), f"{where}.content"
-    if not isinstance(content, list) or not 1 <= len(content) <= MAX_PARTS:
-        raise ClientError("invalid_value", f"{param} must be a list of 1 to {MAX_PARTS} parts", param=param)
-    texts = [_part_text(part, _PART_TYPES[role], f"{param}[{index}]") for index, part in enumerate(content)]
-    id, param = item.get("id"), f"{where}.id"
-    if id is None:
-        return Item(role, texts)
-    if not isinstance(id, str) or not 0 < len(id) <= MAX_ID or id == ROOT:
-        raise ClientError("invalid_value", f"{param} must be a string of 1 to {MAX_ID} characters", param=param)
-    return Item(role, texts, id)
-
-
-def parse_input(value: object, where: str) -> tuple[Item | ItemReference, ...]:
-    """The items that a response is to go on from in place of the conversation. Raises ClientError."""
-    if not isinstance(value, list) or len(value) > MAX_ITEMS:
-        raise ClientError("invalid_value", f"{where} must be a list of at most {MAX_ITEMS} items", param=where)
-    return tuple(_input_item(entry, f"{where}[{index}]") for index, entry in enumerate(value))
-
-
-def _input_item(entry: object, where: str) -> Item | ItemReference:
-    if isinstance(entry, Mapping) and entry.get("type") == "item_reference":
-        return ItemReference(known_fields(entry, ("id", "type"), where).get("id"), f"{where}.id")
-    return parse_item(entry, where)
-
-
-def chat_messages(items: Iterable[Item], instructions: str) -> tuple[list[dict[str, str]], list[str | None]]:
-    """Items as chat messages, after the instructions, and the items' ids; an item without text is left out."""
-    texts = [(item, text) for item in items if (text := item.text)]
-    messages = [{"role": item.role.value, "content": text} for item, text in texts]
-    ids: list[str | None] = [item.id for item, _ in texts]
+def chat_messages(items: Iterable[Item], instructions: str) -> tuple[list[dict[str, Any]], list[str | None]]:
+    """Items as chat messages, after the instructions, and the items' ids; an empty item is left out."""
+    shown = [item for item in items if not item.is_empty]
+    messages = [item.message for item in shown]
+    ids: list[str | None] = [item.id for item in shown]
     return ([{"role": "system", "content": instructions}, *messages], [None, *ids]) if instructions else (messages, ids)
 
 
@@ -152,20 +34,17 @@ def num_turns(items: Iterable[Item]) -> int:
     return len(Turns.of(chat_messages(items, "")[0]).starts)
 
 
-def size_of_messages(messages: Iterable[Mapping[str, str]]) -> int:
+def size_of_messages(messages: Iterable[Mapping[str, Any]]) -> int:
     """The bytes in memory of the messages that a response goes on from."""
-    return sum(ITEM_SIZE + size_of(message["content"]) for message in messages)
+    return sum(ITEM_SIZE + _size_of_content(message["content"]) for message in messages)
 
 
-def _part_text(part: object, types: tuple[str, ...], where: str) -> str:
-    if isinstance(part, Mapping) and part.get("type") not in types:
-        shown = f"{part.get('type')!r:.60}"
-        raise ClientError("unsupported_content", f"{where}.type must be {types[0]}, got {shown}", param=f"{where}.type")
-    return text_of(known_fields(part, ("type", "text"), where).get("text"), f"{where}.text")
+def _size_of_content(content: str | list[Mapping[str, Any]]) -> int:
+    return size_of_parts([content] if isinstance(content, str) else [part.get("text", part) for part in content])
 
 
 class Items:
-    """The items, by id and in order. Their bytes are taken of `held`."""
+    """The items, by id and in order. Their bytes are taken of `held`; their images are kept until `close`."""
 
     def __init__(self, max_size: int, held: Held) -> None:
         self._max_size = max_size
@@ -233,6 +112,7 @@ class Items:
         self._order.remove(item.id)
         self._left_out.discard(item.id)
         self._count(-item.size)
+        item.release()
         return item.id
 
     def truncate(self, id: object, content_index: object, text_end: object) -> Item:
@@ -246,6 +126,11 @@ class Items:
         item.truncate(index, _integer(text_end, len(item.texts[index]), "text_end"))
         self._count(item.size - size)
         return item
+
+    def close(self) -> None:
+        """The conversation is over."""
+        for item in self._items.values():
+            item.release()
 
     def resolve(self, entries: Iterable[Item | ItemReference]) -> list[Item]:
         """A response's input, each reference replaced by the item that it means. Raises ClientError."""
@@ -277,6 +162,7 @@ class Items:
         return 0 if previous == ROOT else self._order.index(self.get(previous, "previous_item_id").id) + 1
 
     def _insert(self, item: Item, index: int) -> str | None:
+        item.keep()
         self._items[item.id] = item
         self._order.insert(index, item.id)
         if item.status is not ItemStatus.IN_PROGRESS:

@@ -55,6 +55,8 @@ class Responder:
                     self._active = None
                     self._changes.notify()
             finally:
+                if self._active is not None:
+                    self._active.release()
                 if self._session is not None:
                     self._session.end(Cause.DISCONNECT)
 

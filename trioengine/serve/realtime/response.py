@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trioengine.actors.generation import Completion, Generation
+from trioengine.actors.kept_images import KeptImages
 from trioengine.actors.session import Session
 from trioengine.core.messages import FinishReason, Usage
 from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.serve.problem import Problem, RequestAborted, problem_of
-from trioengine.serve.realtime.items import Item, Items, ItemStatus, Role, num_turns, size_of_messages
+from trioengine.serve.realtime.item import Item, ItemStatus, Role
+from trioengine.serve.realtime.items import Items, num_turns, size_of_messages
 from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox, new_id
 from trioengine.serve.realtime.truncation import Truncation
 from trioengine.text.turns import Turns
@@ -35,7 +37,7 @@ class Order:
     left out of their prompts for good.
     """
 
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     item_ids: list[str | None]
     params: SamplingParams
     truncation: Truncation
@@ -55,7 +57,8 @@ class Order:
 class Response:
     """One response; every change of it is told to the client in the same step.
 
-    The bytes of its order's messages are charged to its outbox's account until it ends.
+    The bytes of its order's messages are charged to its outbox's account until it ends. Their images are kept until
+    then, or until `release`.
     """
 
     order: Order
@@ -74,8 +77,10 @@ class Response:
     generation: Generation | None = None  # while it runs
     _delta: DeltaTemplate | None = None
     _num_charged: int = 0  # bytes
+    _kept: KeptImages | None = None
 
     def begin(self) -> None:
+        self._kept = KeptImages(self.order.messages)
         self._charge(size_of_messages(self.order.messages))
         self.outbox.put("response.created", response=self.to_json())
 
@@ -89,6 +94,11 @@ class Response:
         """Its client has gone: the engine session that answers it ends at once."""
         if self.session is not None:
             self.session.end(Cause.DISCONNECT)
+
+    def release(self) -> None:
+        """Keep its images no more; harmless when they were released."""
+        if self._kept is not None:
+            self._kept.release()
 
     def begin_item(self) -> None:
         """The engine has taken the request: its item is there, still empty."""
@@ -135,6 +145,7 @@ class Response:
 
     def _end(self, status: ResponseStatus, **details: Any) -> None:
         self._charge(-self._num_charged)
+        self.release()
         self.status = status
         self.status_details = {"type": status.value, **details} if details else None
         if self.item is not None:

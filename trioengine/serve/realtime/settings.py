@@ -80,13 +80,14 @@ class Settings:
         limit: int | str = self.sampling.get("max_output_tokens", "inf")
         return limit
 
-    def to_json(self, id: str, model: str) -> dict[str, Any]:
+    def to_json(self, id: str, model: str, *, takes_images: bool) -> dict[str, Any]:
         """The session as a client sees it."""
         return {
             "type": "realtime",
             "object": "realtime.session",
             "id": id,
             "model": model,
+            "input_modalities": ["text", "image"] if takes_images else ["text"],
             "output_modalities": ["text"],
             "instructions": self.instructions,
             "tools": [],
