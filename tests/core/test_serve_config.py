@@ -87,3 +87,16 @@ def test_no_field_has_the_name_of_one_of_the_engines():
     """They are options of one command."""
     engine = {field.name for field in dataclasses.fields(EngineConfig)}
     assert not engine & {field.name for field in dataclasses.fields(ServeConfig)}
+
+
+def test_larger_bodies_and_messages_for_images():
+    limits, mib = ServeConfig().limits, 1 << 20
+    assert [limits.largest_body(takes_images=takes) for takes in (False, True)] == [4 * mib, 32 * mib]
+    assert [limits.largest_message(takes_images=takes) for takes in (False, True)] == [mib, 32 * mib]
+
+
+@pytest.mark.parametrize("takes_images", [False, True])
+def test_limits_that_are_given(takes_images):
+    limits = ServeConfig(max_body_size=5, max_message_size=7).limits
+    assert limits.largest_body(takes_images=takes_images) == 5
+    assert limits.largest_message(takes_images=takes_images) == 7

@@ -25,7 +25,12 @@ def test_every_option_of_the_server_is_there(field):
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ConnectionLimits)])
 def test_defaults_are_true(field):
     (row,) = (line for line in PAGE.splitlines() if line.startswith(f"| `--{field.replace('_', '-')}` "))
-    value = getattr(ServeConfig(), field)
+    limits = ServeConfig().limits
+    larger = {"max_body_size": limits.largest_body, "max_message_size": limits.largest_message}
+    value = larger[field](takes_images=False) if field in larger else getattr(limits, field)
+    if field in larger:
+        assert larger[field](takes_images=True) == 32 << 20
+        assert "32 MiB where the model takes images" in row
     shown = {8 << 20: "8 MiB", 4 << 20: "4 MiB", 32 << 10: "32 KiB", 1 << 20: "1 Mi "}.get(value, f"{value:g} s")
     assert row.split("|")[2].strip().startswith(shown.strip())
 

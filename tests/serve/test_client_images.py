@@ -3,7 +3,7 @@
 import pytest
 from clients import open_clients
 from pictures import OTHER, PICTURE, content, data_url, png
-from test_images import ROOM
+from test_chat_images import ROOM
 
 from trioengine import EngineConfig, RequestRejected, SamplingParams, connect
 from trioengine.testing.simulation import IMAGE_LIMITS

@@ -6,7 +6,7 @@ import pytest
 import trio
 from clients import open_clients
 from pictures import OTHER, PICTURE, data_url, large_pieces, png, traced
-from test_images import ROOM, UNREADABLE
+from test_chat_images import ROOM, UNREADABLE
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig, SamplingParams
