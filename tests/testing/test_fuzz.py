@@ -17,7 +17,7 @@ from trioengine.testing.mutants import MUTANTS
 
 RUNS = {  # seed and programs: those that reach what can be reached soonest
     "EngineMachine": (0, 500),
-    "PowerMachine": (3, 450),
+    "PowerMachine": (5, 750),
     "RealtimeMachine": (1, 400),
     "HttpMachine": (0, 300),
 }
