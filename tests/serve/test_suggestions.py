@@ -10,6 +10,10 @@ FIELDS = [
     (CHAT, chat(messages=[{"role": "user", "content": [{"type": "text", "txt": ""}]}]), None, None),
     (CHAT, chat(stream=True, stream_options={"include_use": True}), None, "stream_options.include_usage"),
     (CHAT, chat(functions=[]), "functions", ""),
+    (CHAT, chat(temp=1), "temp", "temperature"),
+    (CHAT, chat(system="x"), "system", "messages"),
+    (CHAT, chat(input="x"), "input", "messages"),
+    (CHAT, chat(reasoning_effort="low"), "reasoning_effort", ""),
     ("/tokenize", {"promt": "x"}, "promt", "prompt"),
     ("/detokenize", {"token": [1]}, "token", "tokens"),
     ("/update_weights", {"nam": "x"}, "nam", "name"),
@@ -48,7 +52,16 @@ async def test_an_unknown_parameter_of_a_handshake(autojump_clock, clients):
 
 EVENTS = [
     ("response.create", {"respons": {}}, "'respons'; did you mean 'response'?"),
-    ("response.create", {"response": {"max_tokens": 5}}, "'response.max_tokens'; did you mean 'response.min_tokens'?"),
+    (
+        "response.create",
+        {"response": {"max_tokens": 5}},
+        "'response.max_tokens'; did you mean 'response.max_output_tokens'?",
+    ),
+    (
+        "response.create",
+        {"response": {"maxTokens": 5}},
+        "'response.maxTokens'; did you mean 'response.max_output_tokens'?",
+    ),
     ("response.create", {"response": {"inputs": []}}, "'response.inputs'; did you mean 'response.input'?"),
     ("session.update", {"session": {"temperatur": 1}}, "'session.temperatur'; did you mean 'session.temperature'?"),
     ("conversation.item.create", {"item": {"rol": "user"}}, "'item.rol'; did you mean 'item.role'?"),
