@@ -142,7 +142,8 @@ def test_a_path_before_the_servers_own(server, capsys):
 def test_no_tls(server, capsys):
     url = server[0].replace("ws:", "https:")
     assert run(["status", "--connect", url]) == 1
-    assert re.search(r"the connection to 127\.0\.0\.1:\d+ failed: .*SSL", capsys.readouterr().err)
+    remedy = "the server does not speak TLS; use http://127"
+    assert re.search(rf"cannot connect to https://127\.0\.0\.1:\d+: {remedy}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
