@@ -143,7 +143,7 @@ def chat(
     """Talk to a model.
 
     On a terminal Ctrl+C stops an answer, and what came of it stays in the conversation. /bye, Ctrl+D, or Ctrl+C
-    where a line is awaited, ends the chat. Each line of a pipe that is not empty is a message.
+    twice where a line is awaited, ends the chat. Each line of a pipe that is not empty is a message.
     """
     from trioengine.cli.keys import hidden_on_terminal
 
