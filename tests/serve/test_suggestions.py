@@ -31,6 +31,31 @@ async def test_an_unknown_field(autojump_clock, clients, path, body, given, mean
     assert answer.error["message"] == f"unknown field {given!r}{hint}"
 
 
+FIXED = [
+    ({"tools": [{"type": "function"}]}, "this server does not support tools"),
+    (
+        {"response_format": {"type": "json_object"}},
+        "response_format must be {\"type\": \"text\"}, got {'type': 'json_object'}",
+    ),
+    ({"n": 2}, "n must be 1, got 2"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), FIXED, ids=range(len(FIXED)))
+async def test_a_field_with_a_value_that_is_not_supported(autojump_clock, clients, fields, message):
+    answer = await clients.request("POST", CHAT, chat(**fields))
+    assert (answer.status, answer.error["code"]) == (400, "unsupported_parameter")
+    assert answer.error["message"] == message
+
+
+async def test_an_event_without_a_type(autojump_clock, clients):
+    async with clients.realtime() as client:
+        await client.websocket.send_message("{}")
+        error = (await client.until("error"))["error"]
+        assert (error["code"], error["param"]) == ("unknown_event", "type")
+        assert error["message"].startswith("type is missing; it must be one of session.update, ")
+
+
 PARAMETERS = [
     ("/sleep?levle=1", "unknown parameter 'levle'; did you mean 'level'?"),
     ("/wake_up?tag=weights", "unknown parameter 'tag'; did you mean 'tags'?"),
