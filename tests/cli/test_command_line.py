@@ -97,12 +97,25 @@ BAD = [
     (["bench", "serve", "http://127.0.0.1:1"], 2, "unexpected argument 'http://127.0.0.1:1': a server is --base-url"),
     (["bench", "serve", "localhost:1"], 2, "unexpected argument 'localhost:1': a server is --base-url"),
     (["bench", "serve", "--goodput", "ttft:9", "http://a"], 2, "unexpected argument 'http://a': a server is --base"),
+    (
+        ["bench", "serve", "--goodput", "ttft"],
+        2,
+        "--goodput must be one METRIC:MILLISECONDS each of ttft, tpot, itl, e",
+    ),
+    (["bench", "serve", "ttft:200"], 2, "error: unexpected argument 'ttft:200': use --goodput ttft:200. See"),
+    (["generate", "hi", "there"], 2, "error: unexpected argument 'there'; quote a prompt of several words. See"),
+    (["serve", "--hepl"], 2, "error: unknown option --hepl; did you mean '--help'? See trioengine serve --help.\n"),
+    (
+        ["status", "--connect", "http://localhost:99999"],
+        2,
+        "error: --connect must have a port from 1 to 65535, got 'http://localhost:99999'\n",
+    ),
     (["bench", "serve", "some"], 2, "error: unexpected argument 'some'. See trioengine bench serve --help.\n"),
     (["bench", "serve", "--plot", "x.gif"], 2, "--plot must be a file that ends in .svg or .png"),
     (
         ["bench", "serve", "--base-url", "http://127.0.0.1:1"],
         1,
-        "cannot connect to http://127.0.0.1:1: connection refused",
+        "error: cannot connect to http://127.0.0.1:1: connection refused",
     ),
 ]
 
@@ -129,6 +142,30 @@ def test_version_and_help(capsys):
     assert capsys.readouterr().out.strip() == __version__
     assert run(["--help"]) == 0
     assert "serve" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "usage"),
+    [
+        (["-h"], "trioengine [OPTIONS] COMMAND [ARGS]..."),
+        (["help"], "trioengine [OPTIONS] COMMAND [ARGS]..."),
+        (["serve", "-h"], "trioengine serve [OPTIONS] [model]"),
+        (["help", "serve"], "trioengine serve [OPTIONS] [model]"),
+        (["help", "bench", "serve"], "trioengine bench serve [OPTIONS]"),
+        (["bench", "help"], "trioengine bench [OPTIONS] COMMAND [ARGS]..."),
+    ],
+)
+def test_other_ways_to_the_help(capsys, arguments, usage):
+    assert run(arguments) == 0
+    assert capsys.readouterr().out.splitlines()[0] == f"Usage: {usage}"
+
+
+def test_the_help_shows_choices(capsys):
+    assert run(["serve", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for metavar in ("--kernels <auto|native|torch>", "--on-worker-loss <resume|fail>", "--api-key <str>"):
+        assert metavar in shown
+    assert "list[" not in shown
 
 
 @pytest.mark.parametrize(

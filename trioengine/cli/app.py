@@ -24,17 +24,21 @@ from trioengine.core.errors import InvalidConfig
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.serve_config import ServeConfig
 
+HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     name="trioengine",
     cls=CommandGroup,
+    context_settings=HELP_FLAGS,
     help="Runs large language models for programs that must never leak a session.",
     add_completion=False,
     rich_markup_mode=None,
 )
-bench_app = typer.Typer(cls=CommandGroup, help="Measure the engine, or a server.", rich_markup_mode=None)
+bench_app = typer.Typer(
+    cls=CommandGroup, context_settings=HELP_FLAGS, help="Measure the engine, or a server.", rich_markup_mode=None
+)
 app.add_typer(bench_app, name="bench")
-command = partial(app.command, cls=PanelCommand)
-bench_command = partial(bench_app.command, cls=PanelCommand)
+command = partial(app.command, cls=PanelCommand, context_settings=HELP_FLAGS)
+bench_command = partial(bench_app.command, cls=PanelCommand, context_settings=HELP_FLAGS)
 
 LOCAL_SERVER = "http://127.0.0.1:8000"  # as `serve` listens without options
 MODEL_HELP = "A name that `pull` knows, a .gguf file, a Hugging Face directory or a hub id."
@@ -191,7 +195,8 @@ def wake(
     connect: Connect = LOCAL_SERVER,
     admin_key: AdminKey = None,
     tags: Annotated[
-        list[str] | None, typer.Option(help="Only weights, or only kv_cache; without it all that sleeps.")
+        list[str] | None,
+        typer.Option(metavar="<weights|kv_cache>", help="Only weights, or only kv_cache; without it all that sleeps."),
     ] = None,
     reload: Annotated[
         bool, typer.Option(help="Load discarded weights again; without, they are left to /update_weights.")

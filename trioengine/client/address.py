@@ -50,7 +50,9 @@ class Address:
             url.encode("ascii")
             host, port = parts.hostname, parts.port
             (host or "").encode("idna")  # raises UnicodeError for a name that cannot be looked up, such as "a..b"
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError) as exc:
+            if "out of range" in str(exc):
+                raise InvalidConfig.of("url", f"must have a port from 1 to 65535, got {url!r:.200}") from None
             raise _no_address(url) from None
         if parts.scheme not in _PORTS or not host or parts.username is not None or parts.fragment:
             raise _no_address(url)
