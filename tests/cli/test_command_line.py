@@ -458,3 +458,13 @@ def test_hints_name_packages_that_exist():
     """trioengine itself is in no index under this name."""
     sources = Path(app_module.__file__).parents[1].rglob("*.py")
     assert [path for path in sources if re.search(r"pip install '?trioengine", path.read_text())] == []
+
+
+def test_pull_refuses_a_file_that_is_no_model(capsys, tmp_path):
+    path = tmp_path / "no.gguf"
+    path.write_bytes(b"hello")
+    assert run(["pull", str(path)]) == 1
+    assert capsys.readouterr().err == f"trioengine: error: {path}: not a GGUF file: it does not begin with GGUF\n"
+    path.write_bytes(b"GGUF")
+    assert run(["pull", str(path)]) == 0
+    assert capsys.readouterr().out == f"{path}\n"

@@ -69,6 +69,12 @@ async def test_an_unknown_parameter(autojump_clock, clients, target, message):
     assert (answer.status, answer.error["message"]) == (400, message)
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/toy"])
+async def test_the_models_have_no_parameters(autojump_clock, clients, path):
+    answer = await clients.request("GET", f"{path}?x=1")
+    assert (answer.status, answer.error["message"]) == (400, "unknown parameter 'x'")
+
+
 async def test_an_unknown_parameter_of_a_handshake(autojump_clock, clients):
     data = await clients.http(HANDSHAKE.replace(b"/v1/realtime", b"/v1/realtime?modl=toy"))
     status, body = status_and_body(data)

@@ -227,10 +227,11 @@ def status(connect: Connect = LOCAL_SERVER, admin_key: AdminKey = None, json: Js
 def pull(model: Model = DEFAULT_MODEL) -> None:
     """Fetch a model and print where it lies."""
     from trioengine.cli.progress import download_bar
-    from trioengine.hub.pull import resolve
+    from trioengine.hub.pull import check_magic, resolve
 
     with download_bar() as progress:
         path = resolve(model, progress)
+    check_magic(path)
     print(path)
 
 
