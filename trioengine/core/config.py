@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,6 @@ MAX_SECONDS = 10**9
 DType: TypeAlias = Literal["auto", "float32", "bfloat16"]
 Kernels: TypeAlias = Literal["auto", "native", "torch"]
 OnWorkerLoss: TypeAlias = Literal["resume", "fail"]
-MAX_THREADS_PER_CORE = 4  # OpenMP fails, and may crash, with threads that the machine cannot start
 _DEVICES = ("auto", "cpu", "cuda", *(f"cuda:{index}" for index in range(128)))
 _INTEGERS = {
     "max_num_seqs": (1, MAX_COUNT),
@@ -113,10 +111,6 @@ class EngineConfig:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidConfig.of(name, f"must be True or False, got {brief(getattr(self, name))}")
         self._validate_numbers()
-        cores = os.cpu_count() or 1
-        if self.num_threads is not None and self.num_threads > MAX_THREADS_PER_CORE * cores:
-            problem = f"must be at most {MAX_THREADS_PER_CORE} for each of the {cores} cores of this machine"
-            raise InvalidConfig.of("num_threads", f"{problem}, got {self.num_threads}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidConfig(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
