@@ -7,7 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 from clients import open_clients
 
-from trioengine import InvalidConfig, RequestRejected, blocking, connect, open_engine
+from trioengine import EngineConfig, InvalidConfig, RequestRejected, blocking, connect, open_engine
+from trioengine.actors.engine import Engine
 from trioengine.testing import simulated_engine
 
 OPEN_SESSION = [
@@ -177,3 +178,12 @@ async def test_of_connecting(options, error, message):
 async def test_of_the_callbacks_of_a_client(name):
     with pytest.raises(InvalidConfig, match=f"{name} must be a function, got 3"):
         await connect("ws://localhost", **{name: 3}).__aenter__()
+
+
+@pytest.mark.parametrize(("cores", "most"), [(2, 8), (None, 4)])
+def test_threads_that_the_machine_cannot_run(monkeypatch, cores, most):
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    assert Engine(EngineConfig(num_threads=most)).config.num_threads == most
+    rule = f"num_threads must be at most 4 for each of the {cores or 1} cores of this machine, got {most + 1}"
+    with pytest.raises(InvalidConfig, match=f"^{rule}$"):
+        Engine(EngineConfig(num_threads=most + 1))

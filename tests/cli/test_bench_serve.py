@@ -161,15 +161,19 @@ async def test_a_server_that_refuses_the_first_request(autojump_clock):
 UNLISTED = [
     (401, {"error": {"message": "this needs a key"}}, r"models: HTTP 401: this needs a key \(--api-key\)$"),
     (503, {"error": {"message": "draining"}}, "models: HTTP 503: draining$"),
-    (404, {"detail": "Not Found"}, r'models: HTTP 404: \{"detail": "Not Found"\}: use --model$'),
-    (200, {"data": []}, "models: use --model$"),
+    (404, {"detail": "Not Found"}, r'models: HTTP 404: \{"detail": "Not Found"\}; use --model$'),
+    (404, b"\n<!DOCTYPE html><html></html>", "models: HTTP 404; use --model$"),
+    (404, b"", "models: HTTP 404; use --model$"),
+    (200, {"data": []}, "models; use --model$"),
 ]
 
 
 @pytest.mark.parametrize(("status", "body", "said"), UNLISTED)
 async def test_a_server_that_does_not_list_its_models(autojump_clock, status, body, said):
     async with trio.open_nursery() as nursery:
-        server = ScriptedServer(nursery, WARM_UP, models=plain(status, json.dumps(body).encode()))
+        server = ScriptedServer(
+            nursery, WARM_UP, models=plain(status, body if isinstance(body, bytes) else json.dumps(body).encode())
+        )
         with pytest.raises(EngineError, match=said):
             await measure(BenchConfig(), server.address, PROMPTS)
 

@@ -50,11 +50,19 @@ BAD = [
         "error: --profile must be quick or deep, got 'lazy'. See trioengine fuzz --help.\n",
     ),
     (["serve", "--max-num-seqs", "0"], 2, "error: --max-num-seqs must be an integer from 1"),
-    (["serve", "--max-num-seqs", "4096"], 2, "error: max_num_batched_tokens (2048) must be at least --max-num-seqs (4"),
+    (
+        ["serve", "--max-num-seqs", "4096"],
+        2,
+        "error: --max-num-batched-tokens (2048) must be at least --max-num-seqs (4096)",
+    ),
     (["serve", "--dtype", "float13"], 2, "error: --dtype must be"),
     (["serve", "--host", "0.0.0.0"], 2, "error: --host 0.0.0.0 is reachable from other machines, and there is no key"),
     (["serve", "--api-key", "two words"], 2, "error: --api-key must be keys of visible ASCII characters; they are not"),
-    (["serve", "--allowed-origin", "*"], 2, "error: --allowed-origin must be origins such as https://example.com"),
+    (
+        ["serve", "--allowed-origin", "*"],
+        2,
+        "--allowed-origin must be origins such as https://example.com, got '*'\n",
+    ),
     (["serve", "--log-level", "loud"], 2, "--log-level must be debug, info, warning or error, got 'loud'."),
     (["serve", "--config", "/no/such.toml"], 2, "error: config file /no/such.toml: No such file or directory"),
     (["fuzz", "--config", "x"], 2, "--config"),
@@ -89,12 +97,25 @@ BAD = [
     (["bench", "serve", "http://127.0.0.1:1"], 2, "unexpected argument 'http://127.0.0.1:1': a server is --base-url"),
     (["bench", "serve", "localhost:1"], 2, "unexpected argument 'localhost:1': a server is --base-url"),
     (["bench", "serve", "--goodput", "ttft:9", "http://a"], 2, "unexpected argument 'http://a': a server is --base"),
+    (
+        ["bench", "serve", "--goodput", "ttft"],
+        2,
+        "--goodput must be one METRIC:MILLISECONDS each of ttft, tpot, itl, e",
+    ),
+    (["bench", "serve", "ttft:200"], 2, "error: unexpected argument 'ttft:200': use --goodput ttft:200. See"),
+    (["generate", "hi", "there"], 2, "error: unexpected argument 'there'; quote a prompt of several words. See"),
+    (["serve", "--hepl"], 2, "error: unknown option --hepl; did you mean '--help'? See trioengine serve --help.\n"),
+    (
+        ["status", "--connect", "http://localhost:99999"],
+        2,
+        "error: --connect must have a port from 1 to 65535, got 'http://localhost:99999'\n",
+    ),
     (["bench", "serve", "some"], 2, "error: unexpected argument 'some'. See trioengine bench serve --help.\n"),
     (["bench", "serve", "--plot", "x.gif"], 2, "--plot must be a file that ends in .svg or .png"),
     (
         ["bench", "serve", "--base-url", "http://127.0.0.1:1"],
         1,
-        "cannot connect to http://127.0.0.1:1: connection refused",
+        "error: cannot connect to http://127.0.0.1:1: connection refused",
     ),
 ]
 
@@ -121,6 +142,30 @@ def test_version_and_help(capsys):
     assert capsys.readouterr().out.strip() == __version__
     assert run(["--help"]) == 0
     assert "serve" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "usage"),
+    [
+        (["-h"], "trioengine [OPTIONS] COMMAND [ARGS]..."),
+        (["help"], "trioengine [OPTIONS] COMMAND [ARGS]..."),
+        (["serve", "-h"], "trioengine serve [OPTIONS] [model]"),
+        (["help", "serve"], "trioengine serve [OPTIONS] [model]"),
+        (["help", "bench", "serve"], "trioengine bench serve [OPTIONS]"),
+        (["bench", "help"], "trioengine bench [OPTIONS] COMMAND [ARGS]..."),
+    ],
+)
+def test_other_ways_to_the_help(capsys, arguments, usage):
+    assert run(arguments) == 0
+    assert capsys.readouterr().out.splitlines()[0] == f"Usage: {usage}"
+
+
+def test_the_help_shows_choices(capsys):
+    assert run(["serve", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for metavar in ("--kernels <auto|native|torch>", "--on-worker-loss <resume|fail>", "--api-key <str>"):
+        assert metavar in shown
+    assert "list[" not in shown
 
 
 @pytest.mark.parametrize(
@@ -413,3 +458,13 @@ def test_hints_name_packages_that_exist():
     """trioengine itself is in no index under this name."""
     sources = Path(app_module.__file__).parents[1].rglob("*.py")
     assert [path for path in sources if re.search(r"pip install '?trioengine", path.read_text())] == []
+
+
+def test_pull_refuses_a_file_that_is_no_model(capsys, tmp_path):
+    path = tmp_path / "no.gguf"
+    path.write_bytes(b"hello")
+    assert run(["pull", str(path)]) == 1
+    assert capsys.readouterr().err == f"trioengine: error: {path}: not a GGUF file: it does not begin with GGUF\n"
+    path.write_bytes(b"GGUF")
+    assert run(["pull", str(path)]) == 0
+    assert capsys.readouterr().out == f"{path}\n"

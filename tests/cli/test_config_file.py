@@ -98,7 +98,7 @@ BAD = [
     ("max_num_seq = 1", "'max_num_seq' is not an option of this command; did you mean 'max_num_seqs'?"),
     ("prompt = 'x'", "'prompt' is not an option of this command"),
     ("config = 'x'", "'config' is not an option of this command"),
-    ("[server]\nport = 1", "'server' is not an option of this command"),
+    ("[server]\nport = 1", "'server' is a table; options stand at the top, in no table"),
     ("max-num-seqs = 1\nmax_num_seqs = 1", "max_num_seqs is there twice, as max-num-seqs, too"),
     ("port = '80'", "port must be an integer, got '80'"),
     ("port = true", "port must be an integer"),

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -189,6 +190,16 @@ def test_a_torch_that_is_broken(program, why):
 def test_a_machine_without_a_compiler(device, kernels, expected):
     found = json.dumps({"device": device, "kernels": kernels, "no_native_kernels": "there is no compiler"})
     assert messages(worker([sys.executable, "-c", f"print({MARK!r} + {found!r})"])) == expected
+
+
+def test_a_report_has_words_for_what_is_so_and_what_is_not_there(capsys):
+    facts = {"sha256_ok": True, "container_left_bytes": None, "open": False}
+    assert examine({"part": lambda: Part(facts)}, as_json=False) == 0
+    assert [re.split(r" {2,}", line)[1:] for line in capsys.readouterr().out.splitlines()[1:4]] == [
+        ["checksum right", "yes"],
+        ["left in container", "no limit"],
+        ["open", "no"],
+    ]
 
 
 def test_a_report(capsys):

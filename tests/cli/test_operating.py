@@ -87,7 +87,7 @@ def test_as_json(said):
 def test_what_cannot_be_done(said):
     said("sleep", "--level", "2")
     code, printed = said("sleep", "--level", "1")
-    assert (code, printed) == (1, "trioengine: error: it sleeps at level 2: the weights are discarded\n")
+    assert (code, printed) == (1, "trioengine: error: it sleeps at level 2: the weights are discarded; wake it first\n")
 
 
 MISTAKES = [
@@ -114,7 +114,7 @@ def test_mistakes(said, command, message):
 def test_keys(capsys, monkeypatch, command):
     with served(api_key=("user",), admin_key=("operator",)) as (url, _):
         for key, message in (
-            (None, "this needs a key, as in Authorization: Bearer KEY (--admin-key)"),
+            (None, "this needs a key (--admin-key)"),
             ("wrong", "this key is not accepted (--admin-key)"),
             ("user", "this is for operators, and needs their key (--admin-key)"),
         ):
@@ -142,7 +142,8 @@ def test_a_path_before_the_servers_own(server, capsys):
 def test_no_tls(server, capsys):
     url = server[0].replace("ws:", "https:")
     assert run(["status", "--connect", url]) == 1
-    assert re.search(r"the connection to 127\.0\.0\.1:\d+ failed: .*SSL", capsys.readouterr().err)
+    remedy = "the server does not speak TLS; use http://127"
+    assert re.search(rf"cannot connect to https://127\.0\.0\.1:\d+: {remedy}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

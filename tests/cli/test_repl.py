@@ -129,6 +129,8 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat():
         user.until(b"The conversation is forgotten.")
         user.until(b"\n> ")
         user.type(b"half a line" + CTRL_C)
+        user.until(b"\n(press Ctrl+C again, or /bye, to leave)\r\n> half a line")
+        user.type(CTRL_C)
         assert user.process.wait(PATIENCE) == 130
         assert user.settings() & (termios.ECHO | termios.ICANON) == termios.ECHO | termios.ICANON
         assert not before & termios.ICANON  # a line was edited
@@ -157,6 +159,25 @@ def test_editing_and_history():
         assert b"Ctrl+C stops" in user.until(b"\n> ")
         user.type(CTRL_D)
         assert user.process.wait(PATIENCE) == 0
+
+
+def test_a_ctrl_c_that_comes_after_the_answer_keeps_the_chat():
+    with chat("--max-tokens", "3") as user:
+        user.until(PROMPT)
+        for _ in range(2):  # each line has its own
+            user.type(b"/hel" + CTRL_C)
+            user.until(b"\n(press Ctrl+C again, or /bye, to leave)\r\n> /hel")
+            user.type(b"p\r")
+            assert b"Ctrl+C twice" in user.until(b"\n> ")
+        user.type(CTRL_D)
+        assert user.process.wait(PATIENCE) == 0
+
+
+def test_sigterm_where_a_line_is_awaited_ends_the_chat():
+    with chat() as user:
+        user.until(PROMPT)
+        user.process.terminate()
+        assert user.process.wait(PATIENCE) == 143
 
 
 def test_sigterm_in_the_middle_of_an_answer_ends_the_chat():
@@ -318,3 +339,60 @@ def test_a_terminal_is_as_it_was_after_sigterm():
         user.process.terminate()
         assert user.process.wait(PATIENCE) == 143
         assert user.settings() & termios.ECHO
+
+
+SERVER = """
+import sys
+from functools import partial
+
+import trio
+
+from trioengine import EngineConfig
+from trioengine.serve import ServeConfig, serve
+from trioengine.testing import Simulation
+from trioengine.testing.simulated_worker import Behaviour
+
+async def main():
+    async with trio.open_nursery() as nursery:
+        simulation = Simulation(nursery, behaviours=[Behaviour(load_time=0, step_time=0.02)])
+        config = ServeConfig(port=int(sys.argv[1]))
+        server = await nursery.start(partial(serve, EngineConfig(model="toy"), config, ports=simulation.ports))
+        print(server.port, flush=True)
+
+trio.run(main)
+"""
+
+
+@contextmanager
+def server(port=0):
+    """A server that is a process of its own, and its port."""
+    process = subprocess.Popen([sys.executable, "-c", SERVER, str(port)], stdout=subprocess.PIPE, text=True)
+    try:
+        yield process, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_chat_goes_on_with_its_conversation_after_the_server_was_killed():
+    lost = b"\r\ntrioengine: error: the connection to the server broke off: the server died, or the network failed"
+    kept = b"(the next message connects again; the conversation is kept)\r\n> "
+    with server() as (process, port):
+        options = ("--ignore-eos", "--temperature", "0", "--max-tokens", "200")
+        address = f"http://127.0.0.1:{port}"
+        with on_a_terminal("-m", "trioengine.cli", "chat", "--connect", address, *options, columns=200) as user:
+            user.until(PROMPT)
+            ask(user, b"hello")
+            process.kill()
+            user.until(lost)
+            user.until(kept)
+            user.type(b"hello again\r")
+            user.until(b"connection refused")
+            user.until(kept)
+            process.wait()
+            with server(port):
+                ask(user, b"and now?")
+                user.type(CTRL_C)
+                user.until(b"\n(stopped)\r\n> ")
+                user.type(CTRL_D)
+                assert user.process.wait(PATIENCE) == 0

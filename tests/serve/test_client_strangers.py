@@ -106,10 +106,10 @@ async def offend_by_no_json(server):
 
 
 OFFENCES = [
-    (offend_by_eof, "1006"),
-    (offend_by_eof_after_the_request, "1006"),
-    (offend_by_no_http, "does not speak WebSocket"),
-    (offend_by_another_page, "HTTP status 200"),
+    (offend_by_eof, "^h:1 does not answer as trioengine does: it closed the connection$"),
+    (offend_by_eof_after_the_request, "^h:1 does not answer as trioengine does: it closed the connection$"),
+    (offend_by_no_http, "^h:1 does not answer as trioengine does: the server does not speak WebSocket"),
+    (offend_by_another_page, "^h:1 does not answer as trioengine does: HTTP status 200$"),
     (offend_by_silence, f"does not answer within {CONNECT_TIMEOUT:g} s"),
     (offend_by_a_goodbye, "1008: go"),
     (offend_by_another_event, "does not begin with a session.created"),

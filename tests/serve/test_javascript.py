@@ -256,7 +256,7 @@ def check_results(results, expected, unused_address):
         "noKey": [
             "invalid_api_key",
             401,
-            f"{refused}this needs a key, as in Authorization: Bearer KEY (HTTP status 401)",
+            f"{refused}this needs a key, in the header Authorization: Bearer KEY (HTTP status 401)",
         ],
         "oddKey": ["invalid_api_key", None, "apiKey has characters that the handshake of a WebSocket cannot carry"],
         "broken": ["connection_lost", None, "cannot open a WebSocket: not here"],

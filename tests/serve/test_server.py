@@ -215,7 +215,7 @@ class Names(trio.abc.HostnameResolver):
 
     async def getaddrinfo(self, host, *others):
         if host.endswith(b".invalid"):
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known; choose another --host$")
         return []
 
     async def getnameinfo(self, sockaddr, flags):
@@ -248,7 +248,7 @@ async def test_a_port_that_is_taken():
 
 
 async def test_a_host_that_can_be_no_name():
-    with pytest.raises(EngineError, match=r"cannot listen on a\.\.b:0: .*label"):
+    with pytest.raises(EngineError, match=r"cannot listen on a\.\.b:0: .*label.*; choose another --host$"):
         await serve(CONFIG, ServeConfig("a..b", 0, insecure=True))
 
 

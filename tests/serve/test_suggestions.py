@@ -10,6 +10,10 @@ FIELDS = [
     (CHAT, chat(messages=[{"role": "user", "content": [{"type": "text", "txt": ""}]}]), None, None),
     (CHAT, chat(stream=True, stream_options={"include_use": True}), None, "stream_options.include_usage"),
     (CHAT, chat(functions=[]), "functions", ""),
+    (CHAT, chat(temp=1), "temp", "temperature"),
+    (CHAT, chat(system="x"), "system", "messages"),
+    (CHAT, chat(input="x"), "input", "messages"),
+    (CHAT, chat(reasoning_effort="low"), "reasoning_effort", ""),
     ("/tokenize", {"promt": "x"}, "promt", "prompt"),
     ("/detokenize", {"token": [1]}, "token", "tokens"),
     ("/update_weights", {"nam": "x"}, "nam", "name"),
@@ -27,6 +31,31 @@ async def test_an_unknown_field(autojump_clock, clients, path, body, given, mean
     assert answer.error["message"] == f"unknown field {given!r}{hint}"
 
 
+FIXED = [
+    ({"tools": [{"type": "function"}]}, "this server does not support tools"),
+    (
+        {"response_format": {"type": "json_object"}},
+        "response_format must be {\"type\": \"text\"}, got {'type': 'json_object'}",
+    ),
+    ({"n": 2}, "n must be 1, got 2"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), FIXED, ids=range(len(FIXED)))
+async def test_a_field_with_a_value_that_is_not_supported(autojump_clock, clients, fields, message):
+    answer = await clients.request("POST", CHAT, chat(**fields))
+    assert (answer.status, answer.error["code"]) == (400, "unsupported_parameter")
+    assert answer.error["message"] == message
+
+
+async def test_an_event_without_a_type(autojump_clock, clients):
+    async with clients.realtime() as client:
+        await client.websocket.send_message("{}")
+        error = (await client.until("error"))["error"]
+        assert (error["code"], error["param"]) == ("unknown_event", "type")
+        assert error["message"].startswith("type is missing; it must be one of session.update, ")
+
+
 PARAMETERS = [
     ("/sleep?levle=1", "unknown parameter 'levle'; did you mean 'level'?"),
     ("/wake_up?tag=weights", "unknown parameter 'tag'; did you mean 'tags'?"),
@@ -40,6 +69,12 @@ async def test_an_unknown_parameter(autojump_clock, clients, target, message):
     assert (answer.status, answer.error["message"]) == (400, message)
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/toy"])
+async def test_the_models_have_no_parameters(autojump_clock, clients, path):
+    answer = await clients.request("GET", f"{path}?x=1")
+    assert (answer.status, answer.error["message"]) == (400, "unknown parameter 'x'")
+
+
 async def test_an_unknown_parameter_of_a_handshake(autojump_clock, clients):
     data = await clients.http(HANDSHAKE.replace(b"/v1/realtime", b"/v1/realtime?modl=toy"))
     status, body = status_and_body(data)
@@ -48,7 +83,16 @@ async def test_an_unknown_parameter_of_a_handshake(autojump_clock, clients):
 
 EVENTS = [
     ("response.create", {"respons": {}}, "'respons'; did you mean 'response'?"),
-    ("response.create", {"response": {"max_tokens": 5}}, "'response.max_tokens'; did you mean 'response.min_tokens'?"),
+    (
+        "response.create",
+        {"response": {"max_tokens": 5}},
+        "'response.max_tokens'; did you mean 'response.max_output_tokens'?",
+    ),
+    (
+        "response.create",
+        {"response": {"maxTokens": 5}},
+        "'response.maxTokens'; did you mean 'response.max_output_tokens'?",
+    ),
     ("response.create", {"response": {"inputs": []}}, "'response.inputs'; did you mean 'response.input'?"),
     ("session.update", {"session": {"temperatur": 1}}, "'session.temperatur'; did you mean 'session.temperature'?"),
     ("conversation.item.create", {"item": {"rol": "user"}}, "'item.rol'; did you mean 'item.role'?"),

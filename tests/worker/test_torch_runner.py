@@ -149,7 +149,7 @@ def test_what_the_runner_says_of_itself(tiny_llama, tmp_path):
 
 
 def test_kv_cache_memory_that_holds_no_block(tiny_llama, tmp_path):
-    with pytest.raises(ModelError, match="kv_cache_memory is too small: 100 bytes"):
+    with pytest.raises(ModelError, match=r"kv_cache_memory \(--kv-cache-memory\) is too small: 100 bytes"):
         load(tiny_llama.write(tmp_path, "plain"), kv_cache_memory=100)
 
 

@@ -17,7 +17,7 @@ from trioengine.actors.generation import Completion, Generation
 from trioengine.actors.invariants import check_books
 from trioengine.actors.media import Media
 from trioengine.actors.nursery import open_unwrapped_nursery
-from trioengine.actors.ports import Ports
+from trioengine.actors.ports import Ports, check_threads
 from trioengine.actors.power_change import Level, ModeName, Weights
 from trioengine.actors.session import Session
 from trioengine.actors.states import States
@@ -52,7 +52,9 @@ class Engine(EngineState):
     ) -> None:
         check_callback("on_progress", on_progress)
         check_callback("on_load", on_load)
-        super().__init__(EngineConfig() if config is None else config, Ports() if ports is None else ports, on_load)
+        config = EngineConfig() if config is None else config
+        check_threads(config)
+        super().__init__(config, Ports() if ports is None else ports, on_load)
         self._on_progress = on_progress
         self._closing = trio.Event()
         self._finding = trio.CancelScope()  # the model, which may take a download

@@ -177,7 +177,8 @@ class Gate:
             return EngineOverloaded(message, code=self.power.value, retry_after=self.retry_after)
         is_about_to = self.power in (Power.AWAKE, Power.RESTARTING)
         state = "about to sleep or to be updated" if is_about_to else self.power.value.replace("_", " ")
-        return EngineAsleep(f"the engine is {state}")
+        remedy = "; 'trioengine wake' or Engine.wake wakes it" if self.power is Power.ASLEEP else ""
+        return EngineAsleep(f"the engine is {state}{remedy}")
 
     def _check_open(self) -> None:
         if self.power in (Power.DRAINING, Power.CLOSED):

@@ -312,7 +312,7 @@ class Session(SessionState):
         """Raise SessionEnded or SessionBusy, unless it could run a request."""
         self._check_open()
         if self.phase is not Phase.IDLE:
-            raise SessionBusy(f"the session is busy: its request is {self.phase.value}")
+            raise SessionBusy(f"the session is busy: its request is {self.phase.value}; await its answer, or abort it")
 
     def _check_open(self) -> None:
         if self.id is None:

@@ -54,16 +54,25 @@ async def write_answer(generation: AnyGeneration) -> None:
     A terminal gets printable characters only, in lines that break at words; a file or a pipe gets the text as it is.
     """
     screen = Screen(sys.stdout) if sys.stdout.isatty() else None
-    async with generation:
-        async for chunk in generation:
-            if text := chunk.text if screen is None else screen.feed(chunk.text):
-                await write(text)
+    try:
+        await _write_chunks(generation, screen)
+    except BaseException:
+        if screen is not None:
+            print(screen.end_line(), end="", flush=True)  # an error, or the shell's prompt, follows
+        raise
     await write("\n" if screen is None else f"{screen.flush()}\n")
     cause = generation.completion.cause
     if cause is Cause.CLIENT:
         await write("(stopped)\n")
     elif cause is not None:
         complain(f"the answer was cut off ({cause.value})")
+
+
+async def _write_chunks(generation: AnyGeneration, screen: Screen | None) -> None:
+    async with generation:
+        async for chunk in generation:
+            if text := chunk.text if screen is None else screen.feed(chunk.text):
+                await write(text)
 
 
 async def write(text: str) -> None:

@@ -13,6 +13,7 @@ import typer
 
 from trioengine import __version__
 from trioengine.cli.arguments import (
+    HELP_FLAGS,
     LOCAL_SERVER,
     MODEL_HELP,
     AdminKey,
@@ -36,12 +37,13 @@ from trioengine.core.serve_config import ServeConfig
 app = typer.Typer(
     name="trioengine",
     cls=CommandGroup,
+    context_settings=HELP_FLAGS,
     help="Runs large language models for programs that must never leak a session.",
     add_completion=False,
     rich_markup_mode=None,
 )
 app.add_typer(bench_app, name="bench")
-command = partial(app.command, cls=PanelCommand)
+command = partial(app.command, cls=PanelCommand, context_settings=HELP_FLAGS)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -129,7 +131,7 @@ def chat(
     """Talk to a model.
 
     On a terminal Ctrl+C stops an answer, and what came of it stays in the conversation. /bye, Ctrl+D, or Ctrl+C
-    where a line is awaited, ends the chat. Each line of a pipe that is not empty is a message.
+    twice where a line is awaited, ends the chat. Each line of a pipe that is not empty is a message.
     """
     from trioengine.cli.keys import hidden_on_terminal
 
@@ -177,7 +179,8 @@ def wake(
     connect: Connect = LOCAL_SERVER,
     admin_key: AdminKey = None,
     tags: Annotated[
-        list[str] | None, typer.Option(help="Only weights, or only kv_cache; without it all that sleeps.")
+        list[str] | None,
+        typer.Option(metavar="<weights|kv_cache>", help="Only weights, or only kv_cache; without it all that sleeps."),
     ] = None,
     reload: Annotated[
         bool, typer.Option(help="Load discarded weights again; without, they are left to /update_weights.")
@@ -208,10 +211,11 @@ def status(connect: Connect = LOCAL_SERVER, admin_key: AdminKey = None, json: Js
 def pull(model: Model = DEFAULT_MODEL) -> None:
     """Fetch a model and print where it lies."""
     from trioengine.cli.progress import download_bar
-    from trioengine.hub.pull import resolve
+    from trioengine.hub.pull import check_magic, resolve
 
     with download_bar() as progress:
         path = resolve(model, progress)
+    check_magic(path)
     print(path)
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
 LOCAL_SERVER = "http://127.0.0.1:8000"  # as `serve` listens without options
 MODEL_HELP = "A name that `pull` knows, a .gguf file, a Hugging Face directory or a hub id."
 Model = Annotated[str, typer.Argument(help=MODEL_HELP, envvar="TRIOENGINE_MODEL", show_envvar=False)]

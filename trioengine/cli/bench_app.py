@@ -8,15 +8,17 @@ from typing import Annotated, cast
 
 import typer
 
-from trioengine.cli.arguments import Json, Model, require_command
+from trioengine.cli.arguments import HELP_FLAGS, Json, Model, require_command
 from trioengine.cli.bench.config import HELP as LOAD_HELP
 from trioengine.cli.bench.config import BenchConfig, goodput_of
 from trioengine.cli.options import ENGINE_OPTIONS, LOAD_OPTIONS, build, with_options
 from trioengine.cli.panels import CommandGroup, PanelCommand
 from trioengine.core.config import DEFAULT_MODEL, EngineConfig
 
-bench_app = typer.Typer(cls=CommandGroup, help="Measure the engine, or a server.", rich_markup_mode=None)
-bench_command = partial(bench_app.command, cls=PanelCommand)
+bench_app = typer.Typer(
+    cls=CommandGroup, context_settings=HELP_FLAGS, help="Measure the engine, or a server.", rich_markup_mode=None
+)
+bench_command = partial(bench_app.command, cls=PanelCommand, context_settings=HELP_FLAGS)
 
 
 @bench_app.callback(invoke_without_command=True)

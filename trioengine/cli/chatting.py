@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
-from typing import TypeAlias
 
 import trio
 
@@ -13,13 +10,11 @@ from trioengine.cli.answering import answer, check_prompt, write
 from trioengine.cli.complaints import complain
 from trioengine.cli.keys import STDIN, on_terminal
 from trioengine.cli.repl import Repl
-from trioengine.cli.sessions import AnySession
+from trioengine.cli.sessions import AnySession, ChatSession, OpenSession, tell_on_stderr
 from trioengine.cli.standard_input import Lines
-from trioengine.client.session import Session as RemoteSession
+from trioengine.cli.terminal import Terminal
 from trioengine.core.errors import RequestRejected
 from trioengine.core.sampling_params import SamplingParams
-
-OpenSession: TypeAlias = Callable[[], AbstractAsyncContextManager[AnySession]]
 
 
 def hold_chat(open_session: OpenSession, model: str, params: SamplingParams) -> None:
@@ -28,16 +23,13 @@ def hold_chat(open_session: OpenSession, model: str, params: SamplingParams) -> 
 
 
 async def _hold_chat(open_session: OpenSession, model: str, params: SamplingParams) -> None:
-    async with open_session() as session:
-        if on_terminal():
-            await Repl(session, _name_of(session) or model, params).run()
-        else:
+    if on_terminal():
+        terminal = Terminal()
+        async with ChatSession(open_session, terminal.notice) as session:
+            await Repl(session, terminal, session.model or model, params).run()
+    else:
+        async with open_session((), tell_on_stderr) as session:
             await converse(session, Lines(), params)
-
-
-def _name_of(session: AnySession) -> str | None:
-    """The name that a server gives its model."""
-    return session.model if isinstance(session, RemoteSession) else None
 
 
 async def converse(session: AnySession, lines: Lines, params: SamplingParams) -> None:

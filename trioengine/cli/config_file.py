@@ -38,6 +38,8 @@ def read(path: Path, kinds: Mapping[str, Any]) -> ConfigFile:
     spelling: dict[str, str] = {}
     for key, value in _load(path).items():
         name = key.replace("-", "_")
+        if name not in kinds and isinstance(value, dict):
+            raise InvalidConfig(f"config file {path}: {brief(key)} is a table; options stand at the top, in no table")
         if name not in kinds:
             raise InvalidConfig(
                 f"config file {path}: {brief(key)} is not an option of this command{_suggestion(key, kinds)}"

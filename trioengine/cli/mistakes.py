@@ -42,7 +42,7 @@ def _problem(error: Any) -> str:
 
 def _near(error: Any) -> str:
     """The option that was probably meant."""
-    known = [] if error.ctx is None else list(_flags(error.ctx.command))
+    known = [] if error.ctx is None else ["help", *_flags(error.ctx.command)]
     return did_you_mean(error.option_name.lstrip("-"), known, "--")
 
 

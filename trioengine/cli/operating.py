@@ -18,6 +18,7 @@ from trioengine.core.errors import ConnectionLost, EngineError, InvalidConfig, R
 from trioengine.core.printable import printable
 
 _KEY_REFUSALS = ("invalid_api_key", "admin_key_required")
+_HEADER = ", in the header Authorization: Bearer KEY"  # which the option makes
 
 
 def operate(
@@ -63,7 +64,7 @@ async def _ask(server: Address, method: str, target: str) -> Mapping[str, Any]:
 
 def _explained(error: EngineError) -> EngineError:
     if isinstance(error, RequestRejected) and error.code in _KEY_REFUSALS:
-        return RequestRejected(error.code, f"{error.message} (--admin-key)")
+        return RequestRejected(error.code, f"{error.message.removesuffix(_HEADER)} (--admin-key)")
     return error
 
 

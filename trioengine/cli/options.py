@@ -112,12 +112,20 @@ def _option(field: dataclasses.Field[Any], hint: Any, panel: str, text: str) -> 
     default = "" if value in (None, (), dataclasses.MISSING) else f" [default: {value}]"
     option = typer.Option(
         *declarations,
+        metavar=_metavar(hint),
         help=text + default,
         show_default=False,
         rich_help_panel=panel,
     )
     annotation: Any = Annotated[kind | None, option]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _metavar(hint: Any) -> str | None:
+    """The choices, or the type of one of several values; None: typer's own word for the type."""
+    if typing.get_origin(hint) is typing.Literal:
+        return f"<{'|'.join(map(str, typing.get_args(hint)))}>"
+    return f"<{_kind(hint).__args__[0].__name__}>" if typing.get_origin(hint) is tuple else None
 
 
 def _kind(hint: Any) -> Any:

@@ -68,6 +68,12 @@ class CommandGroup(TyperGroup):
         return super().get_short_help_str(_WHOLE)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """`help`, and `help COMMAND`, are `--help`, and `COMMAND --help`."""
+        if args[0] == "help":
+            args = [*args[1:], "--help"]
+        if args[0] == "--help":
+            print(ctx.get_help())
+            ctx.exit()
         if self.get_command(ctx, args[0]) is None:
             ctx.fail(f"unknown command {brief(args[0])}{did_you_mean(args[0], self.commands)}")
         return super().resolve_command(ctx, args)
@@ -83,8 +89,14 @@ class PanelCommand(TyperCommand):
         ctx.allow_extra_args = True
         rest = super().parse_args(ctx, args)
         if rest:
-            ctx.fail(f"unexpected argument {brief(rest[0])}")
+            takes_prompt = any(parameter.name == "prompt" for parameter in self.params)
+            remedy = "; quote a prompt of several words" if takes_prompt else ""
+            ctx.fail(f"unexpected argument {brief(rest[0])}{remedy}")
         return rest
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        shown = [each for each in self.get_params(ctx) if not getattr(each, "hidden", False)]
+        return [self.options_metavar or "", *(piece for each in shown for piece in each.get_usage_pieces(ctx))]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {

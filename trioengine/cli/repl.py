@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from trioengine.cli.answering import check_prompt, write_answer
 from trioengine.cli.complaints import complain
 from trioengine.cli.screen import wrapped
-from trioengine.cli.sessions import AnySession
-from trioengine.cli.terminal import read_message, stopped_by_interrupt
-from trioengine.core.errors import RequestRejected, WorkerLost
+from trioengine.cli.sessions import ChatSession
+from trioengine.cli.terminal import Terminal, stopped_by_interrupt
+from trioengine.core.errors import ConnectionLost, EngineClosed, RequestRejected, WorkerLost
 from trioengine.core.sampling_params import SamplingParams
 
 _HELP = """\
 /reset    forget the conversation
 /help     this
-/bye      end the chat, as /exit and Ctrl+D do, and Ctrl+C where a line is awaited
+/bye      end the chat, as /exit and Ctrl+D do, and Ctrl+C twice where a line is awaited
 A line that ends with \\ goes on in the next one; one that begins with a space is a message even if a / follows.
 Ctrl+C stops an answer; the part that has come stays in the conversation."""
 
@@ -25,14 +25,15 @@ _COMMAND = re.compile(r"/\w*(\s|$)")  # not the path of a file
 
 
 class Repl:
-    """One session's chat, until /bye, the end of the input or an interrupt where a line is awaited."""
+    """A chat, until /bye, the end of the input or two interrupts where a line is awaited."""
 
-    def __init__(self, session: AnySession, model: str, params: SamplingParams) -> None:
+    def __init__(self, session: ChatSession, terminal: Terminal, model: str, params: SamplingParams) -> None:
         self._session = session
+        self._terminal = terminal
         self._model = model
         self._params = params
         self._is_over = False
-        self._commands: dict[str, Callable[[], None]] = {
+        self._commands: dict[str, Callable[[], Awaitable[None]]] = {
             "/reset": self._reset,
             "/help": self._help,
             "/bye": self._end,
@@ -44,39 +45,46 @@ class Repl:
         _say(f"{self._model}: /help lists the commands, /bye or Ctrl+D ends the chat")
         while not self._is_over:
             try:
-                await self._take(await read_message())
+                await self._take(await self._terminal.read_message())
             except (RequestRejected, WorkerLost) as exc:
-                complain(f"error: {exc}", before="\n")  # after the part of the answer that has come
+                complain(f"error: {exc}")
+            except (ConnectionLost, EngineClosed) as exc:
+                if not self._session.is_remote:
+                    raise
+                await self._session.leave_lost()
+                complain(f"error: {exc}")
+                _say("(the next message connects again; the conversation is kept)")
 
     async def _take(self, line: str | None) -> None:
         if line is None:
-            self._end()
+            self._is_over = True
         elif _COMMAND.match(line):
-            self._run_command(line.strip())
+            await self._run_command(line.strip())
         elif line.strip():
             await self._answer(line.strip())
 
     async def _answer(self, message: str) -> None:
         check_prompt(message)
-        generation = self._session.generate(message, self._params, keep_partial=True, wait=True)
+        session = await self._session.opened()
+        generation = session.generate(message, self._params, keep_partial=True, wait=True)
         async with stopped_by_interrupt(generation.abort):
             await write_answer(generation)
 
-    def _run_command(self, name: str) -> None:
+    async def _run_command(self, name: str) -> None:
         command = self._commands.get(name)
         if command is None:
             complain(f"error: unknown command {name!r}; /help lists the commands")
         else:
-            command()
+            await command()
 
-    def _reset(self) -> None:
-        self._session.replace_history([])
+    async def _reset(self) -> None:
+        await self._session.forget()
         _say("The conversation is forgotten.")
 
-    def _help(self) -> None:
+    async def _help(self) -> None:
         _say(_HELP)
 
-    def _end(self) -> None:
+    async def _end(self) -> None:
         self._is_over = True
 
 

@@ -28,6 +28,10 @@ class Screen:
         """The rest."""
         return self._wrap.flush()
 
+    def end_line(self) -> str:
+        """The rest of a text that was cut off, and a newline if its last line has begun."""
+        return self._wrap.end_line()
+
 
 def wrapped(text: str, stream: TextIO) -> str:
     """A whole text for a stream, which is a terminal."""
@@ -65,6 +69,11 @@ class WordWrap:
         rest = self._end_word(self._width()) + self._space
         self._space, self._column = "", 0
         return rest
+
+    def end_line(self) -> str:
+        """The rest of the text, and a newline if its last line has begun."""
+        is_begun = self._column > 0 or bool(self._word)
+        return self.flush() + ("\n" if is_begun else "")
 
     def _take(self, character: str, width: int) -> str:
         if character == "\n":

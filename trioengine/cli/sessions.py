@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import TypeAlias
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from types import TracebackType
+from typing import Any, Self, TypeAlias
 
-from trioengine.actors.engine import open_engine
+from trioengine.actors.engine import Engine, open_engine
 from trioengine.actors.generation import Generation
+from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.session import Session
 from trioengine.cli.complaints import complain
 from trioengine.cli.progress import progress_bars
@@ -17,26 +19,51 @@ from trioengine.client.client import connect
 from trioengine.client.generation import Generation as RemoteGeneration
 from trioengine.client.session import Session as RemoteSession
 from trioengine.core.config import EngineConfig
-from trioengine.core.errors import InvalidConfig, RequestRejected
+from trioengine.core.errors import ConnectionLost, EngineClosed, InvalidConfig, RequestRejected
+from trioengine.core.lifecycle import Power
 
 AnySession: TypeAlias = Session | RemoteSession
 AnyGeneration: TypeAlias = Generation | RemoteGeneration
+History: TypeAlias = Sequence[Mapping[str, Any]]  # chat messages
+Tell: TypeAlias = Callable[[str], object]  # a notice beside the answers
+OpenSession: TypeAlias = Callable[[History, Tell], AbstractAsyncContextManager[AnySession]]
+
+
+def tell_on_stderr(text: str) -> None:
+    """Write a line to stderr, on a terminal perhaps in the middle of an answer."""
+    complain(text, before="\n" if sys.stderr.isatty() else "")
 
 
 @asynccontextmanager
-async def local_session(config: EngineConfig) -> AsyncIterator[AnySession]:
-    """A session of an engine of its own, whose start is shown on a terminal."""
+async def local_session(
+    config: EngineConfig, history: History = (), tell: Tell = tell_on_stderr
+) -> AsyncIterator[AnySession]:
+    """A session of an engine of its own, whose start is shown on a terminal; `tell` gets the loss of a worker."""
     with progress_bars() as bars:
         async with (
             open_engine(config, on_progress=bars.download, on_load=bars.loading) as engine,
-            engine.open_session() as session,
+            open_unwrapped_nursery() as nursery,
+            engine.open_session(history=history) as session,
         ):
+            nursery.start_soon(_tell_losses, engine, tell)
             yield session
+            nursery.cancel_scope.cancel()
+
+
+async def _tell_losses(engine: Engine, tell: Tell) -> None:
+    is_lost = False
+    with engine.states() as states:
+        async for state in states:
+            if state.power is (Power.AWAKE if is_lost else Power.RESTARTING):
+                is_lost = not is_lost
+                tell("the worker was lost; the engine is restarting" if is_lost else "the engine is awake")
 
 
 @asynccontextmanager
-async def remote_session(url: str, api_key: str | None, model: str | None) -> AsyncIterator[AnySession]:
-    """A session of a server that runs; stderr says how its engine's state changes: it loads, restarts, sleeps,
+async def remote_session(
+    url: str, api_key: str | None, model: str | None, history: History = (), tell: Tell = tell_on_stderr
+) -> AsyncIterator[AnySession]:
+    """A session of a server that runs; `tell` gets the changes of its engine's state: it loads, restarts, sleeps,
     is updated or drains, or is awake again.
 
     A URL that is none is the fault of the option `connect`: InvalidConfig. RequestRejected for a key
@@ -46,10 +73,14 @@ async def remote_session(url: str, api_key: str | None, model: str | None) -> As
         Address.parse(url, model)
     except InvalidConfig as exc:
         raise InvalidConfig(str(exc).replace("url", "connect", 1), fields=("connect",)) from exc
+
+    def tell_state(state: str) -> None:
+        tell(f"the engine is {state}")
+
     try:
         async with (
-            connect(url, api_key=api_key, model=model, on_state=_tell) as client,
-            client.open_session(wait=True) as session,
+            connect(url, api_key=api_key, model=model, on_state=tell_state) as client,
+            client.open_session(wait=True, history=history) as session,
         ):
             yield session
     except RequestRejected as exc:
@@ -58,6 +89,54 @@ async def remote_session(url: str, api_key: str | None, model: str | None) -> As
         raise RequestRejected(exc.code, f"{exc.message} (--api-key)") from exc
 
 
-def _tell(state: str) -> None:
-    beginning = "\n" if sys.stderr.isatty() else ""  # in the middle of a line
-    complain(f"the engine is {state}", before=beginning)
+class ChatSession:
+    """The session of a chat; one whose connection was lost is followed by another with the same conversation."""
+
+    def __init__(self, open_session: OpenSession, tell: Tell) -> None:
+        self._open_session = open_session
+        self._tell = tell
+        self._history: History = ()  # of the next one
+        self._session: AnySession | None = None
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        await self.opened()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._stack.__aexit__(exc_type, exc, traceback)
+
+    async def opened(self) -> AnySession:
+        """The session. Raises ConnectionLost where another one is needed and cannot be had."""
+        if self._session is None:
+            self._session = await self._stack.enter_async_context(self._open_session(self._history, self._tell))
+        return self._session
+
+    async def leave_lost(self) -> None:
+        """Leave the session, whose connection is lost; its conversation is kept."""
+        if self._session is not None:
+            self._history, self._session = self._session.history, None
+            await self._stack.aclose()
+
+    async def forget(self) -> None:
+        """Begin another conversation."""
+        self._history = ()
+        if self._session is not None:
+            try:
+                self._session.replace_history([])
+            except (ConnectionLost, EngineClosed):
+                await self.leave_lost()
+                self._history = ()
+                raise
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a server has it; an engine of our own that is closed cannot be had again."""
+        return not isinstance(self._session, Session)
+
+    @property
+    def model(self) -> str | None:
+        """The name that a server gives its model."""
+        return self._session.model if isinstance(self._session, RemoteSession) else None

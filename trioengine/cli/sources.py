@@ -53,6 +53,12 @@ def words(context: typer.Context, name: str) -> str | None:
     return None
 
 
+def _flag(context: typer.Context, name: str) -> str | None:
+    """The flag of an option that was not given."""
+    options = [each for each in context.command.params if each.param_type_name == "option"]
+    return next((option.opts[0] for option in options if option.name == name), None)
+
+
 def typed(context: typer.Context) -> list[str]:
     """The options and arguments that were given on the command line, by their names."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
@@ -73,7 +79,7 @@ def in_the_users_words(context: typer.Context) -> Iterator[None]:
 
 def _translated(context: typer.Context, message: str, fields: Iterable[str]) -> str:
     for field in fields:
-        said = words(context, field)
+        said = words(context, field) or _flag(context, field)
         if said is not None:
             message = re.sub(rf"\b{field}\b", said.replace("\\", r"\\"), message, count=1)
     return message

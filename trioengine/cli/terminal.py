@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -9,41 +10,67 @@ from contextlib import asynccontextmanager, suppress
 
 import trio
 
+from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.cli import keys
+from trioengine.cli.complaints import complain
 from trioengine.core.errors import RequestRejected
 
 with suppress(ImportError):  # a Python may have been built without it: lines are edited by the terminal itself then
     import readline as readline  # editing and a history, of this process, for the lines that `input` reads
 
 
-async def read_message() -> str | None:
-    """A message from standard input, which is a terminal; None at the end of the input.
+class Terminal:
+    """Reads messages, and writes notices that leave the line being typed as it is."""
 
-    A line that ends with a backslash goes on in the next one. Cancelled, or interrupted, the terminal is as it was.
-    Raises RequestRejected for input that is not UTF-8.
-    """
-    text = line = await _line("> ")
-    while text is not None and line is not None and line.endswith("\\"):
-        line = await _line("… ")
-        text = f"{text[:-1]}\n{line or ''}"
-    return text
+    def __init__(self) -> None:
+        self._prompt = ""  # of the line that is awaited, if any
 
+    async def read_message(self) -> str | None:
+        """A message from standard input, which is a terminal; None at the end of the input.
 
-async def _line(prompt: str) -> str | None:
-    """In a thread, so that the engine goes on; one that is left behind does not keep the process."""
-    is_read = False
-    try:
-        with keys.unchanged():
-            line = await trio.to_thread.run_sync(_input, prompt, abandon_on_cancel=True)
-        is_read = True
+        A line that ends with a backslash goes on in the next one. The first Ctrl+C writes a notice, the second one
+        raises KeyboardInterrupt. Cancelled, or interrupted, the terminal is as it was. Raises RequestRejected for input
+        that is not UTF-8.
+        """
+        text = line = await self._line("> ")
+        while text is not None and line is not None and line.endswith("\\"):
+            line = await self._line("… ")
+            text = f"{text[:-1]}\n{line or ''}"
+        return text
+
+    def notice(self, text: str) -> None:
+        """Write a line to stderr, also in the middle of an answer or of a line that is typed."""
+        complain(text, before="\n")
+        self._show_line_again()
+
+    async def _line(self, prompt: str) -> str | None:
+        """In a thread, so that the engine goes on; one that is left behind does not keep the process."""
+        line, is_read = None, False
+        self._prompt = prompt
+        try:
+            async with stopped_by_interrupt(self._warn, most=1):
+                with keys.unchanged():
+                    line = await trio.to_thread.run_sync(_input, prompt, abandon_on_cancel=True)
+                is_read = True
+        except EOFError:
+            return None
+        except UnicodeDecodeError as exc:
+            raise RequestRejected("invalid_value", "prompt is not UTF-8", param="prompt") from exc
+        finally:
+            self._prompt = ""
+            if not is_read:
+                sys.stdout.write("\n")
         return line
-    except EOFError:
-        return None
-    except UnicodeDecodeError as exc:
-        raise RequestRejected("invalid_value", "prompt is not UTF-8", param="prompt") from exc
-    finally:
-        if not is_read:
-            sys.stdout.write("\n")
+
+    def _warn(self) -> None:
+        sys.stdout.write("\n(press Ctrl+C again, or /bye, to leave)\n")
+        self._show_line_again()
+
+    def _show_line_again(self) -> None:
+        if self._prompt:
+            editor = sys.modules.get("readline")
+            sys.stdout.write(self._prompt + (editor.get_line_buffer() if editor is not None else ""))
+            sys.stdout.flush()
 
 
 def _input(prompt: str) -> str:
@@ -52,20 +79,25 @@ def _input(prompt: str) -> str:
 
 
 @asynccontextmanager
-async def stopped_by_interrupt(stop: Callable[[], object]) -> AsyncIterator[None]:
-    """Ctrl+C in the body is a call of `stop`; SIGTERM ends the body, and is then what it was outside of it."""
+async def stopped_by_interrupt(stop: Callable[[], object], most: float = math.inf) -> AsyncIterator[None]:
+    """Ctrl+C in the body calls `stop`, at most so often.
+
+    Another one, or SIGTERM, ends the body, and is then raised again outside of it.
+    """
     ends: list[int] = []
 
     async def obey() -> None:
+        num_stops = 0
         async for number in signals:
-            if number == signal.SIGINT:
+            if number == signal.SIGINT and num_stops < most:
+                num_stops += 1
                 stop()
             else:
                 ends.append(number)
                 nursery.cancel_scope.cancel()
 
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals, keys.kept_at_interrupt():
-        async with trio.open_nursery() as nursery:
+        async with open_unwrapped_nursery() as nursery:
             nursery.start_soon(obey)
             yield
             nursery.cancel_scope.cancel()

@@ -16,6 +16,11 @@ from trioengine.core.errors import ConnectionLost, InvalidConfig
 PATH = "/v1/realtime"
 _PORTS = {"ws": 80, "http": 80, "wss": 443, "https": 443}
 
+_UNKNOWN_ISSUER = (18, 19, 20, 21)  # OpenSSL's codes of a self-signed certificate, and of an issuer that is not trusted
+_TRUST = "a file of certificates to trust is named by the variable SSL_CERT_FILE"
+_NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")  # OpenSSL's reasons, for an answer in plain
+_END = "UNEXPECTED_EOF_WHILE_READING"
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
@@ -45,7 +50,9 @@ class Address:
             url.encode("ascii")
             host, port = parts.hostname, parts.port
             (host or "").encode("idna")  # raises UnicodeError for a name that cannot be looked up, such as "a..b"
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError) as exc:
+            if "out of range" in str(exc):
+                raise InvalidConfig.of("url", f"must have a port from 1 to 65535, got {url!r:.200}") from None
             raise _no_address(url) from None
         if parts.scheme not in _PORTS or not host or parts.username is not None or parts.fragment:
             raise _no_address(url)
@@ -61,14 +68,35 @@ class Address:
         """A new connection. Raises ConnectionLost."""
         try:
             stream = await trio.open_tcp_stream(self.host, self.port)
-            if not self.is_secure:
-                return stream
-            return trio.SSLStream(
-                stream, ssl.create_default_context(), server_hostname=self.host, https_compatible=True
-            )
+            return await self._secured(stream) if self.is_secure else stream
         except OSError as exc:
-            url = f"{'https' if self.is_secure else 'http'}://{self.authority}"
-            raise ConnectionLost(f"cannot connect to {url}: {_reason(exc)}") from exc
+            raise self._unreachable(_reason(exc)) from exc
+        except trio.BrokenResourceError as exc:
+            raise self._unreachable(self._tls_fault(exc.__cause__)) from exc
+
+    async def _secured(self, stream: trio.abc.Stream) -> trio.abc.Stream:
+        """The stream with TLS, whose handshake is over."""
+        secured = trio.SSLStream(stream, ssl.create_default_context(), server_hostname=self.host, https_compatible=True)
+        try:
+            await secured.do_handshake()
+            return secured
+        except BaseException:
+            await trio.aclose_forcefully(stream)
+            raise
+
+    def _tls_fault(self, error: BaseException | None) -> str:
+        """The fault of a TLS handshake, with its remedy."""
+        if isinstance(error, ssl.SSLCertVerificationError):
+            remedy = f"; {_TRUST}" if error.verify_code in _UNKNOWN_ISSUER else ""
+            return f"the certificate is not trusted: {error.verify_message}{remedy}"
+        if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
+            return f"the server does not speak TLS; use http://{self.authority}"
+        if isinstance(error, ssl.SSLError) and error.reason not in (None, _END):
+            return f"the TLS handshake failed: {str(error.reason).replace('_', ' ').lower()}"
+        return "the server broke the TLS handshake off"
+
+    def _unreachable(self, reason: str) -> ConnectionLost:
+        return ConnectionLost(f"cannot connect to {'https' if self.is_secure else 'http'}://{self.authority}: {reason}")
 
 
 def _reason(error: OSError) -> str:

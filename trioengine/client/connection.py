@@ -10,7 +10,7 @@ import trio
 
 from trioengine.client.address import Endpoint
 from trioengine.client.posts import Posts
-from trioengine.client.problems import loss_of, refusal_of
+from trioengine.client.problems import loss_of, refusal_of, unanswered
 from trioengine.client.websocket import Closed, Rejected, WebSocket
 from trioengine.core.errors import ConnectionLost, EngineError
 
@@ -88,9 +88,9 @@ class Connection:
             self.takes_images = "image" in event["session"].get("input_modalities", ())
             return str(event["session"]["id"])
         except Rejected as exc:
-            raise refusal_of(exc) from exc
+            raise refusal_of(exc, endpoint.authority) from exc
         except Closed as exc:
-            raise loss_of(exc) from exc
+            raise unanswered(exc, endpoint.authority) from exc
         except (ValueError, LookupError, TypeError, AttributeError) as exc:
             raise ConnectionLost(f"{endpoint.authority} does not begin with a session.created") from exc
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from trioengine.client.websocket import Closed, Rejected
+from trioengine.client.websocket import ABNORMAL, Closed, Rejected
 from trioengine.core.bounds import number
 from trioengine.core.config import MAX_SECONDS
 from trioengine.core.errors import (
@@ -59,13 +59,24 @@ def abort_cause(problem: Mapping[str, Any]) -> Cause | None:
     return next((cause for cause in Cause if cause.value == problem.get("code")), None)
 
 
-def refusal_of(rejected: Rejected) -> EngineError:
-    """The handshake was answered by an HTTP response."""
+def refusal_of(rejected: Rejected, authority: str) -> EngineError:
+    """The error of a handshake that was answered by an HTTP response."""
     try:
         problem = json.loads(rejected.body)["error"]
         return error_of({"type": "invalid_request_error" if rejected.status < 429 else None, **problem})
     except (ValueError, LookupError, TypeError):
-        return ConnectionLost(f"the server refuses the WebSocket: HTTP status {rejected.status}")
+        return _stranger(authority, f"HTTP status {rejected.status}")
+
+
+def unanswered(closed: Closed, authority: str) -> EngineError:
+    """The error of a connection that ended before the server had begun the session."""
+    if closed.code != ABNORMAL:
+        return loss_of(closed)
+    return _stranger(authority, closed.reason or "it closed the connection", ABNORMAL)
+
+
+def _stranger(authority: str, answer: str, code: int | None = None) -> ConnectionLost:
+    return ConnectionLost(f"{authority} does not answer as trioengine does: {answer}", code=code)
 
 
 def loss_of(closed: Closed, problem: Mapping[str, Any] | None = None) -> EngineError:
@@ -74,6 +85,9 @@ def loss_of(closed: Closed, problem: Mapping[str, Any] | None = None) -> EngineE
         return EngineClosed(closed.reason or "the server has gone away")
     if closed.code == TRY_AGAIN_LATER and problem is not None:
         return error_of({**problem, "message": f"the connection to the server is gone: {problem.get('message')}"})
+    if closed.code == ABNORMAL:
+        reason = closed.reason or "the server died, or the network failed"
+        return ConnectionLost(f"the connection to the server broke off: {reason}", code=ABNORMAL)
     return ConnectionLost(f"the connection to the server is gone: {closed}", code=closed.code)
 
 

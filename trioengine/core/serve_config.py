@@ -100,8 +100,7 @@ class ServeConfig:
             raise InvalidConfig.of("insecure", f"must be True or False, got {brief(self.insecure)}")
         for field in ("api_key", "admin_key"):
             self._validate_strings(field, is_key, "must be keys of visible ASCII characters; they are not shown here")
-        rule = f"must be origins such as https://example.com, got {brief(self.allowed_origin)}"
-        self._validate_strings("allowed_origin", _is_origin, rule)
+        self._validate_strings("allowed_origin", _is_origin, "must be origins such as https://example.com", shown=True)
         for field, bounds in _INTEGERS.items():
             if not (field in _OPTIONAL and getattr(self, field) is None):
                 self._validate(field, integer, *bounds)
@@ -126,12 +125,15 @@ class ServeConfig:
         except ValueError as exc:
             raise InvalidConfig.of(name, str(exc)) from None
 
-    def _validate_strings(self, name: str, is_good: Callable[[object], bool], rule: str) -> None:
-        """One string, or a sequence of them."""
+    def _validate_strings(
+        self, name: str, is_good: Callable[[object], bool], rule: str, *, shown: bool = False
+    ) -> None:
+        """One string, or a sequence of them; the first bad one is in the error if it may be `shown`."""
         value = getattr(self, name)
         values = (value,) if isinstance(value, str) else value
-        if not isinstance(values, tuple | list) or not all(map(is_good, values)):
-            raise InvalidConfig.of(name, rule)
+        bad = [item for item in values if not is_good(item)] if isinstance(values, tuple | list) else [values]
+        if bad:
+            raise InvalidConfig.of(name, f"{rule}, got {brief(bad[0])}" if shown else rule)
         object.__setattr__(self, name, tuple(values))
 
 

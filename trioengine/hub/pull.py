@@ -37,6 +37,7 @@ _REPORT_EVERY = 0.15  # seconds
 _CHUNK = 1 << 20  # bytes
 _WORKPLACE = ".pull-"  # + a random suffix
 _STDERR = "stderr"  # in the workplace: what pip writes there
+_MAGIC = b"GGUF"
 _STALE_AFTER = 24 * 3600.0  # seconds
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -135,6 +136,14 @@ def _model_file(path: Path) -> Path:
     if path.suffix.lower() != ".gguf":
         raise ModelError(f"{path}: not a .gguf file; for safetensors give the directory")
     return path
+
+
+def check_magic(path: Path) -> None:
+    """Raise ModelError for a .gguf file that does not begin as one; a directory is not looked into."""
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise ModelError(f"{path}: not a GGUF file: it does not begin with GGUF")
 
 
 def _from_hub(model: str) -> Path:

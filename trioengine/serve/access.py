@@ -52,7 +52,7 @@ class Access:
             _refuse(403, "admin_key_required", "this is for operators, and the server has no --admin-key")
         key = presented(request)
         if key is None:
-            _refuse(401, "invalid_api_key", "this needs a key, as in Authorization: Bearer KEY")
+            _refuse(401, "invalid_api_key", "this needs a key, in the header Authorization: Bearer KEY")
         if key not in self._users:
             _refuse(401, "invalid_api_key", "this key is not accepted")
         if role is Role.USER:
@@ -65,7 +65,7 @@ class Access:
     def _session(self, key: bytes) -> Iterator[None]:
         count = self._sessions.get(key, 0)
         if count >= self._most:
-            message = f"there are {count} requests and connections of this key, and may be no more"
+            message = f"this key has {count} requests and connections, which is the limit; try again when one has ended"
             problem = Problem(RATE_LIMIT, "too_many_sessions", message, retry_after=1.0)
             raise BadRequest(problem_response(429, problem))
         self._sessions[key] = count + 1

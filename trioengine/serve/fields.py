@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -63,10 +64,17 @@ def check_fixed(fields: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]],
     for name, allowed in fixed.items():
         value = fields.get(name)
         if value is not None and not any(type(value) is type(choice) and value == choice for choice in allowed):
-            rule = "must be " + " or ".join(repr(choice) for choice in allowed) if allowed else "is not supported"
             param = f"{where}.{name}" if where else name
-            message = f"{param} {rule}, got {value!r:.80}"
+            message = f"{param} {_rule(allowed)}, got {value!r:.80}"
+            if allowed == ([],):
+                message = f"this server does not support {param}"
             raise ClientError("unsupported_parameter", message, param=param)
+
+
+def _rule(allowed: tuple[Any, ...]) -> str:
+    """The rule of a field, with its values as JSON has them where they are objects or lists."""
+    shown = [json.dumps(choice) if isinstance(choice, dict | list) else repr(choice) for choice in allowed]
+    return "must be " + " or ".join(shown) if allowed else "is not supported"
 
 
 def unknown(kind: str, name: str, names: Collection[str], prefix: str = "") -> ClientError:

@@ -8,6 +8,11 @@ from typing import Any, NoReturn
 
 from trioengine.serve.problem import ClientError
 
+
+class _NotJson(ValueError):
+    """A constant that only Python's reader takes."""
+
+
 MAX_DEPTH = 64  # objects and lists within each other; Python can neither read nor show many more
 
 
@@ -21,6 +26,8 @@ def load_object(data: str | bytes, what: str, code: str = "invalid_type") -> Map
         value = json.loads(text, parse_constant=_no_constant)
     except RecursionError:
         raise _too_deep(what) from None
+    except _NotJson as exc:
+        raise ClientError("invalid_json", f"{what} is not JSON: {exc}") from None
     except json.JSONDecodeError as exc:
         fault = f"is not JSON: line {exc.lineno}, column {exc.colno}" if text.strip() else "is empty"
         raise ClientError("invalid_json", f"{what} {fault}") from None
@@ -53,4 +60,4 @@ def _too_deep(what: str) -> ClientError:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+    raise _NotJson(f"{name} is no number of JSON")

@@ -126,7 +126,11 @@ def method_not_allowed(request: Request, allowed: str) -> Response:
 
 
 def upgrade_required() -> Response:
-    problem = Problem(INVALID_REQUEST, "upgrade_required", f"{REALTIME} is a WebSocket endpoint (version 13)")
+    problem = Problem(
+        INVALID_REQUEST,
+        "upgrade_required",
+        f"{REALTIME} is a WebSocket endpoint: connect with ws:// or wss://, version 13",
+    )
     response = problem_response(426, problem)
     headers = ((b"upgrade", b"websocket"), (b"connection", b"upgrade"), (b"sec-websocket-version", b"13"))
     return replace(response, headers=headers)

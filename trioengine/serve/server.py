@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -202,4 +203,6 @@ def _listening_on(host: str, port: int) -> Iterator[None]:
         why = getattr(exc, "strerror", None) or exc
         if getattr(exc, "errno", None) == errno.EADDRINUSE:
             why = f"{why}; choose another --port"
+        if isinstance(exc, socket.gaierror | UnicodeError):
+            why = f"{why}; choose another --host"
         raise EngineError(f"cannot listen on {address(host, port)}: {why}") from exc

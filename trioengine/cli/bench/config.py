@@ -140,7 +140,7 @@ class BenchConfig:
         goals: dict[str, float] = {}
         for goal in self.goodput:
             metric, _, limit = goal.partition(":")
-            if metric not in METRICS or metric in goals:
+            if metric not in METRICS or metric in goals or not limit:
                 raise _bad(
                     "goodput", f"must be one METRIC:MILLISECONDS each of {', '.join(METRICS)}, got {brief(goal)}"
                 )
@@ -165,9 +165,11 @@ def goodput_of(option: Sequence[str], arguments: Sequence[str]) -> tuple[str, ..
     """What `--goodput` says, with the arguments behind it, as vLLM has them. Raises InvalidConfig for another."""
     for argument in arguments:
         metric, colon, _ = argument.partition(":")
-        if metric in METRICS or (option and colon and "://" not in argument):
+        if option and (metric in METRICS or (colon and "://" not in argument)):
             continue
-        remedy = ": a server is --base-url" if colon else ""
+        remedy = ""
+        if colon:
+            remedy = f": use --goodput {argument}" if metric in METRICS else ": a server is --base-url"
         raise InvalidConfig(f"unexpected argument {brief(argument)}{remedy}. See trioengine bench serve --help.")
     return (*option, *arguments)
 

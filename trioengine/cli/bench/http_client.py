@@ -109,8 +109,8 @@ def refusal(status: int, body: bytes) -> str:
     try:
         said = str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        said = body[:200].decode("utf-8", "replace")
-    return f"HTTP {status}: {said}" + (" (--api-key)" if status == UNAUTHORIZED else "")
+        said = "" if body.lstrip().startswith(b"<") else body[:200].decode("utf-8", "replace").strip()  # HTML
+    return f"HTTP {status}" + (f": {said}" if said else "") + (" (--api-key)" if status == UNAUTHORIZED else "")
 
 
 async def _next_event(stream: trio.abc.Stream, connection: h11.Connection) -> h11.Event:

@@ -111,12 +111,17 @@ async def _first_model(address: Address, config: BenchConfig) -> str:
         async with exchange(address, "GET", config.base_path + "/v1/models") as response:
             status, body = response.status, await response.read()
     except BackendError as exc:
-        raise EngineError(f"{config.base_url}: {exc}") from exc
+        raise EngineError(_with_address(config.base_url, exc)) from exc
     unlisted = f"{config.base_url} does not list its models"
     if status != 200:
-        remedy = ": use --model" if status == 404 else ""
+        remedy = "; use --model" if status == 404 else ""
         raise EngineError(f"{unlisted}: {refusal(status, body)}{remedy}")
     try:
         return str(json.loads(body)["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError) as exc:
-        raise EngineError(f"{unlisted}: use --model") from exc
+        raise EngineError(f"{unlisted}; use --model") from exc
+
+
+def _with_address(url: str, error: BackendError) -> str:
+    """The error, which may have the address in it."""
+    return str(error) if url.rstrip("/") in str(error) else f"{url}: {error}"

@@ -12,6 +12,8 @@ from trioengine.cli.doctor.part import Part, Severity
 from trioengine.cli.doctor.software import versions, worker
 from trioengine.core.printable import printable
 
+_LABELS = {"sha256_ok": "checksum right", "container_left_bytes": "left in container"}
+_ABSENT = {"container_left_bytes": "no limit"}
 _TITLE_WIDTH = 20
 _GB = 10**9
 
@@ -57,5 +59,9 @@ def _print_fact(name: str, value: Any) -> None:
         value = f"{value / 1e9:.2f} GB" if value >= _GB else f"{value / 1e6:.0f} MB"
     if isinstance(value, (list, dict)):
         value = ", ".join(str(entry) for entry in value) or "none"
-    label = name.removesuffix("_bytes").replace("_", " ")
-    print(f"  {label:{_TITLE_WIDTH}} {'-' if value is None else printable(str(value))}")
+    if isinstance(value, bool):
+        value = "yes" if value else "no"
+    if value is None:
+        value = _ABSENT.get(name, "-")
+    label = _LABELS.get(name) or name.removesuffix("_bytes").replace("_", " ")
+    print(f"  {label:{_TITLE_WIDTH}} {printable(str(value))}")

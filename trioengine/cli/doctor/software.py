@@ -87,7 +87,7 @@ def worker(command: Sequence[str] = PROBE) -> Part:
 def _kernel_problems(facts: dict[str, Any]) -> Iterator[Problem]:
     if facts["device"] == "cpu" and facts["kernels"] != "native":
         what = f"torch's kernels are used, which take longer: {facts['no_native_kernels']}"
-        yield warning(what, "install g++, which works (Debian: apt install g++)")
+        yield warning(what, "install a working g++ (Debian: apt install g++)")
 
 
 def _environment() -> dict[str, str]:

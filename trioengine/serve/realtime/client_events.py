@@ -117,7 +117,9 @@ def _event(fields: Mapping[str, Any]) -> ClientEvent:
     names = _FIELDS.get(name) if isinstance(name, str) else None
     if names is None:
         known = ", ".join(_FIELDS)
-        raise ClientError("unknown_event", f"type must be one of {known}, got {name!r:.80}", param="type")
+        fault = "type is missing; it must be" if name is None else "type must be"
+        given = "" if name is None else f", got {name!r:.80}"
+        raise ClientError("unknown_event", f"{fault} one of {known}{given}", param="type")
     known_fields(fields, ("event_id", "type", *names))
     match name:
         case "session.update":

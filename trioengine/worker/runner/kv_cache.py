@@ -41,7 +41,9 @@ class KVCache:
             layers = tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(model.num_layers))
         except RuntimeError as exc:  # as torch says it, of a GPU's memory too
             size = math.prod(shape) * dtype.itemsize * model.num_layers
-            raise ModelError(f"{size} bytes for the KV cache cannot be had on {device}: lower kv_cache_memory") from exc
+            raise ModelError(
+                f"{size} bytes for the KV cache cannot be had on {device}: lower kv_cache_memory (--kv-cache-memory)"
+            ) from exc
         return KVCache(num_blocks, block_size, model.num_kv_heads, layers)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
@@ -66,8 +68,8 @@ def count_blocks(config: WorkerConfig, model: LlamaConfig, dtype: torch.dtype, d
         memory = _free_on_cuda(config, device) if device.type == "cuda" else _free_on_cpu()
     if memory < per_block:
         raise ModelError(
-            f"kv_cache_memory is too small: {memory} bytes hold no block of {config.block_size} tokens, "
-            f"which takes {per_block} bytes"
+            f"kv_cache_memory (--kv-cache-memory) is too small: {memory} bytes hold no block "
+            f"of {config.block_size} tokens, which takes {per_block} bytes"
         )
     return memory // per_block
 

@@ -81,7 +81,7 @@ def choose_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         message = f"device {name}: there are {torch.cuda.device_count()} CUDA devices"
-        raise ModelError(f"{message}; use --device cpu or auto")
+        raise ModelError(f"{message}; choose the device cpu or auto")
     return device
 
 

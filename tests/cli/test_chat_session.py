@@ -1,0 +1,66 @@
+"""The session of a chat whose server is lost, and whose worker is."""
+
+from contextlib import asynccontextmanager
+from functools import partial
+
+from trio.testing import wait_all_tasks_blocked
+
+from trioengine import SamplingParams
+from trioengine.cli import sessions
+from trioengine.cli.sessions import ChatSession, local_session
+from trioengine.core.config import EngineConfig
+from trioengine.testing import simulated_engine
+
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+
+@asynccontextmanager
+async def opened(engine, histories, history, tell):
+    histories.append(list(history))
+    async with engine.open_session(history=history) as session:
+        yield session
+
+
+async def test_the_next_session_has_the_conversation_of_the_lost_one(autojump_clock):
+    histories = []
+    async with simulated_engine() as (engine, _), ChatSession(partial(opened, engine, histories), print) as chat:
+        session = await chat.opened()
+        assert await chat.opened() is session
+        await session.ask("hello", GREEDY)
+        conversation = session.history
+        await chat.leave_lost()
+        await chat.leave_lost()
+        assert session.end_cause is not None
+        assert (await chat.opened()).history == conversation
+        await chat.forget()
+        await chat.leave_lost()
+        await chat.opened()
+    assert histories == [[], conversation, []]
+
+
+async def test_a_conversation_that_is_forgotten_without_a_connection(autojump_clock):
+    histories = []
+    async with simulated_engine() as (engine, _), ChatSession(partial(opened, engine, histories), print) as chat:
+        await (await chat.opened()).ask("hello", GREEDY)
+        await chat.leave_lost()
+        await chat.forget()
+        await chat.opened()
+    assert histories == [[], []]
+
+
+async def test_a_worker_that_is_lost_is_told(autojump_clock, monkeypatch):
+    notices, simulations = [], []
+
+    @asynccontextmanager
+    async def open_engine(config, **options):
+        async with simulated_engine() as (engine, simulation):
+            simulations.append(simulation)
+            yield engine
+
+    monkeypatch.setattr(sessions, "open_engine", open_engine)
+    async with local_session(EngineConfig(), (), notices.append) as session:
+        await wait_all_tasks_blocked()
+        simulations[0].worker.exit(-9)
+        await session.ask("hello", GREEDY, wait=True)
+        await wait_all_tasks_blocked()
+    assert notices == ["the worker was lost; the engine is restarting", "the engine is awake"]
