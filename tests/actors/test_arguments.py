@@ -116,10 +116,10 @@ async def use(api, call, args, options):
             session = api.open_session()
             api = await stack.enter_async_context(session) if hasattr(session, "__aenter__") else session
         given = getattr(api, call.removeprefix("session."))(*args, **options)
-        if inspect.isawaitable(given):
-            await given
-        elif hasattr(given, "__aenter__"):
+        if hasattr(given, "__aenter__"):
             await stack.enter_async_context(given)
+        elif inspect.isawaitable(given):
+            await given
 
 
 @pytest.mark.parametrize("side", SIDES)

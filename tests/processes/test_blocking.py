@@ -17,7 +17,6 @@ import pytest
 import trio
 
 from trioengine import Client as AsyncClient
-from trioengine import Engine as AsyncEngine
 from trioengine import (
     ConnectionLost,
     EngineClosed,
@@ -29,6 +28,7 @@ from trioengine import (
     WorkerLost,
     blocking,
 )
+from trioengine import Engine as AsyncEngine
 from trioengine import Session as AsyncSession
 from trioengine.serve import ServeConfig, serve
 from trioengine.testing import Simulation, simulated_engine

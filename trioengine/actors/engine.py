@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
 from copy import copy
 from pathlib import Path
 from typing import Any, Unpack
 
 import trio
 
+from trioengine.actors.asynchronous import opens
 from trioengine.actors.deadline import deadline_after
 from trioengine.actors.engine_state import EngineState, as_lost
 from trioengine.actors.generation import Completion, Generation
@@ -21,9 +21,9 @@ from trioengine.actors.power_change import Level, ModeName, Weights
 from trioengine.actors.session import Session
 from trioengine.actors.states import States
 from trioengine.core.arguments import check_callback, check_flag, check_request, check_seconds, names_checked
-from trioengine.core.bounds import counted
+from trioengine.core.bounds import brief, counted
 from trioengine.core.config import EngineConfig
-from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded
+from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvalidConfig
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
 from trioengine.core.options import EngineOptions, SamplingOptions, merged_config, merged_params
 from trioengine.core.outcome import Cause, check_cause
@@ -49,6 +49,9 @@ class Engine(EngineState):
         on_progress: Callable[[int, int], None] | None = None,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
+        if not (config is None or isinstance(config, EngineConfig)):
+            problem = f"must be an EngineConfig, got {brief(config)}; a name or path is for open_engine(...)"
+            raise InvalidConfig.of("config", problem)
         check_callback("on_progress", on_progress)
         check_callback("on_load", on_load)
         super().__init__(EngineConfig() if config is None else config, Ports() if ports is None else ports, on_load)
@@ -304,7 +307,7 @@ class Engine(EngineState):
         await self._auditor.audit(link, self.gate.mint(), self._sessions.attached, seconds)
 
 
-@asynccontextmanager
+@opens("engine")
 async def open_engine(
     config: EngineConfig | str | None = None,
     *,

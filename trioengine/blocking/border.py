@@ -33,8 +33,8 @@ class Handle:
 def shortened(error: BaseException) -> BaseException:
     """The error without the frames of the loop and its thread; they are logged, at DEBUG.
 
-    Its causes stay, and keep their frames where they are none of trioengine's own errors; but a cause whose reason is in
-    the message of its error goes.
+    Its causes stay, and keep their frames where they are none of trioengine's own errors; but a cause goes whose reason
+    the error's message holds.
     """
     logger.debug("the whole traceback of %s", type(error).__name__, exc_info=error)
     cause: BaseException | None = error

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
 from typing import Any, Unpack
 
 import trio
 
+from trioengine.actors.asynchronous import opens
 from trioengine.actors.deadline import Deadline, deadline_after
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.waiting_line import waits_for
@@ -168,7 +168,7 @@ async def _raise(error: Exception) -> None:
 
 
 @names_checked
-@asynccontextmanager
+@opens("client")
 async def connect(
     url: str,
     *,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import trio
 
+from trioengine.actors.asynchronous import AsyncOnly
 from trioengine.actors.deadline import NEVER, Deadline, deadline_after
 from trioengine.client.connection import Connection
 from trioengine.client.conversation import Conversation
@@ -31,13 +32,16 @@ if TYPE_CHECKING:
     from trioengine.client.client import Client
 
 
-class Session:
+class Session(AsyncOnly):
     """One session: `async with client.open_session() as session`.
 
     Entering opens a WebSocket. Leaving, in whatever way, ends the session: a request in flight is aborted, and the
     WebSocket closed. Leaving waits for the server's goodbye, but neither long nor when the scope is cancelled or left
     by TimedOut.
     """
+
+    _noun = "a session"
+    _usage = "use `async with client.open_session() as session`"
 
     def __init__(
         self,
