@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 import pytest
 from clients import open_clients
 
-from trioengine import Engine, InvalidConfig, connect, open_engine
+from trioengine import Engine, EngineConfig, InvalidConfig, connect, open_engine
+from trioengine.actors.ports import Ports
 from trioengine.testing import simulated_engine
 
 
@@ -74,6 +75,13 @@ async def test_a_generation_is_read_by_async_for(autojump_clock, side, way):
     async with SIDES[side]() as api, api.open_session() as session:
         with pytest.raises(TypeError, match=f"a generation cannot be {way.__name__}.*: {form}"):
             await way(session.generate("x"))
+
+
+def test_an_engine_takes_no_more_threads_than_the_machine_can_run():
+    ports = Ports(num_cores=2)
+    Engine(EngineConfig(model="toy", num_threads=8), ports=ports)
+    with pytest.raises(InvalidConfig, match=r"^num_threads must be at most 8 .*, got 1000$"):
+        Engine(EngineConfig(model="toy", num_threads=1000), ports=ports)
 
 
 def test_an_engine_is_made_of_a_configuration():

@@ -55,6 +55,7 @@ class Engine(EngineState):
         check_callback("on_progress", on_progress)
         check_callback("on_load", on_load)
         super().__init__(EngineConfig() if config is None else config, Ports() if ports is None else ports, on_load)
+        self.config.check_cores(self.ports.num_cores)
         self._on_progress = on_progress
         self._closing = trio.Event()
         self._finding = trio.CancelScope()  # the model, which may take a download

@@ -204,4 +204,5 @@ class Ports:
     find_model: Callable[[str, Callable[[int, int], None] | None], Awaitable[Path]] = _find_model
     read_model: Callable[[Path], ModelInfo] = read_model
     mint_seed: Callable[[], int] = _mint_seed
+    num_cores: int = os.cpu_count() or 1
     thread_threshold: int = 1 << 13  # characters or tokens; a longer prompt is prepared in a thread

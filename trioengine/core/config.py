@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
 
-from trioengine.core.bounds import MAX_COUNT, MAX_INT64, brief, changed_fields, integer, number
+from trioengine.core.bounds import MAX_COUNT, MAX_INT64, brief, changed_fields, counted, integer, number
 from trioengine.core.errors import InvalidConfig
 from trioengine.core.tag import Tag
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MAX_SESSIONS = 50_000  # so that AUDITED, with 18 bytes a session and its request, always fits a frame
 MAX_SECONDS = 10**9
+_THREADS_PER_CORE = 4
 DType: TypeAlias = Literal["auto", "float32", "bfloat16"]
 Kernels: TypeAlias = Literal["auto", "native", "torch"]
 OnWorkerLoss: TypeAlias = Literal["resume", "fail"]
@@ -79,7 +80,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
-    num_threads: int | None = None
+    num_threads: int | None = None  # of the worker, up to 4 for each core; None: torch's own choice
     kernels: Kernels = "auto"  # native, in C++, on a CPU where there is a compiler, else torch
     batch_invariant: bool = False  # the same bits whatever shares a step, in bfloat16 as well; needs native kernels
     startup_timeout: float = 120.0  # without progress while the worker loads
@@ -134,6 +135,13 @@ class EngineConfig:
             object.__setattr__(self, name, check(getattr(self, name), *bounds))
         except ValueError as exc:
             raise InvalidConfig.of(name, str(exc)) from None
+
+    def check_cores(self, num_cores: int) -> None:
+        """Raise InvalidConfig for more threads than a machine of so many cores can run: libraries crash on them."""
+        most = _THREADS_PER_CORE * num_cores
+        if self.num_threads is not None and self.num_threads > most:
+            rule = f"must be at most {most} ({_THREADS_PER_CORE} for each of {counted(num_cores, 'core')})"
+            raise InvalidConfig.of("num_threads", f"{rule}, got {self.num_threads}")
 
     def for_worker(self, model_path: str) -> WorkerConfig:
         """The worker's part, for the model file or directory that `model` was found at."""
