@@ -1,11 +1,14 @@
 """The checks of arguments: the value comes back, or an error that names the argument."""
 
+import copy
+import dataclasses
 import inspect
 import math
+import pickle
 
 import pytest
 
-from trioengine import InvalidConfig, RequestRejected, UnknownArgument
+from trioengine import EngineConfig, InvalidConfig, RequestRejected, SamplingParams, UnknownArgument
 from trioengine.core.arguments import (
     check_callback,
     check_flag,
@@ -69,6 +72,20 @@ def test_an_unknown_name_raises_with_the_nearest():
         check_names("sleep", ["level", "modes"], ["level", "mode"])
     with pytest.raises(TypeError, match=r"^sleep\(\) has no argument 'xyzzy'$"):
         check_names("sleep", ["xyzzy"], ["level", "mode"])
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "nearest"),
+    [(SamplingParams, "max_token", "max_tokens"), (EngineConfig, "max_model_length", "max_model_len")],
+)
+def test_a_field_that_is_not_there_names_the_nearest(make, name, nearest):
+    known = rf"^{make.__name__}\(\) has no argument '{name}'; did you mean '{nearest}'\?$"
+    with pytest.raises(UnknownArgument, match=known):
+        make(**{name: 3})
+    with pytest.raises(UnknownArgument, match=known):
+        dataclasses.replace(make(), **{name: 3})
+    assert nearest in inspect.signature(make).parameters
+    assert copy.copy(make()) == pickle.loads(pickle.dumps(make())) == make()
 
 
 def test_a_checked_function_is_the_function():

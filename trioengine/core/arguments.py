@@ -5,11 +5,12 @@ A wrong type raises RequestRejected, an unknown name UnknownArgument with the ne
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 from trioengine.core.bounds import brief, number
 from trioengine.core.errors import InvalidConfig, RequestRejected, UnknownArgument
@@ -17,6 +18,7 @@ from trioengine.core.suggestion import did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 def rejected(param: str, problem: str) -> RequestRejected:
@@ -75,6 +77,19 @@ def check_names(function: str, given: Iterable[str], known: Sequence[str], other
         if name not in known:
             suggested = [other for other in (*known, *others) if other != name]
             raise UnknownArgument(f"{function}() has no argument {name!r}{did_you_mean(name, suggested)}")
+
+
+def fields_checked(cls: type[T]) -> type[T]:
+    """The dataclass, which raises UnknownArgument for a keyword that is no field of it."""
+    init, known = cls.__init__, [field.name for field in dataclasses.fields(cast("Any", cls))]
+
+    @functools.wraps(init)
+    def checked(self: T, *args: Any, **kwargs: Any) -> None:
+        check_names(cls.__name__, kwargs, known)
+        init(self, *args, **kwargs)
+
+    cast("Any", cls).__init__ = checked
+    return cls
 
 
 def names_checked(function: Callable[P, R]) -> Callable[P, R]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
 
+from trioengine.core.arguments import fields_checked
 from trioengine.core.bounds import MAX_COUNT, MAX_INT64, brief, changed_fields, counted, integer, number
 from trioengine.core.errors import InvalidConfig
 from trioengine.core.tag import Tag
@@ -59,6 +60,7 @@ class WorkerConfig:
     asleep: tuple[Tag, ...] = ()  # what is not to be loaded before a WAKE says so
 
 
+@fields_checked
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The engine's configuration; InvalidConfig names the field that cannot be used.
