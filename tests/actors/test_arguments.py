@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
@@ -135,7 +136,8 @@ async def test_a_wrong_argument_is_refused_by_its_name(autojump_clock, side):
 async def test_an_unknown_argument_names_the_nearest(autojump_clock, side):
     async with SIDES[side]() as api:
         for call, args, name, nearest in UNKNOWN + (UNKNOWN_OPERATE if side != "client" else []):
-            with pytest.raises(TypeError, match=f"has no argument '{name}'; did you mean '{nearest}'"):
+            function = re.escape(call.removeprefix("session.") + "()")
+            with pytest.raises(TypeError, match=f"^{function} has no argument '{name}'; did you mean '{nearest}'"):
                 await use(api, call, args, {name: 1})
 
 
@@ -177,3 +179,13 @@ async def test_of_connecting(options, error, message):
 async def test_of_the_callbacks_of_a_client(name):
     with pytest.raises(InvalidConfig, match=f"{name} must be a function, got 3"):
         await connect("ws://localhost", **{name: 3}).__aenter__()
+
+
+@pytest.mark.parametrize("side", SIDES)
+async def test_a_whole_answer_has_the_name_that_a_session_gives_it(autojump_clock, side):
+    async with SIDES[side]() as api:
+        answers = []
+        for call in (api.ask, api.generate):
+            given = call("x", max_tokens=3, temperature=0)
+            answers.append(await given if inspect.isawaitable(given) else given)
+        assert answers[0].text == answers[1].text != ""

@@ -180,6 +180,8 @@ class Engine(EngineState):
         finally:
             session.end()
 
+    ask = generate  # the name that a session has for a whole answer
+
     @names_checked
     def abort(self, request: int | str) -> int:
         """Abort the request of this id, or every request of this label, in flight or in line.

@@ -170,8 +170,9 @@ class Session(SessionState):
         **options: Unpack[SamplingOptions],
     ) -> Completion:
         """One whole answer: `generate` and `result` in one. Cancelled, the request is aborted."""
+        params = merged_params(params, options, "ask")
         async with self.generate(
-            prompt, params, keep_partial=keep_partial, timeout=timeout, wait=wait, label=label, **options
+            prompt, params, keep_partial=keep_partial, timeout=timeout, wait=wait, label=label
         ) as generation:
             return await generation.result()
 

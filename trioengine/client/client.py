@@ -100,6 +100,8 @@ class Client:
                 raise
             return generation.completion  # it was aborted while its session was opened
 
+    ask = generate  # the name that a session has for a whole answer
+
     @names_checked
     def abort(self, request: int | str) -> int:
         """Abort the request of this id, or every request of this label, of this client: in flight or on its way in.
