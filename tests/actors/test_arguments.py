@@ -13,7 +13,8 @@ from trioengine.testing import simulated_engine
 
 OPEN_SESSION = [
     ("open_session", (), {"label": 3}, "label must be a string, got 3"),
-    ("open_session", (), {"history": 3}, "history"),
+    ("open_session", (), {"history": 3}, "history must be a list of messages, got 3"),
+    ("open_session", (), {"history": "x"}, "history must be a list of messages, got 'x'"),
     ("open_session", (), {"wait": "no"}, "wait must be True, False or None, got 'no'"),
     ("open_session", (), {"wait": 1}, "wait must be True, False or None, got 1"),
     ("open_session", (), {"overflow": "drop"}, "overflow must be 'refuse' or 'drop_oldest_turns', got 'drop'"),
@@ -189,3 +190,35 @@ async def test_a_whole_answer_has_the_name_that_a_session_gives_it(autojump_cloc
             given = call("x", max_tokens=3, temperature=0)
             answers.append(await given if inspect.isawaitable(given) else given)
         assert answers[0].text == answers[1].text != ""
+
+
+@pytest.mark.parametrize("side", SIDES)
+async def test_a_bad_history_is_refused_before_the_session_is_entered(autojump_clock, side):
+    async with SIDES[side]() as api:
+        with pytest.raises(RequestRejected, match="history must be a list of messages"):
+            api.open_session(history="x")
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(
+    ("role", "problem"),
+    [
+        ({"rolle": "user"}, r"is missing: the message has \['rolle', 'content'\]"),
+        ({"role": "usr"}, "must be one of system, .*, got 'usr'"),
+        ({"role": ["user"]}, r"must be one of system, .*, got \['user'\]"),
+    ],
+)
+async def test_a_message_without_a_role(autojump_clock, side, role, problem):
+    async with SIDES[side]() as api:
+        for call, args, options in [
+            ("generate", ([role | {"content": "x"}],), {}),
+            ("open_session", (), {"history": [role | {"content": "x"}]}),
+        ]:
+            with pytest.raises(RequestRejected, match=rf"(prompt|messages|history)\[0\]\.role {problem}$"):
+                await use(api, call, args, options)
+
+
+async def test_a_key_of_a_message_that_a_client_cannot_send(autojump_clock):
+    async with a_client() as client:
+        with pytest.raises(RequestRejected, match=r"prompt\[0\]\.name cannot be sent: a message has role and content"):
+            await client.generate([{"role": "user", "content": "x", "name": "ann"}])

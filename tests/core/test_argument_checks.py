@@ -12,15 +12,25 @@ from trioengine import EngineConfig, InvalidConfig, RequestRejected, SamplingPar
 from trioengine.core.arguments import (
     check_callback,
     check_flag,
+    check_history,
     check_label,
     check_names,
     check_request,
+    check_role,
     check_seconds,
     check_wait,
     names_checked,
 )
 from trioengine.core.bounds import counted
 from trioengine.core.outcome import Cause, check_cause
+
+
+def check_x_role(message):
+    check_role("x", message, ["system", "user"])
+
+
+def test_a_role_that_is_known():
+    check_x_role({"role": "user", "content": "y"})
 
 
 @pytest.mark.parametrize(
@@ -32,6 +42,7 @@ from trioengine.core.outcome import Cause, check_cause
         (check_seconds, [0, 2.5, math.inf]),
         (check_request, [1, "mine"]),
         (check_cause, [*Cause]),
+        (check_history, [None, [], ({"role": "user"},)]),
     ],
 )
 def test_a_right_value_comes_back(check, values):
@@ -48,6 +59,10 @@ def test_a_right_value_comes_back(check, values):
         (check_seconds, "timeout", math.nan, "must be seconds from 0, got nan"),
         (check_request, "request", True, "must be a request's id or its label, got True"),
         (check_request, "request", None, "must be a request's id or its label, got None"),
+        (check_history, "history", "x", "must be a list of messages, got 'x'"),
+        (check_history, "history", 3, "must be a list of messages, got 3"),
+        (check_x_role, "x.role", {"role": []}, "must be one of system, user, got []"),
+        (check_x_role, "x.role", {"rolle": "user"}, "is missing: the message has ['rolle']"),
         (check_cause, "cause", "me", f"must be one of {', '.join(Cause)}, got 'me'"),
     ],
 )

@@ -18,7 +18,7 @@ from trioengine.actors.deadline import NEVER, Deadline, deadline_after
 from trioengine.actors.generation import Generation
 from trioengine.actors.session_state import SessionState
 from trioengine.actors.worker_session import Posting
-from trioengine.core.arguments import check_label, check_wait
+from trioengine.core.arguments import check_history, check_label, check_wait
 from trioengine.core.completion import Completion
 from trioengine.core.errors import EngineClosed, EngineError, SessionBusy, SessionEnded
 from trioengine.core.ledger import Stand
@@ -76,7 +76,7 @@ class Session(SessionState):
         self.overflow = check_overflow(overflow)  # of the requests that follow, as the next
         self.retention_ratio = 1.0  # of the limit, to which a chat over it is shortened
         self.end_cause: Cause | None = None
-        self._initial_history = history
+        self._initial_history = check_history(history)
         self._wait = check_wait(wait)
         self._deadline = deadline  # of the admission
         self._opens_with_request = opens_with_request  # by its one request, and is not entered itself

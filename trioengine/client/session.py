@@ -19,7 +19,7 @@ from trioengine.client.conversation import Conversation
 from trioengine.client.exchange import Exchange
 from trioengine.client.generation import Generation
 from trioengine.client.prompt import Message, chat_messages, response_fields
-from trioengine.core.arguments import check_label, check_wait
+from trioengine.core.arguments import check_history, check_label, check_wait
 from trioengine.core.completion import Completion
 from trioengine.core.errors import EngineError, SessionBusy, SessionEnded, TimedOut
 from trioengine.core.messages import FinishReason
@@ -58,7 +58,7 @@ class Session(AsyncOnly):
         self.id: str | None = None  # the server's
         self.end_cause: Cause | None = None
         self._client = client
-        self._initial_history = history
+        self._initial_history = check_history(history)
         self._wait = check_wait(wait)
         self._deadline = deadline  # of the opening
         self._connection = Connection(client.endpoint, self._told, client.tell_state, self._lost)

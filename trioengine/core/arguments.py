@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
 from trioengine.core.bounds import brief, number
@@ -45,6 +45,21 @@ def check_label(label: object) -> str | None:
     if not (label is None or isinstance(label, str)):
         raise rejected("label", f"must be a string, got {brief(label)}")
     return label
+
+
+def check_history(history: object) -> Sequence[Mapping[str, Any]] | None:
+    """Return the history, whose messages are not checked yet. Raises RequestRejected unless it is a list or None."""
+    if history is not None and (isinstance(history, str | bytes) or not isinstance(history, Sequence)):
+        raise rejected("history", f"must be a list of messages, got {brief(history)}")
+    return history
+
+
+def check_role(name: str, message: Mapping[str, Any], roles: Iterable[str]) -> None:
+    """Raise RequestRejected unless the message of this name has one of the roles."""
+    if "role" not in message:
+        raise rejected(f"{name}.role", f"is missing: the message has {brief(list(message))}")
+    if message["role"] not in (known := list(roles)):
+        raise rejected(f"{name}.role", f"must be one of {', '.join(known)}, got {brief(message['role'])}")
 
 
 def check_seconds(timeout: object) -> float:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypedDict, TypeGuard, get_args
 
+from trioengine.core.arguments import check_role
 from trioengine.core.errors import RequestRejected
 from trioengine.core.messages import TokenIds, token_ids
 from trioengine.core.overflow import retained
@@ -286,12 +287,7 @@ def _messages(messages: Sequence[Message], name: str) -> tuple[Message, ...]:
 def _message(message: Message, name: str) -> Message:
     if not isinstance(message, Mapping):
         raise RequestRejected("invalid_value", f"{name} must be a message, got {type(message).__name__}", param=name)
-    if message.get("role") not in ROLES:
-        raise RequestRejected(
-            "invalid_value",
-            f"{name}.role must be one of {', '.join(ROLES)}, got {message.get('role')!r:.60}",
-            param=f"{name}.role",
-        )
+    check_role(name, message, ROLES)
     _check(message, name)
     copied: dict[str, Any] = _copied(message)
     return {**copied, "content": _content(copied.get("content"), f"{name}.content")}
