@@ -87,7 +87,7 @@ def test_as_json(said):
 def test_what_cannot_be_done(said):
     said("sleep", "--level", "2")
     code, printed = said("sleep", "--level", "1")
-    assert (code, printed) == (1, "trioengine: error: it sleeps at level 2: the weights are discarded\n")
+    assert (code, printed) == (1, "trioengine: error: it sleeps at level 2: the weights are discarded; wake it first\n")
 
 
 MISTAKES = [

@@ -35,7 +35,7 @@ def test_what_sleeps(weights, is_cache_awake):
 @pytest.mark.parametrize("weights", [KEPT, DISCARDED, AWAITED])
 @pytest.mark.parametrize("is_cache_awake", [True, False])
 def test_weights_that_sleep_deeper_are_not_kept(weights, is_cache_awake):
-    with pytest.raises(TransitionFailed, match="it sleeps at level 2: the weights are discarded"):
+    with pytest.raises(TransitionFailed, match="it sleeps at level 2: the weights are discarded; wake it first"):
         asleep(weights, 2, is_cache_awake).check_sleep(1)
 
 

@@ -14,7 +14,7 @@ from trioengine.core.outcome import Cause
 
 async def test_who_does_not_wait_is_told(autojump_clock, remote, clients):
     await clients.engine.sleep()
-    with pytest.raises(EngineAsleep, match="the engine is asleep"):
+    with pytest.raises(EngineAsleep, match="the engine is asleep: wake it, or wait until it is woken"):
         await remote.generate("hello", GREEDY)
     async with remote.open_session() as session:
         with pytest.raises(EngineAsleep):

@@ -285,7 +285,8 @@ class Session(SessionState):
         """Raise SessionEnded or SessionBusy, unless it could run a request."""
         self._check_open()
         if self.phase is not Phase.IDLE:
-            raise SessionBusy(f"the session is busy: its request is {self.phase.value}")
+            remedy = "wait for its outcome, or open another session"
+            raise SessionBusy(f"the session is busy: its request is {self.phase.value}; {remedy}")
 
     def _check_open(self) -> None:
         if self.id is None:
@@ -297,7 +298,7 @@ class Session(SessionState):
 
     def _ended_by(self, cause: Cause | None) -> SessionEnded:
         assert cause is not None, "it has ended"
-        return SessionEnded(f"the session has ended ({cause.value})", cause=cause.value)
+        return SessionEnded(f"the session has ended ({cause.value}): open another one", cause=cause.value)
 
     # ---- aborts ---------------------------------------------------------------------------------------------------
 

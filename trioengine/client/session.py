@@ -239,14 +239,15 @@ class Session(AsyncOnly):
 
     def _check_alive(self) -> None:
         if self.end_cause is not None:
-            raise SessionEnded(f"the session has ended ({self.end_cause.value})", cause=self.end_cause.value)
+            cause = self.end_cause.value
+            raise SessionEnded(f"the session has ended ({cause}): open another one", cause=cause)
         if self._loss is not None:
             raise copy(self._loss)
 
     def _check_idle(self) -> None:
         self._check_open()
         if self.generation is not None:
-            raise SessionBusy("the session is busy with another request")
+            raise SessionBusy("the session is busy with a request; wait for its outcome, or open another session")
 
     # ---- aborts ---------------------------------------------------------------------------------------------------
 

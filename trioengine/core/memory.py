@@ -39,7 +39,9 @@ class Memory:
     def check_sleep(self, level: int) -> None:
         """Raise TransitionFailed where this level cannot be had: what is discarded is not kept."""
         if Tag.WEIGHTS in self.asleep and level < self.fell_asleep_at:
-            raise TransitionFailed(f"it sleeps at level {self.fell_asleep_at}: the weights are discarded")
+            raise TransitionFailed(
+                f"it sleeps at level {self.fell_asleep_at}: the weights are discarded; wake it first"
+            )
 
     def sleeps_at(self, level: int) -> bool:
         """Whether a sleep to this level has nothing to do."""

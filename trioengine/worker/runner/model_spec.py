@@ -73,7 +73,7 @@ def choose_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         message = f"device {name}: there are {torch.cuda.device_count()} CUDA devices"
-        raise ModelError(f"{message}; use --device cpu or auto")
+        raise ModelError(f"{message}; choose device cpu or auto")
     return device
 
 
@@ -90,7 +90,7 @@ def _choose_linears(config: WorkerConfig, dtype: torch.dtype, kernels: Kernels) 
     if config.batch_invariant and not kernels.is_batch_invariant:
         raise ModelError(
             f"batch_invariant needs the native kernels, and the {kernels.name} kernels are in use: "
-            "run on a CPU with g++ installed and without --kernels torch, or without --batch-invariant"
+            "run on a CPU with g++ installed and with kernels auto or native, or without batch_invariant"
         )
     if kernels.is_batch_invariant and (config.batch_invariant or dtype == torch.float32):
         return InvariantLinears(is_required=config.batch_invariant)
