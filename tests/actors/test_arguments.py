@@ -2,18 +2,19 @@
 
 import inspect
 import math
+import re
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from clients import open_clients
 
-from trioengine import EngineConfig, InvalidConfig, RequestRejected, blocking, connect, open_engine
-from trioengine.actors.engine import Engine
+from trioengine import InvalidConfig, RequestRejected, blocking, connect, open_engine
 from trioengine.testing import simulated_engine
 
 OPEN_SESSION = [
     ("open_session", (), {"label": 3}, "label must be a string, got 3"),
-    ("open_session", (), {"history": 3}, "history"),
+    ("open_session", (), {"history": 3}, "history must be a list of messages, got 3"),
+    ("open_session", (), {"history": "x"}, "history must be a list of messages, got 'x'"),
     ("open_session", (), {"wait": "no"}, "wait must be True, False or None, got 'no'"),
     ("open_session", (), {"wait": 1}, "wait must be True, False or None, got 1"),
     ("open_session", (), {"overflow": "drop"}, "overflow must be 'refuse' or 'drop_oldest_turns', got 'drop'"),
@@ -117,10 +118,10 @@ async def use(api, call, args, options):
             session = api.open_session()
             api = await stack.enter_async_context(session) if hasattr(session, "__aenter__") else session
         given = getattr(api, call.removeprefix("session."))(*args, **options)
-        if inspect.isawaitable(given):
-            await given
-        elif hasattr(given, "__aenter__"):
+        if hasattr(given, "__aenter__"):
             await stack.enter_async_context(given)
+        elif inspect.isawaitable(given):
+            await given
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -136,7 +137,8 @@ async def test_a_wrong_argument_is_refused_by_its_name(autojump_clock, side):
 async def test_an_unknown_argument_names_the_nearest(autojump_clock, side):
     async with SIDES[side]() as api:
         for call, args, name, nearest in UNKNOWN + (UNKNOWN_OPERATE if side != "client" else []):
-            with pytest.raises(TypeError, match=f"has no argument '{name}'; did you mean '{nearest}'"):
+            function = re.escape(call.removeprefix("session.") + "()")
+            with pytest.raises(TypeError, match=f"^{function} has no argument '{name}'; did you mean '{nearest}'"):
                 await use(api, call, args, {name: 1})
 
 
@@ -180,10 +182,43 @@ async def test_of_the_callbacks_of_a_client(name):
         await connect("ws://localhost", **{name: 3}).__aenter__()
 
 
-@pytest.mark.parametrize(("cores", "most"), [(2, 8), (None, 4)])
-def test_threads_that_the_machine_cannot_run(monkeypatch, cores, most):
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
-    assert Engine(EngineConfig(num_threads=most)).config.num_threads == most
-    rule = f"num_threads must be at most 4 for each of the {cores or 1} cores of this machine, got {most + 1}"
-    with pytest.raises(InvalidConfig, match=f"^{rule}$"):
-        Engine(EngineConfig(num_threads=most + 1))
+@pytest.mark.parametrize("side", SIDES)
+async def test_a_whole_answer_has_the_name_that_a_session_gives_it(autojump_clock, side):
+    async with SIDES[side]() as api:
+        answers = []
+        for call in (api.ask, api.generate):
+            given = call("x", max_tokens=3, temperature=0)
+            answers.append(await given if inspect.isawaitable(given) else given)
+        assert answers[0].text == answers[1].text != ""
+
+
+@pytest.mark.parametrize("side", SIDES)
+async def test_a_bad_history_is_refused_before_the_session_is_entered(autojump_clock, side):
+    async with SIDES[side]() as api:
+        with pytest.raises(RequestRejected, match="history must be a list of messages"):
+            api.open_session(history="x")
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(
+    ("role", "problem"),
+    [
+        ({"rolle": "user"}, r"is missing: the message has \['rolle', 'content'\]"),
+        ({"role": "usr"}, "must be one of system, .*, got 'usr'"),
+        ({"role": ["user"]}, r"must be one of system, .*, got \['user'\]"),
+    ],
+)
+async def test_a_message_without_a_role(autojump_clock, side, role, problem):
+    async with SIDES[side]() as api:
+        for call, args, options in [
+            ("generate", ([role | {"content": "x"}],), {}),
+            ("open_session", (), {"history": [role | {"content": "x"}]}),
+        ]:
+            with pytest.raises(RequestRejected, match=rf"(prompt|messages|history)\[0\]\.role {problem}$"):
+                await use(api, call, args, options)
+
+
+async def test_a_key_of_a_message_that_a_client_cannot_send(autojump_clock):
+    async with a_client() as client:
+        with pytest.raises(RequestRejected, match=r"prompt\[0\]\.name cannot be sent: a message has role and content"):
+            await client.generate([{"role": "user", "content": "x", "name": "ann"}])

@@ -157,7 +157,7 @@ async def test_while_the_engine_restarts(autojump_clock):
 async def test_the_wait_for_a_session(autojump_clock):
     async with simulated_engine(ONE_SESSION) as (engine, _), engine.open_session():
         before = trio.current_time()
-        with pytest.raises(TimedOut, match="all 1 sessions are taken") as caught:
+        with pytest.raises(TimedOut, match=r"all 1 sessions are taken \(max_sessions\)") as caught:
             async with engine.open_session(timeout=3):
                 raise AssertionError("there was no slot")
         assert caught.value.completion is None
@@ -296,7 +296,7 @@ async def test_a_session_that_ends_after_a_timeout_has_ended(autojump_clock, hun
         hang()
         with pytest.raises(TimedOut):
             await session.ask("one", LONG, timeout=2)
-    with pytest.raises(SessionEnded):
+    with pytest.raises(SessionEnded, match=r"the session has ended \(.*\): open another one"):
         session.replace_history([])
     with pytest.raises(SessionEnded):
         await session.ask("two", GREEDY)
@@ -313,7 +313,8 @@ async def test_a_timeout_names_its_seconds_and_how_far_the_call_came(autojump_cl
         async with session.generate("one", LONG):
             with pytest.raises(TimedOut) as caught:
                 await engine.generate("two", GREEDY, timeout=0.5)
-            assert str(caught.value) == "timed out after 0.5 s while waiting: all 1 request slots are taken"
+            slots = "all 1 request slots are taken (max_num_seqs 1 + max_num_queued_reqs 0)"
+            assert str(caught.value) == f"timed out after 0.5 s while waiting: {slots}"
         simulation.worker.hang()
         with pytest.raises(TimedOut) as caught:
             await session.ask("one", LONG, timeout=2.5)

@@ -93,8 +93,9 @@ async def test_what_does_not_fit_changes_nothing(autojump_clock, simulated, asle
         await anext(stream)
         if asleep:
             await engine.sleep(2, mode="keep")
-        with pytest.raises(TransitionFailed, match="another architecture"):
+        with pytest.raises(TransitionFailed, match="another architecture") as caught:
             await engine.update_weights("other", mode="keep")
+        assert not isinstance(caught.value.__cause__, TransitionFailed)  # itself
         assert engine.state is (Power.ASLEEP if asleep else Power.AWAKE)
         if asleep:
             await engine.wake()

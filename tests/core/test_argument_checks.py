@@ -1,23 +1,36 @@
 """The checks of arguments: the value comes back, or an error that names the argument."""
 
+import copy
+import dataclasses
 import inspect
 import math
+import pickle
 
 import pytest
 
-from trioengine import InvalidConfig, RequestRejected, UnknownArgument
+from trioengine import EngineConfig, InvalidConfig, RequestRejected, SamplingParams, UnknownArgument
 from trioengine.core.arguments import (
     check_callback,
     check_flag,
+    check_history,
     check_label,
     check_names,
     check_request,
+    check_role,
     check_seconds,
     check_wait,
     names_checked,
 )
 from trioengine.core.bounds import counted
 from trioengine.core.outcome import Cause, check_cause
+
+
+def check_x_role(message):
+    check_role("x", message, ["system", "user"])
+
+
+def test_a_role_that_is_known():
+    check_x_role({"role": "user", "content": "y"})
 
 
 @pytest.mark.parametrize(
@@ -29,6 +42,7 @@ from trioengine.core.outcome import Cause, check_cause
         (check_seconds, [0, 2.5, math.inf]),
         (check_request, [1, "mine"]),
         (check_cause, [*Cause]),
+        (check_history, [None, [], ({"role": "user"},)]),
     ],
 )
 def test_a_right_value_comes_back(check, values):
@@ -45,6 +59,10 @@ def test_a_right_value_comes_back(check, values):
         (check_seconds, "timeout", math.nan, "must be seconds from 0, got nan"),
         (check_request, "request", True, "must be a request's id or its label, got True"),
         (check_request, "request", None, "must be a request's id or its label, got None"),
+        (check_history, "history", "x", "must be a list of messages, got 'x'"),
+        (check_history, "history", 3, "must be a list of messages, got 3"),
+        (check_x_role, "x.role", {"role": []}, "must be one of system, user, got []"),
+        (check_x_role, "x.role", {"rolle": "user"}, "is missing: the message has ['rolle']"),
         (check_cause, "cause", "me", f"must be one of {', '.join(Cause)}, got 'me'"),
     ],
 )
@@ -69,6 +87,20 @@ def test_an_unknown_name_raises_with_the_nearest():
         check_names("sleep", ["level", "modes"], ["level", "mode"])
     with pytest.raises(TypeError, match=r"^sleep\(\) has no argument 'xyzzy'$"):
         check_names("sleep", ["xyzzy"], ["level", "mode"])
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "nearest"),
+    [(SamplingParams, "max_token", "max_tokens"), (EngineConfig, "max_model_length", "max_model_len")],
+)
+def test_a_field_that_is_not_there_names_the_nearest(make, name, nearest):
+    known = rf"^{make.__name__}\(\) has no argument '{name}'; did you mean '{nearest}'\?$"
+    with pytest.raises(UnknownArgument, match=known):
+        make(**{name: 3})
+    with pytest.raises(UnknownArgument, match=known):
+        dataclasses.replace(make(), **{name: 3})
+    assert nearest in inspect.signature(make).parameters
+    assert copy.copy(make()) == pickle.loads(pickle.dumps(make())) == make()
 
 
 def test_a_checked_function_is_the_function():

@@ -221,6 +221,15 @@ def test_a_bad_configuration_is_named(name, value):
     assert len(str(caught.value)) < 250
 
 
+def test_threads_are_bounded_by_the_cores_of_the_machine():
+    EngineConfig().check_cores(1)
+    EngineConfig(num_threads=8).check_cores(2)
+    with pytest.raises(InvalidConfig) as caught:
+        EngineConfig(num_threads=9).check_cores(2)
+    assert str(caught.value) == "num_threads must be at most 8 (4 for each of 2 cores), got 9"
+    assert caught.value.fields == ("num_threads",)
+
+
 def test_the_greatest_configuration_travels():
     most = EngineConfig(
         device="cuda:127",

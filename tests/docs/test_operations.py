@@ -57,6 +57,13 @@ def test_systemd_waits_longer_than_the_server_drains():
     assert service["ExecStart"].startswith("/opt/trioengine/bin/trioengine serve --config ")
 
 
+def test_the_recipes_install_the_torch_that_the_package_needs():
+    requirements = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]["dependencies"]
+    (torch,) = (requirement for requirement in requirements if requirement.startswith("torch"))
+    assert f'--index-url "$TORCH_INDEX_URL" "{torch}"' in (DOCS / "Containerfile").read_text()
+    assert f"pip install '{torch}' --index-url URL" in (DOCS.parent / "README.md").read_text()
+
+
 def test_variables_that_the_recipes_set_are_options(monkeypatch):
     seen = []
     monkeypatch.setattr("trioengine.cli.serving.serve_until_told", lambda *configs, **how: seen.append((configs, how)))

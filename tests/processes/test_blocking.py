@@ -17,8 +17,8 @@ import pytest
 import trio
 
 from trioengine import Client as AsyncClient
-from trioengine import Engine as AsyncEngine
 from trioengine import (
+    ConnectionLost,
     EngineClosed,
     EngineConfig,
     EngineError,
@@ -28,6 +28,7 @@ from trioengine import (
     WorkerLost,
     blocking,
 )
+from trioengine import Engine as AsyncEngine
 from trioengine import Session as AsyncSession
 from trioengine.serve import ServeConfig, serve
 from trioengine.testing import Simulation, simulated_engine
@@ -158,6 +159,44 @@ def test_a_traceback_shows_the_call_and_not_the_loop(way):
     shown = "".join(traceback.format_exception(caught.value))
     assert "During handling" not in shown
     assert "trio/_core" not in shown
+
+
+async def no_network():
+    try:
+        raise OSError("no network") from ExceptionGroup("all attempts failed", [ConnectionRefusedError(111, "refused")])
+    except OSError as exc:
+        raise ModelError("org/model cannot be fetched from the hub: no network") from exc
+
+
+@asynccontextmanager
+async def an_engine_that_cannot_start():
+    await no_network()
+    yield
+
+
+def refused_connection():
+    blocking.connect("http://127.0.0.1:1").generate("x")  # nothing listens there
+
+
+@pytest.mark.parametrize("call", [refused_connection, lambda: blocking.Engine(an_engine_that_cannot_start)])
+def test_the_reason_in_a_message_is_not_shown_again_as_its_cause(call):
+    with pytest.raises((ConnectionLost, ModelError)) as caught:
+        blocking.border.shortens(call)()
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.count("Traceback (most recent call last)") == 1
+    assert "site-packages" not in shown
+
+
+def test_a_bug_behind_an_error_keeps_its_frames(engine):
+    async def close_by_a_bug():
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError as exc:
+            raise EngineClosed("the engine is closed") from exc
+
+    with pytest.raises(EngineClosed) as caught:
+        blocking.border.shortens(engine.loop.call)(close_by_a_bug)
+    assert "in close_by_a_bug" in "".join(traceback.format_exception(caught.value))
 
 
 def test_an_interrupt_has_a_short_traceback(engine):

@@ -242,7 +242,7 @@ async def cancel_after(ticks, scope):
 
 async def test_a_second_request_is_refused_and_disturbs_nothing(autojump_clock, remote, clients):
     async with remote.open_session() as session, session.generate("hello", GREEDY) as generation:
-        with pytest.raises(SessionBusy):
+        with pytest.raises(SessionBusy, match="busy with a request; wait for its outcome, or open another session"):
             async with session.generate("more", GREEDY):
                 pass
         with pytest.raises(SessionBusy):
@@ -279,7 +279,7 @@ async def test_what_is_over_says_so(autojump_clock, remote, clients):
         assert repr(session) == f"<Session {session.id} 'mine'>"
         with pytest.raises(RuntimeError):
             await session.__aenter__()
-    with pytest.raises(SessionEnded):
+    with pytest.raises(SessionEnded, match=r"has ended \(.*\): open another one"):
         await entered(session.generate("hello"))
     await session.ended()
     remote.close()

@@ -102,7 +102,8 @@ async def test_the_wait_for_a_slot_has_its_time(autojump_clock, crowded):
         with pytest.raises(TimedOut) as caught:
             await client.generate("other", GREEDY, timeout=0.2)
     assert (caught.value.completion.cause, caught.value.completion.text) == (Cause.TIMEOUT, "")
-    assert str(caught.value) == "timed out after 0.2 s while waiting: all 1 request slots are taken"
+    slots = "all 1 request slots are taken (max_num_seqs 1 + max_num_queued_reqs 0)"
+    assert str(caught.value) == f"timed out after 0.2 s while waiting: {slots}"
     assert isinstance(caught.value.__cause__, EngineOverloaded)
 
 

@@ -62,6 +62,11 @@ def example():
     return re.search(r"```(\w+)\n(.*?)```", (DOCS / "websocket.md").read_text(), re.DOTALL).groups()
 
 
+def test_the_example_is_a_file_as_well():
+    head = '<!doctype html>\n<meta charset="utf-8">\n<title>trioengine</title>\n'
+    assert (DOCS / "chat.html").read_text() == head + example()[1]
+
+
 async def test_the_example_runs_in_a_browser(tmp_path):
     """Asked again and again, and stopped, it shows the answers of the last question alone, and is never submitted."""
     browser = find_browser()

@@ -256,7 +256,8 @@ def test_without_a_plan_float32_warns_once_a_shape(path, monkeypatch, capfd):
 
 def test_without_a_plan_batch_invariant_is_refused(path, monkeypatch):
     without_plans(monkeypatch)
-    message = r"batch_invariant: products of \d+ x 48 in float32 depend on the batch on this machine; run without"
+    problem = r"products of \d+ x 48 in float32 depend on the batch on this machine"
+    message = f"batch_invariant: {problem}; run without batch_invariant"
     with pytest.raises(ModelError, match=message):
         load(path, batch_invariant=True)
 

@@ -223,7 +223,7 @@ def test_without_a_compiler_the_kernels_are_those_of_torch(path, prompt, monkeyp
     assert generate(runner, [prompt], 8) == expected
     assert capfd.readouterr() == ("", "")
     with pytest.raises(
-        ModelError, match=r"no native kernels: there is no C\+\+ compiler; .*use --kernels auto or torch"
+        ModelError, match=r"no native kernels: there is no C\+\+ compiler; .*choose kernels auto or torch"
     ):
         load(path, kernels="native")
 

@@ -293,5 +293,5 @@ def test_choice(asked, device, found):
 
 
 def test_native_kernels_on_a_gpu():
-    with pytest.raises(ModelError, match="no native kernels: they are for the CPU, not for cuda; use --kernels auto"):
+    with pytest.raises(ModelError, match="no native kernels: they are for the CPU, not for cuda; choose kernels auto"):
         choose_kernels("native", Model(), torch.float32, torch.device("cuda"), 16)

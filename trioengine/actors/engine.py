@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
 from copy import copy
 from pathlib import Path
 from typing import Any, Unpack
 
 import trio
 
+from trioengine.actors.asynchronous import opens
 from trioengine.actors.deadline import deadline_after
 from trioengine.actors.engine_state import EngineState, as_lost
 from trioengine.actors.generation import Completion, Generation
 from trioengine.actors.invariants import check_books
 from trioengine.actors.media import Media
 from trioengine.actors.nursery import open_unwrapped_nursery
-from trioengine.actors.ports import Ports, check_threads
+from trioengine.actors.ports import Ports
 from trioengine.actors.power_change import Level, ModeName, Weights
 from trioengine.actors.session import Session
 from trioengine.actors.states import States
 from trioengine.core.arguments import check_callback, check_flag, check_request, check_seconds, names_checked
-from trioengine.core.bounds import counted
+from trioengine.core.bounds import brief, counted
 from trioengine.core.config import EngineConfig
-from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded
+from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvalidConfig
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
 from trioengine.core.options import EngineOptions, SamplingOptions, merged_config, merged_params
 from trioengine.core.outcome import Cause, check_cause
@@ -50,11 +50,13 @@ class Engine(EngineState):
         on_progress: Callable[[int, int], None] | None = None,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
+        if not (config is None or isinstance(config, EngineConfig)):
+            problem = f"must be an EngineConfig, got {brief(config)}; a name or path is for open_engine(...)"
+            raise InvalidConfig.of("config", problem)
         check_callback("on_progress", on_progress)
         check_callback("on_load", on_load)
-        config = EngineConfig() if config is None else config
-        check_threads(config)
-        super().__init__(config, Ports() if ports is None else ports, on_load)
+        super().__init__(EngineConfig() if config is None else config, Ports() if ports is None else ports, on_load)
+        self.config.check_cores(self.ports.num_cores)
         self._on_progress = on_progress
         self._closing = trio.Event()
         self._finding = trio.CancelScope()  # the model, which may take a download
@@ -185,6 +187,8 @@ class Engine(EngineState):
         finally:
             session.end()
 
+    ask = generate  # the name that a session has for a whole answer
+
     @names_checked
     def abort(self, request: int | str) -> int:
         """Abort the request of this id, or every request of this label, in flight or in line.
@@ -314,7 +318,7 @@ class Engine(EngineState):
         await self._auditor.audit(link, self.gate.mint(), self._sessions.attached, seconds)
 
 
-@asynccontextmanager
+@opens("engine")
 async def open_engine(
     config: EngineConfig | str | None = None,
     *,

@@ -161,15 +161,18 @@ class Gate:
         if self.power not in (Power.AWAKE, Power.RESTARTING) or self.num_pending:
             raise self._not_awake()
         if self.ledger.sessions >= self._config.max_sessions:
-            raise EngineOverloaded(f"all {self._config.max_sessions} sessions are taken", code="sessions", is_full=True)
+            message = f"all {self._config.max_sessions} sessions are taken (max_sessions)"
+            raise EngineOverloaded(message, code="sessions", is_full=True)
 
     def _check_request_slot(self) -> None:
         self._check_open()
         if not self.is_awake:
             raise self._not_awake()
-        slots = self._config.max_num_seqs + self._config.max_num_queued_reqs
-        if self.ledger.in_flight >= slots:
-            raise EngineOverloaded(f"all {slots} request slots are taken", code="queue", is_full=True)
+        running, queued = self._config.max_num_seqs, self._config.max_num_queued_reqs
+        if self.ledger.in_flight >= running + queued:
+            settings = f"max_num_seqs {running} + max_num_queued_reqs {queued}"
+            message = f"all {running + queued} request slots are taken ({settings})"
+            raise EngineOverloaded(message, code="queue", is_full=True)
 
     def _not_awake(self) -> EngineError:
         if self.power in (Power.LOADING, Power.RESTARTING, Power.DRAINING) and not self.num_pending:

@@ -26,13 +26,10 @@ import trio
 
 import trioengine
 from trioengine.core.child_environment import child_environment
-from trioengine.core.config import EngineConfig
-from trioengine.core.errors import EngineError, InvalidConfig, WorkerLost
+from trioengine.core.errors import EngineError, WorkerLost
 from trioengine.core.image import BytesLike
 from trioengine.hub.model_files import ModelInfo, read_model
 from trioengine.hub.pull import resolve
-
-MAX_THREADS_PER_CORE = 4
 
 T = TypeVar("T")
 _STATUS = "/proc/{pid}/status"
@@ -304,12 +301,5 @@ class Ports:
     mint_secret: Callable[[], bytes] = _mint_secret
     seal: Callable[[Iterable[BytesLike]], SealedBytes] = SealedMemfd
     max_payloads: Callable[[], int] = _max_payloads
+    num_cores: int = os.cpu_count() or 1
     thread_threshold: int = 1 << 13  # characters or tokens; a longer prompt is prepared in a thread
-
-
-def check_threads(config: EngineConfig) -> None:
-    """Raise InvalidConfig for more threads than OpenMP can be relied on to start on this machine: it may crash."""
-    cores = os.cpu_count() or 1
-    if config.num_threads is not None and config.num_threads > MAX_THREADS_PER_CORE * cores:
-        rule = f"must be at most {MAX_THREADS_PER_CORE} for each of the {cores} cores of this machine"
-        raise InvalidConfig.of("num_threads", f"{rule}, got {config.num_threads}")

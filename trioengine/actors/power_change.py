@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Awaitable, Callable, Collection
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
@@ -67,7 +68,7 @@ class PowerChange:
         """Until it is done; raises TransitionFailed if it failed. Cancelled, the change goes on."""
         await self.done.wait()
         if self.failure is not None:
-            raise TransitionFailed(str(self.failure)) from self.failure
+            raise copy(self.failure)
 
 
 def level_of(level: object) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 import trio
 
+from trioengine.actors.asynchronous import AsyncOnly
 from trioengine.actors.changes import Changes
 from trioengine.actors.deadline import Deadline
 from trioengine.core.arguments import check_flag, check_label, check_wait
@@ -18,10 +19,6 @@ from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.sampling_params import SamplingParams
 
 _NOT_ENTERED = "the generation was not entered: use `async with session.generate(...)`"
-_NOT_AWAITABLE = (
-    "a generation cannot be awaited: use `async with session.generate(...) as generation` to read it in chunks, "
-    "or `await session.ask(...)` for the whole answer"
-)
 
 
 class Owner(Protocol):
@@ -40,7 +37,7 @@ class Owner(Protocol):
 S = TypeVar("S", bound=Owner)
 
 
-class Readable(abc.ABC, Generic[S]):
+class Readable(AsyncOnly, abc.ABC, Generic[S]):
     """What both classes Generation are built on; what is promised stands there.
 
     Reading one that nobody has entered raises RuntimeError, unless it has an outcome: an abort, which may come before.
@@ -63,6 +60,12 @@ class Readable(abc.ABC, Generic[S]):
         "params",
         "settled",
         "wait",
+    )
+
+    _noun = "a generation"
+    _usage = (
+        "use `async with session.generate(...) as generation` to read it in chunks by `async for`, "
+        "or `await session.ask(...)` for the whole answer"
     )
 
     def __init__(
@@ -105,11 +108,11 @@ class Readable(abc.ABC, Generic[S]):
             return "refused"
         return "in line" if self._request_id is None else self._progress
 
-    if not TYPE_CHECKING:  # for a type checker it is not awaitable
+    if not TYPE_CHECKING:  # for a type checker it cannot be iterated over
 
-        def __await__(self):
-            """Raise TypeError: a generation is entered, not awaited."""
-            raise TypeError(_NOT_AWAITABLE)
+        def __iter__(self):
+            """Raise TypeError: it is read by `async for`."""
+            raise self._misused("iterated over by `for`")
 
     # ---- what the two have of their own ---------------------------------------------------------------------------
 

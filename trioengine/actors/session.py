@@ -22,7 +22,7 @@ from trioengine.actors.images import RequestImages
 from trioengine.actors.media import Media
 from trioengine.actors.session_state import SessionState
 from trioengine.actors.worker_session import Posting
-from trioengine.core.arguments import check_label, check_wait
+from trioengine.core.arguments import check_history, check_label, check_wait
 from trioengine.core.completion import Completion
 from trioengine.core.errors import EngineClosed, EngineError, SessionBusy, SessionEnded
 from trioengine.core.ledger import Stand
@@ -80,7 +80,7 @@ class Session(SessionState):
         self.overflow = check_overflow(overflow)  # of the requests that follow, as the next
         self.retention_ratio = 1.0  # of the limit, to which a chat over it is shortened
         self.end_cause: Cause | None = None
-        self._initial_history = history
+        self._initial_history = check_history(history)
         self._wait = check_wait(wait)
         self._deadline = deadline  # of the admission
         self._opens_with_request = opens_with_request  # by its one request, and is not entered itself
@@ -187,8 +187,9 @@ class Session(SessionState):
         **options: Unpack[SamplingOptions],
     ) -> Completion:
         """One whole answer: `generate` and `result` in one. Cancelled, the request is aborted."""
+        params = merged_params(params, options, "ask")
         entering = self.generate(
-            prompt, params, media=media, keep_partial=keep_partial, timeout=timeout, wait=wait, label=label, **options
+            prompt, params, media=media, keep_partial=keep_partial, timeout=timeout, wait=wait, label=label
         )
         del prompt, media  # this frame lives as long as the answer takes, and must not keep an image
         async with entering as generation:
@@ -324,7 +325,7 @@ class Session(SessionState):
 
     def _ended_by(self, cause: Cause | None) -> SessionEnded:
         assert cause is not None, "it has ended"
-        return SessionEnded(f"the session has ended ({cause.value})", cause=cause.value)
+        return SessionEnded(f"the session has ended ({cause.value}): open another one", cause=cause.value)
 
     # ---- aborts ---------------------------------------------------------------------------------------------------
 

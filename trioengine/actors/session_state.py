@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING
 
+from trioengine.actors.asynchronous import AsyncOnly
 from trioengine.actors.generation import Generation
 from trioengine.actors.images import find_dropped, image_inputs, payload_of
 from trioengine.actors.link import Link
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from trioengine.actors.engine_state import EngineState
 
 
-class SessionState(abc.ABC):
+class SessionState(AsyncOnly, abc.ABC):
     """What Session, its handle and task, is built on."""
 
     __slots__ = (
@@ -39,6 +40,9 @@ class SessionState(abc.ABC):
         "observers",
         "worker_session",
     )
+
+    _noun = "a session"
+    _usage = "use `async with engine.open_session() as session`"
 
     def __init__(self, engine: EngineState) -> None:
         self.id: int | None = None  # minted when entered

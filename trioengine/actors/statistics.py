@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class Statistics:
     """The engine's counts. received = finished + aborted + failed + preparing + waiting + running + suspended, always.
 
-    Counters never go down, also when the worker is restarted.
+    Counters never go down, also when the worker is restarted. A session that was left is in `sessions`, and may be in
+    `worker_sessions`, until the worker has answered END_SESSION: then its slot is free.
     """
 
     sessions: int

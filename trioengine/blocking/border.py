@@ -9,12 +9,13 @@ from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from trioengine.blocking.loop import Loop
-from trioengine.core.errors import EngineError
+from trioengine.core.errors import ConnectionLost, EngineError, ModelError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 H = TypeVar("H", bound="Handle")
 SHORTENED = (EngineError, KeyboardInterrupt)  # any other exception is a bug, and needs its frames
+_HOLDS_ITS_CAUSE = (ConnectionLost, ModelError)  # the message has the reason: a network or a file, no bug
 
 logger = logging.getLogger("trioengine")
 
@@ -32,12 +33,15 @@ class Handle:
 def shortened(error: BaseException) -> BaseException:
     """The error without the frames of the loop and its thread; they are logged, at DEBUG.
 
-    Its causes stay, and keep their frames where they are none of trioengine's own errors.
+    Its causes stay, and keep their frames where they are none of trioengine's own errors; but a cause goes whose reason
+    the error's message holds.
     """
     logger.debug("the whole traceback of %s", type(error).__name__, exc_info=error)
     cause: BaseException | None = error
     while isinstance(cause, SHORTENED):
         cause.__traceback__ = None
+        if isinstance(cause, _HOLDS_ITS_CAUSE):
+            cause.__cause__ = None
         cause = cause.__cause__
     return error
 

@@ -134,7 +134,7 @@ class _Host(_Closable):
         weakref.finalize(self, self.loop.close)  # also when Python exits
 
     open_session = opened(_Engine.open_session, Session)
-    generate = awaited(_Engine.generate)
+    generate = ask = awaited(_Engine.generate)
     abort = posted(_Engine.abort)
 
     def close(self) -> None:

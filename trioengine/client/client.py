@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
 from typing import Any, Unpack
 
 import trio
 
+from trioengine.actors.asynchronous import opens
 from trioengine.actors.deadline import Deadline, deadline_after
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.waiting_line import waits_for
@@ -102,6 +102,8 @@ class Client:
                 raise
             return generation.completion  # it was aborted while its session was opened
 
+    ask = generate  # the name that a session has for a whole answer
+
     @names_checked
     def abort(self, request: int | str) -> int:
         """Abort the request of this id, or every request of this label, of this client: in flight or on its way in.
@@ -170,7 +172,7 @@ async def _raise(error: Exception) -> None:
 
 
 @names_checked
-@asynccontextmanager
+@opens("client")
 async def connect(
     url: str,
     *,

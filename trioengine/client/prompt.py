@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from trioengine.client.media import Media, image_part, media_parts
+from trioengine.core.arguments import check_role
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image_part import image_url
 from trioengine.core.overflow import Overflow
@@ -43,10 +44,11 @@ def chat_messages(prompt: object, name: str, media: Sequence[Media] = ()) -> lis
 def _message(entry: object, name: str) -> Message:
     if not isinstance(entry, Mapping):
         raise _invalid(name, f"must be a message (token ids cannot be sent), got {type(entry).__name__}")
-    role = entry.get("role")
-    if role not in _PART_TYPES:
-        raise _invalid(f"{name}.role", f"must be one of {', '.join(_PART_TYPES)}, got {role!r:.60}")
-    return {"role": role, "content": _content(entry.get("content"), f"{name}.content")}
+    check_role(name, entry, _PART_TYPES)
+    for key in entry:
+        if key not in ("role", "content"):
+            raise _invalid(f"{name}.{key!s:.40}", "cannot be sent: a message has role and content")
+    return {"role": entry["role"], "content": _content(entry.get("content"), f"{name}.content")}
 
 
 def _content(content: object, name: str) -> str | list[dict[str, Any]]:

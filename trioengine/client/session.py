@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import trio
 
+from trioengine.actors.asynchronous import AsyncOnly
 from trioengine.actors.deadline import NEVER, Deadline, deadline_after
 from trioengine.client.connection import Connection
 from trioengine.client.conversation import Conversation
@@ -19,7 +20,7 @@ from trioengine.client.exchange import Exchange
 from trioengine.client.generation import Generation
 from trioengine.client.media import Media, is_long
 from trioengine.client.prompt import Message, chat_messages, check_sizes, response_fields
-from trioengine.core.arguments import check_label, check_wait
+from trioengine.core.arguments import check_history, check_label, check_wait
 from trioengine.core.completion import Completion
 from trioengine.core.errors import EngineError, SessionBusy, SessionEnded, TimedOut
 from trioengine.core.messages import FinishReason
@@ -32,13 +33,16 @@ if TYPE_CHECKING:
     from trioengine.client.client import Client
 
 
-class Session:
+class Session(AsyncOnly):
     """One session: `async with client.open_session() as session`.
 
     Entering opens a WebSocket. Leaving, in whatever way, ends the session: a request in flight is aborted, and the
     WebSocket closed. Leaving waits for the server's goodbye, but neither long nor when the scope is cancelled or left
     by TimedOut.
     """
+
+    _noun = "a session"
+    _usage = "use `async with client.open_session() as session`"
 
     def __init__(
         self,
@@ -55,7 +59,7 @@ class Session:
         self.id: str | None = None  # the server's
         self.end_cause: Cause | None = None
         self._client = client
-        self._initial_history = history
+        self._initial_history = check_history(history)
         self._wait = check_wait(wait)
         self._deadline = deadline  # of the opening
         self._connection = Connection(client.endpoint, self._told, client.tell_state, self._lost)
@@ -158,8 +162,9 @@ class Session:
         **options: Unpack[SamplingOptions],
     ) -> Completion:
         """One whole answer: `generate` and `result` in one. Cancelled, the request is aborted."""
+        params = merged_params(params, options, "ask")
         async with self.generate(
-            prompt, params, media=media, keep_partial=keep_partial, timeout=timeout, wait=wait, label=label, **options
+            prompt, params, media=media, keep_partial=keep_partial, timeout=timeout, wait=wait, label=label
         ) as generation:
             return await generation.result()
 
@@ -253,14 +258,15 @@ class Session:
 
     def _check_alive(self) -> None:
         if self.end_cause is not None:
-            raise SessionEnded(f"the session has ended ({self.end_cause.value})", cause=self.end_cause.value)
+            cause = self.end_cause.value
+            raise SessionEnded(f"the session has ended ({cause}): open another one", cause=cause)
         if self._loss is not None:
             raise copy(self._loss)
 
     def _check_idle(self) -> None:
         self._check_open()
         if self.generation is not None:
-            raise SessionBusy("the session is busy with another request")
+            raise SessionBusy("the session is busy with a request; wait for its outcome, or open another session")
 
     # ---- aborts ---------------------------------------------------------------------------------------------------
 

@@ -5,11 +5,12 @@ A wrong type raises RequestRejected, an unknown name UnknownArgument with the ne
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import ParamSpec, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar, cast
 
 from trioengine.core.bounds import brief, number
 from trioengine.core.errors import InvalidConfig, RequestRejected, UnknownArgument
@@ -17,6 +18,7 @@ from trioengine.core.suggestion import did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 def rejected(param: str, problem: str) -> RequestRejected:
@@ -43,6 +45,21 @@ def check_label(label: object) -> str | None:
     if not (label is None or isinstance(label, str)):
         raise rejected("label", f"must be a string, got {brief(label)}")
     return label
+
+
+def check_history(history: object) -> Sequence[Mapping[str, Any]] | None:
+    """Return the history, whose messages are not checked yet. Raises RequestRejected unless it is a list or None."""
+    if history is not None and (isinstance(history, str | bytes) or not isinstance(history, Sequence)):
+        raise rejected("history", f"must be a list of messages, got {brief(history)}")
+    return history
+
+
+def check_role(name: str, message: Mapping[str, Any], roles: Iterable[str]) -> None:
+    """Raise RequestRejected unless the message of this name has one of the roles."""
+    if "role" not in message:
+        raise rejected(f"{name}.role", f"is missing: the message has {brief(list(message))}")
+    if message["role"] not in (known := list(roles)):
+        raise rejected(f"{name}.role", f"must be one of {', '.join(known)}, got {brief(message['role'])}")
 
 
 def check_seconds(timeout: object) -> float:
@@ -75,6 +92,19 @@ def check_names(function: str, given: Iterable[str], known: Sequence[str], other
         if name not in known:
             suggested = [other for other in (*known, *others) if other != name]
             raise UnknownArgument(f"{function}() has no argument {name!r}{did_you_mean(name, suggested)}")
+
+
+def fields_checked(cls: type[T]) -> type[T]:
+    """The dataclass, which raises UnknownArgument for a keyword that is no field of it."""
+    init, known = cls.__init__, [field.name for field in dataclasses.fields(cast("Any", cls))]
+
+    @functools.wraps(init)
+    def checked(self: T, *args: Any, **kwargs: Any) -> None:
+        check_names(cls.__name__, kwargs, known)
+        init(self, *args, **kwargs)
+
+    cast("Any", cls).__init__ = checked
+    return cls
 
 
 def names_checked(function: Callable[P, R]) -> Callable[P, R]:

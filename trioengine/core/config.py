@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
 
-from trioengine.core.bounds import MAX_COUNT, MAX_INT64, brief, changed_fields, integer, number
+from trioengine.core.arguments import fields_checked
+from trioengine.core.bounds import MAX_COUNT, MAX_INT64, brief, changed_fields, counted, integer, number
 from trioengine.core.errors import InvalidConfig
 from trioengine.core.tag import Tag
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MAX_SESSIONS = 50_000  # so that AUDITED, with 18 bytes a session and its request, always fits a frame
 MAX_SECONDS = 10**9
+_THREADS_PER_CORE = 4
 DType: TypeAlias = Literal["auto", "float32", "bfloat16"]
 Kernels: TypeAlias = Literal["auto", "native", "torch"]
 OnWorkerLoss: TypeAlias = Literal["resume", "fail"]
@@ -61,6 +63,7 @@ class WorkerConfig:
     asleep: tuple[Tag, ...] = ()  # what is not to be loaded before a WAKE says so
 
 
+@fields_checked
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The engine's configuration; InvalidConfig names the field that cannot be used.
@@ -84,7 +87,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     encoder_cache_memory: int = 256 << 20  # what the encoder made of images, kept for later requests
     payload_memory: int = 512 << 20  # images on their way to the worker, or kept for later turns
-    num_threads: int | None = None
+    num_threads: int | None = None  # of the worker, up to 4 for each core; None: torch's own choice
     kernels: Kernels = "auto"  # native, in C++, on a CPU where there is a compiler, else torch
     batch_invariant: bool = False  # the same bits whatever shares a step, in bfloat16 as well; needs native kernels
     startup_timeout: float = 120.0  # without progress while the worker loads
@@ -139,6 +142,13 @@ class EngineConfig:
             object.__setattr__(self, name, check(getattr(self, name), *bounds))
         except ValueError as exc:
             raise InvalidConfig.of(name, str(exc)) from None
+
+    def check_cores(self, num_cores: int) -> None:
+        """Raise InvalidConfig for more threads than a machine of so many cores can run: libraries crash on them."""
+        most = _THREADS_PER_CORE * num_cores
+        if self.num_threads is not None and self.num_threads > most:
+            rule = f"must be at most {most} ({_THREADS_PER_CORE} for each of {counted(num_cores, 'core')})"
+            raise InvalidConfig.of("num_threads", f"{rule}, got {self.num_threads}")
 
     def for_worker(self, model_path: str) -> WorkerConfig:
         """The worker's part, for the model file or directory that `model` was found at."""

@@ -68,14 +68,16 @@ _REQUEST_KEYWORDS = ("keep_partial", "timeout", "wait", "label")  # of `generate
 _ENGINE_KEYWORDS = ("ports", "on_progress", "on_load")  # of `open_engine`, beside the configuration
 
 
-def merged_params(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
+def merged_params(
+    params: SamplingParams | None, options: Mapping[str, Any], function: str = "generate"
+) -> SamplingParams:
     """`params`, or the defaults, with these fields in place of its own.
 
-    Raises UnknownArgument for an unknown field, and RequestRejected for a bad value.
+    Raises UnknownArgument for an unknown field of the function, and RequestRejected for a bad value.
     """
     if not (params is None or isinstance(params, SamplingParams)):
         raise rejected("params", f"must be SamplingParams, got {type(params).__name__}")
-    check_names("generate", options, _names(SamplingParams), _REQUEST_KEYWORDS)
+    check_names(function, options, _names(SamplingParams), _REQUEST_KEYWORDS)
     return dataclasses.replace(SamplingParams() if params is None else params, **options)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from trioengine.core.arguments import fields_checked
 from trioengine.core.bounds import MAX_COUNT, MAX_INT64, brief, changed_fields, integer, number
 from trioengine.core.errors import RequestRejected
 
@@ -34,6 +35,7 @@ _NUMBERS = {
 T = TypeVar("T")
 
 
+@fields_checked
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Everything about one request but its prompt; validated when made.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
+from trioengine.core.arguments import check_role
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image_part import is_image_part
 from trioengine.text.content_format import text_part
@@ -56,12 +57,7 @@ def copied(value: Any) -> Any:
 def _message(message: Message, name: str, image_refusal: str) -> Message:
     if not isinstance(message, Mapping):
         raise RequestRejected("invalid_value", f"{name} must be a message, got {type(message).__name__}", param=name)
-    if message.get("role") not in ROLES:
-        raise RequestRejected(
-            "invalid_value",
-            f"{name}.role must be one of {', '.join(ROLES)}, got {message.get('role')!r:.60}",
-            param=f"{name}.role",
-        )
+    check_role(name, message, ROLES)
     fields: dict[str, Any] = {**message, "content": None}
     _check(fields, name)
     return {**copied(fields), "content": _content(message.get("content"), f"{name}.content", image_refusal)}

@@ -24,7 +24,7 @@ def choose_kernels(name: str, model: LlamaConfig, dtype: torch.dtype, device: to
         return NativeKernels(model.num_heads, model.num_kv_heads, model.head_dim, dtype, block_size)
     except KernelsUnavailable as exc:
         if name == "native":
-            raise ModelError(f"there are no native kernels: {exc}; use --kernels auto or torch") from exc
+            raise ModelError(f"there are no native kernels: {exc}; choose kernels auto or torch") from exc
         if not isinstance(exc, CompilerMissing):  # which is nothing special, and doctor's to tell
             sys.stderr.write(f"trioengine: no native kernels, torch's are slower: {exc}\n")
         return TorchKernels(model.num_heads)

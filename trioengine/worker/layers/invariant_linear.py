@@ -75,7 +75,7 @@ class InvariantLinears:
         if plan is None:
             problem = f"products of {shape[0]} x {shape[1]} in {str(dtype).removeprefix('torch.')} depend on the batch"
             if self._is_required:
-                raise ModelError(f"batch_invariant: {problem} on this machine; run without --batch-invariant")
+                raise ModelError(f"batch_invariant: {problem} on this machine; run without batch_invariant")
             sys.stderr.write(f"trioengine: {problem} on this machine: answers are not repeatable\n")
         return plan
 

@@ -98,7 +98,7 @@ def _choose_linears(config: WorkerConfig, dtype: torch.dtype, kernels: Kernels) 
     if config.batch_invariant and not kernels.is_batch_invariant:
         raise ModelError(
             f"batch_invariant needs the native kernels, and the {kernels.name} kernels are in use: "
-            "run on a CPU with g++ installed and without --kernels torch, or without --batch-invariant"
+            "run on a CPU with g++ installed and with kernels auto or native, or without batch_invariant"
         )
     if kernels.is_batch_invariant and (config.batch_invariant or dtype == torch.float32):
         return InvariantLinears(is_required=config.batch_invariant)

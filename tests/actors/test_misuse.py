@@ -1,0 +1,89 @@
+"""Natural mistakes in the use of `async with` are answered by one line that has the right form."""
+
+import re
+from contextlib import asynccontextmanager
+
+import pytest
+from clients import open_clients
+
+from trioengine import Engine, EngineConfig, InvalidConfig, connect, open_engine
+from trioengine.actors.ports import Ports
+from trioengine.testing import simulated_engine
+
+
+@asynccontextmanager
+async def an_engine():
+    async with simulated_engine() as (engine, _):
+        yield engine
+
+
+@asynccontextmanager
+async def a_client():
+    async with open_clients(None) as clients, connect("ws://localhost", dial=clients.dial) as client:
+        yield client
+
+
+SIDES = {"engine": an_engine, "client": a_client}
+
+
+async def awaited(thing):
+    await thing
+
+
+async def entered(thing):
+    with thing:
+        pass
+
+
+async def iterated(thing):
+    for _ in thing:
+        pass
+
+
+@pytest.mark.parametrize("way", [awaited, entered])
+@pytest.mark.parametrize(
+    ("opening", "form"),
+    [
+        (lambda: open_engine("toy"), "use `async with open_engine(...) as engine`"),
+        (lambda: connect("ws://localhost"), "use `async with connect(...) as client`"),
+    ],
+)
+async def test_what_is_opened_is_entered_by_async_with(way, opening, form):
+    with pytest.raises(TypeError, match=rf"\(\) cannot be {way.__name__}.*{re.escape(form)}$"):
+        await way(opening())
+
+
+@pytest.mark.parametrize("opening", [lambda: open_engine("toy"), lambda: connect("ws://localhost")])
+async def test_what_is_not_opened_has_no_attributes(opening):
+    with pytest.raises(AttributeError, match=r"\(\) has no attribute 'generate' before it is entered: use `async with"):
+        opening().generate("x")
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("way", [awaited, entered])
+async def test_a_session_is_entered_by_async_with(autojump_clock, side, way):
+    form = re.escape(f"use `async with {side}.open_session() as session`")
+    async with SIDES[side]() as api:
+        with pytest.raises(TypeError, match=f"a session cannot be {way.__name__}.*: {form}$"):
+            await way(api.open_session())
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("way", [awaited, entered, iterated])
+async def test_a_generation_is_read_by_async_for(autojump_clock, side, way):
+    form = re.escape("use `async with session.generate(...) as generation` to read it in chunks")
+    async with SIDES[side]() as api, api.open_session() as session:
+        with pytest.raises(TypeError, match=f"a generation cannot be {way.__name__}.*: {form}"):
+            await way(session.generate("x"))
+
+
+def test_an_engine_takes_no_more_threads_than_the_machine_can_run():
+    ports = Ports(num_cores=2)
+    Engine(EngineConfig(model="toy", num_threads=8), ports=ports)
+    with pytest.raises(InvalidConfig, match=r"^num_threads must be at most 8 .*, got 1000$"):
+        Engine(EngineConfig(model="toy", num_threads=1000), ports=ports)
+
+
+def test_an_engine_is_made_of_a_configuration():
+    with pytest.raises(InvalidConfig, match=r"^config must be an EngineConfig, got 'toy'; .*open_engine\(\.\.\.\)"):
+        Engine("toy")
