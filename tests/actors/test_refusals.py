@@ -28,7 +28,7 @@ async def test_two_tasks_on_one_session(autojump_clock, simulated):
         async with session.generate("one", GREEDY) as generation:
             for prompt in ("two", "three"):
                 with pytest.raises(
-                    SessionBusy, match=r"its request is .*; wait for its outcome, or open another session"
+                    SessionBusy, match=r"its request is .*; await its answer, or abort it"
                 ):
                     async with session.generate(prompt):
                         pass
