@@ -256,7 +256,7 @@ async def test_a_server_that_cannot_be_made_holds_no_port():
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     port = listener.socket.getsockname()[1]
     await listener.aclose()
-    with pytest.raises(AttributeError):
+    with pytest.raises(InvalidConfig, match="config must be an EngineConfig, got 'no configuration'"):
         await serve("no configuration", ServeConfig("127.0.0.1", port))
     (listener,) = await trio.open_tcp_listeners(port, host="127.0.0.1")
     await listener.aclose()
