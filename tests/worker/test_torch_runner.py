@@ -159,7 +159,7 @@ def test_devices_and_dtypes():
     assert choose_dtype("bfloat16", cpu) is torch.bfloat16
     assert choose_dtype("auto", torch.device("cuda")) is torch.bfloat16
     assert choose_dtype("auto", cpu) in (torch.float32, torch.bfloat16)
-    with pytest.raises(ModelError, match=r"cuda:99: .*; choose device cpu or auto"):
+    with pytest.raises(ModelError, match=r"cuda:99: .*; choose the device cpu or auto"):
         choose_device("cuda:99")
 
 
