@@ -27,9 +27,7 @@ async def test_two_tasks_on_one_session(autojump_clock, simulated):
     async with engine.open_session() as session:
         async with session.generate("one", GREEDY) as generation:
             for prompt in ("two", "three"):
-                with pytest.raises(
-                    SessionBusy, match=r"its request is .*; await its answer, or abort it"
-                ):
+                with pytest.raises(SessionBusy, match=r"its request is .*; await its answer, or abort it"):
                     async with session.generate(prompt):
                         pass
             with pytest.raises(SessionBusy):
