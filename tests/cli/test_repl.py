@@ -165,7 +165,9 @@ def test_a_ctrl_c_that_comes_after_the_answer_keeps_the_chat():
     with chat("--max-tokens", "3") as user:
         user.until(PROMPT)
         for _ in range(2):  # each line has its own
-            user.type(b"/hel" + CTRL_C)
+            user.type(b"/hel")
+            user.until(b"/hel")
+            user.type(CTRL_C)
             user.until(b"\n(press Ctrl+C again, or /bye, to leave)\r\n> /hel")
             user.type(b"p\r")
             assert b"Ctrl+C twice" in user.until(b"\n> ")
@@ -384,12 +386,12 @@ def test_a_chat_goes_on_with_its_conversation_after_the_server_was_killed():
             user.until(PROMPT)
             ask(user, b"hello")
             process.kill()
+            process.wait()  # its sockets are closed: the listening one, too
             user.until(lost)
             user.until(kept)
             user.type(b"hello again\r")
             user.until(b"connection refused")
             user.until(kept)
-            process.wait()
             with server(port):
                 ask(user, b"and now?")
                 user.type(CTRL_C)
