@@ -435,6 +435,14 @@ def test_an_engine_whose_worker_cannot_be_kept():
     failed.close()
 
 
+def test_a_call_between_the_failure_and_the_end_of_the_loop(engine):
+    async def refused():
+        raise EngineClosed("the engine is closed") from WorkerLost("the worker died ten times")
+
+    with pytest.raises(WorkerLost, match="ten times"):
+        engine.loop.call(refused)
+
+
 # ---- the real worker ----------------------------------------------------------------------------------------------
 
 PROGRAM = """

@@ -101,6 +101,10 @@ class Loop:
             return task.future.result()
         except _Ended:
             pass
+        except EngineClosed as exc:  # the engine has failed, and the loop is about to end
+            if isinstance(exc.__cause__, EngineError):
+                raise copy(exc.__cause__) from None
+            raise
         self._thread.join()
         if isinstance(self._failure, EngineError):
             raise copy(self._failure)
