@@ -36,8 +36,8 @@ class RequestImages:
     async def admit(self, sources: Sequence[ImageSource]) -> list[Payload]:
         """Make payloads of these images, pinned.
 
-        Raises RequestRejected for what is no image or larger than the whole budget, EngineOverloaded where there is no
-        room within MAX_WAIT seconds, TimedOut at the request's deadline. Cancelled, nothing is left of them.
+        Raises RequestRejected for bytes that are not an image, or more than the whole budget, EngineOverloaded if there
+        is no room within MAX_WAIT seconds, TimedOut at the request's deadline. Cancelled, nothing is left of them.
         """
         if not sources:
             return []
@@ -54,7 +54,7 @@ class RequestImages:
 
     @contextmanager
     def _making(self, reservation: Reservation) -> Iterator[Reservation]:
-        """Within, payloads are made of what is reserved; what is left of it is given back."""
+        """Give back the rest of a reservation when the block, which makes payloads of it, is left."""
         try:
             yield reservation
         except OSError as exc:
@@ -101,7 +101,7 @@ class RequestImages:
             raise self._deadline.passed(f"while waiting: {exc}") from exc
 
     async def _wait_for_room(self, num_bytes: int, count: int) -> Reservation | None:
-        """None: it is too late. Whoever leaves the line without room may have left some for those behind."""
+        """Return None if it is too late. A waiter that leaves without room may have left some for those behind."""
         budget, reservations = self._engine.payloads, []
 
         def reserve() -> None:

@@ -47,7 +47,7 @@ class ImageSource:
     _open: Callable[[], tuple[ImageInfo, Iterator[BytesLike]]] | None
 
     def open(self) -> tuple[ImageInfo, Iterator[BytesLike]]:
-        """What its header declares, and its bytes in chunks; once. Raises RequestRejected for what is no image."""
+        """Return its header and its bytes in chunks, once. Raises RequestRejected if it is not an image."""
         open_, self._open = self._open, None
         assert open_ is not None, "a source is opened once"
         return open_()
@@ -95,7 +95,7 @@ class SealedImage(NamedTuple):
 def seal_images(sources: Sequence[ImageSource], seal: Seal, secret: bytes) -> list[SealedImage]:
     """Copy these images out of this process's memory: all, or none. Blocks.
 
-    Raises RequestRejected for what is no image, OSError where there is no memory or no descriptor for one.
+    Raises RequestRejected if one is not an image, OSError where memory or descriptors are missing.
     """
     images: list[SealedImage] = []
     try:

@@ -1,9 +1,9 @@
 """Payloads: the bytes of images, outside of this process's memory, and the budget that bounds them.
 
 A payload is a sealed memfd. It is *pinned* while a request that needs it is prepared, and from the commit until the
-worker has consumed it or is lost; then it is kept for later turns as long as a conversation *holds* it. What is kept
-makes room for what is new, the least recently used first; what is pinned is never dropped. A payload that nobody holds
-or pins is closed. Everything here is synchronous, and every byte is given back once. See docs/decisions/029.
+worker has consumed it or is lost; then it is kept for later turns as long as a conversation *holds* it. Kept payloads
+make room for new ones, the least recently used first; pinned payloads are never dropped. Without pins and holders a
+payload is closed. Everything here is synchronous, and every byte is given back once. See docs/decisions/029.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trioengine.core.image import ImageInfo
 
 
 class Payload:
-    """One image's bytes. Whoever makes it has pinned it once."""
+    """One image's bytes. Its maker has the first pin."""
 
     __slots__ = ("_budget", "_num_holders", "_num_pins", "_sealed", "digest", "info", "num_bytes")
 
@@ -78,7 +78,7 @@ class Payload:
             self._budget.line.serve()
 
     def drop(self) -> None:
-        """Close the bytes, which nobody pins."""
+        """Close the bytes of a payload without pins."""
         sealed, self._sealed = self.sealed, None
         sealed.close()
         self._budget.forget(self)
@@ -99,7 +99,7 @@ class Reservation:
         return self._budget.add(Payload(self._budget, sealed, info, digest))
 
     def give_back(self) -> None:
-        """What is reserved still."""
+        """Give back the rest of the reservation."""
         self.num_bytes = self.count = 0
         self._budget.end(self)
 
@@ -200,7 +200,7 @@ class PayloadBudget:
             raise InvariantError(f"payloads have {total} bytes, and the budget is {self.max_bytes}")
         for payload in self._payloads:
             if not payload.is_pinned and not payload._num_holders:
-                raise InvariantError(f"{payload} is kept, and nobody holds it")
+                raise InvariantError(f"{payload} is kept, and no conversation holds it")
 
 
 def _full(num_bytes: int, reason: str) -> EngineOverloaded:

@@ -20,7 +20,7 @@ _DETAILS = (None, "auto", "low", "high", "original")
 class Image:
     """An image of a conversation, equal to itself alone.
 
-    A message has it as a part of its content: `{"type": "image", "image": Image(...)}`. Whoever keeps the bytes finds
+    A message has it as a part of its content: `{"type": "image", "image": Image(...)}`. The keeper of the bytes finds
     them by `handle`, which nothing else looks into.
     """
 
