@@ -1,26 +1,22 @@
 """Hostile images, read as the server's process reads them, with what each costs: the child of test_hostile_images.py.
 
-Usage: python image_attacks.py. A line of JSON for each attack: name, answer, seconds of processor time, and bytes.
+Usage: python image_attacks.py, with tests/core and tests/text in PYTHONPATH. It prints a line of JSON for each attack:
+name, answer, seconds of processor time, and bytes.
 """
 
 import base64
 import json
-import sys
 import time
 import tracemalloc
 import zlib
-from pathlib import Path
 
-TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "core"), str(TESTS / "text")]
+import encoded_images as images
+from vision_chat import chat_tokenizer
 
-import encoded_images as images  # noqa: E402
-from vision_chat import chat_tokenizer  # noqa: E402
-
-from trioengine.core.errors import RequestRejected  # noqa: E402
-from trioengine.core.image_header import MAX_SEGMENTS  # noqa: E402
-from trioengine.core.image_part import MAX_IMAGE_BYTES, Image, image_url, read_image_url  # noqa: E402
-from trioengine.text.conversation import Conversation  # noqa: E402
+from trioengine.core.errors import RequestRejected
+from trioengine.core.image_header import MAX_SEGMENTS
+from trioengine.core.image_part import MAX_IMAGE_BYTES, Image, image_url, read_image_url
+from trioengine.text.conversation import Conversation
 
 MIB = 1 << 20
 CONTEXT = 8192  # tokens

@@ -1,6 +1,7 @@
 """Images of hostile clients: each is refused by an error that names its part, and costs the server's process little."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+TESTS = Path(__file__).parents[1]
 CHILD = Path(__file__).with_name("image_attacks.py")
 LAST_RESORT = 3600  # seconds
 SECONDS, MEMORY = 0.1, 50 << 20  # of processor time, and bytes
@@ -68,7 +70,9 @@ ACCEPTED = {
 @pytest.fixture(scope="module")
 def results():
     command = [sys.executable, str(CHILD)]
-    child = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LAST_RESORT)
+    helpers = (str(TESTS / "core"), str(TESTS / "text"), os.environ.get("PYTHONPATH", ""))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, helpers))}
+    child = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LAST_RESORT, env=environment)
     assert child.returncode == 0, child.stderr[-2000:]
     return {name: rest for name, *rest in map(json.loads, child.stdout.splitlines())}
 
