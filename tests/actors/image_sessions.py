@@ -1,0 +1,58 @@
+"""Sessions with images on a simulated worker, the pictures they have, and the reference for their answers."""
+
+import struct
+import zlib
+
+from expectations import everything_is_given_back
+
+from trioengine import EngineConfig, SamplingParams
+from trioengine.testing import simulated_engine
+from trioengine.testing.simulated_worker import Behaviour
+from trioengine.testing.simulation import IMAGE_LIMITS
+from trioengine.testing.toy_model import toy_answer
+from trioengine.testing.toy_vision import ToyPicture
+
+EIGHT = SamplingParams(max_tokens=8, ignore_eos=True)
+LONG = SamplingParams(max_tokens=40, ignore_eos=True)
+PICTURE, OTHER, UNREADABLE = ToyPicture(12, 9, 7), ToyPicture(12, 9, 8), ToyPicture(12, 9, 255)
+SIZE = len(PICTURE.data)
+
+
+def engine_for_images(**options):
+    behaviour = options.pop("behaviour", Behaviour())
+    config = EngineConfig(model="toy", max_num_seqs=8, max_num_batched_tokens=64, **options)
+    return simulated_engine(config, limits=IMAGE_LIMITS, behaviours=[behaviour], thread_passes=2)
+
+
+def reference(generation, *pictures):
+    """What the toy model answers to the prompt of a generation with these pictures."""
+    prepared, params = generation.prepared, generation.params
+    images = [
+        ([span.start for span in placed.spans], picture.data)
+        for placed, picture in zip(prepared.images, pictures, strict=True)
+    ]
+    return tuple(toy_answer(prepared.token_ids, params.max_tokens, ignore_eos=True, images=images))
+
+
+async def ask(session, text, params=EIGHT, **options):
+    async with session.generate(text, params, **options) as generation:
+        return generation, await generation.result()
+
+
+async def nothing_is_left(engine, simulation):
+    await everything_is_given_back(engine, simulation)
+    statistics = engine.statistics()
+    assert (statistics.payload_bytes_inflight, statistics.payload_bytes_kept) == (0, 0)
+    assert not simulation.memfds
+    assert not len(engine.payloads.line)
+
+
+def png(width, height, *, level=9):
+    """A grey PNG."""
+
+    def chunk(name, data):
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    rows = zlib.compress(b"\0" * (height * (width + 1)), level)
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")

@@ -1,0 +1,253 @@
+"""Requests with images that are cancelled, ended, put to sleep, or lose their worker: payloads are given back once."""
+
+import gc
+import weakref
+from functools import partial
+
+import pytest
+import trio
+from image_sessions import LONG, OTHER, PICTURE, SIZE, ask, engine_for_images, nothing_is_left, png, reference
+from trio.testing import wait_all_tasks_blocked
+
+from trioengine import EngineOverloaded, RequestRejected, TimedOut
+from trioengine.core.outcome import Cause
+from trioengine.testing import simulated_engine
+
+# ---- lifecycle ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("passes", range(14))
+async def test_cancelled_at_any_pass_nothing_is_left(autojump_clock, passes):
+    """From the reservation to the send, and beyond: whatever was reserved or sealed is given back, once."""
+    async with engine_for_images() as (engine, simulation):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(engine.generate, "What?", LONG, media=[PICTURE, OTHER]))
+            for _ in range(passes):
+                await trio.lowlevel.checkpoint()
+            nursery.cancel_scope.cancel()
+        await wait_all_tasks_blocked()
+        await nothing_is_left(engine, simulation)
+
+
+async def test_a_worker_dies_with_payloads_in_the_socket(autojump_clock):
+    async with engine_for_images() as (engine, simulation):
+        simulation.worker.payloads.by_hand = True
+        async with engine.open_session() as session:
+            async with session.generate("What?", LONG, media=[PICTURE, OTHER]) as generation:
+                await trio.sleep(0.1)
+                assert len(simulation.worker.payloads) == 2
+                simulation.worker.kill()
+                assert (await generation.result()).token_ids == reference(generation, PICTURE, OTHER)
+                assert generation.completion.resumed == 1
+        await nothing_is_left(engine, simulation)
+
+
+async def test_a_worker_dies_in_the_middle_of_the_answer(autojump_clock):
+    async with engine_for_images() as (engine, simulation):
+        async with engine.open_session() as session:
+            async with session.generate("What?", LONG, media=[PICTURE]) as generation:
+                await anext(generation)
+                assert engine.statistics().payload_bytes_inflight == 0
+                simulation.worker.kill()
+                assert (await generation.result()).token_ids == reference(generation, PICTURE)
+        await nothing_is_left(engine, simulation)
+
+
+async def test_a_request_whose_image_was_dropped_does_not_go_on(autojump_clock):
+    async with engine_for_images(payload_memory=SIZE) as (engine, simulation):
+        async with engine.open_session() as session, engine.open_session() as other:
+            async with session.generate("What?", LONG, media=[PICTURE]) as generation:
+                await anext(generation)
+                await ask(other, "What?", media=[OTHER])
+                simulation.worker.kill()
+                with pytest.raises(RequestRejected, match="the image is not kept any more"):
+                    await generation.result()
+        await nothing_is_left(engine, simulation)
+
+
+async def test_a_suspect_whose_image_was_dropped_is_not_tried(autojump_clock):
+    async with engine_for_images(payload_memory=SIZE) as (engine, simulation):
+        async with engine.open_session() as session, engine.open_session() as other:
+            async with session.generate("What?", LONG, media=[PICTURE]) as generation:
+                simulation.poisoned[generation.request_id] = 0
+                while not engine.replays.has_suspects:
+                    await engine.gate.changed()
+                other.replace_history([{"role": "user", "content": [{"type": "image", "image": OTHER}]}])
+                with pytest.raises(RequestRejected, match="the image is not kept any more"):
+                    await generation.result()
+            generation, completion = await ask(other, "And?")
+            assert completion.token_ids == reference(generation, OTHER)
+        await nothing_is_left(engine, simulation)
+
+
+async def test_a_broken_payload_socket_ends_the_worker(autojump_clock):
+    async with engine_for_images() as (engine, simulation):
+        async with engine.open_session() as session:
+            simulation.worker.break_payloads()
+            generation, completion = await ask(session, "What?", media=[PICTURE])
+            assert completion.token_ids == reference(generation, PICTURE)
+        assert engine.statistics().incarnation == 2
+        await nothing_is_left(engine, simulation)
+
+
+@pytest.mark.parametrize("way", ["abort", "end", "leave"])
+async def test_a_request_that_waits_for_its_payload_is_ended(autojump_clock, way):
+    async with engine_for_images() as (engine, simulation):
+        simulation.worker.payloads.by_hand = True
+        async with engine.open_session() as session:
+            async with session.generate("What?", LONG, media=[PICTURE]) as generation:
+                await trio.sleep(0.1)
+                if way == "abort":
+                    generation.abort()
+                    assert (await generation.result()).cause is Cause.CLIENT
+                elif way == "end":
+                    session.end()
+            await engine.check_invariants()
+            assert engine.statistics().payload_bytes_inflight == SIZE
+            simulation.worker.receive_payloads()
+        await nothing_is_left(engine, simulation)
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+async def test_sleep_while_a_request_waits_for_its_payload(autojump_clock, mode):
+    async with engine_for_images() as (engine, simulation):
+        simulation.worker.payloads.by_hand = True
+        async with engine.open_session() as session:
+            async with session.generate("What?", LONG, media=[PICTURE]) as generation:
+                await trio.sleep(0.1)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(partial(engine.sleep, mode=mode))
+                    await trio.sleep(0.1)
+                    simulation.worker.payloads.by_hand = False
+                    simulation.worker.receive_payloads()
+                await engine.wake()
+                completion = await generation.result()
+            if mode == "abort":
+                assert completion.cause is Cause.SLEEP
+            else:
+                assert completion.token_ids == reference(generation, PICTURE)
+        await nothing_is_left(engine, simulation)
+
+
+async def test_an_engine_that_closes_gives_everything_back(autojump_clock):
+    async with engine_for_images() as (engine, simulation):
+        session = engine.open_session()
+        await session.__aenter__()
+        await ask(session, "What?", media=[PICTURE])
+        generation = session.generate("And?", LONG, media=[OTHER])
+        await generation.__aenter__()
+    assert not simulation.memfds
+    assert engine.statistics().payload_bytes_kept == 0
+
+
+class Buffer(bytearray):
+    """Bytes that can be referred to weakly."""
+
+
+async def test_the_bytes_are_gone_while_the_answer_is_streamed(autojump_clock):
+    """Where the caller lets go of them: no frame of the engine, however long it lives, keeps an image."""
+    async with engine_for_images() as (engine, simulation):
+        references = []
+
+        async def one_shot():
+            media = [Buffer(png(30, 30))]
+            references.append(weakref.ref(media[0]))
+            asking = engine.generate("What?", LONG, media=media)
+            del media
+            await asking
+
+        async with engine.open_session() as session, trio.open_nursery() as nursery:
+            media = [Buffer(png(20, 20))]
+            references.append(weakref.ref(media[0]))
+            generation = session.generate("What?", LONG, media=media)
+            del media
+            async with generation:
+                nursery.start_soon(one_shot)
+                await anext(generation)
+                await trio.sleep(0.2)
+                gc.collect()
+                assert [reference() for reference in references] == [None, None]
+                nursery.cancel_scope.cancel()
+        await nothing_is_left(engine, simulation)
+
+
+# ---- images that are kept for later requests ------------------------------------------------------------------------
+
+
+def content_of(*images, text="What?"):
+    return {"role": "user", "content": [*({"type": "image", "image": image} for image in images), text_part(text)]}
+
+
+def text_part(text):
+    return {"type": "text", "text": text}
+
+
+async def test_kept_images_are_for_requests_of_any_session(autojump_clock):
+    async with engine_for_images() as (engine, simulation):
+        with await engine.keep_images([content_of(PICTURE)]) as kept:
+            assert engine.statistics().payload_bytes_kept == SIZE
+            for _ in range(2):
+                async with engine.open_session() as session:
+                    generation, completion = await ask(session, kept.messages)
+                    assert completion.token_ids == reference(generation, PICTURE)
+            assert engine.statistics().payload_bytes_kept == SIZE
+        await nothing_is_left(engine, simulation)
+
+
+async def test_a_session_keeps_what_is_released(autojump_clock):
+    async with engine_for_images() as (engine, simulation):
+        async with engine.open_session() as session:
+            with await engine.keep_images([content_of(PICTURE)]) as kept:
+                await ask(session, kept.messages)
+                kept.release()
+            generation, completion = await ask(session, "And?")
+            assert completion.token_ids == reference(generation, PICTURE)
+        await nothing_is_left(engine, simulation)
+
+
+@pytest.mark.parametrize("passes", range(5))
+async def test_cancelled_at_any_pass_no_image_is_kept(autojump_clock, passes):
+    async with engine_for_images() as (engine, simulation):
+
+        async def keep():
+            with await engine.keep_images([content_of(PICTURE, OTHER)]):
+                await trio.sleep_forever()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(keep)
+            for _ in range(passes):
+                await trio.lowlevel.checkpoint()
+            nursery.cancel_scope.cancel()
+        await nothing_is_left(engine, simulation)
+
+
+async def test_what_cannot_be_kept(autojump_clock):
+    url = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
+    async with engine_for_images(payload_memory=SIZE) as (engine, simulation):
+        with pytest.raises(RequestRejected) as caught:
+            await engine.keep_images([{"role": "user", "content": "x"}, {"role": "user", "content": [url]}], where="in")
+        assert (caught.value.code, caught.value.param) == ("invalid_image_url", "in[1].content[0].image_url.url")
+        async with engine.open_session() as session, session.generate("What?", LONG, media=[PICTURE]):
+            with pytest.raises(EngineOverloaded, match="have to wait"):
+                await engine.keep_images([content_of(OTHER)], wait=False)
+            with pytest.raises(TimedOut):
+                await engine.keep_images([content_of(OTHER)], timeout=0.0001)
+        await nothing_is_left(engine, simulation)
+
+
+async def test_a_kept_image_may_be_dropped(autojump_clock):
+    async with engine_for_images(payload_memory=SIZE) as (engine, simulation):
+        with await engine.keep_images([content_of(PICTURE)]) as kept:
+            with await engine.keep_images([content_of(OTHER)]):
+                async with engine.open_session() as session:
+                    with pytest.raises(RequestRejected, match="the image is not kept any more") as caught:
+                        await ask(session, kept.messages)
+                    assert caught.value.code == "image_dropped"
+        await nothing_is_left(engine, simulation)
+
+
+async def test_whether_a_model_takes_images(autojump_clock):
+    async with engine_for_images() as (engine, _):
+        assert engine.takes_images
+    async with simulated_engine() as (engine, _):
+        assert not engine.takes_images
