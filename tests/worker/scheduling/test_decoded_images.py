@@ -1,0 +1,378 @@
+"""Requests with images: decoded out of line, encoded tile by tile, and never mixed up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from image_bench import BAD, ImageBench
+
+from trioengine.core.messages import (
+    AddSession,
+    EndSession,
+    FinishReason,
+    PayloadConsumed,
+    RequestFailed,
+    StopSession,
+    token_ids,
+)
+from trioengine.testing.toy_vision import TOY_TILE
+from trioengine.worker.scheduling.decode_queue import DECODED_MEMORY, DecodedImage, PictureDecoded, decode_picture
+
+HALF = DECODED_MEMORY // TOY_TILE.decoded_bytes // 2  # tiles that take half of the memory for decoded ones
+
+
+# ---- decoding -------------------------------------------------------------------------------------------------------
+
+
+def test_a_sequence_comes_back_to_its_place_when_it_is_decoded() -> None:
+    bench = ImageBench(max_num_seqs=1)
+    bench.add(1, [1, 1], max_tokens=2)
+    bench.add(2, [1, b"cat"])
+    bench.add(3, [3, 3], max_tokens=2)
+    bench.add(4, [4, 4], max_tokens=2)
+    assert [bench.step() for _ in range(3)] == [[(1, 2)], [(1, 1)], [(3, 2)]]  # 2 has left the line for its image
+    bench.decode()
+    assert [bench.step() for _ in range(2)] == [[(3, 1)], [(2, 4)]]
+    bench.run()
+    assert list(bench.ends) == [1, 3, 2, 4]
+
+
+def test_an_image_that_cannot_be_decoded_fails_its_request_alone() -> None:
+    bench = ImageBench()
+    bench.add(1, [1, BAD, b"dog"])
+    bench.add(2, [1, 2])
+    bench.step()
+    assert len(bench.decoder) == 2
+    assert bench.decode() == [
+        RequestFailed(1, 1, "invalid_image", "messages[0].content[1]: the toy model cannot read it"),
+        PayloadConsumed(1),
+        PayloadConsumed(2),
+    ]
+    assert len(bench.decoder) == 0  # the other image is not decoded for nobody
+    bench.run()
+    assert bench.ends == {2: FinishReason.LENGTH}
+    assert bench.step_loop.held_tokens(1).tolist() == bench.prompts[1][0]
+
+
+def test_two_requests_with_the_same_bad_image_fail_each_for_itself() -> None:
+    bench = ImageBench()
+    bench.add(1, [1, BAD])
+    bench.add(2, [2, BAD])
+    bench.run()
+    assert bench.failures.keys() == {1, 2}
+    assert sorted(bench.consumed) == [1, 2]
+
+
+def test_an_image_of_other_tiles_than_announced_fails_its_request() -> None:
+    bench = ImageBench()
+    message = bench.message(1, [1, (b"cat", 2)])
+    info = replace(message.images[0].info, width=8)
+    bench.handle(AddSession(1), replace(message, images=(replace(message.images[0], info=info),)))
+    bench.arrive(1)
+    bench.run()
+    assert bench.failures[1][1].endswith(": the image has 1 tiles, and 2 in the prompt")
+
+
+def test_a_decoder_never_raises() -> None:
+    def fail(data: memoryview, info: object) -> DecodedImage:
+        raise KeyError("table")
+
+    bench = ImageBench()
+    bench.add(1, [1, b"cat"])
+    bench.step()
+    picture = bench.decoder._pictures[0]
+    assert decode_picture(picture, fail) == PictureDecoded(picture, None, "KeyError: 'table'")
+
+
+@pytest.mark.parametrize("end", [StopSession(1, 1), EndSession(1)], ids=["stop", "end"])
+def test_an_end_takes_images_from_the_decoder(end: StopSession | EndSession) -> None:
+    bench = ImageBench()
+    bench.add(1, [1, b"cat"])
+    bench.step()
+    assert len(bench.decoder) == 1
+    assert bench.handle(end)[-1] == PayloadConsumed(1)
+    assert len(bench.decoder) == 0
+
+
+def test_an_image_that_is_being_decoded_is_closed_when_that_is_done() -> None:
+    bench = ImageBench()
+    bench.add(1, [1, b"cat"])
+    bench.step()
+    bench.decoder.decode()  # the thread has it, and reads its bytes
+    assert len(bench.handle(StopSession(1, 1))) == 1
+    assert (bench.outstanding, bench.step_loop.num_payloads) == ((1,), 1)
+    assert bench.step_loop.handle(bench.decoded.pop()) == [PayloadConsumed(1)]
+
+
+def test_an_image_that_is_being_decoded_is_found_by_the_next_request() -> None:
+    bench = ImageBench()
+    bench.add(1, [1, b"cat"])
+    bench.step()
+    bench.decoder.decode()
+    bench.handle(StopSession(1, 1))
+    bench.add(2, [2, b"cat"])
+    assert bench.consumed == [2]
+    bench.step()
+    assert len(bench.decoder) == 0
+    bench.step_loop.handle(bench.decoded.pop())
+    assert bench.step() == [(2, 4)]
+
+
+def test_the_next_one_is_decoded_when_the_first_one_ends() -> None:
+    bench = ImageBench()
+    bench.add(1, [1, b"cat"])
+    bench.add(2, [2, b"dog"])
+    bench.step()
+    bench.handle(StopSession(1, 1))
+    assert len(bench.decoder) == 1
+    bench.decode()
+    assert bench.step() == [(2, 4)]
+
+
+def test_a_bad_image_that_is_decoded_for_nobody_fails_nobody() -> None:
+    bench = ImageBench()
+    bench.add(1, [1, BAD])
+    bench.add(2, [2, b"dog"])
+    bench.step()
+    bench.decoder.decode()
+    bench.handle(StopSession(1, 1))
+    assert bench.step_loop.handle(bench.decoded.pop()) == [PayloadConsumed(1)]
+    bench.run()
+    assert bench.ends[2] is FinishReason.LENGTH
+
+
+def test_pixels_stay_for_all_that_are_about_to_compute_them() -> None:
+    """The second request, whose first tile is in the prefix cache, is done with them; the third has just begun."""
+    bench = ImageBench(max_tiles_per_step=1)
+    bench.add(1, [1, (b"cat", 2)])
+    bench.step()
+    bench.decode()
+    assert bench.step() == [(1, 4)]
+    bench.handle(EndSession(1))
+    bench.add(2, [1, (b"cat", 2)])
+    bench.step()
+    bench.decode()
+    bench.add(3, [9, (b"cat", 2)])
+    assert bench.step() == [(2, 3), (3, 1)]
+    bench.run()
+    assert bench.num_decoded == 2
+    assert bench.ends == {2: FinishReason.LENGTH, 3: FinishReason.LENGTH}
+
+
+def test_pixels_go_when_the_prompt_is_computed() -> None:
+    """Of the first tile there are no features: it was in the prefix cache."""
+    bench = ImageBench(max_tiles_per_step=1)
+    bench.add(1, [1, (b"cat", 2)])
+    bench.step()
+    bench.decode()
+    assert bench.step() == [(1, 4)]
+    bench.handle(EndSession(1))
+    bench.add(2, [1, (b"cat", 2)])
+    bench.step()
+    bench.decode()
+    assert bench.step() == [(2, 3)]
+    assert bench.runner.steps[-1] == ([(2, 3)], [1])
+    assert (bench.outstanding, bench.step_loop._scheduler.pictures.decoded_bytes) == ((2,), 0)
+    bench.run()
+    assert bench.ends == {2: FinishReason.LENGTH}
+
+
+def test_a_sequence_that_leaves_the_line_again_keeps_no_pixels_meanwhile() -> None:
+    """The first image is in the prefix cache at first, and is evicted while the sequence waits for blocks."""
+    bench = ImageBench(kv_blocks_total=8, encoder_cache_memory=0)
+    bench.add(1, [2, b"cat"], max_tokens=2)
+    bench.run()
+    bench.add(2, [3] * 8, max_tokens=23)
+    bench.add(3, [2, b"cat", 2, b"dog"], max_tokens=1)
+    for _ in range(16):
+        bench.step()
+    bench.decode()
+    pictures = bench.step_loop._scheduler.pictures
+    assert pictures.decoded_bytes == TOY_TILE.decoded_bytes
+    while 2 not in bench.ends:
+        bench.step()
+    assert bench.step() == []
+    assert (len(bench.decoder), pictures.decoded_bytes) == (2, 2 * TOY_TILE.decoded_bytes)
+    bench.decode()
+    bench.run()
+    assert bench.num_decoded == 4
+    assert bench.ends[3] is FinishReason.LENGTH
+
+
+def test_decoded_tiles_have_room_for_one_request_after_the_other() -> None:
+    """The third fits beside the first, but is not begun before the second."""
+    bench = ImageBench(max_num_seqs=1, enable_prefix_caching=False)
+    bench.add(1, [1, (b"a", HALF)], max_tokens=1)
+    bench.add(2, [1, (b"b", HALF + 1)], max_tokens=1)
+    bench.add(3, [1, (b"c", HALF)], max_tokens=1)
+    bench.step()
+    pictures = bench.step_loop._scheduler.pictures
+    assert (len(bench.decoder), pictures.decoded_bytes) == (1, DECODED_MEMORY // 2)
+    bench.decode()
+    assert (len(bench.decoder), pictures.decoded_bytes) == (0, DECODED_MEMORY // 2)
+    bench.step()
+    assert len(bench.decoder) == 1
+    bench.run()
+    assert list(bench.ends) == [1, 2, 3]
+
+
+def test_a_request_larger_than_the_room_is_decoded_alone() -> None:
+    bench = ImageBench()
+    bench.add(1, [1, (b"huge", 3 * HALF)], max_tokens=1)
+    bench.run()
+    assert bench.ends == {1: FinishReason.LENGTH}
+
+
+# ---- tiles ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_cut_before_the_first_tile_that_is_too_many() -> None:
+    bench = ImageBench(max_tiles_per_step=2)
+    bench.add(1, [1, (b"large", 5), 2], max_tokens=1)
+    bench.run()
+    assert bench.runner.steps == [([(1, 7)], [0, 1]), ([(1, 6)], [2, 3]), ([(1, 4)], [4])]
+
+
+def test_a_tile_is_encoded_once_and_computed_in_several_chunks() -> None:
+    bench = ImageBench(chunked_prefill_size=2, max_tiles_per_step=1)
+    bench.add(1, [1, (b"wide", 2), 2], max_tokens=1)
+    bench.run()
+    assert bench.runner.steps == [([(1, 2)], [0]), ([(1, 2)], []), ([(1, 2)], [1]), ([(1, 2)], [])]
+
+
+def test_what_comes_behind_a_prompt_that_was_cut_waits() -> None:
+    bench = ImageBench(max_tiles_per_step=1)
+    bench.add(1, [1, (b"wide", 3)], max_tokens=1)
+    bench.add(2, [2, 2], max_tokens=1)
+    bench.add(3, [3, b"other"], max_tokens=1)
+    assert bench.step() == [(2, 2)]
+    bench.decode()
+    bench.decode()
+    assert bench.step() == [(1, 4)]
+    assert bench.step() == [(1, 3)]
+    assert bench.step() == [(1, 3), (3, 1)]  # the text before the third one's image; the step's one tile is the first's
+    assert bench.step() == [(3, 3)]
+    bench.run()
+
+
+def test_decodes_are_left_out_of_no_step_while_there_are_tiles_to_encode() -> None:
+    limits = {"chunked_prefill_size": 4, "max_num_batched_tokens": 16, "max_tiles_per_step": 2}
+    bench = ImageBench(**limits)
+    bench.add(1, [1], max_tokens=20)
+    bench.step()
+    bench.add(2, [(b"large", 4), *[5] * 20], max_tokens=1)
+    bench.step()
+    bench.decode()
+    steps = [bench.step() for _ in range(6)]
+    assert steps[:3] == [[(1, 1), (2, 4)]] * 3
+    assert steps[3:] == [[(2, 4)], [(2, 4)], [(2, 4)]]  # which have no tile to encode
+
+
+# ---- the prefix cache -----------------------------------------------------------------------------------------------
+
+
+def test_the_same_image_is_found_in_the_prefix_cache() -> None:
+    bench = ImageBench(encoder_cache_memory=0)
+    bench.add(1, [1, 2, b"cat", 3, 4, 5, 6], max_tokens=1)
+    bench.run()
+    bench.add(2, [1, 2, b"cat", 3, 4, 5, 7], max_tokens=1)
+    bench.run()
+    assert bench.cached_tokens == {1: 0, 2: 8}  # blocks of 4, short of the last token
+    assert len(bench.runner.steps) == 2
+    assert bench.runner.steps[1] == ([(2, 1)], [])
+    assert bench.consumed == [1, 2]  # the second one was never decoded, and was kept for a preemption
+
+
+def test_different_images_share_what_comes_before_them_alone() -> None:
+    """In the first block are two tokens of text, which are copied, and two of the image, which are not."""
+    bench = ImageBench()
+    bench.add(1, [1, 2, b"cat", 3, 4, 5, 6], max_tokens=1)
+    bench.run()
+    bench.add(2, [1, 2, b"dog", 3, 4, 5, 6], max_tokens=1)
+    bench.run()
+    assert bench.cached_tokens == {1: 0, 2: 2}
+    bench.add(3, [1, 2, *bench.prompts[1][0][2:5], 3, 4, 5, 6], max_tokens=1)  # image tokens, and no image
+    bench.run()
+    assert bench.cached_tokens[3] == 2
+
+
+def test_images_in_another_order_are_another_prompt() -> None:
+    bench = ImageBench(block_size=1)
+    bench.add(1, [1, b"cat", b"dog", 2], max_tokens=1)
+    bench.run()
+    bench.add(2, [1, b"dog", b"cat", 2], max_tokens=1)
+    bench.run()
+    assert bench.cached_tokens == {1: 0, 2: 1}
+    assert bench.ends == {1: FinishReason.LENGTH, 2: FinishReason.LENGTH}
+
+
+def test_a_prefix_that_ends_within_a_tile_is_used() -> None:
+    """Three tokens of the image's second tile are cached, in a block whose other tokens are another text."""
+    bench = ImageBench(block_size=8, encoder_cache_memory=0)
+    bench.add(1, [1, (b"wide", 2), 2, 3], max_tokens=1)
+    bench.run()
+    bench.add(2, [1, (b"wide", 2), 9], max_tokens=1)
+    bench.run()
+    assert bench.cached_tokens == {1: 0, 2: 7}
+    assert bench.runner.steps[-1] == ([(2, 1)], [])
+
+
+# ---- preemption -----------------------------------------------------------------------------------------------------
+
+
+def test_a_preempted_sequence_keeps_its_features() -> None:
+    bench = ImageBench(kv_blocks_total=8, enable_prefix_caching=False, encoder_cache_memory=0)
+    bench.add(1, [1] * 12, max_tokens=12)
+    bench.add(2, [2, b"cat", *[2] * 8], max_tokens=6)
+    bench.run()
+    assert bench.step_loop.statistics().num_preemptions > 0
+    assert [encoded for _, encoded in bench.runner.steps if encoded] == [[0]]
+    assert bench.ends.keys() == {1, 2}
+
+
+def test_a_preempted_sequence_decodes_what_the_prefix_cache_has_lost() -> None:
+    """The third request finds its image's tokens computed, and keeps the payload in case they are lost, as they are."""
+    bench = ImageBench(kv_blocks_total=8, encoder_cache_memory=0)
+    bench.add(1, [2, b"cat", 2, 2, 2, 2], max_tokens=1)
+    bench.run()
+    bench.add(2, [3] * 8, max_tokens=24)
+    bench.add(3, [2, b"cat", 2, 2, 2, 2, 2], max_tokens=16)
+    while not bench.step_loop.statistics().num_preemptions:
+        bench.step()
+    assert bench.cached_tokens[3] == 8
+    assert bench.outstanding == (2,)
+    bench.run()
+    assert bench.consumed == [1, 2]
+    assert [encoded for _, encoded in bench.runner.steps if encoded] == [[0], [0]]
+    assert bench.ends.keys() == {1, 2, 3}
+
+
+def test_a_sequence_that_is_preempted_before_its_image_keeps_the_pixels() -> None:
+    """Or it would leave the line again, be overtaken, and be preempted again."""
+    bench = ImageBench(kv_blocks_total=5, chunked_prefill_size=1, enable_prefix_caching=False)
+    bench.add(1, [1], max_tokens=19)
+    bench.step()
+    bench.add(2, [*[2] * 8, b"cat"], max_tokens=2)
+    bench.step()
+    bench.decode()
+    for _ in range(8):
+        bench.step()
+    assert bench.step_loop.statistics().num_preemptions == 1
+    assert [encoded for _, encoded in bench.runner.steps if encoded] == []
+    bench.run()
+    assert bench.num_decoded == 1
+    assert bench.ends.keys() == {1, 2}
+
+
+def test_a_resumed_request_has_its_images() -> None:
+    """Another worker gets the prompt and the first tokens of the answer."""
+    bench = ImageBench()
+    message = bench.message(1, [1, b"cat", 2], max_tokens=5)
+    output = bench.expected(1)
+    message = replace(message, token_ids=token_ids([*message.token_ids, *output[:2]]), num_output=2)
+    bench.handle(AddSession(1), message)
+    bench.arrive(1)
+    while bench.step_loop.has_work or len(bench.decoder):
+        bench.decode() if len(bench.decoder) else bench.step()
+    assert bench.answers[1] == output[2:]
