@@ -1,6 +1,6 @@
 """Hostile images, read as the server's process reads them, with what each costs: the child of test_hostile_images.py.
 
-Usage: python image_attacks.py, with tests/core and tests/text in PYTHONPATH. It prints a line of JSON for each attack:
+Usage: python image_attacks.py, with tests/data in PYTHONPATH. It prints a line of JSON for each attack:
 name, answer, seconds of processor time, and bytes.
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
+DATA = Path(__file__).parents[1] / "data"
 CHILD = Path(__file__).with_name("image_attacks.py")
 LAST_RESORT = 3600  # seconds
 SECONDS, MEMORY = 0.1, 50 << 20  # of processor time, and bytes
@@ -70,8 +70,8 @@ ACCEPTED = {
 @pytest.fixture(scope="module")
 def results():
     command = [sys.executable, str(CHILD)]
-    helpers = (str(TESTS / "core"), str(TESTS / "text"), os.environ.get("PYTHONPATH", ""))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, helpers))}
+    paths = (str(DATA), os.environ.get("PYTHONPATH", ""))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     child = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LAST_RESORT, env=environment)
     assert child.returncode == 0, child.stderr[-2000:]
     return {name: rest for name, *rest in map(json.loads, child.stdout.splitlines())}
