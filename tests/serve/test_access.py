@@ -271,11 +271,11 @@ async def test_an_origin_may_be_allowed_without_a_key(autojump_clock):
         assert status_and_body(await clients.http(get("/version", f"Origin: {SITE}", host="evil.org")))[0] == 403
 
 
-async def test_insecure_asks_nothing_but_a_key(autojump_clock):
+async def test_insecure_asks_for_nothing_and_keys_for_a_key(autojump_clock):
     page = ("Origin: https://evil.org",)
     async with open_clients(insecure=True) as clients:
         assert status_and_body(await clients.http(get("/version", *page, host="evil.net")))[0] == 200
-    async with open_clients(insecure=True, **KEYS) as clients:
+    async with open_clients(**KEYS) as clients:
         assert status_and_body(await clients.http(get("/version", host="evil.net")))[0] == 401
         assert status_and_body(await clients.http(get("/version", *page, bearer(KEY), host="evil.net")))[0] == 403
 
