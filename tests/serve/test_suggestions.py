@@ -87,10 +87,14 @@ async def test_an_unknown_parameter(autojump_clock, clients, target, message):
     assert (answer.status, answer.error["message"]) == (400, message)
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/toy"])
-async def test_the_models_have_no_parameters(autojump_clock, clients, path):
-    answer = await clients.request("GET", f"{path}?x=1")
-    assert (answer.status, answer.error["message"]) == (400, "unknown parameter 'x'")
+async def test_no_route_ignores_a_parameter(autojump_clock, clients):
+    routes = clients.server.front_door._routes
+    assert {"/", "/health", "/metrics", "/v1/models", CHAT, "/tokenize", "/is_sleeping", "/sleep"} <= routes.keys()
+    for path, route in routes.items():
+        for method in route.handlers.keys() - {"HEAD"}:
+            answer = await clients.request(method, f"{path.replace('*', 'toy')}?xyzzy=", None)
+            assert (answer.status, answer.error["message"]) == (400, "unknown parameter 'xyzzy'"), path
+            assert (answer.error["code"], answer.error["param"]) == ("unsupported_parameter", "xyzzy")
 
 
 async def test_an_unknown_parameter_of_a_handshake(autojump_clock, clients):

@@ -52,5 +52,7 @@ def _retention(value: Mapping[str, Any], where: str) -> Truncation:
     try:
         ratio = number(fields[_RATIO], 0, 1)
     except ValueError as exc:
-        raise ClientError("invalid_value", f"{where}.{_RATIO} {in_json(str(exc), fields[_RATIO])}", param=f"{where}.{_RATIO}") from None
+        raise ClientError(
+            "invalid_value", f"{where}.{_RATIO} {in_json(str(exc), fields[_RATIO])}", param=f"{where}.{_RATIO}"
+        ) from None
     return Truncation({"type": _RATIO, _RATIO: ratio}, "drop_oldest_turns", ratio)
