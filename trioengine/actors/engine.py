@@ -71,8 +71,9 @@ class Engine(EngineState):
     async def run(self, *, task_status: trio.TaskStatus[Engine] = trio.TASK_STATUS_IGNORED) -> None:
         """Run the engine until `close`, or until cancelled; then every session is ended and the worker is gone.
 
-        Raises ModelError when the model cannot be used, WorkerLost when no worker can be kept running. Cancelled, it
-        still writes what the sessions posted last, within `worker_shutdown_timeout`.
+        Raises ModelError when the model cannot be used, InvalidConfig for a `max_model_len` longer than its context,
+        WorkerLost when no worker can be kept running. Cancelled, it still writes what the sessions posted last, within
+        `worker_shutdown_timeout`.
         """
         task_status.started(self)
         try:
@@ -105,6 +106,7 @@ class Engine(EngineState):
     async def _find_model(self) -> Path:
         path = await self.ports.find_model(self.config.model, self._on_progress)
         self._model = model = await self.ports.run_in_thread(self.ports.read_model, path)
+        self.config.check_context(model.context_length)
         self._tokenizer = ChatTokenizer(
             model.tokenizer, model.chat_template, model.images, f"model {self.config.model!r}"
         )
