@@ -73,6 +73,7 @@ UNKNOWN = [
     ("open_session", (), "time_out", "timeout"),
     ("generate", ("x",), "wat", "wait"),
     ("session.generate", ("x",), "keep_part", "keep_partial"),
+    ("ask", ("x",), "max_token", "max_tokens"),
     ("session.ask", ("x",), "max_token", "max_tokens"),
     ("abort", (), "requst", "request"),
 ]

@@ -26,7 +26,7 @@ from trioengine.core.bounds import brief, counted
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvalidConfig
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
-from trioengine.core.options import EngineOptions, SamplingOptions, merged_config, merged_params
+from trioengine.core.options import EngineOptions, SamplingOptions, ask_of, merged_config, merged_params
 from trioengine.core.outcome import Cause, check_cause
 from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
@@ -189,7 +189,7 @@ class Engine(EngineState):
         finally:
             session.end()
 
-    ask = generate  # the name that a session has for a whole answer
+    ask = ask_of(generate)
 
     @names_checked
     def abort(self, request: int | str) -> int:
