@@ -376,9 +376,25 @@ def server(port=0):
         process.communicate()
 
 
+def test_a_chat_of_a_pipe_ends_with_its_server():
+    """Its reader could not tell an answer that is begun again from a whole one."""
+    with server() as (process, port):
+        options = ("--ignore-eos", "--temperature", "0", "--max-tokens", "400")
+        command = [sys.executable, "-m", "trioengine.cli", "chat", "--connect", f"http://127.0.0.1:{port}", *options]
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        with subprocess.Popen(command, **pipes) as chat:
+            chat.stdin.write(b"hello\nagain\n")
+            chat.stdin.flush()
+            assert chat.stdout.read(1)
+            process.kill()
+            said, complaints = chat.communicate(timeout=PATIENCE)
+    assert (b"\n" in said, chat.returncode) == (False, 1)
+    assert complaints.startswith(b"trioengine: error: the connection to the server broke off")
+
+
 def test_a_chat_goes_on_with_its_conversation_after_the_server_was_killed():
     lost = b"\r\ntrioengine: error: the connection to the server broke off: the server died, or the network failed"
-    kept = b"(the next message connects again; the conversation is kept)\r\n> "
+    kept = b"(Enter sends the message again, over a new connection; the conversation is kept)\r\n> hello"
     with server() as (process, port):
         options = ("--ignore-eos", "--temperature", "0", "--max-tokens", "200")
         address = f"http://127.0.0.1:{port}"
@@ -389,11 +405,15 @@ def test_a_chat_goes_on_with_its_conversation_after_the_server_was_killed():
             process.wait()  # its sockets are closed: the listening one, too
             user.until(lost)
             user.until(kept)
-            user.type(b"hello again\r")
+            user.type(b" again\\\r")
+            user.until("… ".encode())
+            user.type(b"and now?\r")
             user.until(b"connection refused")
-            user.until(kept)
+            user.until(kept + b" again\\")
             with server(port):
-                ask(user, b"and now?")
+                user.type(b"\r")
+                user.until("… and now?".encode())
+                ask(user, b"")
                 user.type(CTRL_C)
                 user.until(b"\n(stopped)\r\n> ")
                 user.type(CTRL_D)
