@@ -62,6 +62,7 @@ async def test_a_request_whose_image_was_dropped_does_not_go_on(autojump_clock):
                 simulation.worker.kill()
                 with pytest.raises(RequestRejected, match="the image is not kept any more"):
                     await generation.result()
+                assert generation.losses.resumed == 0
         await nothing_is_left(engine, simulation)
 
 
