@@ -1,4 +1,4 @@
-"""Requests with images that are cancelled, ended, put to sleep, or lose their worker: payloads are given back once."""
+"""Requests with images that are ended, put to sleep, or lose their worker: payloads are given back once."""
 
 import gc
 import weakref
@@ -7,27 +7,23 @@ from functools import partial
 import pytest
 import trio
 from expectations import until
-from image_sessions import LONG, OTHER, PICTURE, SIZE, ask, engine_for_images, nothing_is_left, png, reference
+from image_sessions import (
+    LONG,
+    OTHER,
+    PICTURE,
+    SIZE,
+    ask,
+    content_of,
+    engine_for_images,
+    nothing_is_left,
+    png,
+    reference,
+)
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineOverloaded, RequestRejected, TimedOut
 from trioengine.core.outcome import Cause
 from trioengine.testing import simulated_engine
-
-# ---- lifecycle ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("passes", range(14))
-async def test_cancelled_at_any_pass_nothing_is_left(autojump_clock, passes):
-    """From the reservation to the send, and beyond: whatever was reserved or sealed is given back, once."""
-    async with engine_for_images() as (engine, simulation):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(partial(engine.generate, "What?", LONG, media=[PICTURE, OTHER]))
-            for _ in range(passes):
-                await trio.lowlevel.checkpoint()
-            nursery.cancel_scope.cancel()
-        await wait_all_tasks_blocked()
-        await nothing_is_left(engine, simulation)
 
 
 async def test_a_worker_dies_with_payloads_in_the_socket(autojump_clock):
@@ -227,14 +223,6 @@ async def test_the_bytes_are_gone_while_the_answer_is_streamed(autojump_clock):
 # ---- images that are kept for later requests ------------------------------------------------------------------------
 
 
-def content_of(*images, text="What?"):
-    return {"role": "user", "content": [*({"type": "image", "image": image} for image in images), text_part(text)]}
-
-
-def text_part(text):
-    return {"type": "text", "text": text}
-
-
 async def test_kept_images_are_for_requests_of_any_session(autojump_clock):
     async with engine_for_images() as (engine, simulation):
         with await engine.keep_images([content_of(PICTURE)]) as kept:
@@ -255,22 +243,6 @@ async def test_a_session_keeps_what_is_released(autojump_clock):
                 kept.release()
             generation, completion = await ask(session, "And?")
             assert completion.token_ids == reference(generation, PICTURE)
-        await nothing_is_left(engine, simulation)
-
-
-@pytest.mark.parametrize("passes", range(5))
-async def test_cancelled_at_any_pass_no_image_is_kept(autojump_clock, passes):
-    async with engine_for_images() as (engine, simulation):
-
-        async def keep():
-            with await engine.keep_images([content_of(PICTURE, OTHER)]):
-                await trio.sleep_forever()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(keep)
-            for _ in range(passes):
-                await trio.lowlevel.checkpoint()
-            nursery.cancel_scope.cancel()
         await nothing_is_left(engine, simulation)
 
 

@@ -13,6 +13,7 @@ from image_sessions import (
     SIZE,
     UNREADABLE,
     ask,
+    content_of,
     engine_for_images,
     nothing_is_left,
     png,
@@ -62,10 +63,7 @@ async def test_an_image_of_a_history_is_used_in_another_session(autojump_clock):
 
 
 async def test_a_history_may_begin_with_images(autojump_clock):
-    history = [
-        {"role": "user", "content": [{"type": "image", "image": PICTURE}, {"type": "text", "text": "Look"}]},
-        {"role": "assistant", "content": "Yes"},
-    ]
+    history = [content_of(PICTURE), {"role": "assistant", "content": "Yes"}]
     async with engine_for_images() as (engine, simulation):
         async with engine.open_session(history=history) as session:
             assert engine.statistics().payload_bytes_kept == SIZE
@@ -150,7 +148,7 @@ async def test_token_ids_take_no_media(autojump_clock):
 
 @pytest.mark.parametrize("image", [b"what", OTHER], ids=["no image", "no room"])
 async def test_a_session_that_is_refused_for_its_history_is_counted(autojump_clock, image):
-    history = [{"role": "user", "content": [{"type": "image", "image": image}]}]
+    history = [content_of(image)]
     async with engine_for_images(payload_memory=SIZE - 1) as (engine, simulation):
         with pytest.raises(RequestRejected):
             await engine.open_session(history=history).__aenter__()
@@ -229,7 +227,7 @@ async def in_the_line(engine, simulation, nursery):
 
 
 async def test_a_session_that_ends_while_its_history_waits_for_room(autojump_clock):
-    history = [{"role": "user", "content": [{"type": "image", "image": OTHER}]}]
+    history = [content_of(OTHER)]
     async with engine_for_images(payload_memory=SIZE) as (engine, simulation), trio.open_nursery() as nursery:
         simulation.worker.payloads.by_hand = True
         nursery.start_soon(partial(engine.generate, "What?", EIGHT, media=[PICTURE]))
