@@ -13,6 +13,7 @@ from image_sessions import (
     SIZE,
     UNREADABLE,
     ask,
+    content_of,
     engine_for_images,
     nothing_is_left,
     png,
@@ -20,7 +21,7 @@ from image_sessions import (
 )
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineOverloaded, FinishReason, RequestRejected, TimedOut
+from trioengine import EngineOverloaded, FinishReason, RequestRejected, SessionEnded, TimedOut
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.toy_vision import ToyPicture
@@ -62,10 +63,7 @@ async def test_an_image_of_a_history_is_used_in_another_session(autojump_clock):
 
 
 async def test_a_history_may_begin_with_images(autojump_clock):
-    history = [
-        {"role": "user", "content": [{"type": "image", "image": PICTURE}, {"type": "text", "text": "Look"}]},
-        {"role": "assistant", "content": "Yes"},
-    ]
+    history = [content_of(PICTURE), {"role": "assistant", "content": "Yes"}]
     async with engine_for_images() as (engine, simulation):
         async with engine.open_session(history=history) as session:
             assert engine.statistics().payload_bytes_kept == SIZE
@@ -148,6 +146,16 @@ async def test_token_ids_take_no_media(autojump_clock):
             await engine.generate([1, 2], EIGHT, media=[PICTURE])
 
 
+@pytest.mark.parametrize("image", [b"what", OTHER], ids=["no image", "no room"])
+async def test_a_session_that_is_refused_for_its_history_is_counted(autojump_clock, image):
+    history = [content_of(image)]
+    async with engine_for_images(payload_memory=SIZE - 1) as (engine, simulation):
+        with pytest.raises(RequestRejected):
+            await engine.open_session(history=history).__aenter__()
+        assert (engine.statistics().sessions, engine.statistics().rejected) == (0, 1)
+        await nothing_is_left(engine, simulation)
+
+
 async def test_one_bad_image_fails_its_own_request(autojump_clock):
     async with engine_for_images() as (engine, simulation):
         async with engine.open_session() as good, engine.open_session() as bad:
@@ -216,6 +224,31 @@ async def in_the_line(engine, simulation, nursery):
     await wait_all_tasks_blocked()
     assert len(engine.payloads.line) == 1
     return scope
+
+
+async def test_a_session_that_ends_while_its_history_waits_for_room(autojump_clock):
+    history = [content_of(OTHER)]
+    async with engine_for_images(payload_memory=SIZE) as (engine, simulation), trio.open_nursery() as nursery:
+        simulation.worker.payloads.by_hand = True
+        nursery.start_soon(partial(engine.generate, "What?", EIGHT, media=[PICTURE]))
+        await wait_all_tasks_blocked()
+        session, entered = engine.open_session(history=history), trio.Event()
+
+        async def enter():
+            with pytest.raises(SessionEnded) as caught:
+                await session.__aenter__()
+            assert caught.value.cause == "client"
+            entered.set()
+
+        nursery.start_soon(enter)
+        await wait_all_tasks_blocked()
+        assert len(engine.payloads.line) == 1
+        session.end()
+        await wait_all_tasks_blocked()
+        assert entered.is_set() and engine.statistics().rejected == 1
+        simulation.worker.payloads.by_hand = False
+        simulation.worker.receive_payloads()
+        await nothing_is_left(engine, simulation)
 
 
 async def test_a_small_image_does_not_overtake_large_ones_that_wait(autojump_clock):

@@ -27,6 +27,8 @@ MAX_WAIT = 60.0  # seconds for room in the budget, whatever the request's own ti
 class RequestImages:
     """Those of one request. `unpin` gives back whatever it has pinned."""
 
+    __slots__ = ("__weakref__", "_deadline", "_engine", "_pinned", "_wait")
+
     def __init__(self, engine: EngineState, *, wait: bool | None = False, deadline: Deadline = NEVER) -> None:
         self._engine = engine
         self._wait = wait
