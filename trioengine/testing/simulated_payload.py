@@ -58,6 +58,7 @@ class PayloadWire:
     def __init__(self, arrive: Callable[[int, SimulatedPayload], None], size: int, *, by_hand: bool) -> None:
         self.by_hand = by_hand
         self.is_broken = False
+        self.fails_next = False  # send
         self._arrive = arrive
         self._size = size
         self._payloads: deque[tuple[int, SimulatedPayload]] = deque()
@@ -67,11 +68,12 @@ class PayloadWire:
         return len(self._payloads)
 
     async def send(self, payload: int, sealed: SimulatedMemfd) -> None:
-        """BrokenResourceError: it is broken. Cancelled, nothing is sent."""
+        """BrokenResourceError: it is broken, or breaks now. Cancelled, nothing is sent."""
         await trio.lowlevel.checkpoint()
         while len(self._payloads) >= self._size and not self.is_broken:
             self._moved = trio.Event()
             await self._moved.wait()
+        self.is_broken |= self.fails_next
         if self.is_broken:
             raise trio.BrokenResourceError("the payload socket is broken")
         self._payloads.append((payload, sealed.pass_on()))
