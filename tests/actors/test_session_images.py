@@ -215,6 +215,17 @@ async def test_a_request_waits_for_room(autojump_clock):
         await nothing_is_left(engine, simulation)
 
 
+async def test_a_history_without_images_needs_no_room(autojump_clock):
+    async with engine_for_images(payload_memory=SIZE, behaviour=Behaviour(decode_time=0.5)) as (engine, simulation):
+        async with engine.open_session() as first, engine.open_session() as other, trio.open_nursery() as nursery:
+            async with first.generate("What?", LONG, media=[PICTURE]):
+                nursery.start_soon(partial(engine.generate, "And?", EIGHT, media=[OTHER]))
+                await wait_all_tasks_blocked()
+                assert len(engine.payloads.line) == 1
+                other.replace_history([{"role": "user", "content": "Hi."}])
+        await nothing_is_left(engine, simulation)
+
+
 async def test_a_request_does_not_wait_for_room_for_ever(autojump_clock):
     async with engine_for_images(payload_memory=SIZE) as (engine, simulation):
         async with engine.open_session() as first, engine.open_session() as second:
