@@ -35,8 +35,8 @@ class SimulatedMemfd:
     """Sealed bytes as the engine has them, and their descriptors elsewhere."""
 
     def __init__(self, chunks: Iterable[bytes | bytearray | memoryview]) -> None:
-        self._data = b"".join(chunks)
-        self.num_bytes = len(self._data)
+        self.data = b"".join(chunks)
+        self.num_bytes = len(self.data)
         self.is_open = True
         self.passed: list[SimulatedPayload] = []  # and not closed, when it was last passed on
 
@@ -47,7 +47,7 @@ class SimulatedMemfd:
     def pass_on(self) -> SimulatedPayload:
         """One more descriptor."""
         assert self.is_open, "bytes are passed on that were given back"
-        payload = SimulatedPayload(self._data)
+        payload = SimulatedPayload(self.data)
         self.passed = [*(payload for payload in self.passed if payload.is_open), payload]
         return payload
 
