@@ -148,8 +148,9 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
 
     def _check(self) -> None:
         super()._check()
-        for client in self.clients:
-            client.check_at_rest()
+        if not len(self.engine.payloads.line):  # else an event waits for room for its images
+            for client in self.clients:
+                client.check_at_rest()
 
     def _wake_up(self) -> None:
         """Asleep, nothing is said to a client that has vanished, by which it could be noticed."""
