@@ -22,9 +22,11 @@ from image_sessions import (
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineOverloaded, FinishReason, RequestRejected, SessionEnded, TimedOut
+from trioengine.actors.media import source_of
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
-from trioengine.testing.toy_vision import ToyPicture
+from trioengine.testing.simulation import SealFailure
+from trioengine.testing.toy_vision import DamagedPicture, ToyPicture
 
 # ---- answers ------------------------------------------------------------------------------------------------------
 
@@ -119,6 +121,11 @@ async def test_a_turn_that_is_taken_back_gives_its_image_back(autojump_clock):
         (b"bytes", "invalid_value", "media must be a list"),
         ([png(70_000, 1)], "image_too_large", "70000 x 1"),
         ([ToyPicture(100_000, 1)], "image_too_large", "100000 x 1"),
+        (
+            [DamagedPicture(12, 9)],
+            "image_parse_error",
+            r"messages\[0\].content\[0\]: the PIL image cannot be read: 'image file is truncated",
+        ),
     ],
 )
 async def test_what_is_no_image_is_refused(autojump_clock, media, code, why):
@@ -129,6 +136,26 @@ async def test_what_is_no_image_is_refused(autojump_clock, media, code, why):
             assert caught.value.code == code
             assert caught.value.param.startswith(("media", "messages[0].content[0]"))
             await ask(session, "What?", media=[PICTURE])
+        await nothing_is_left(engine, simulation)
+
+
+def test_a_file_that_goes_while_it_is_read_is_refused(tmp_path):
+    path = tmp_path / "picture.png"
+    path.write_bytes(png(9, 3))
+    _, chunks = source_of(path, "media[0]").open()
+    path.unlink()
+    with pytest.raises(RequestRejected, match=r"^media\[0\]: cannot read .*: No such file"):
+        list(chunks)
+
+
+@pytest.mark.parametrize("failure", SealFailure)
+async def test_bytes_that_cannot_be_sealed_overload_the_engine(autojump_clock, failure):
+    async with engine_for_images() as (engine, simulation):
+        simulation.failing_seals = [failure]
+        with pytest.raises(EngineOverloaded, match=r"no memory for an image: .*Errno") as caught:
+            await engine.generate("What?", EIGHT, media=[PICTURE, OTHER])
+        assert caught.value.code == "payloads"
+        await engine.generate("What?", EIGHT, media=[PICTURE, OTHER])
         await nothing_is_left(engine, simulation)
 
 
@@ -193,6 +220,17 @@ async def test_a_request_waits_for_room(autojump_clock):
                     await ask(second, "And?", media=[OTHER], timeout=0.01)
                 generation, completion = await ask(second, "And?", media=[OTHER])
                 assert completion.token_ids == reference(generation, OTHER)
+        await nothing_is_left(engine, simulation)
+
+
+async def test_a_history_without_images_needs_no_room(autojump_clock):
+    async with engine_for_images(payload_memory=SIZE, behaviour=Behaviour(decode_time=0.5)) as (engine, simulation):
+        async with engine.open_session() as first, engine.open_session() as other, trio.open_nursery() as nursery:
+            async with first.generate("What?", LONG, media=[PICTURE]):
+                nursery.start_soon(partial(engine.generate, "And?", EIGHT, media=[OTHER]))
+                await wait_all_tasks_blocked()
+                assert len(engine.payloads.line) == 1
+                other.replace_history([{"role": "user", "content": "Hi."}])
         await nothing_is_left(engine, simulation)
 
 
