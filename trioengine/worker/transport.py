@@ -66,7 +66,7 @@ class Transport:
         self._error: Exception | None = None  # to be raised by the next `receive`
 
     def start(self) -> threading.Thread:
-        """Begin to read. The thread ends after SHUTDOWN, at the end of the stream, or with an error: a broken frame."""
+        """Begin to read. The thread ends after SHUTDOWN, at the end of the stream, or with an error."""
         thread = threading.Thread(target=self._read, name="reader", daemon=True)
         thread.start()
         return thread
