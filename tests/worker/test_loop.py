@@ -317,3 +317,14 @@ def test_an_engine_that_does_not_read_any_more_is_noticed(worker: Worker) -> Non
     worker.engine.send(Audit(1))
     worker.lost.wait()
     worker.engine.fd_in = os.open(os.devnull, os.O_RDONLY)
+
+
+def test_an_error_of_the_pipe_is_raised_and_stays() -> None:
+    """Without messages the worker would wait for the next one for ever."""
+    folder = os.open("/", os.O_RDONLY)
+    transport = Transport(folder, folder, Progress(time.monotonic), lambda: None)
+    transport.start().join()
+    for _ in range(2):
+        with pytest.raises(IsADirectoryError):
+            transport.receive(timeout=0)
+    os.close(folder)

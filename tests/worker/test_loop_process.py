@@ -54,23 +54,26 @@ class Process:
 
 
 @contextlib.contextmanager
-def pipes() -> Iterator[tuple[EngineEnd, tuple[int, int, int]]]:
+def pipes(payloads: socket.socket | None = None) -> Iterator[tuple[EngineEnd, tuple[int, int, int]]]:
     to_worker, from_worker = os.pipe(), os.pipe()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     engine = EngineEnd(from_worker[0], to_worker[1], ours)
     try:
-        yield engine, (to_worker[0], from_worker[1], theirs.detach())
+        yield engine, (to_worker[0], from_worker[1], (payloads or theirs).detach())
     finally:
         ours.close()
+        theirs.close()
         for fd in (engine.fd_in, engine.fd_out):
             with contextlib.suppress(OSError):
                 os.close(fd)
 
 
 @contextlib.contextmanager
-def started(parent: int | None = None, *, new_session: bool = True, closed: str = "") -> Iterator[Process]:
-    """`closed`: what a shell closes before, as `2>&-`."""
-    with pipes() as (engine, fds):
+def started(
+    parent: int | None = None, *, new_session: bool = True, closed: str = "", payloads: socket.socket | None = None
+) -> Iterator[Process]:
+    """`closed`: what a shell closes before, as `2>&-`; `payloads`: takes the place of the worker's end of the pair."""
+    with pipes(payloads) as (engine, fds):
         command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, str(SCRIPT)]
         command += ["--in", str(fds[0]), "--out", str(fds[1]), "--payloads", str(fds[2])]
         popen = subprocess.Popen(
@@ -253,6 +256,15 @@ def test_what_is_no_payload_is_fatal(model_path: str | None) -> None:
         message = process.engine.receive()
         assert isinstance(message, Fatal)
         assert message.message == "RemoteProtocolError: a payload came with 7 bytes and 0 descriptors"
+        assert process.popen.wait() == 1
+
+
+def test_a_payload_socket_that_fails_is_fatal() -> None:
+    with started(payloads=socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as process:
+        message = process.engine.receive()
+        assert isinstance(message, Fatal)
+        assert message.code is FatalCode.INTERNAL
+        assert message.message == "OSError: [Errno 107] Transport endpoint is not connected"
         assert process.popen.wait() == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import queue
@@ -35,7 +36,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._reports: queue.SimpleQueue[PayloadArrived | RemoteProtocolError] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[PayloadArrived | Exception] = queue.SimpleQueue()
         self.thread = start_receiving(theirs.detach(), self._reports.put)
 
     def send(self, data: bytes, *fds: int) -> None:
@@ -45,7 +46,7 @@ class Pair:
         for fd in fds:
             os.close(fd)
 
-    def report(self) -> PayloadArrived | RemoteProtocolError:
+    def report(self) -> PayloadArrived | Exception:
         return self._reports.get(timeout=60)
 
     def source(self, payload: int, data: bytes = b"an image") -> SealedPayload:
@@ -135,6 +136,16 @@ def test_what_is_no_memfd_breaks_the_protocol(pair: Pair) -> None:
     error = pair.report()
     assert isinstance(error, RemoteProtocolError)
     assert str(error) == "a payload is not a memfd: Invalid argument"
+
+
+def test_an_error_of_the_socket_is_reported() -> None:
+    """Without payloads the worker would wait for images that cannot come."""
+    reports: queue.SimpleQueue[PayloadArrived | Exception] = queue.SimpleQueue()
+    unconnected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    start_receiving(unconnected.detach(), reports.put).join()
+    error = reports.get_nowait()
+    assert isinstance(error, OSError)
+    assert error.errno == errno.ENOTCONN
 
 
 def test_a_descriptor_is_not_inherited(pair: Pair) -> None:

@@ -49,19 +49,22 @@ class SealedPayload:
         os.close(self._fd)
 
 
-def start_receiving(fd: int, report: Callable[[PayloadArrived | RemoteProtocolError], None]) -> threading.Thread:
-    """Report every payload that comes over this end of the pair, which the thread owns, until its end or an error."""
+def start_receiving(fd: int, report: Callable[[PayloadArrived | Exception], None]) -> threading.Thread:
+    """Report every payload that comes over this end of the pair, which the thread owns, until its end or an error.
+
+    The error is the last report.
+    """
     thread = threading.Thread(target=_receive, args=(fd, report), name="payloads", daemon=True)
     thread.start()
     return thread
 
 
-def _receive(fd: int, report: Callable[[PayloadArrived | RemoteProtocolError], None]) -> None:
+def _receive(fd: int, report: Callable[[PayloadArrived | Exception], None]) -> None:
     with socket.socket(fileno=fd) as pair:
         try:
             while (arrived := _next(pair)) is not None:
                 report(arrived)
-        except RemoteProtocolError as exc:
+        except Exception as exc:
             report(exc)
 
 

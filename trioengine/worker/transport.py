@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import cast
 
 from trioengine.core.connection import Connection, Role, Stage
-from trioengine.core.errors import FrameTooLarge, RemoteProtocolError
+from trioengine.core.errors import FrameTooLarge
 from trioengine.core.messages import Activity, Fatal, FromWorker, Ping, Pong, RequestFailed, Shutdown, Tokens, ToWorker
 from trioengine.worker.scheduling.step_loop import Event
 
@@ -62,37 +62,37 @@ class Transport:
         self._connection = Connection(Role.WORKER)
         self._state = threading.Lock()
         self._write = threading.Lock()
-        self._inbox: queue.SimpleQueue[Event | RemoteProtocolError] = queue.SimpleQueue()
-        self._broken: RemoteProtocolError | None = None  # to be raised by the next `receive`
+        self._inbox: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
+        self._error: Exception | None = None  # to be raised by the next `receive`
 
     def start(self) -> threading.Thread:
-        """Begin to read. The thread ends after SHUTDOWN, at the end of the stream or at a broken frame."""
+        """Begin to read. The thread ends after SHUTDOWN, at the end of the stream, or with an error."""
         thread = threading.Thread(target=self._read, name="reader", daemon=True)
         thread.start()
         return thread
 
-    def report(self, event: Event | RemoteProtocolError) -> None:
-        """Put an event of another thread into the queue of messages."""
+    def report(self, event: Event | Exception) -> None:
+        """Put an event of another thread into the queue of messages, or the error that ended the thread."""
         self._inbox.put(event)
 
     def receive(self, *, timeout: float | None) -> list[Event]:
         """All messages and events that have come, in order; waits `timeout` seconds for the first, None: for ever.
 
-        Raises RemoteProtocolError, after what came before it, when the engine broke the rules.
+        Raises the error of another thread after what came before it: RemoteProtocolError if the engine broke the rules.
         """
-        if self._broken is not None:
-            raise self._broken
+        if self._error is not None:
+            raise self._error
         events: list[Event] = []
         for item in self._take(timeout):
-            if isinstance(item, RemoteProtocolError):
-                self._broken = item
+            if isinstance(item, Exception):
+                self._error = item
                 break
             events.append(item)
-        if self._broken is not None and not events:
-            raise self._broken
+        if self._error is not None and not events:
+            raise self._error
         return events
 
-    def _take(self, timeout: float | None) -> Iterator[Event | RemoteProtocolError]:
+    def _take(self, timeout: float | None) -> Iterator[Event | Exception]:
         try:
             yield self._inbox.get_nowait() if timeout == 0 else self._inbox.get(timeout=timeout)
             for _ in range(self._inbox.qsize()):  # bounded, so that a flood does not keep steps from running
@@ -131,10 +131,10 @@ class Transport:
             self._on_lost()
 
     def _read(self) -> None:
-        while data := os.read(self._fd_in, READ_SIZE):
-            with self._state:
-                self._connection.receive_data(data)
-            try:
+        try:
+            while data := os.read(self._fd_in, READ_SIZE):
+                with self._state:
+                    self._connection.receive_data(data)
                 while (message := self._next_message()) is not None:
                     if isinstance(message, Ping):
                         self._answer(message)
@@ -142,9 +142,9 @@ class Transport:
                     self._inbox.put(message)
                     if isinstance(message, Shutdown):
                         return
-            except RemoteProtocolError as exc:
-                self._inbox.put(exc)
-                return
+        except Exception as exc:
+            self._inbox.put(exc)
+            return
         self._on_lost()
 
     def _next_message(self) -> ToWorker | None:

@@ -12,12 +12,12 @@ from hashlib import blake2b
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from session_machine import SessionMachine
 
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.messages import (
     AddMessage,
-    AddSession,
     Audit,
     Audited,
     EndSession,
@@ -43,7 +43,6 @@ from trioengine.worker.scheduling.pictures import Picture
 from trioengine.worker.scheduling.sequence import Sequence
 from trioengine.worker.scheduling.step_loop import INVALID_IMAGE, StepLoop
 
-MAX_SESSIONS = 6
 IMAGE_TOKEN = 7
 BAD = UNREADABLE + b"bad"
 IMAGES = {b"one": 1, b"another": 1, b"two": 2, b"three": 3, BAD: 2}  # with their tiles
@@ -62,7 +61,6 @@ class Mirror:
     tokens: list[int] = field(default_factory=list)
     images: list[Placed] = field(default_factory=list)
     request: int | None = None
-    num_left: int = 0  # of the answer's tokens
 
 
 class CheckingRunner(ToyRunner):
@@ -84,7 +82,10 @@ class CheckingRunner(ToyRunner):
         return super().execute(output)
 
 
-class ImageMachine(RuleBasedStateMachine):
+class ImageMachine(SessionMachine):
+    max_sessions = 6
+    mirrors: dict[int, Mirror]
+
     @initialize(
         kv_blocks_total=st.integers(6, 20),
         block_size=st.integers(1, 4),
@@ -108,22 +109,14 @@ class ImageMachine(RuleBasedStateMachine):
         self.num_leaves: dict[int, int] = {}  # of the line, by request
         waiters = self.step_loop._scheduler._waiters
         self.decode_later, waiters.decode = waiters.decode, self.leave_the_line  # type: ignore[method-assign]
-        self.mirrors: dict[int, Mirror] = {}
+        self.mirrors = {}
         self.last_session = self.last_request = self.last_payload = 0
         self.largest = 0  # tiles of one prompt
         self.on_their_way: dict[int, bytes] = {}
         self.sources: dict[int, SimulatedPayload] = {}
         self.announced: set[int] = set()  # and not consumed
 
-    @property
-    def idle(self) -> list[int]:
-        return [session for session, mirror in self.mirrors.items() if mirror.request is None]
-
-    @property
-    def busy(self) -> list[int]:
-        return [session for session, mirror in self.mirrors.items() if mirror.request is not None]
-
-    @precondition(lambda self: self.idle or len(self.mirrors) < MAX_SESSIONS)
+    @precondition(lambda self: self.idle or self.has_room)
     @rule(
         data=st.data(),
         fresh=st.booleans(),
@@ -141,8 +134,7 @@ class ImageMachine(RuleBasedStateMachine):
         num_early: int,
         cache_salt: str,
     ) -> None:
-        is_fresh = not self.idle or (fresh and len(self.mirrors) < MAX_SESSIONS)
-        session = self.add_session() if is_fresh else data.draw(st.sampled_from(self.idle))
+        session = self.draw_session(data, Mirror(), fresh=fresh)
         mirror = self.mirrors[session]
         base = data.draw(st.sampled_from([0, len(mirror.tokens)]) | st.integers(0, len(mirror.tokens)))
         end_of = {id(image): image.tiles[-1] + self.tile.num_tokens for image in mirror.images}
@@ -158,7 +150,7 @@ class ImageMachine(RuleBasedStateMachine):
         for image in inputs[:num_early]:
             self.take(self.arrive(image.payload))
         self.last_request += 1
-        mirror.request, mirror.num_left = self.last_request, max_tokens
+        mirror.request = self.last_request
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1, cache_salt=cache_salt)
         ids = token_ids(mirror.tokens[base:])
         self.announced.update(image.payload for image in inputs)
@@ -293,12 +285,6 @@ class ImageMachine(RuleBasedStateMachine):
         source = self.sources[payload] = SimulatedPayload(self.on_their_way.pop(payload))
         return self.step_loop.handle(PayloadArrived(payload, source))
 
-    def add_session(self) -> int:
-        self.last_session += 1
-        assert self.step_loop.handle(AddSession(self.last_session)) == []
-        self.mirrors[self.last_session] = Mirror()
-        return self.last_session
-
     def take(self, replies: list[FromWorker]) -> None:
         for reply in replies:
             match reply:
@@ -328,7 +314,6 @@ class ImageMachine(RuleBasedStateMachine):
         images = [(image.tiles, image.data) for image in mirror.images]
         assert tokens == toy_answer(mirror.tokens, 1, images=images, tile=self.tile)
         mirror.tokens += tokens
-        mirror.num_left -= 1
 
 
 TestImageMachine = ImageMachine.TestCase

@@ -274,3 +274,21 @@ def test_memory_sleeps_while_an_image_is_decoded_for_nobody() -> None:
     assert bench.handle(Sleep()) == [Slept()]
     assert bench.step_loop.handle(bench.decoded.pop()) == [PayloadConsumed(1)]
     bench.step_loop.check_integrity()
+
+
+def test_waiting_requests_keep_no_more_features_than_the_cache_has_room_for() -> None:
+    """Each conversation asks again as soon as it is answered, and waits in a line behind the others."""
+    memory = 2 * TOY_TILE.feature_bytes
+    bench = ImageBench(max_num_seqs=1, encoder_cache_memory=memory, enable_prefix_caching=False)
+    conversations = range(1, 7)
+    for number in conversations:
+        bench.add(number, [number, b"image %d" % number], max_tokens=1)
+    for number in conversations:
+        while number not in bench.ends:
+            bench.decode() if len(bench.decoder) else bench.step()
+        bench.add(10 + number, [number, b"image %d" % number, 5], max_tokens=1)
+    assert bench.step_loop._scheduler.pictures.used_bytes == memory
+    assert len(bench.outstanding) == 4
+    bench.run()
+    assert len(bench.ends) == 12
+    assert bench.num_decoded == 10

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from session_machine import SessionMachine
 from toy_driver import next_token
 
 from trioengine.core.messages import (
     AddMessage,
-    AddSession,
     Audit,
     Audited,
     EndSession,
@@ -36,8 +36,6 @@ from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
 from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
 from trioengine.worker.scheduling.step_loop import StepLoop
-
-MAX_SESSIONS = 8
 
 
 @dataclass
@@ -77,7 +75,9 @@ class CheckingRunner(ToyRunner):
         return super().execute(output)
 
 
-class StepLoopMachine(RuleBasedStateMachine):
+class StepLoopMachine(SessionMachine):
+    mirrors: dict[int, Mirror]
+
     @initialize(
         kv_blocks_total=st.integers(2, 16),
         block_size=st.integers(1, 4),
@@ -91,19 +91,11 @@ class StepLoopMachine(RuleBasedStateMachine):
         self.limits = Limits(vocab_size=VOCAB_SIZE, **limits)  # type: ignore[arg-type]
         self.runner = CheckingRunner(self.limits)
         self.step_loop = StepLoop(self.runner, self.limits, lambda: 0.0)
-        self.mirrors: dict[int, Mirror] = {}
+        self.mirrors = {}
         self.last_session = 0
         self.last_request = 0
 
-    @property
-    def idle(self) -> list[int]:
-        return [session for session, mirror in self.mirrors.items() if mirror.request is None]
-
-    @property
-    def busy(self) -> list[int]:
-        return [session for session, mirror in self.mirrors.items() if mirror.request is not None]
-
-    @precondition(lambda self: self.idle or len(self.mirrors) < MAX_SESSIONS)
+    @precondition(lambda self: self.idle or self.has_room)
     @rule(
         data=st.data(),
         fresh=st.booleans(),
@@ -127,11 +119,7 @@ class StepLoopMachine(RuleBasedStateMachine):
         stop_token_ids: tuple[int, ...],
         cache_salt: str,
     ) -> None:
-        session = (
-            data.draw(st.sampled_from(self.idle))
-            if self.idle and not (fresh and len(self.mirrors) < MAX_SESSIONS)
-            else self.add_session()
-        )
+        session = self.draw_session(data, Mirror(), fresh=fresh)
         mirror = self.mirrors[session]
         base = data.draw(st.sampled_from([0, len(mirror.tokens)]) | st.integers(0, len(mirror.tokens)))
         params = SamplingParams(
@@ -246,12 +234,6 @@ class StepLoopMachine(RuleBasedStateMachine):
             assert row.usage.prompt_tokens == len(mirror.tokens) - request.num_output
             assert row.usage.cached_tokens < row.usage.prompt_tokens
             mirror.request = None
-
-    def add_session(self) -> int:
-        self.last_session += 1
-        assert self.step_loop.handle(AddSession(self.last_session)) == []
-        self.mirrors[self.last_session] = Mirror()
-        return self.last_session
 
     def expected_end(self, tokens: list[int], request: Request) -> FinishReason | None:
         params = request.params

@@ -9,7 +9,6 @@ from trioengine.testing.mutants.mutant import Mutant, replaced
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.worker.scheduling.block_manager import BlockManager
 from trioengine.worker.scheduling.prefix_cache import ROOT_DIGEST
-from trioengine.worker.scheduling.scheduler import Scheduler
 from trioengine.worker.scheduling.sequence import Sequence
 from trioengine.worker.scheduling.step_loop import StepLoop
 
@@ -70,9 +69,9 @@ def _fail_for_all(failed: Any) -> Any:
 
 
 def _overlook_the_context(finish_reason: Any) -> Any:
-    def mutant(self: Scheduler, sequence: Sequence, token_id: int) -> FinishReason | None:
-        reason: FinishReason | None = finish_reason(self, sequence, token_id)
-        at_the_end = len(sequence.token_ids) == self.limits.max_sequence_len
+    def mutant(self: Sequence, max_sequence_len: int) -> FinishReason | None:
+        reason: FinishReason | None = finish_reason(self, max_sequence_len)
+        at_the_end = self.num_tokens == max_sequence_len
         return None if at_the_end and reason is FinishReason.LENGTH else reason
 
     return mutant
@@ -131,7 +130,7 @@ WORKER_MUTANTS = (
     Mutant(
         "F30",
         "a long session passes max_model_len",
-        replaced(Scheduler, "_finish_reason", _overlook_the_context),
+        replaced(Sequence, "finish_reason", _overlook_the_context),
         shows="the answer is .*the model's is|the whole answer",
     ),
     Mutant(

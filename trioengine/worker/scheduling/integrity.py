@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
 from trioengine.core.errors import InvariantError
@@ -9,6 +10,18 @@ from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
 
 _IN_LINE = frozenset({SequenceStatus.WAITING, SequenceStatus.PREEMPTED})
 _OUT_OF_LINE = frozenset({SequenceStatus.WAITING_FOR_PAYLOAD, SequenceStatus.DECODING})
+
+
+def check_known(listed: Items[Sequence], known: Mapping[int, Sequence]) -> None:
+    """Raise InvariantError unless those that run or wait are the known ones, by request."""
+    if len(listed) != len(known) or any(known.get(sequence.request) is not sequence for sequence in listed):
+        raise InvariantError(f"{len(listed)} sequences run or wait, {len(known)} are known")
+
+
+def check_prefills(running: Items[Sequence]) -> None:
+    """Raise InvariantError if any but the latest is in the middle of its prefill."""
+    if not all(sequence.is_decoding for sequence in running[:-1]):
+        raise InvariantError("a sequence is in the middle of its prefill, and a later one runs")
 
 
 def check_order(running: Items[Sequence], waiting: Items[Sequence], out: Items[Sequence]) -> None:

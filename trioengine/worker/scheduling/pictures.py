@@ -5,7 +5,8 @@ tile that the prefix cache covers now may have to be computed later; or until no
 kept only for sequences that are about to compute them (its readers), features for all sequences that use it.
 
 The encoder cache keeps complete pictures that no sequence uses, up to its limit in bytes; the one that was unused for
-the longest time is evicted first.
+the longest time is evicted first. Sequences take from it no more than as many bytes again: a request that waits keeps
+its features, and there may be many such requests. What does not fit is decoded and encoded again in its turn.
 """
 
 from __future__ import annotations
@@ -91,6 +92,12 @@ class Pictures:
         return sum(self._feature_bytes(self._pictures[digest]) for digest in self._unused)
 
     @property
+    def used_bytes(self) -> int:
+        """Of the complete features that sequences use."""
+        pictures = self._pictures.values()
+        return sum(self._feature_bytes(picture) for picture in pictures if picture.is_complete and picture.num_users)
+
+    @property
     def decoded_bytes(self) -> int:
         """Of all decoded tiles, those in the making included."""
         statuses = (PictureStatus.DECODING, PictureStatus.DECODED)
@@ -118,7 +125,8 @@ class Pictures:
         """A sequence has them from now on, until `release`."""
         for picture in pictures:
             self._pictures[picture.digest] = picture
-            self._unused.pop(picture.digest, None)
+            if picture.digest in self._unused:
+                self._take_from_cache(picture)
             picture.num_users += 1
             self.num_queries += 1
             self.num_hits += picture.is_complete
@@ -233,6 +241,12 @@ class Pictures:
         token_ids = image_token_ids(image.digest, num_tokens)
         features: list[object] = [None] * num_tiles
         return Picture(image.digest, image.info, image.num_bytes, num_tiles, token_ids, features=features)
+
+    def _take_from_cache(self, picture: Picture) -> None:
+        """Its features stay if there is room; else its payload is expected, which comes with every request."""
+        del self._unused[picture.digest]
+        if self.used_bytes + self._feature_bytes(picture) > self._cache_memory:
+            picture.features, picture.status = [None] * picture.num_tiles, PictureStatus.EXPECTED
 
     def _feature_bytes(self, picture: Picture) -> int:
         return 0 if self._tile is None else picture.num_tiles * self._tile.feature_bytes

@@ -40,11 +40,11 @@ from trioengine.core.messages import FinishReason, ImageInput, WorkerStatistics
 from trioengine.worker.scheduling.block_manager import BlockManager
 from trioengine.worker.scheduling.decode_queue import Decoder, NoDecoder, PictureDecoded
 from trioengine.worker.scheduling.image_waiters import ImageWaiters
-from trioengine.worker.scheduling.integrity import check_order
+from trioengine.worker.scheduling.integrity import check_known, check_order, check_prefills
 from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.output import SampledToken, ScheduledSequence, SchedulerOutput
 from trioengine.worker.scheduling.payloads import PayloadArrived
-from trioengine.worker.scheduling.pictures import Picture, PictureStatus
+from trioengine.worker.scheduling.pictures import PictureStatus
 from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
 from trioengine.worker.scheduling.step_plan import StepPlan
 
@@ -172,7 +172,7 @@ class Scheduler:
             computed = before + num_new_tokens
             token = next(tokens, None) if computed == len(sequence.token_ids) else None
             if token is not None and token.error is not None:
-                rows.append(self._fail(sequence, token))
+                rows.append(self._take_in(sequence, token))
                 continue
             sequence.num_computed_tokens = computed
             if before // block_size != computed // block_size:
@@ -180,7 +180,7 @@ class Scheduler:
             if computed == len(sequence.token_ids):
                 if sequence.reading:
                     self.pictures.stop_reading(sequence)
-                rows.append(self._append(sequence, token))
+                rows.append(self._take_in(sequence, token))
         self._join(self._waiters.advance())
         if next(tokens, None) is not None:
             raise InvariantError("the runner sampled more tokens than were asked for")
@@ -215,12 +215,9 @@ class Scheduler:
         """Raise InvariantError unless lists, states, block tables and reference counts agree."""
         out = self._waiters.sequences
         listed = [*self._running, *self._waiting, *out]
-        if len(listed) != len(self._sequences) or any(
-            self._sequences.get(sequence.request) is not sequence for sequence in listed
-        ):
-            raise InvariantError(f"{len(listed)} sequences run or wait, {len(self._sequences)} are known")
-        if self._in_step is None and not all(sequence.is_decoding for sequence in self._running[:-1]):
-            raise InvariantError("a sequence is in the middle of its prefill, and a later one runs")
+        check_known(listed, self._sequences)
+        if self._in_step is None:
+            check_prefills(self._running)
         check_order(self._running, self._waiting, out)
         self._waiters.check_integrity(listed)
         self.blocks.check_integrity(listed)
@@ -241,7 +238,7 @@ class Scheduler:
         left = limits.chunked_prefill_size
         prefilling = self._prefilling
         if prefilling is not None:
-            if _to_encode(prefilling, prefilling.num_computed_tokens):
+            if prefilling.to_encode(prefilling.num_computed_tokens):
                 return False
             left -= prefilling.num_tokens - prefilling.num_computed_tokens
         num_blocks = blocks.num_free + blocks.num_cached
@@ -250,7 +247,7 @@ class Scheduler:
             if left <= 0 or num_running == limits.max_num_seqs or num_blocks < num_running:
                 break
             num_cached_tokens = blocks.num_tokens_of(blocks.find_prefix(sequence))
-            if _to_encode(sequence, num_cached_tokens):
+            if sequence.to_encode(num_cached_tokens):
                 break
             left -= sequence.num_tokens - num_cached_tokens
         return left <= 0
@@ -300,7 +297,7 @@ class Scheduler:
             sequence = self._waiting[0]
             prefix = self.blocks.find_prefix(sequence)
             num_cached_tokens = self.blocks.num_tokens_of(prefix)
-            to_encode = _to_encode(sequence, num_cached_tokens)
+            to_encode = sequence.to_encode(num_cached_tokens)
             if any(picture.status is not PictureStatus.DECODED for picture in to_encode):
                 self._waiting.popleft()
                 self._join(self._waiters.decode(sequence, to_encode))
@@ -321,33 +318,17 @@ class Scheduler:
             if num_cached_tokens + num_new_tokens < sequence.num_tokens:
                 break
 
-    def _append(self, sequence: Sequence, token: SampledToken | None) -> SampledRow:
+    def _take_in(self, sequence: Sequence, token: SampledToken | None) -> SampledRow:
         if token is None or token.request != sequence.request:
             raise InvariantError(f"the runner sampled {token} for request {sequence.request}")
+        if token.error is not None:
+            self._drop(sequence, discard=True)
+            return SampledRow(sequence, token, FinishReason.ERROR)
         sequence.token_ids.append(token.token_id)
-        finish_reason = self._finish_reason(sequence, token.token_id)
+        finish_reason = sequence.finish_reason(self.limits.max_sequence_len)
         if finish_reason is not None:
             self._drop(sequence)
         return SampledRow(sequence, token, finish_reason)
-
-    def _fail(self, sequence: Sequence, token: SampledToken) -> SampledRow:
-        if token.request != sequence.request:
-            raise InvariantError(f"the runner sampled {token} for request {sequence.request}")
-        self._drop(sequence, discard=True)
-        return SampledRow(sequence, token, FinishReason.ERROR)
-
-    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        params = sequence.params
-        num_output_tokens = sequence.num_output_tokens
-        if num_output_tokens >= params.min_tokens and (
-            token_id in params.stop_token_ids or (token_id in sequence.eos_token_ids and not params.ignore_eos)
-        ):
-            return FinishReason.STOP
-        if params.max_tokens is not None and num_output_tokens >= params.max_tokens:
-            return FinishReason.LENGTH
-        if len(sequence.token_ids) >= self.limits.max_sequence_len:
-            return FinishReason.LENGTH
-        return None
 
     # ---- coming and going -------------------------------------------------------------------------------------------
 
@@ -372,8 +353,3 @@ class Scheduler:
         if sequence.images is not None:
             self.pictures.release(sequence, sequence.images.pictures, discard=discard)
         sequence.status = SequenceStatus.FINISHED
-
-
-def _to_encode(sequence: Sequence, start: int) -> tuple[Picture, ...]:
-    """The pictures with tiles that have to be encoded before the tokens from `start` on are computed."""
-    return () if sequence.images is None else sequence.images.not_encoded(start)

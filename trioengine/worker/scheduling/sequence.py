@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from trioengine.core.messages import Usage
+from trioengine.core.messages import FinishReason, Usage
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.worker.scheduling.pictures import Picture
 from trioengine.worker.scheduling.prefix_cache import root_digest
@@ -64,6 +64,21 @@ class Sequence:
         """Whether only its latest output token is left to compute."""
         num_tokens = len(self.token_ids)
         return num_tokens > self.num_prompt_tokens and num_tokens - self.num_computed_tokens == 1
+
+    def to_encode(self, start: int) -> tuple[Picture, ...]:
+        """The pictures with tiles that have to be encoded before the tokens from `start` on are computed."""
+        return () if self.images is None else self.images.not_encoded(start)
+
+    def finish_reason(self, max_sequence_len: int) -> FinishReason | None:
+        """Why it ends with its latest token, which is output; None if it goes on."""
+        params, token_id = self.params, self.token_ids[-1]
+        if self.num_output_tokens >= params.min_tokens and (
+            token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos)
+        ):
+            return FinishReason.STOP
+        if params.max_tokens is not None and self.num_output_tokens >= params.max_tokens:
+            return FinishReason.LENGTH
+        return FinishReason.LENGTH if self.num_tokens >= max_sequence_len else None
 
     @property
     def num_output_tokens(self) -> int:
