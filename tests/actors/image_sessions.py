@@ -1,7 +1,5 @@
 """Sessions with images on a simulated worker, the pictures they have, and the reference for their answers."""
 
-import struct
-import zlib
 from contextlib import asynccontextmanager
 
 from expectations import everything_is_given_back
@@ -61,14 +59,3 @@ async def nothing_is_left(engine, simulation):
     assert (statistics.payload_bytes_inflight, statistics.payload_bytes_kept) == (0, 0)
     assert not simulation.memfds
     assert not len(engine.payloads.line)
-
-
-def png(width, height, *, level=9):
-    """A grey PNG."""
-
-    def chunk(name, data):
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    rows = zlib.compress(b"\0" * (height * (width + 1)), level)
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")

@@ -15,9 +15,9 @@ from image_sessions import (
     ask,
     content_of,
     engine_for_images,
-    png,
     reference,
 )
+from pictures import png
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineOverloaded, RequestRejected, TimedOut
