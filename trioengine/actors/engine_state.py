@@ -139,7 +139,7 @@ class EngineState:
             prompt, media, max_bytes=min(self.config.payload_memory, MAX_IMAGE_BYTES), where=where
         )
         if sources and (refusal := self.tokenizer.image_refusal):
-            raise RequestRejected("images_not_supported", f"{sources[0].where}: {refusal}", param=sources[0].where)
+            raise RequestRejected.at(sources[0].where, "images_not_supported", refusal)
         return prompt, sources
 
     @names_checked

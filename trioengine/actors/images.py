@@ -131,7 +131,7 @@ def find_dropped(images: Iterable[PlacedImage]) -> RequestRejected | None:
     if placed is None:
         return None
     problem = "the image is not kept any more, because others needed the room; send it again"
-    return RequestRejected("image_dropped", f"{placed.name}: {problem}", param=placed.name)
+    return RequestRejected.at(placed.name, "image_dropped", problem)
 
 
 def image_inputs(images: Iterable[PlacedImage], cache_salt: str, mint: Callable[[], int]) -> tuple[ImageInput, ...]:

@@ -66,9 +66,8 @@ def source_of(media: Media, where: str) -> ImageSource:
         width, height = media.size
         check_size(width, height, where=where)
         return ImageSource(where, width * height * 3, _pillow_opener(media))
-    raise RequestRejected(
-        "invalid_value", f"{where}: must be bytes, a path or a PIL image, got {type(media).__name__}", param=where
-    )
+    problem = f"must be bytes, a path or a PIL image, got {type(media).__name__}"
+    raise RequestRejected.at(where, "invalid_value", problem)
 
 
 def source_of_url(url: str, max_bytes: int, where: str) -> ImageSource:
@@ -120,7 +119,7 @@ def _seal(source: ImageSource, seal: Seal, secret: bytes) -> SealedImage:
     sealed = seal(digested())
     if sealed.num_bytes > source.num_bytes:
         sealed.close()
-        raise RequestRejected("invalid_value", f"{source.where}: has grown while it was read", param=source.where)
+        raise RequestRejected.at(source.where, "invalid_value", "has grown while it was read")
     return SealedImage(sealed, info, digest.digest())
 
 
@@ -157,7 +156,7 @@ def _file_source(path: Path, where: str) -> ImageSource:
 
 def _unreadable(path: Path, where: str, error: Exception) -> RequestRejected:
     reason = getattr(error, "strerror", None) or str(error)
-    return RequestRejected("invalid_value", f"{where}: cannot read {brief(str(path))}: {reason}", param=where)
+    return RequestRejected.at(where, "invalid_value", f"cannot read {brief(str(path))}: {reason}")
 
 
 def _is_pillow_image(media: Any) -> bool:

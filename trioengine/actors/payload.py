@@ -156,11 +156,9 @@ class PayloadBudget:
 
     def _check_room(self, num_bytes: int, count: int) -> None:
         pinned = sum(payload.is_pinned for payload in self._payloads)
-        reserved = sum(reservation.count for reservation in self._reservations)
-        is_full = self.bytes_in_flight + num_bytes > self.max_bytes or pinned + reserved + count > self.max_count
-        if is_full:
-            on_their_way = f"{self.bytes_in_flight} of {self.max_bytes} bytes are on their way to the worker"
-            raise _full(num_bytes, on_their_way)
+        in_flight = self.bytes_in_flight
+        if in_flight + num_bytes > self.max_bytes or pinned + self._num_reserved + count > self.max_count:
+            raise _full(num_bytes, f"{in_flight} of {self.max_bytes} bytes are on their way to the worker")
 
     def _check_size(self, num_bytes: int, count: int) -> None:
         if num_bytes > self.max_bytes:
@@ -171,13 +169,19 @@ class PayloadBudget:
             raise RequestRejected("too_large", f"{count} images, and the engine takes at most {self.max_count} at once")
 
     def _make_room(self) -> None:
-        kept = [payload for payload in self._payloads if not payload.is_pinned]
-        for payload in kept:
-            total = self.bytes_in_flight + self.bytes_kept
-            count = len(self._payloads) + sum(reservation.count for reservation in self._reservations)
-            if total <= self.max_bytes and count <= self.max_count:
+        """Drop what is kept, the least recently used first, until the budget is kept."""
+        excess_bytes = self.bytes_in_flight + self.bytes_kept - self.max_bytes
+        excess = len(self._payloads) + self._num_reserved - self.max_count
+        for payload in [payload for payload in self._payloads if not payload.is_pinned]:
+            if excess_bytes <= 0 and excess <= 0:
                 return
+            excess_bytes -= payload.num_bytes
+            excess -= 1
             payload.drop()
+
+    @property
+    def _num_reserved(self) -> int:
+        return sum(reservation.count for reservation in self._reservations)
 
     def add(self, payload: Payload) -> Payload:
         self._payloads[payload] = None

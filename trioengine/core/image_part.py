@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trioengine.core.bounds import brief
-from trioengine.core.data_url import parse_data_url
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image import ImageInfo
-from trioengine.core.image_header import MAX_PIXELS, read_header
 
 MAX_IMAGE_BYTES = 20 << 20
 _DETAILS = (None, "auto", "low", "high", "original")
@@ -31,14 +29,6 @@ class Image:
     def part(self) -> dict[str, Any]:
         """As a part of a message's content."""
         return {"type": "image", "image": self}
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedImage:
-    """An image's header and its whole file, as a client sent it."""
-
-    info: ImageInfo
-    data: bytes = field(repr=False)
 
 
 def is_image_part(part: object) -> bool:
@@ -71,11 +61,3 @@ def image_url(part: Mapping[str, Any], where: str) -> str | None:
 
 def _invalid(where: str, rule: str, value: object) -> RequestRejected:
     return RequestRejected("invalid_value", f"{where} {rule}, got {brief(value)}", param=where)
-
-
-def read_image_url(
-    url: str, *, max_bytes: int = MAX_IMAGE_BYTES, max_pixels: int = MAX_PIXELS, where: str = "image_url"
-) -> EncodedImage:
-    """The image in a data: URL, of whose header alone something is read. Raises RequestRejected, naming `where`."""
-    media_type, data = parse_data_url(url, max_bytes, where=where)
-    return EncodedImage(read_header(data, media_type=media_type, max_pixels=max_pixels, where=where), data)
