@@ -192,7 +192,7 @@ class SessionState(AsyncOnly, abc.ABC):
             num_output=len(answer.token_ids),
             images=image_inputs(prepared.images, params.cache_salt, self._gate.mint),
         )
-        posting = Posting.of(link, message, tuple(payload_of(placed.image) for placed in prepared.images))
+        posting = Posting.of(link, message, prepared.images)
         self.worker_session.attach(link)
         self._apply(Event.RESUME, posting=posting)
         self._suspended_images.unpin()

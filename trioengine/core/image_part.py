@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trioengine.core.arguments import rejected
 from trioengine.core.bounds import brief
-from trioengine.core.errors import RequestRejected
 from trioengine.core.image import ImageInfo
 
 MAX_IMAGE_BYTES = 20 << 20
@@ -46,18 +46,14 @@ def image_url(part: Mapping[str, Any], where: str) -> str | None:
     if part.get("type") == "image_url":
         held, where = part.get("image_url"), f"{where}.image_url"
         if not isinstance(held, Mapping):
-            raise _invalid(where, "must be an object with a url", held)
+            raise rejected(where, f"must be an object with a url, got {brief(held)}")
         url, detail, param = held.get("url"), held.get("detail"), f"{where}.url"
     elif part.get("type") == "input_image":
         url, detail, param = part.get("image_url"), part.get("detail"), f"{where}.image_url"
     else:
         return None
     if not isinstance(url, str):
-        raise _invalid(param, "must be a string", url)
+        raise rejected(param, f"must be a string, got {brief(url)}")
     if detail not in _DETAILS:
-        raise _invalid(f"{where}.detail", "must be auto, low, high or original", detail)
+        raise rejected(f"{where}.detail", f"must be auto, low, high or original, got {brief(detail)}")
     return url
-
-
-def _invalid(where: str, rule: str, value: object) -> RequestRejected:
-    return RequestRejected("invalid_value", f"{where} {rule}, got {brief(value)}", param=where)
