@@ -65,7 +65,7 @@ class Settlement(NamedTuple):
 
 
 class EngineState:
-    """What Engine, its life and its users' calls, is built on."""
+    """Base class of Engine: its parts, and the messages and deaths of its workers."""
 
     def __init__(self, config: EngineConfig, ports: Ports, on_load: Callable[[int, int], None] | None) -> None:
         self.config = config

@@ -25,7 +25,7 @@ MAX_WAIT = 60.0  # seconds for room in the budget, whatever the request's own ti
 
 
 class RequestImages:
-    """Those of one request. `unpin` gives back whatever it has pinned."""
+    """The images of one request, pinned until `unpin`."""
 
     __slots__ = ("__weakref__", "_deadline", "_engine", "_pinned", "_wait")
 

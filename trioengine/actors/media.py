@@ -1,7 +1,6 @@
 """Images as callers give them, and how they become payloads.
 
-A source is emptied by the one who reads it, so that the bytes that a caller has let go of are not kept alive while they
-are copied, nor after it.
+Reading a source empties it, so that it keeps the caller's bytes alive neither while they are copied nor afterwards.
 """
 
 from __future__ import annotations

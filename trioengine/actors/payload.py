@@ -108,8 +108,8 @@ class Reservation:
 class PayloadBudget:
     """Bytes and descriptors of all payloads of one engine.
 
-    `line` is for those who wait for room; their admission is `reserve`. Newcomers call `reserve_now`: since some need
-    more than others, there may be room for one of them while the first in the line waits.
+    Callers wait for room in `line`, where their admission is `reserve`. Newcomers call `reserve_now`: there may be room
+    for a small one of them while the first in the line waits for more.
     """
 
     def __init__(self, max_bytes: int, max_count: int) -> None:
@@ -121,7 +121,7 @@ class PayloadBudget:
 
     @property
     def payloads(self) -> tuple[Payload, ...]:
-        """Those with bytes."""
+        """The payloads whose bytes are there."""
         return tuple(self._payloads)
 
     @property
@@ -199,7 +199,7 @@ class PayloadBudget:
         self.line.serve()
 
     def check(self) -> None:
-        """Raise InvariantError unless the budget is kept, and everything in it is wanted by somebody."""
+        """Raise InvariantError unless the budget is kept, and each payload is pinned or held."""
         total = self.bytes_in_flight + self.bytes_kept
         if total > self.max_bytes:
             raise InvariantError(f"payloads have {total} bytes, and the budget is {self.max_bytes}")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class SessionState(AsyncOnly, abc.ABC):
-    """What Session, its handle and task, is built on."""
+    """Base class of Session: applies the transitions of the lifecycle table."""
 
     __slots__ = (
         "__weakref__",
