@@ -1,12 +1,12 @@
 """Sessions with images on a simulated worker, the pictures they have, and the reference for their answers."""
 
-import struct
-import zlib
+from contextlib import asynccontextmanager
 
 from expectations import everything_is_given_back
 
 from trioengine import EngineConfig, SamplingParams
 from trioengine.actors.ports import Ports
+from trioengine.core.lifecycle import Power
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.simulation import IMAGE_LIMITS
@@ -19,11 +19,17 @@ PICTURE, OTHER, UNREADABLE = ToyPicture(12, 9, 7), ToyPicture(12, 9, 8), ToyPict
 SIZE = len(PICTURE.data)
 
 
-def engine_for_images(**options):
+@asynccontextmanager
+async def engine_for_images(**options):
+    """An engine over a simulated worker that takes images. In the end nothing is left of requests and payloads."""
     behaviours = [options.pop("behaviour", Behaviour())]
     threads = {"thread_passes": 2, "thread_threshold": options.pop("thread_threshold", Ports.thread_threshold)}
     config = EngineConfig(model="toy", max_num_seqs=8, max_num_batched_tokens=64, **options)
-    return simulated_engine(config, limits=IMAGE_LIMITS, behaviours=behaviours, **threads)
+    async with simulated_engine(config, limits=IMAGE_LIMITS, behaviours=behaviours, **threads) as (engine, simulation):
+        yield engine, simulation
+        if engine.state is not Power.CLOSED:
+            await nothing_is_left(engine, simulation)
+    assert not simulation.memfds
 
 
 def content_of(*images, text="What?"):
@@ -53,14 +59,3 @@ async def nothing_is_left(engine, simulation):
     assert (statistics.payload_bytes_inflight, statistics.payload_bytes_kept) == (0, 0)
     assert not simulation.memfds
     assert not len(engine.payloads.line)
-
-
-def png(width, height, *, level=9):
-    """A grey PNG."""
-
-    def chunk(name, data):
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    rows = zlib.compress(b"\0" * (height * (width + 1)), level)
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")

@@ -15,10 +15,9 @@ from image_sessions import (
     ask,
     content_of,
     engine_for_images,
-    nothing_is_left,
-    png,
     reference,
 )
+from pictures import png
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineOverloaded, FinishReason, RequestRejected, SessionEnded, TimedOut
@@ -32,16 +31,15 @@ from trioengine.testing.toy_vision import DamagedPicture, ToyPicture
 
 
 async def test_an_answer_depends_on_the_image(autojump_clock):
-    async with engine_for_images() as (engine, simulation):
+    async with engine_for_images() as (engine, _):
         for picture in (PICTURE, OTHER, PICTURE):
             async with engine.open_session() as session:
                 generation, completion = await ask(session, "What?", media=[picture])
                 assert completion.token_ids == reference(generation, picture)
-        await nothing_is_left(engine, simulation)
 
 
 async def test_images_of_earlier_turns_stay(autojump_clock):
-    async with engine_for_images() as (engine, simulation):
+    async with engine_for_images() as (engine, _):
         async with engine.open_session() as session:
             await ask(session, "What?", media=[PICTURE, OTHER])
             generation, completion = await ask(session, "And this?", media=[OTHER])
@@ -50,23 +48,21 @@ async def test_images_of_earlier_turns_stay(autojump_clock):
             assert completion.token_ids == reference(generation, PICTURE, OTHER, OTHER)
             assert completion.usage.cached_tokens > 0
             assert engine.statistics().payload_bytes_kept == 3 * SIZE
-        await nothing_is_left(engine, simulation)
 
 
 async def test_an_image_of_a_history_is_used_in_another_session(autojump_clock):
-    async with engine_for_images() as (engine, simulation):
+    async with engine_for_images() as (engine, _):
         async with engine.open_session() as first:
             await ask(first, "What?", media=[PICTURE])
             async with engine.open_session(history=first.history) as second:
                 first.end()
                 generation, completion = await ask(second, "And?")
                 assert completion.token_ids == reference(generation, PICTURE)
-        await nothing_is_left(engine, simulation)
 
 
 async def test_a_history_may_begin_with_images(autojump_clock):
     history = [content_of(PICTURE), {"role": "assistant", "content": "Yes"}]
-    async with engine_for_images() as (engine, simulation):
+    async with engine_for_images() as (engine, _):
         async with engine.open_session(history=history) as session:
             assert engine.statistics().payload_bytes_kept == SIZE
             generation, completion = await ask(session, "So?")
@@ -76,14 +72,13 @@ async def test_a_history_may_begin_with_images(autojump_clock):
             session.replace_history(history)
             generation, completion = await ask(session, "So?")
             assert completion.token_ids == reference(generation, PICTURE)
-        await nothing_is_left(engine, simulation)
 
 
 async def test_files_bytes_and_data_urls(autojump_clock, tmp_path):
     data = png(9, 3)
     path = tmp_path / "picture.png"
     path.write_bytes(data)
-    async with engine_for_images() as (engine, simulation):
+    async with engine_for_images() as (engine, _):
         answers = []
         for media in (data, bytearray(data), memoryview(data), path, str(path)):
             async with engine.open_session() as session:
@@ -92,11 +87,10 @@ async def test_files_bytes_and_data_urls(autojump_clock, tmp_path):
         content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
         answers.append((await engine.generate([{"role": "user", "content": content}], EIGHT)).token_ids)
         assert len(set(answers)) == 1
-        await nothing_is_left(engine, simulation)
 
 
 async def test_a_turn_that_is_taken_back_gives_its_image_back(autojump_clock):
-    async with engine_for_images() as (engine, simulation):
+    async with engine_for_images() as (engine, _):
         async with engine.open_session() as session:
             async with session.generate("What?", LONG, media=[PICTURE]) as generation:
                 await anext(generation)
@@ -104,7 +98,6 @@ async def test_a_turn_that_is_taken_back_gives_its_image_back(autojump_clock):
             _, completion = await ask(session, "And?")
             assert completion.finish_reason is FinishReason.LENGTH
             assert session.history[0]["content"] == "And?"
-        await nothing_is_left(engine, simulation)
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------
@@ -129,14 +122,13 @@ async def test_a_turn_that_is_taken_back_gives_its_image_back(autojump_clock):
     ],
 )
 async def test_what_is_no_image_is_refused(autojump_clock, media, code, why):
-    async with engine_for_images() as (engine, simulation):
+    async with engine_for_images() as (engine, _):
         async with engine.open_session() as session:
             with pytest.raises(RequestRejected, match=why) as caught:
                 await ask(session, "What?", media=media)
             assert caught.value.code == code
             assert caught.value.param.startswith(("media", "messages[0].content[0]"))
             await ask(session, "What?", media=[PICTURE])
-        await nothing_is_left(engine, simulation)
 
 
 def test_a_file_that_goes_while_it_is_read_is_refused(tmp_path):
@@ -176,15 +168,14 @@ async def test_token_ids_take_no_media(autojump_clock):
 @pytest.mark.parametrize("image", [b"what", OTHER], ids=["no image", "no room"])
 async def test_a_session_that_is_refused_for_its_history_is_counted(autojump_clock, image):
     history = [content_of(image)]
-    async with engine_for_images(payload_memory=SIZE - 1) as (engine, simulation):
+    async with engine_for_images(payload_memory=SIZE - 1) as (engine, _):
         with pytest.raises(RequestRejected):
             await engine.open_session(history=history).__aenter__()
         assert (engine.statistics().sessions, engine.statistics().rejected) == (0, 1)
-        await nothing_is_left(engine, simulation)
 
 
 async def test_one_bad_image_fails_its_own_request(autojump_clock):
-    async with engine_for_images() as (engine, simulation):
+    async with engine_for_images() as (engine, _):
         async with engine.open_session() as good, engine.open_session() as bad:
             async with good.generate("What?", LONG, media=[PICTURE]) as generation:
                 with pytest.raises(
@@ -194,22 +185,20 @@ async def test_one_bad_image_fails_its_own_request(autojump_clock):
                 assert caught.value.code == "invalid_image"
                 assert (await generation.result()).token_ids == reference(generation, PICTURE)
             assert bad.history == []
-        await nothing_is_left(engine, simulation)
 
 
 # ---- the budget ---------------------------------------------------------------------------------------------------
 
 
 async def test_what_is_larger_than_the_budget_is_refused_at_once(autojump_clock):
-    async with engine_for_images(payload_memory=SIZE) as (engine, simulation):
+    async with engine_for_images(payload_memory=SIZE) as (engine, _):
         with pytest.raises(RequestRejected, match="the engine takes at most") as caught:
             await engine.generate("What?", EIGHT, media=[PICTURE, OTHER], wait=True)
         assert caught.value.code == "too_large"
-        await nothing_is_left(engine, simulation)
 
 
 async def test_a_request_waits_for_room(autojump_clock):
-    async with engine_for_images(payload_memory=SIZE, behaviour=Behaviour(decode_time=0.5)) as (engine, simulation):
+    async with engine_for_images(payload_memory=SIZE, behaviour=Behaviour(decode_time=0.5)) as (engine, _):
         async with engine.open_session() as first, engine.open_session() as second:
             async with first.generate("What?", LONG, media=[PICTURE]):
                 assert engine.statistics().payload_bytes_inflight == SIZE
@@ -220,7 +209,6 @@ async def test_a_request_waits_for_room(autojump_clock):
                     await ask(second, "And?", media=[OTHER], timeout=0.01)
                 generation, completion = await ask(second, "And?", media=[OTHER])
                 assert completion.token_ids == reference(generation, OTHER)
-        await nothing_is_left(engine, simulation)
 
 
 async def test_a_history_without_images_needs_no_room(autojump_clock):
@@ -245,6 +233,7 @@ async def test_a_request_does_not_wait_for_room_for_ever(autojump_clock):
                     await ask(second, "And?", media=[OTHER])
                 assert trio.current_time() - began == pytest.approx(60)
                 simulation.worker.kill()
+        await engine.ready()
 
 
 async def in_the_line(engine, simulation, nursery):
@@ -286,7 +275,6 @@ async def test_a_session_that_ends_while_its_history_waits_for_room(autojump_clo
         assert entered.is_set() and engine.statistics().rejected == 1
         simulation.worker.payloads.by_hand = False
         simulation.worker.receive_payloads()
-        await nothing_is_left(engine, simulation)
 
 
 async def test_a_small_image_does_not_overtake_large_ones_that_wait(autojump_clock):
@@ -301,7 +289,6 @@ async def test_a_small_image_does_not_overtake_large_ones_that_wait(autojump_clo
             assert len(engine.payloads.line) == 2
             simulation.worker.payloads.by_hand = False
             simulation.worker.receive_payloads()
-        await nothing_is_left(engine, simulation)
 
 
 async def test_who_waits_behind_one_that_leaves_gets_the_room(autojump_clock):
@@ -315,11 +302,10 @@ async def test_who_waits_behind_one_that_leaves_gets_the_room(autojump_clock):
             assert not len(engine.payloads.line)
             simulation.worker.payloads.by_hand = False
             simulation.worker.receive_payloads()
-        await nothing_is_left(engine, simulation)
 
 
 async def test_the_next_turn_names_the_image_that_was_dropped(autojump_clock):
-    async with engine_for_images(payload_memory=SIZE) as (engine, simulation):
+    async with engine_for_images(payload_memory=SIZE) as (engine, _):
         async with engine.open_session() as first, engine.open_session() as second:
             await ask(first, "What?", media=[PICTURE])
             await ask(second, "What?", media=[OTHER])
@@ -327,4 +313,3 @@ async def test_the_next_turn_names_the_image_that_was_dropped(autojump_clock):
                 await ask(first, "And?")
             assert caught.value.code == "image_dropped"
             await ask(second, "And?")
-        await nothing_is_left(engine, simulation)

@@ -13,9 +13,10 @@ import zlib
 import encoded_images as images
 from vision_chat import chat_tokenizer
 
+from trioengine.actors.media import source_of_url
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image_header import MAX_SEGMENTS
-from trioengine.core.image_part import MAX_IMAGE_BYTES, Image, image_url, read_image_url
+from trioengine.core.image_part import MAX_IMAGE_BYTES, Image, image_url
 from trioengine.text.conversation import Conversation
 
 MIB = 1 << 20
@@ -100,7 +101,7 @@ def answer(part):
     """The error's code and message, or the image's dimensions and its number of tokens."""
     try:
         url = image_url(part, WHERE)
-        info = read_image_url(url, where=WHERE).info
+        info, _ = source_of_url(url, MAX_IMAGE_BYTES, WHERE).open()
         prompt = [{"role": "user", "content": [Image(info, handle=None).part]}]
         conversation = Conversation(CHAT)
         conversation.check_length(prompt, CONTEXT)

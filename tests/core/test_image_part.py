@@ -4,7 +4,6 @@ import base64
 import tracemalloc
 
 import pytest
-from encoded_images import encoded
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +11,7 @@ from trioengine.core import data_url
 from trioengine.core.data_url import parse_data_url
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image import ImageFormat, ImageInfo
-from trioengine.core.image_part import Image, image_url, is_image_part, read_image_url
+from trioengine.core.image_part import Image, image_url, is_image_part
 
 WHERE = "messages[0].content[1]"
 
@@ -139,21 +138,6 @@ def test_parts_without_a_url(part, message):
     error = refusal(image_url, part, WHERE)
     message = message.format(WHERE)
     assert (error.code, error.message, error.param) == ("invalid_value", message, message.split()[0])
-
-
-def test_an_image_of_a_url():
-    data = encoded("PNG", 5, 3)
-    image = read_image_url(url_of(data))
-    assert (image.info, image.data) == (ImageInfo(ImageFormat.PNG, 5, 3), data)
-    assert repr(image) == f"EncodedImage(info={image.info!r})"
-    for options, code in [
-        ({"max_bytes": 9}, "image_file_too_large"),
-        ({"max_pixels": 14}, "image_too_large"),
-        ({}, "invalid_image_format"),
-    ]:
-        error = refusal(read_image_url, url_of(data, "image/png" if options else "image/gif"), **options, where=WHERE)
-        assert (error.code, error.param) == (code, WHERE)
-        assert error.message.startswith(f"{WHERE}: ")
 
 
 def test_images_are_known_by_identity():

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vision_chat import (
-    EITHER,
     END,
     IMAGE_TOKEN,
     PROCESSING,
@@ -245,25 +244,17 @@ PART = {"type": "image_url", "image_url": {"url": "data:"}}
 @pytest.mark.parametrize(("refusal", "chat"), NO_IMAGES.items(), ids=NO_IMAGES)
 def test_models_without_images(refusal, chat, part):
     messages = [user("a"), assistant("b"), {"role": "user", "content": [text("c"), part]}]
-    for refuse in (Conversation(chat).prepare, Conversation(chat).check_images):
-        with pytest.raises(RequestRejected) as caught:
-            refuse(messages)
-        where = "messages[2].content[1]"
-        assert (caught.value.code, caught.value.param) == ("images_not_supported", where)
-        assert caught.value.message == f"{where}: {refusal}"
+    with pytest.raises(RequestRejected) as caught:
+        Conversation(chat).prepare(messages)
+    where = "messages[2].content[1]"
+    assert (caught.value.code, caught.value.param) == ("images_not_supported", where)
+    assert caught.value.message == f"{where}: {refusal}"
     assert chat.image_refusal == refusal
     if part.get("image"):
         with pytest.raises(RequestRejected, match=f"messages: {refusal}"):
             chat.apply_chat_template(messages)
     Conversation(chat).check_length(messages, 3)
     assert "a" in chat.decode(Conversation(chat).prepare([user("a")]).token_ids)
-
-
-def test_prompts_without_images_may_hold_anything():
-    """Until they are prepared."""
-    for prompt in ["a", [1, 2], [user("a"), None, {}, {"content": 5}, {"content": ["a", None, {}, {"type": []}]}]]:
-        Conversation(chat_tokenizer(EITHER, None)).check_images(prompt)
-    Conversation(CHAT).check_images([{"content": [PART]}])
 
 
 MISPRINTED = {

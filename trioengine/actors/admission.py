@@ -14,8 +14,7 @@ import trio
 
 from trioengine.actors.generation import Generation
 from trioengine.actors.image_parts import put_images
-from trioengine.actors.images import RequestImages, image_inputs, payload_of
-from trioengine.actors.payload import Payload
+from trioengine.actors.images import RequestImages, image_inputs
 from trioengine.actors.waiting_line import NOT_NOW, waits_for
 from trioengine.actors.worker_session import Posting
 from trioengine.core.errors import EngineError, FrameTooLarge, RequestRejected, TimedOut
@@ -141,16 +140,17 @@ class Admission:
     def _commit_now(self) -> None:
         if self._is_over:
             return
-        link, message = self._gate.committing_link(), self._message()
+        link, prepared = self._gate.committing_link(), self._generation.prepared
+        assert prepared is not None, "commit follows prepare"
         try:
-            posting = Posting.of(link, message, self._payloads)
+            posting = Posting.of(link, self._message(prepared), prepared.images)
         except FrameTooLarge as exc:
             raise RequestRejected("too_large", str(exc), param="prompt") from exc
         self._session.commit(self._generation, posting)
 
-    def _message(self) -> AddMessage:
-        session_id, prepared = self._session.id, self._generation.prepared
-        assert session_id is not None and prepared is not None, "commit follows reserve and prepare"
+    def _message(self, prepared: Prepared) -> AddMessage:
+        session_id = self._session.id
+        assert session_id is not None, "commit follows reserve"
         base = self._session.worker_session.base(prepared.token_ids)
         return AddMessage(
             session=session_id,
@@ -161,11 +161,6 @@ class Admission:
             eos_token_ids=tuple(self._engine.model.eos_token_ids),
             images=image_inputs(prepared.images, self._generation.params.cache_salt, self._gate.mint),
         )
-
-    @property
-    def _payloads(self) -> tuple[Payload, ...]:
-        prepared = self._generation.prepared
-        return tuple(payload_of(placed.image) for placed in prepared.images) if prepared is not None else ()
 
     def _resolved(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """With max_tokens within the context, and a seed."""

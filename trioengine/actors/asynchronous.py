@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class AsyncOnly:
-    """Base class of such objects. For a type checker the wrong uses are not there."""
+    """Base class of objects that only `async with` enters. Type checkers see none of the methods for wrong uses."""
 
     __slots__ = ()
     _noun: str  # as in "a session"

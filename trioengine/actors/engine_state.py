@@ -65,7 +65,7 @@ class Settlement(NamedTuple):
 
 
 class EngineState:
-    """What Engine, its life and its users' calls, is built on."""
+    """Base class of Engine: its parts, and the messages and deaths of its workers."""
 
     def __init__(self, config: EngineConfig, ports: Ports, on_load: Callable[[int, int], None] | None) -> None:
         self.config = config
@@ -139,7 +139,7 @@ class EngineState:
             prompt, media, max_bytes=min(self.config.payload_memory, MAX_IMAGE_BYTES), where=where
         )
         if sources and (refusal := self.tokenizer.image_refusal):
-            raise RequestRejected("images_not_supported", f"{sources[0].where}: {refusal}", param=sources[0].where)
+            raise RequestRejected.at(sources[0].where, "images_not_supported", refusal)
         return prompt, sources
 
     @names_checked

@@ -25,7 +25,7 @@ MAX_WAIT = 60.0  # seconds for room in the budget, whatever the request's own ti
 
 
 class RequestImages:
-    """Those of one request. `unpin` gives back whatever it has pinned."""
+    """The images of one request, pinned until `unpin`."""
 
     __slots__ = ("__weakref__", "_deadline", "_engine", "_pinned", "_wait")
 
@@ -133,7 +133,7 @@ def find_dropped(images: Iterable[PlacedImage]) -> RequestRejected | None:
     if placed is None:
         return None
     problem = "the image is not kept any more, because others needed the room; send it again"
-    return RequestRejected("image_dropped", f"{placed.name}: {problem}", param=placed.name)
+    return RequestRejected.at(placed.name, "image_dropped", problem)
 
 
 def image_inputs(images: Iterable[PlacedImage], cache_salt: str, mint: Callable[[], int]) -> tuple[ImageInput, ...]:

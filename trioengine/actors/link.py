@@ -1,6 +1,6 @@
 """The link to one worker incarnation: an outbox, one task that writes, one that reads, one that passes payloads.
 
-Nobody else touches the pipes and the payload socket.
+Nothing else touches the pipes and the payload socket.
 
 Posting is synchronous: it cannot be cancelled half-way, and needs nothing awaited in a dying scope. The writer is a
 service that outlives the sessions, so what was posted is written. A new incarnation has a new link, so nothing that

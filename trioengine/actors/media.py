@@ -1,7 +1,6 @@
 """Images as callers give them, and how they become payloads.
 
-A source is emptied by the one who reads it, so that the bytes that a caller has let go of are not kept alive while they
-are copied, nor after it.
+Reading a source empties it, so that it keeps the caller's bytes alive neither while they are copied nor afterwards.
 """
 
 from __future__ import annotations
@@ -66,9 +65,8 @@ def source_of(media: Media, where: str) -> ImageSource:
         width, height = media.size
         check_size(width, height, where=where)
         return ImageSource(where, width * height * 3, _pillow_opener(media, where))
-    raise RequestRejected(
-        "invalid_value", f"{where}: must be bytes, a path or a PIL image, got {type(media).__name__}", param=where
-    )
+    problem = f"must be bytes, a path or a PIL image, got {type(media).__name__}"
+    raise RequestRejected.at(where, "invalid_value", problem)
 
 
 def source_of_url(url: str, max_bytes: int, where: str) -> ImageSource:
@@ -120,7 +118,7 @@ def _seal(source: ImageSource, seal: Seal, secret: bytes) -> SealedImage:
     sealed = seal(digested())
     if sealed.num_bytes > source.num_bytes:
         sealed.close()
-        raise RequestRejected("invalid_value", f"{source.where}: has grown while it was read", param=source.where)
+        raise RequestRejected.at(source.where, "invalid_value", "has grown while it was read")
     return SealedImage(sealed, info, digest.digest())
 
 
@@ -160,7 +158,7 @@ def _file_source(path: Path, where: str) -> ImageSource:
 
 def _unreadable(path: Path, where: str, error: Exception) -> RequestRejected:
     reason = getattr(error, "strerror", None) or str(error)
-    return RequestRejected("invalid_value", f"{where}: cannot read {brief(str(path))}: {reason}", param=where)
+    return RequestRejected.at(where, "invalid_value", f"cannot read {brief(str(path))}: {reason}")
 
 
 def _is_pillow_image(media: Any) -> bool:

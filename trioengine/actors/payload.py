@@ -108,8 +108,8 @@ class Reservation:
 class PayloadBudget:
     """Bytes and descriptors of all payloads of one engine.
 
-    `line` is for those who wait for room; their admission is `reserve`. Newcomers call `reserve_now`: since some need
-    more than others, there may be room for one of them while the first in the line waits.
+    Callers wait for room in `line`, where their admission is `reserve`. Newcomers call `reserve_now`: there may be room
+    for a small one of them while the first in the line waits for more.
     """
 
     def __init__(self, max_bytes: int, max_count: int) -> None:
@@ -121,7 +121,7 @@ class PayloadBudget:
 
     @property
     def payloads(self) -> tuple[Payload, ...]:
-        """Those with bytes."""
+        """The payloads whose bytes are there."""
         return tuple(self._payloads)
 
     @property
@@ -156,11 +156,9 @@ class PayloadBudget:
 
     def _check_room(self, num_bytes: int, count: int) -> None:
         pinned = sum(payload.is_pinned for payload in self._payloads)
-        reserved = sum(reservation.count for reservation in self._reservations)
-        is_full = self.bytes_in_flight + num_bytes > self.max_bytes or pinned + reserved + count > self.max_count
-        if is_full:
-            on_their_way = f"{self.bytes_in_flight} of {self.max_bytes} bytes are on their way to the worker"
-            raise _full(num_bytes, on_their_way)
+        in_flight = self.bytes_in_flight
+        if in_flight + num_bytes > self.max_bytes or pinned + self._num_reserved + count > self.max_count:
+            raise _full(num_bytes, f"{in_flight} of {self.max_bytes} bytes are on their way to the worker")
 
     def _check_size(self, num_bytes: int, count: int) -> None:
         if num_bytes > self.max_bytes:
@@ -171,13 +169,19 @@ class PayloadBudget:
             raise RequestRejected("too_large", f"{count} images, and the engine takes at most {self.max_count} at once")
 
     def _make_room(self) -> None:
-        kept = [payload for payload in self._payloads if not payload.is_pinned]
-        for payload in kept:
-            total = self.bytes_in_flight + self.bytes_kept
-            count = len(self._payloads) + sum(reservation.count for reservation in self._reservations)
-            if total <= self.max_bytes and count <= self.max_count:
+        """Drop what is kept, the least recently used first, until the budget is kept."""
+        excess_bytes = self.bytes_in_flight + self.bytes_kept - self.max_bytes
+        excess = len(self._payloads) + self._num_reserved - self.max_count
+        for payload in [payload for payload in self._payloads if not payload.is_pinned]:
+            if excess_bytes <= 0 and excess <= 0:
                 return
+            excess_bytes -= payload.num_bytes
+            excess -= 1
             payload.drop()
+
+    @property
+    def _num_reserved(self) -> int:
+        return sum(reservation.count for reservation in self._reservations)
 
     def add(self, payload: Payload) -> Payload:
         self._payloads[payload] = None
@@ -195,7 +199,7 @@ class PayloadBudget:
         self.line.serve()
 
     def check(self) -> None:
-        """Raise InvariantError unless the budget is kept, and everything in it is wanted by somebody."""
+        """Raise InvariantError unless the budget is kept, and each payload is pinned or held."""
         total = self.bytes_in_flight + self.bytes_kept
         if total > self.max_bytes:
             raise InvariantError(f"payloads have {total} bytes, and the budget is {self.max_bytes}")

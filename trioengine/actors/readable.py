@@ -38,10 +38,10 @@ S = TypeVar("S", bound=Owner)
 
 
 class Readable(AsyncOnly, abc.ABC, Generic[S]):
-    """What both classes Generation are built on; what is promised stands there.
+    """Base class of the engine's Generation and of its client's, whose docstrings hold the promises.
 
-    Reading one that nobody has entered raises RuntimeError, unless it has an outcome: an abort, which may come before.
-    While another task enters it, reading waits.
+    Reading it before it is entered raises RuntimeError, unless it has an outcome: it may be aborted before. While
+    another task enters it, reading waits.
     """
 
     __slots__ = (

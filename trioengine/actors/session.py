@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from copy import copy
 from typing import TYPE_CHECKING, Any, Unpack
 
 import trio
@@ -21,11 +20,9 @@ from trioengine.actors.image_parts import put_images
 from trioengine.actors.images import RequestImages
 from trioengine.actors.media import Media
 from trioengine.actors.session_state import SessionState
-from trioengine.actors.worker_session import Posting
 from trioengine.core.arguments import check_history, check_label, check_wait
 from trioengine.core.completion import Completion
 from trioengine.core.errors import EngineClosed, EngineError, SessionBusy, SessionEnded
-from trioengine.core.ledger import Stand
 from trioengine.core.lifecycle import Event, Phase
 from trioengine.core.messages import FinishReason
 from trioengine.core.options import SamplingOptions, merged_params
@@ -291,24 +288,6 @@ class Session(SessionState):
         self._apply(Event.RESERVE)
         if generation.deadline.at < math.inf:
             self._wake.set()
-
-    def commit(self, generation: Generation, posting: Posting) -> None:
-        """Hand the prepared request to the worker."""
-        generation.resolved = posting.message.params
-        self.worker_session.attach(posting.link)
-        self._apply(Event.COMMIT, posting=posting)
-        self.hold_payloads()
-        self._move(generation, Stand.WAITING)
-
-    def refuse(self, generation: Generation, error: Exception) -> None:
-        """It gets no slot, or its preparation failed."""
-        if self.generation is generation and self.phase is Phase.PREPARING:
-            typed = copy(error) if isinstance(error, EngineError) else EngineError(f"preparing failed: {error!r}")
-            # a copy: the error itself has a traceback, whose frames have the generation, and the bytes of a bad image
-            generation.decide(Outcome(FinishReason.ERROR, error=typed))
-            self._apply(Event.REFUSE)
-        elif generation.outcome is None:
-            self._gate.ledger.reject()
 
     def check_idle(self) -> None:
         """Raise SessionEnded or SessionBusy, unless it could run a request."""

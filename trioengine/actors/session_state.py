@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 from contextlib import suppress
+from copy import copy
 from typing import TYPE_CHECKING
 
 from trioengine.actors.asynchronous import AsyncOnly
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class SessionState(AsyncOnly, abc.ABC):
-    """What Session, its handle and task, is built on."""
+    """Base class of Session: applies the transitions of the lifecycle table."""
 
     __slots__ = (
         "__weakref__",
@@ -92,6 +93,26 @@ class SessionState(AsyncOnly, abc.ABC):
         if self._conversation is None:
             raise RuntimeError("the session was not entered: use `async with engine.open_session()`")
         return self._conversation
+
+    # ---- a request that was prepared, or could not be ---------------------------------------------------------------
+
+    def commit(self, generation: Generation, posting: Posting) -> None:
+        """Hand the prepared request to the worker."""
+        generation.resolved = posting.message.params
+        self.worker_session.attach(posting.link)
+        self._apply(Event.COMMIT, posting=posting)
+        self.hold_payloads()
+        self._move(generation, Stand.WAITING)
+
+    def refuse(self, generation: Generation, error: Exception) -> None:
+        """It gets no slot, or its preparation failed."""
+        if self.generation is generation and self.phase is Phase.PREPARING:
+            typed = copy(error) if isinstance(error, EngineError) else EngineError(f"preparing failed: {error!r}")
+            # a copy: the error itself has a traceback, whose frames have the generation, and the bytes of a bad image
+            generation.decide(Outcome(FinishReason.ERROR, error=typed))
+            self._apply(Event.REFUSE)
+        elif generation.outcome is None:
+            self._gate.ledger.reject()
 
     # ---- what the worker says -------------------------------------------------------------------------------------
 
@@ -171,7 +192,7 @@ class SessionState(AsyncOnly, abc.ABC):
             num_output=len(answer.token_ids),
             images=image_inputs(prepared.images, params.cache_salt, self._gate.mint),
         )
-        posting = Posting.of(link, message, tuple(payload_of(placed.image) for placed in prepared.images))
+        posting = Posting.of(link, message, prepared.images)
         self.worker_session.attach(link)
         self._apply(Event.RESUME, posting=posting)
         self._suspended_images.unpin()

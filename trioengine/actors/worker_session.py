@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import trio
 
+from trioengine.actors.images import payload_of
 from trioengine.actors.link import Link
 from trioengine.actors.observer import Observer
 from trioengine.actors.payload import Payload
 from trioengine.core.messages import AddMessage, AddSession, EndSession, StopSession, TokenIds, token_ids
+from trioengine.text.placed_image import PlacedImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +25,9 @@ class Posting:
     payloads: tuple[Payload, ...] = ()  # of `message.images`
 
     @staticmethod
-    def of(link: Link, message: AddMessage, payloads: tuple[Payload, ...] = ()) -> Posting:
-        """Raises FrameTooLarge if the message does not fit."""
+    def of(link: Link, message: AddMessage, images: Iterable[PlacedImage]) -> Posting:
+        """`images` are those of the prompt. Raises FrameTooLarge if the message does not fit."""
+        payloads = tuple(payload_of(placed.image) for placed in images)
         return Posting(link, message, link.encode(message), payloads)
 
 

@@ -28,6 +28,7 @@ from trioengine.core.codec import LENGTH, decode, encode
 from trioengine.core.errors import FrameTooLarge, LocalProtocolError, ProtocolError, RemoteProtocolError
 from trioengine.core.frames import FrameBuffer
 from trioengine.core.messages import (
+    DOWNWARDS,
     WIRE_NAMES,
     AddMessage,
     AddSession,
@@ -37,7 +38,6 @@ from trioengine.core.messages import (
     EndSession,
     Fatal,
     FinishReason,
-    Loading,
     Message,
     PayloadConsumed,
     Ping,
@@ -45,7 +45,6 @@ from trioengine.core.messages import (
     Ready,
     RequestFailed,
     SessionEnded,
-    Shutdown,
     Sleep,
     Slept,
     StopSession,
@@ -56,11 +55,9 @@ from trioengine.core.messages import (
     Woken,
 )
 from trioengine.core.power_order import Answer, Change, PowerOrder
+from trioengine.core.stage import STAGES, Stage
 
 MIN_FRAME_LIMIT = 1 << 20
-DOWNWARDS = frozenset(
-    {Configure, AddSession, AddMessage, StopSession, EndSession, Audit, Ping, Sleep, Wake, UpdateWeights, Shutdown}
-)
 
 
 class Role(enum.Enum):
@@ -68,15 +65,6 @@ class Role(enum.Enum):
 
     ENGINE = "engine"
     WORKER = "worker"
-
-
-class Stage(enum.Enum):
-    """How far an incarnation has come."""
-
-    NEW = "new"
-    CONFIGURED = "configured"
-    READY = "ready"
-    FAILED = "failed"  # FATAL was said
 
 
 @dataclass(slots=True)
@@ -173,8 +161,7 @@ class Connection:
 
     def _check(self, message: Any, blame: type[ProtocolError]) -> Callable[[], None]:
         name = WIRE_NAMES[type(message)]
-        stages = _STAGES[type(message)]
-        if self.stage not in stages:
+        if self.stage not in STAGES[type(message)]:
             raise blame(f"{name} while the connection is {self.stage.value}")
         check = _CHECKS.get(type(message))
         return _no_change if check is None else check(self, message, blame)
@@ -318,33 +305,6 @@ def _no_change() -> None:
     """What applying a message does that changes nothing."""
 
 
-_ALIVE = frozenset({Stage.NEW, Stage.CONFIGURED, Stage.READY})
-_CROSSING = frozenset({Stage.FAILED})  # what we say may cross FATAL on the way; nothing follows FATAL from the worker
-_STAGES: dict[type, frozenset[Stage]] = {
-    Configure: frozenset({Stage.NEW}),
-    AddSession: frozenset({Stage.READY}) | _CROSSING,
-    AddMessage: frozenset({Stage.READY}) | _CROSSING,
-    StopSession: frozenset({Stage.READY}) | _CROSSING,
-    EndSession: frozenset({Stage.READY}) | _CROSSING,
-    Audit: frozenset({Stage.READY}) | _CROSSING,
-    Ping: _ALIVE | _CROSSING,
-    Sleep: frozenset({Stage.READY}) | _CROSSING,
-    Wake: frozenset({Stage.READY}) | _CROSSING,
-    UpdateWeights: frozenset({Stage.READY}) | _CROSSING,
-    Shutdown: _ALIVE | _CROSSING,
-    Loading: frozenset({Stage.CONFIGURED}),
-    Ready: frozenset({Stage.CONFIGURED}),
-    Tokens: frozenset({Stage.READY}),
-    RequestFailed: frozenset({Stage.READY}),
-    SessionEnded: frozenset({Stage.READY}),
-    PayloadConsumed: frozenset({Stage.READY}),
-    Audited: frozenset({Stage.READY}),
-    Pong: _ALIVE,
-    Slept: frozenset({Stage.READY}),
-    Woken: frozenset({Stage.READY}),
-    Updated: frozenset({Stage.READY}),
-    Fatal: _ALIVE,
-}
 _CHECKS: dict[type, Callable[[Connection, Any, type[ProtocolError]], Callable[[], None]]] = {
     Configure: Connection._check_configure,
     Ready: Connection._check_ready,

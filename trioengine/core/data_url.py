@@ -18,16 +18,16 @@ def parse_data_url(url: str, max_bytes: int, *, where: str = "image_url") -> tup
     before any of it is decoded, for more than `max_bytes`. Takes at most twice the memory of the decoded data.
     """
     if url[: len(_PREFIX)].lower() != _PREFIX:
-        raise _rejected("invalid_image_url", "only data: URLs are accepted; the server fetches nothing", where)
+        raise RequestRejected.at(where, "invalid_image_url", "only data: URLs are accepted; the server fetches nothing")
     comma = url.find(",", 0, _MAX_HEAD)
     media_type, *parameters = url[len(_PREFIX) : max(comma, 0)].split(";")
     if not parameters or parameters[-1].lower() != "base64":
-        raise _rejected("invalid_image_url", "a data: URL must begin with data:<media type>;base64,", where)
+        raise RequestRejected.at(where, "invalid_image_url", "a data: URL must begin with data:<media type>;base64,")
     start = comma + 1
     num_bytes = (len(url) - start) // 4 * 3 - url.count("=", max(len(url) - 2, start))
     if num_bytes > max_bytes:
         problem = f"the data has {num_bytes} bytes; at most {max_bytes} are accepted"
-        raise _rejected("image_file_too_large", problem, where)
+        raise RequestRejected.at(where, "image_file_too_large", problem)
     return media_type.lower(), _decoded(url, start, where)
 
 
@@ -43,8 +43,4 @@ def _decoded(url: str, start: int, where: str) -> bytes:
 
 
 def _bad_base64(where: str) -> RequestRejected:
-    return _rejected("invalid_base64_image", "the data is not base64", where)
-
-
-def _rejected(code: str, problem: str, where: str) -> RequestRejected:
-    return RequestRejected(code, f"{where}: {problem}", param=where)
+    return RequestRejected.at(where, "invalid_base64_image", "the data is not base64")

@@ -96,6 +96,11 @@ class RequestRejected(EngineError, ValueError):
         self.message = message
         self.param = param
 
+    @classmethod
+    def at(cls, where: str, code: str, problem: str) -> Self:
+        """The error of one part of a request."""
+        return cls(code, f"{where}: {problem}", param=where)
+
 
 class UnknownArgument(EngineError, TypeError):
     """A call has no argument of this name; the message holds the nearest that it has."""

@@ -37,13 +37,11 @@ class _BadHeader(Exception):
     """The header is of a known format, and breaks its rules; the message completes `the PNG image …`."""
 
 
-def read_header(
-    data: bytes | memoryview, *, media_type: str | None = None, max_pixels: int = MAX_PIXELS, where: str = "image"
-) -> ImageInfo:
+def read_header(data: bytes | memoryview, *, media_type: str | None = None, where: str = "image") -> ImageInfo:
     """The image's format, and its width and height in pixels as it is shown: turned as its EXIF orientation says.
 
     Of an animation they are those of the canvas. Raises RequestRejected, whose message begins with `where`, for other
-    formats, for headers that are damaged or contradict themselves, for more than `max_pixels` pixels or MAX_SIDE in a
+    formats, for headers that are damaged or contradict themselves, for more than MAX_PIXELS pixels or MAX_SIDE in a
     row or column, and for data that is not of the `media_type` that was declared for it.
     """
     format = _format_of(data, where)
@@ -52,8 +50,8 @@ def read_header(
     try:
         shown = _READERS[format](memoryview(data))
     except _BadHeader as exc:
-        raise _rejected("image_parse_error", f"the {FORMAT_NAMES[format]} image {exc}", where) from None
-    check_size(shown.width, shown.height, max_pixels, where)
+        raise RequestRejected.at(where, "image_parse_error", f"the {FORMAT_NAMES[format]} image {exc}") from None
+    check_size(shown.width, shown.height, where)
     return ImageInfo(format, *shown)
 
 
@@ -63,31 +61,27 @@ def _format_of(data: bytes | memoryview, where: str) -> ImageFormat:
         if is_format(head):
             return format
     problem = "not a PNG, JPEG, WebP or GIF image" if head else "the image is empty"
-    raise _rejected("invalid_image_format", problem, where)
+    raise RequestRejected.at(where, "invalid_image_format", problem)
 
 
 def _check_media_type(media_type: str, format: ImageFormat, where: str) -> None:
     if media_type not in MEDIA_TYPES:
         problem = f"the media type must be image/png, image/jpeg, image/webp or image/gif, got {brief(media_type)}"
-        raise _rejected("unsupported_image_media_type", problem, where)
+        raise RequestRejected.at(where, "unsupported_image_media_type", problem)
     if MEDIA_TYPES[media_type] is not format:
         problem = f"declared {media_type}, but the data is a {FORMAT_NAMES[format]} image"
-        raise _rejected("invalid_image_format", problem, where)
+        raise RequestRejected.at(where, "invalid_image_format", problem)
 
 
-def check_size(width: int, height: int, max_pixels: int = MAX_PIXELS, where: str = "image") -> None:
+def check_size(width: int, height: int, where: str = "image") -> None:
     """Raise RequestRejected, naming `where`, for an image without pixels or with too many."""
     shown = f"the image is {width} x {height} pixels"
     if not width or not height:
-        raise _rejected("image_parse_error", shown, where)
-    if width * height > max_pixels:
-        raise _rejected("image_too_large", f"{shown}; at most {max_pixels} pixels are accepted", where)
+        raise RequestRejected.at(where, "image_parse_error", shown)
+    if width * height > MAX_PIXELS:
+        raise RequestRejected.at(where, "image_too_large", f"{shown}; at most {MAX_PIXELS} pixels are accepted")
     if max(width, height) > MAX_SIDE:
-        raise _rejected("image_too_large", f"{shown}; at most {MAX_SIDE} pixels a side are accepted", where)
-
-
-def _rejected(code: str, problem: str, where: str) -> RequestRejected:
-    return RequestRejected(code, f"{where}: {problem}", param=where)
+        raise RequestRejected.at(where, "image_too_large", f"{shown}; at most {MAX_SIDE} pixels a side are accepted")
 
 
 def _unpack(layout: str, data: memoryview, at: int = 0) -> tuple[Any, ...]:

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trioengine.core.arguments import rejected
 from trioengine.core.bounds import brief
-from trioengine.core.data_url import parse_data_url
-from trioengine.core.errors import RequestRejected
 from trioengine.core.image import ImageInfo
-from trioengine.core.image_header import MAX_PIXELS, read_header
 
 MAX_IMAGE_BYTES = 20 << 20
 _DETAILS = (None, "auto", "low", "high", "original")
@@ -33,14 +31,6 @@ class Image:
         return {"type": "image", "image": self}
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedImage:
-    """An image's header and its whole file, as a client sent it."""
-
-    info: ImageInfo
-    data: bytes = field(repr=False)
-
-
 def is_image_part(part: object) -> bool:
     """Whether this is the part of a message's content that Image.part gives."""
     return isinstance(part, Mapping) and part.get("type") == "image" and isinstance(part.get("image"), Image)
@@ -56,26 +46,14 @@ def image_url(part: Mapping[str, Any], where: str) -> str | None:
     if part.get("type") == "image_url":
         held, where = part.get("image_url"), f"{where}.image_url"
         if not isinstance(held, Mapping):
-            raise _invalid(where, "must be an object with a url", held)
+            raise rejected(where, f"must be an object with a url, got {brief(held)}")
         url, detail, param = held.get("url"), held.get("detail"), f"{where}.url"
     elif part.get("type") == "input_image":
         url, detail, param = part.get("image_url"), part.get("detail"), f"{where}.image_url"
     else:
         return None
     if not isinstance(url, str):
-        raise _invalid(param, "must be a string", url)
+        raise rejected(param, f"must be a string, got {brief(url)}")
     if detail not in _DETAILS:
-        raise _invalid(f"{where}.detail", "must be auto, low, high or original", detail)
+        raise rejected(f"{where}.detail", f"must be auto, low, high or original, got {brief(detail)}")
     return url
-
-
-def _invalid(where: str, rule: str, value: object) -> RequestRejected:
-    return RequestRejected("invalid_value", f"{where} {rule}, got {brief(value)}", param=where)
-
-
-def read_image_url(
-    url: str, *, max_bytes: int = MAX_IMAGE_BYTES, max_pixels: int = MAX_PIXELS, where: str = "image_url"
-) -> EncodedImage:
-    """The image in a data: URL, of whose header alone something is read. Raises RequestRejected, naming `where`."""
-    media_type, data = parse_data_url(url, max_bytes, where=where)
-    return EncodedImage(read_header(data, media_type=media_type, max_pixels=max_pixels, where=where), data)

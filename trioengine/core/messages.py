@@ -7,10 +7,11 @@ and never used again. Token ids are `TokenIds`, packed as little-endian int32 on
 from __future__ import annotations
 
 import enum
+import re
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, get_args
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.image import ImageInfo
@@ -350,28 +351,7 @@ FromWorker: TypeAlias = (
 )
 Message: TypeAlias = ToWorker | FromWorker
 
-WIRE_NAMES: dict[type, str] = {
-    Configure: "CONFIGURE",
-    AddSession: "ADD_SESSION",
-    AddMessage: "ADD_MESSAGE",
-    StopSession: "STOP_SESSION",
-    EndSession: "END_SESSION",
-    Audit: "AUDIT",
-    Ping: "PING",
-    Sleep: "SLEEP",
-    Wake: "WAKE",
-    UpdateWeights: "UPDATE_WEIGHTS",
-    Shutdown: "SHUTDOWN",
-    Loading: "LOADING",
-    Ready: "READY",
-    Tokens: "TOKENS",
-    RequestFailed: "REQUEST_FAILED",
-    SessionEnded: "SESSION_ENDED",
-    PayloadConsumed: "PAYLOAD_CONSUMED",
-    Audited: "AUDITED",
-    Pong: "PONG",
-    Slept: "SLEPT",
-    Woken: "WOKEN",
-    Updated: "UPDATED",
-    Fatal: "FATAL",
+DOWNWARDS = frozenset(get_args(ToWorker))
+WIRE_NAMES: dict[type, str] = {  # AddSession: ADD_SESSION
+    cls: re.sub(r"(?<=.)(?=[A-Z])", "_", cls.__name__).upper() for cls in get_args(Message)
 }

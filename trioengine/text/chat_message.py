@@ -37,14 +37,6 @@ def checked_messages(messages: Sequence[Message], name: str, *, image_refusal: s
     return tuple(_message(message, f"{name}[{index}]", image_refusal) for index, message in enumerate(messages))
 
 
-def check_images(messages: Sequence[Message], image_refusal: str) -> None:
-    """Refuse images of every shape, before any is read, if there is an `image_refusal`; the rest is not checked."""
-    for index, message in enumerate(messages if image_refusal else ()):
-        content = message.get("content") if isinstance(message, Mapping) else None
-        for place, part in enumerate(content if isinstance(content, Sequence) and not isinstance(content, str) else ()):
-            _check_image(part, f"messages[{index}].content[{place}]", image_refusal)
-
-
 def copied(value: Any) -> Any:
     """A copy of what was checked; images are the same ones."""
     if isinstance(value, str):

@@ -21,7 +21,7 @@ from trioengine.core.errors import RequestRejected
 from trioengine.core.image_part import Image
 from trioengine.core.messages import TokenIds, token_ids
 from trioengine.core.overflow import retained
-from trioengine.text.chat_message import BYTES, check_images, checked_messages, copied
+from trioengine.text.chat_message import BYTES, checked_messages, copied
 from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.detokenizer import Detokenizer
 from trioengine.text.placed_image import ImagePart, PlacedImage, image_parts, num_image_tokens, placed
@@ -89,11 +89,6 @@ class Conversation:
     def check_length(self, prompt: Prompt, limit: int) -> None:
         """Refuse, before any tokenizing, a prompt that cannot fit `limit` tokens by its length alone."""
         check_length(prompt, limit, self._tokenizer)
-
-    def check_images(self, prompt: Prompt) -> None:
-        """Refuse, before any image is read, a prompt with images of any shape for a model that takes none."""
-        if _is_chat(prompt):
-            check_images(prompt, self._tokenizer.image_refusal)
 
     def prepare(self, prompt: Prompt, limit: int | None = None, retention_ratio: float = 1.0) -> Prepared:
         """The whole prompt with this added. Raises RequestRejected, naming what is wrong with it.
