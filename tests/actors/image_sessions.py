@@ -6,6 +6,7 @@ import zlib
 from expectations import everything_is_given_back
 
 from trioengine import EngineConfig, SamplingParams
+from trioengine.actors.ports import Ports
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.simulation import IMAGE_LIMITS
@@ -19,9 +20,16 @@ SIZE = len(PICTURE.data)
 
 
 def engine_for_images(**options):
-    behaviour = options.pop("behaviour", Behaviour())
+    behaviours = [options.pop("behaviour", Behaviour())]
+    threads = {"thread_passes": 2, "thread_threshold": options.pop("thread_threshold", Ports.thread_threshold)}
     config = EngineConfig(model="toy", max_num_seqs=8, max_num_batched_tokens=64, **options)
-    return simulated_engine(config, limits=IMAGE_LIMITS, behaviours=[behaviour], thread_passes=2)
+    return simulated_engine(config, limits=IMAGE_LIMITS, behaviours=behaviours, **threads)
+
+
+def content_of(*images, text="What?"):
+    """A user's message with these images before its text."""
+    parts = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
+    return {"role": "user", "content": parts}
 
 
 def reference(generation, *pictures):

@@ -6,10 +6,9 @@ import re
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
-from clients import open_clients
+from sides import SIDES, a_client, an_engine
 
 from trioengine import InvalidConfig, RequestRejected, blocking, connect, open_engine
-from trioengine.testing import simulated_engine
 
 OPEN_SESSION = [
     ("open_session", (), {"label": 3}, "label must be a string, got 3"),
@@ -73,6 +72,7 @@ UNKNOWN = [
     ("open_session", (), "time_out", "timeout"),
     ("generate", ("x",), "wat", "wait"),
     ("session.generate", ("x",), "keep_part", "keep_partial"),
+    ("ask", ("x",), "max_token", "max_tokens"),
     ("session.ask", ("x",), "max_token", "max_tokens"),
     ("abort", (), "requst", "request"),
 ]
@@ -86,24 +86,12 @@ UNKNOWN_OPERATE = [
 
 
 @asynccontextmanager
-async def an_engine():
-    async with simulated_engine() as (engine, _):
-        yield engine
-
-
-@asynccontextmanager
-async def a_client():
-    async with open_clients(None) as clients, connect("ws://localhost", dial=clients.dial) as client:
-        yield client
-
-
-@asynccontextmanager
 async def a_blocking_engine():
     with blocking.Engine(an_engine) as engine:
         yield engine
 
 
-SIDES = {"engine": an_engine, "client": a_client, "blocking": a_blocking_engine}
+ALL_SIDES = SIDES | {"blocking": a_blocking_engine}
 COVERED = {
     "engine": EVERYWHERE + OPERATE + AWAITED,
     "client": EVERYWHERE,
@@ -124,18 +112,18 @@ async def use(api, call, args, options):
             await given
 
 
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("side", ALL_SIDES)
 async def test_a_wrong_argument_is_refused_by_its_name(autojump_clock, side):
-    async with SIDES[side]() as api:
+    async with ALL_SIDES[side]() as api:
         for call, args, options, message in COVERED[side]:
             with pytest.raises(RequestRejected, match=message) as refused:
                 await use(api, call, args, options)
             assert refused.value.param == message.split()[0].partition("[")[0], (call, options)
 
 
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("side", ALL_SIDES)
 async def test_an_unknown_argument_names_the_nearest(autojump_clock, side):
-    async with SIDES[side]() as api:
+    async with ALL_SIDES[side]() as api:
         for call, args, name, nearest in UNKNOWN + (UNKNOWN_OPERATE if side != "client" else []):
             function = re.escape(call.removeprefix("session.") + "()")
             with pytest.raises(TypeError, match=f"^{function} has no argument '{name}'; did you mean '{nearest}'"):
@@ -182,9 +170,9 @@ async def test_of_the_callbacks_of_a_client(name):
         await connect("ws://localhost", **{name: 3}).__aenter__()
 
 
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("side", ALL_SIDES)
 async def test_a_whole_answer_has_the_name_that_a_session_gives_it(autojump_clock, side):
-    async with SIDES[side]() as api:
+    async with ALL_SIDES[side]() as api:
         answers = []
         for call in (api.ask, api.generate):
             given = call("x", max_tokens=3, temperature=0)
@@ -192,14 +180,14 @@ async def test_a_whole_answer_has_the_name_that_a_session_gives_it(autojump_cloc
         assert answers[0].text == answers[1].text != ""
 
 
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("side", ALL_SIDES)
 async def test_a_bad_history_is_refused_before_the_session_is_entered(autojump_clock, side):
-    async with SIDES[side]() as api:
+    async with ALL_SIDES[side]() as api:
         with pytest.raises(RequestRejected, match="history must be a list of messages"):
             api.open_session(history="x")
 
 
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("side", ALL_SIDES)
 @pytest.mark.parametrize(
     ("role", "problem"),
     [
@@ -209,7 +197,7 @@ async def test_a_bad_history_is_refused_before_the_session_is_entered(autojump_c
     ],
 )
 async def test_a_message_without_a_role(autojump_clock, side, role, problem):
-    async with SIDES[side]() as api:
+    async with ALL_SIDES[side]() as api:
         for call, args, options in [
             ("generate", ([role | {"content": "x"}],), {}),
             ("open_session", (), {"history": [role | {"content": "x"}]}),

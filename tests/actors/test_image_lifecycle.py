@@ -1,4 +1,4 @@
-"""Requests with images that are cancelled, ended, put to sleep, or lose their worker: payloads are given back once."""
+"""Requests with images that are ended, put to sleep, or lose their worker: payloads are given back once."""
 
 import gc
 import weakref
@@ -6,27 +6,24 @@ from functools import partial
 
 import pytest
 import trio
-from image_sessions import LONG, OTHER, PICTURE, SIZE, ask, engine_for_images, nothing_is_left, png, reference
+from expectations import until
+from image_sessions import (
+    LONG,
+    OTHER,
+    PICTURE,
+    SIZE,
+    ask,
+    content_of,
+    engine_for_images,
+    nothing_is_left,
+    png,
+    reference,
+)
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineOverloaded, RequestRejected, TimedOut
 from trioengine.core.outcome import Cause
 from trioengine.testing import simulated_engine
-
-# ---- lifecycle ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("passes", range(14))
-async def test_cancelled_at_any_pass_nothing_is_left(autojump_clock, passes):
-    """From the reservation to the send, and beyond: whatever was reserved or sealed is given back, once."""
-    async with engine_for_images() as (engine, simulation):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(partial(engine.generate, "What?", LONG, media=[PICTURE, OTHER]))
-            for _ in range(passes):
-                await trio.lowlevel.checkpoint()
-            nursery.cancel_scope.cancel()
-        await wait_all_tasks_blocked()
-        await nothing_is_left(engine, simulation)
 
 
 async def test_a_worker_dies_with_payloads_in_the_socket(autojump_clock):
@@ -62,22 +59,74 @@ async def test_a_request_whose_image_was_dropped_does_not_go_on(autojump_clock):
                 simulation.worker.kill()
                 with pytest.raises(RequestRejected, match="the image is not kept any more"):
                     await generation.result()
+                assert generation.losses.resumed == 0
         await nothing_is_left(engine, simulation)
 
 
 async def test_a_suspect_whose_image_was_dropped_is_not_tried(autojump_clock):
+    """It was in flight at two deaths, and has got no token: it is to be tried alone, and cannot be."""
     async with engine_for_images(payload_memory=SIZE) as (engine, simulation):
         async with engine.open_session() as session, engine.open_session() as other:
-            async with session.generate("What?", LONG, media=[PICTURE]) as generation:
-                simulation.poisoned[generation.request_id] = 0
-                while not engine.replays.has_suspects:
-                    await engine.gate.changed()
-                other.replace_history([{"role": "user", "content": [{"type": "image", "image": OTHER}]}])
+            async with session.generate("What?" * 40, LONG, media=[PICTURE]) as generation:
+                for incarnation in (1, 2):
+                    while engine.statistics().incarnation < incarnation or engine.gate.link is None:
+                        await engine.gate.changed()
+                    await until(engine, lambda: not engine.statistics().payload_bytes_inflight)
+                    if incarnation == 2:
+                        other.replace_history([content_of(OTHER)])
+                    simulation.worker.kill()
                 with pytest.raises(RequestRejected, match="the image is not kept any more"):
                     await generation.result()
+                assert (generation.num_tokens, generation.losses.resumed) == (0, 1)
             generation, completion = await ask(other, "And?")
             assert completion.token_ids == reference(generation, OTHER)
+            assert engine.statistics().incarnation == 3
         await nothing_is_left(engine, simulation)
+
+
+async def test_a_request_that_waits_for_room_takes_none_of_a_request_that_lost_its_worker(autojump_clock):
+    async with engine_for_images(payload_memory=SIZE) as (engine, simulation):
+        simulation.worker.payloads.by_hand = True
+        async with engine.open_session() as first, engine.open_session() as second, trio.open_nursery() as nursery:
+
+            async def ask_about(session, picture):
+                generation, completion = await ask(session, "What?", media=[picture], wait=True)
+                assert completion.token_ids == reference(generation, picture)
+
+            for session, picture in ((first, PICTURE), (second, OTHER)):
+                nursery.start_soon(ask_about, session, picture)
+                await wait_all_tasks_blocked()
+            assert len(engine.payloads.line) == 1
+            simulation.worker.kill()
+        await nothing_is_left(engine, simulation)
+
+
+@pytest.mark.parametrize("way", ["wake", "abort", "end", "close"])
+async def test_the_images_of_a_suspended_request_stay_until_it_goes_on_or_ends(autojump_clock, way):
+    async with engine_for_images(payload_memory=SIZE) as (engine, simulation):
+        async with engine.open_session() as session, session.generate("What?", LONG, media=[PICTURE]) as generation:
+            await anext(generation)
+            assert engine.statistics().payload_bytes_inflight == 0
+            await engine.sleep(mode="keep")
+            assert engine.statistics().payload_bytes_inflight == SIZE
+            with pytest.raises(EngineOverloaded, match="have to wait"):
+                await engine.keep_images([content_of(OTHER)], wait=False)
+            match way:
+                case "abort":
+                    generation.abort()
+                case "end":
+                    session.end()
+                case "close":
+                    engine.close()
+                case "wake":
+                    await engine.wake()
+                    assert (await generation.result()).token_ids == reference(generation, PICTURE)
+            await generation.settled.wait()
+            assert engine.statistics().payload_bytes_inflight == 0
+        if way != "close":
+            await engine.wake()
+            await nothing_is_left(engine, simulation)
+    assert not simulation.memfds
 
 
 async def test_a_broken_payload_socket_ends_the_worker(autojump_clock):
@@ -174,14 +223,6 @@ async def test_the_bytes_are_gone_while_the_answer_is_streamed(autojump_clock):
 # ---- images that are kept for later requests ------------------------------------------------------------------------
 
 
-def content_of(*images, text="What?"):
-    return {"role": "user", "content": [*({"type": "image", "image": image} for image in images), text_part(text)]}
-
-
-def text_part(text):
-    return {"type": "text", "text": text}
-
-
 async def test_kept_images_are_for_requests_of_any_session(autojump_clock):
     async with engine_for_images() as (engine, simulation):
         with await engine.keep_images([content_of(PICTURE)]) as kept:
@@ -202,22 +243,6 @@ async def test_a_session_keeps_what_is_released(autojump_clock):
                 kept.release()
             generation, completion = await ask(session, "And?")
             assert completion.token_ids == reference(generation, PICTURE)
-        await nothing_is_left(engine, simulation)
-
-
-@pytest.mark.parametrize("passes", range(5))
-async def test_cancelled_at_any_pass_no_image_is_kept(autojump_clock, passes):
-    async with engine_for_images() as (engine, simulation):
-
-        async def keep():
-            with await engine.keep_images([content_of(PICTURE, OTHER)]):
-                await trio.sleep_forever()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(keep)
-            for _ in range(passes):
-                await trio.lowlevel.checkpoint()
-            nursery.cancel_scope.cancel()
         await nothing_is_left(engine, simulation)
 
 

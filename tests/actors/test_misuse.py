@@ -1,29 +1,12 @@
 """Natural mistakes in the use of `async with` are answered by one line that has the right form."""
 
 import re
-from contextlib import asynccontextmanager
 
 import pytest
-from clients import open_clients
+from sides import SIDES
 
 from trioengine import Engine, EngineConfig, InvalidConfig, connect, open_engine
 from trioengine.actors.ports import Ports
-from trioengine.testing import simulated_engine
-
-
-@asynccontextmanager
-async def an_engine():
-    async with simulated_engine() as (engine, _):
-        yield engine
-
-
-@asynccontextmanager
-async def a_client():
-    async with open_clients(None) as clients, connect("ws://localhost", dial=clients.dial) as client:
-        yield client
-
-
-SIDES = {"engine": an_engine, "client": a_client}
 
 
 async def awaited(thing):

@@ -14,6 +14,7 @@ from image_sessions import (
     SIZE,
     UNREADABLE,
     ask,
+    content_of,
     engine_for_images,
     nothing_is_left,
     png,
@@ -21,10 +22,12 @@ from image_sessions import (
 )
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineOverloaded, FinishReason, RequestRejected, TimedOut
+from trioengine import EngineOverloaded, FinishReason, RequestRejected, SessionEnded, TimedOut
+from trioengine.actors.media import source_of
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
-from trioengine.testing.toy_vision import ToyPicture
+from trioengine.testing.simulation import SealFailure
+from trioengine.testing.toy_vision import DamagedPicture, ToyPicture
 
 # ---- copying ------------------------------------------------------------------------------------------------------
 
@@ -92,10 +95,7 @@ async def test_an_image_of_a_history_is_used_in_another_session(autojump_clock):
 
 
 async def test_a_history_may_begin_with_images(autojump_clock):
-    history = [
-        {"role": "user", "content": [{"type": "image", "image": PICTURE}, {"type": "text", "text": "Look"}]},
-        {"role": "assistant", "content": "Yes"},
-    ]
+    history = [content_of(PICTURE), {"role": "assistant", "content": "Yes"}]
     async with engine_for_images() as (engine, simulation):
         async with engine.open_session(history=history) as session:
             assert engine.statistics().payload_bytes_kept == SIZE
@@ -151,6 +151,11 @@ async def test_a_turn_that_is_taken_back_gives_its_image_back(autojump_clock):
         (b"bytes", "invalid_value", "media must be a list"),
         ([png(70_000, 1)], "image_too_large", "70000 x 1"),
         ([ToyPicture(100_000, 1)], "image_too_large", "100000 x 1"),
+        (
+            [DamagedPicture(12, 9)],
+            "image_parse_error",
+            r"messages\[0\].content\[0\]: the PIL image cannot be read: 'image file is truncated",
+        ),
     ],
 )
 async def test_what_is_no_image_is_refused(autojump_clock, media, code, why):
@@ -161,6 +166,26 @@ async def test_what_is_no_image_is_refused(autojump_clock, media, code, why):
             assert caught.value.code == code
             assert caught.value.param.startswith(("media", "messages[0].content[0]"))
             await ask(session, "What?", media=[PICTURE])
+        await nothing_is_left(engine, simulation)
+
+
+def test_a_file_that_goes_while_it_is_read_is_refused(tmp_path):
+    path = tmp_path / "picture.png"
+    path.write_bytes(png(9, 3))
+    _, chunks = source_of(path, "media[0]").open()
+    path.unlink()
+    with pytest.raises(RequestRejected, match=r"^media\[0\]: cannot read .*: No such file"):
+        list(chunks)
+
+
+@pytest.mark.parametrize("failure", SealFailure)
+async def test_bytes_that_cannot_be_sealed_overload_the_engine(autojump_clock, failure):
+    async with engine_for_images() as (engine, simulation):
+        simulation.failing_seals = [failure]
+        with pytest.raises(EngineOverloaded, match=r"no memory for an image: .*Errno") as caught:
+            await engine.generate("What?", EIGHT, media=[PICTURE, OTHER])
+        assert caught.value.code == "payloads"
+        await engine.generate("What?", EIGHT, media=[PICTURE, OTHER])
         await nothing_is_left(engine, simulation)
 
 
@@ -176,6 +201,16 @@ async def test_token_ids_take_no_media(autojump_clock):
     async with engine_for_images() as (engine, _):
         with pytest.raises(RequestRejected, match="media: images need a text or chat messages"):
             await engine.generate([1, 2], EIGHT, media=[PICTURE])
+
+
+@pytest.mark.parametrize("image", [b"what", OTHER], ids=["no image", "no room"])
+async def test_a_session_that_is_refused_for_its_history_is_counted(autojump_clock, image):
+    history = [content_of(image)]
+    async with engine_for_images(payload_memory=SIZE - 1) as (engine, simulation):
+        with pytest.raises(RequestRejected):
+            await engine.open_session(history=history).__aenter__()
+        assert (engine.statistics().sessions, engine.statistics().rejected) == (0, 1)
+        await nothing_is_left(engine, simulation)
 
 
 async def test_one_bad_image_fails_its_own_request(autojump_clock):
@@ -218,6 +253,17 @@ async def test_a_request_waits_for_room(autojump_clock):
         await nothing_is_left(engine, simulation)
 
 
+async def test_a_history_without_images_needs_no_room(autojump_clock):
+    async with engine_for_images(payload_memory=SIZE, behaviour=Behaviour(decode_time=0.5)) as (engine, simulation):
+        async with engine.open_session() as first, engine.open_session() as other, trio.open_nursery() as nursery:
+            async with first.generate("What?", LONG, media=[PICTURE]):
+                nursery.start_soon(partial(engine.generate, "And?", EIGHT, media=[OTHER]))
+                await wait_all_tasks_blocked()
+                assert len(engine.payloads.line) == 1
+                other.replace_history([{"role": "user", "content": "Hi."}])
+        await nothing_is_left(engine, simulation)
+
+
 async def test_a_request_does_not_wait_for_room_for_ever(autojump_clock):
     async with engine_for_images(payload_memory=SIZE) as (engine, simulation):
         async with engine.open_session() as first, engine.open_session() as second:
@@ -246,6 +292,31 @@ async def in_the_line(engine, simulation, nursery):
     await wait_all_tasks_blocked()
     assert len(engine.payloads.line) == 1
     return scope
+
+
+async def test_a_session_that_ends_while_its_history_waits_for_room(autojump_clock):
+    history = [content_of(OTHER)]
+    async with engine_for_images(payload_memory=SIZE) as (engine, simulation), trio.open_nursery() as nursery:
+        simulation.worker.payloads.by_hand = True
+        nursery.start_soon(partial(engine.generate, "What?", EIGHT, media=[PICTURE]))
+        await wait_all_tasks_blocked()
+        session, entered = engine.open_session(history=history), trio.Event()
+
+        async def enter():
+            with pytest.raises(SessionEnded) as caught:
+                await session.__aenter__()
+            assert caught.value.cause == "client"
+            entered.set()
+
+        nursery.start_soon(enter)
+        await wait_all_tasks_blocked()
+        assert len(engine.payloads.line) == 1
+        session.end()
+        await wait_all_tasks_blocked()
+        assert entered.is_set() and engine.statistics().rejected == 1
+        simulation.worker.payloads.by_hand = False
+        simulation.worker.receive_payloads()
+        await nothing_is_left(engine, simulation)
 
 
 async def test_a_small_image_does_not_overtake_large_ones_that_wait(autojump_clock):

@@ -5,16 +5,14 @@ import io
 import os
 import re
 import resource
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import typer
 
-from trioengine import EngineConfig, ModelError, SamplingParams, WorkerLost, __version__
+from trioengine import EngineConfig, ModelError, SamplingParams, WorkerLost
 from trioengine.cli import app as app_module
 from trioengine.cli.app import run
 from trioengine.cli.bench.config import BenchConfig
@@ -137,37 +135,6 @@ def test_the_server_takes_the_descriptors_that_it_may(descriptors):
     assert soft == hard
 
 
-def test_version_and_help(capsys):
-    assert run(["--version"]) == 0
-    assert capsys.readouterr().out.strip() == __version__
-    assert run(["--help"]) == 0
-    assert "serve" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "usage"),
-    [
-        (["-h"], "trioengine [OPTIONS] COMMAND [ARGS]..."),
-        (["help"], "trioengine [OPTIONS] COMMAND [ARGS]..."),
-        (["serve", "-h"], "trioengine serve [OPTIONS] [model]"),
-        (["help", "serve"], "trioengine serve [OPTIONS] [model]"),
-        (["help", "bench", "serve"], "trioengine bench serve [OPTIONS]"),
-        (["bench", "help"], "trioengine bench [OPTIONS] COMMAND [ARGS]..."),
-    ],
-)
-def test_other_ways_to_the_help(capsys, arguments, usage):
-    assert run(arguments) == 0
-    assert capsys.readouterr().out.splitlines()[0] == f"Usage: {usage}"
-
-
-def test_the_help_shows_choices(capsys):
-    assert run(["serve", "--help"]) == 0
-    shown = capsys.readouterr().out
-    for metavar in ("--kernels <auto|native|torch>", "--on-worker-loss <resume|fail>", "--api-key <str>"):
-        assert metavar in shown
-    assert "list[" not in shown
-
-
 @pytest.mark.parametrize(
     ("arguments", "sources"),
     [
@@ -266,19 +233,6 @@ def test_whatever_is_raised(monkeypatch, capsys, error, exit_code, printed):
     assert capsys.readouterr().err == printed
 
 
-def test_help_loads_neither_trio_nor_torch():
-    program = """
-import sys
-from trioengine.cli.app import run
-from trioengine.cli.bench.config import BenchConfig
-run(["--help"])
-run(["serve", "--help"])
-sys.exit(",".join({"trio", "torch", "numpy", "rich", "tokenizers"} & sys.modules.keys()) or 0)
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
-
-
 @pytest.mark.parametrize(("prompt", "stdin"), [("-", b"caf\xe9"), (b"caf\xe9", b"")])
 def test_a_prompt_that_is_not_utf8(prompt, stdin):
     command = [sys.executable, "-m", "trioengine.cli", "generate", prompt]
@@ -322,100 +276,6 @@ def test_the_log_is_silent_unless_it_is_configured():
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
-END_WHILE_IT_IS_LOADED = """
-import os, signal, sys
-
-class Slow:
-    def find_spec(self, name, path=None, target=None):
-        if name == "typer":
-            os.kill(os.getpid(), signal.{name})
-
-signal.signal(signal.SIGINT, {handler})
-sys.meta_path.insert(0, Slow())
-from trioengine.cli import main
-
-main()
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "handler", "exit_code"),
-    [
-        ("SIGINT", "signal.default_int_handler", 130),
-        ("SIGTERM", "signal.default_int_handler", 143),
-        ("SIGTERM", "signal.SIG_IGN", 143),
-    ],
-)
-def test_a_signal_while_it_is_loaded(name, handler, exit_code):
-    program = END_WHILE_IT_IS_LOADED.format(name=name, handler=handler)
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stderr) == (exit_code, b"")
-
-
-@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
-@pytest.mark.parametrize("command", [["pull"], ["generate", "hi"]])
-def test_sigterm_while_a_model_is_fetched(tmp_path, command, handler):
-    """pip is ended, and what it has written is removed, be SIGINT ignored or not."""
-    pip = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    (tmp_path / "sitecustomize.py").write_text(f"import os, sys, time\nif 'pip' in sys.orig_argv:\n    {pip}\n")
-    home = tmp_path / "home"
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trioengine.cli", *command],
-        env=os.environ | {"PYTHONPATH": path, "TRIOENGINE_HOME": str(home)},
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, handler),
-    )
-    try:
-        while not ((tmp_path / "pid").exists() and (pid := (tmp_path / "pid").read_text())):
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.terminate()
-        assert process.wait(60) == 143
-        (shown,) = process.stderr.read().splitlines()
-        assert shown.startswith("fetching the model")
-    finally:
-        process.kill()
-        process.communicate()
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid), 0)
-    assert list(home.iterdir()) == []
-
-
-@pytest.mark.parametrize("command", [["serve"], ["generate"], ["chat"], ["bench", "offline"], ["bench", "serve"]])
-def test_help_shows_a_file_with_an_option_that_the_command_has(capsys, command):
-    assert run([*command, "--help"]) == 0
-    shown = re.sub(r"(?<=\w)-\s+", "-", " ".join(capsys.readouterr().out.split()))  # lines break at hyphens, too
-    name = shown.partition("with any of these options, as ")[2].partition(" = ")[0]
-    assert f"--{name} " in shown
-
-
-def test_help_says_what_a_chat_does_at_an_interrupt(capsys):
-    assert run(["chat", "--help"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "Ctrl+C stops an answer, and what came of it stays in the conversation" in shown
-
-
-@pytest.mark.parametrize("command", [[], ["bench"]])
-@pytest.mark.parametrize("columns", ["80", "50"])
-def test_help_shows_the_summaries_of_commands_whole(capsys, monkeypatch, command, columns):
-    monkeypatch.setenv("COLUMNS", columns)
-    assert run([*command, "--help"]) == 0
-    summaries = capsys.readouterr().out.partition("Commands:")[2].splitlines()
-    assert max(map(len, summaries)) <= int(columns)
-    assert not [line for line in summaries if "..." in line or "…" in line]
-    assert columns == "50" or all(line.endswith(".") for line in summaries if line)  # one line each
-
-
-def test_help_says_what_bench_does(capsys):
-    assert run(["bench", "--help"]) == 0
-    assert "..." not in capsys.readouterr().out.partition("Commands:")[2]
-    assert run(["bench", "offline", "--help"]) == 0
-    caching = capsys.readouterr().out.partition("--enable-prefix-caching")[2].partition("\n  --")[0]
-    assert " ".join(caching.split()).endswith("find them computed. [default: False]")
-
-
 @pytest.mark.parametrize(
     ("variable", "arguments", "expected"),
     [(None, [], False), ("1", [], True), (None, ["--enable-prefix-caching"], True)],
@@ -429,29 +289,6 @@ def test_bench_uses_no_prefix_cache_unless_told(monkeypatch, variable, arguments
         monkeypatch.setenv("TRIOENGINE_ENABLE_PREFIX_CACHING", variable)
     assert run(["bench", "offline", *arguments]) == 0
     assert [config.enable_prefix_caching for config in configs] == [expected]
-
-
-@pytest.mark.parametrize("command", ["generate", "chat"])
-def test_the_temperature_is_among_the_first_options(capsys, command):
-    assert run([command, "--help"]) == 0
-    shown = re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
-    assert shown.index("--temperature") < 8
-    assert shown.index("--temperature") < shown.index("--device")
-
-
-def test_options_are_in_panels(capsys):
-    assert run(["serve", "--help"]) == 0
-    shown = re.findall(r"^(?:(\w[\w ]+):$|  --([a-z-]+))", capsys.readouterr().out, re.MULTILINE)
-    panels, panel = {}, ""
-    for title, option in shown:
-        panel = title or panel
-        panels.setdefault(panel, []).extend([option] if option else [])
-    titles = ["Arguments", "Options", "Model", "Batching and cache", "Network", "Security", "Limits", "Worker"]
-    assert list(panels) == titles, "a new option needs a panel in cli/panels.py"
-    assert {"api-key", "admin-key", "insecure"} <= set(panels["Security"])
-    assert {"host", "port"} <= set(panels["Network"])
-    assert {"device", "dtype"} <= set(panels["Model"])
-    assert {"max-connections", "max-sessions"} <= set(panels["Limits"])
 
 
 def test_hints_name_packages_that_exist():

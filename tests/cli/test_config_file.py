@@ -165,6 +165,20 @@ def test_two_fields_at_odds_are_both_named(capsys, file):
     )
 
 
+def test_insecure_and_a_key_are_both_named(capsys, file, monkeypatch):
+    monkeypatch.setenv("TRIOENGINE_API_KEY", "secret")
+    assert run(["serve", "--insecure"]) == 2
+    problem = "serves all clients without a key, and"
+    said = f"trioengine: error: --insecure {problem} TRIOENGINE_API_KEY is set: give one of them\n"
+    assert capsys.readouterr().err == said
+    path = file("insecure = true\nadmin-key = 'secret'")
+    monkeypatch.delenv("TRIOENGINE_API_KEY")
+    assert run(["serve", "--config", path]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"trioengine: error: config file {path}: insecure {problem} config file {path}: admin-key is set"
+    )
+
+
 def test_keys_are_not_shown(file):
     config = read(Path(file("api_key = 'secret'")), {"api_key": list[str]})
     assert "secret" not in repr(config)

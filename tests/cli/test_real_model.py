@@ -111,6 +111,12 @@ def test_a_benchmark_longer_than_the_context(smollm2):
     assert refused.stderr == "trioengine: error: --prompt-len 60 and --output-len 5: the context has 64 tokens\n"
 
 
+def test_a_context_longer_than_the_models(smollm2):
+    refused = ended("generate", "hi", "--model", str(smollm2), "--max-model-len", "100000")
+    problem = f"must be at most 8192, the context of model {str(smollm2)!r}, got 100000"
+    assert (refused.returncode, refused.stderr) == (2, f"trioengine: error: --max-model-len {problem}\n")
+
+
 def test_bench_offline(smollm2):
     sizes = ["--requests", "2", "--prompt-len", "8", "--output-len", "4", "--repeat", "1"]
     figures = json.loads(ended("bench", "offline", str(smollm2), *sizes, "--json").stdout)

@@ -5,6 +5,7 @@ import logging
 import signal
 import weakref
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,10 +14,12 @@ import trio.testing
 
 from trioengine import EngineConfig
 from trioengine.cli.serving import COLLECT_AFTER, _serve
+from trioengine.core.errors import InvalidConfig
 from trioengine.core.serve_config import ServeConfig
 from trioengine.serve.server import serve
 from trioengine.testing import Simulation
 from trioengine.testing.simulated_worker import Behaviour
+from trioengine.testing.simulation import DEFAULT_LIMITS
 
 
 @pytest.fixture
@@ -35,10 +38,10 @@ def thawed():
 
 
 @asynccontextmanager
-async def served(max_model_len=None, **behaviour):
+async def served(max_model_len=None, limits=DEFAULT_LIMITS, **behaviour):
     """A server until SIGTERM, which comes after the body; the simulation that it runs on."""
     async with trio.open_nursery() as workers:
-        simulation = Simulation(workers, behaviours=[Behaviour(**behaviour)])
+        simulation = Simulation(workers, limits=limits, behaviours=[Behaviour(**behaviour)])
         config = EngineConfig(model="toy", max_model_len=max_model_len)
         serving = partial(serve, config, ServeConfig(port=0), ports=simulation.ports)
         with trio.fail_after(100):  # the simulated worker's task may take longer
@@ -71,11 +74,22 @@ async def test_a_worker_that_is_ready_again_is_told(autojump_clock, log):
     assert log.messages[-1] == "stopped"
 
 
-@pytest.mark.parametrize(("asked", "is_told"), [(100_000, True), (513, True), (512, False), (100, False)])
-async def test_a_context_longer_than_the_models_is_told(autojump_clock, log, asked, is_told):
-    async with served(max_model_len=asked):
+@pytest.mark.parametrize(("asked", "is_told"), [(512, True), (65, True), (64, False), (None, False)])
+async def test_a_kv_cache_that_is_shorter_than_the_context_asked_for_is_told(autojump_clock, log, asked, is_told):
+    limits = replace(DEFAULT_LIMITS, kv_blocks_total=64 // DEFAULT_LIMITS.block_size)
+    async with served(max_model_len=asked, limits=limits):
         await said(log, "ready: ")
-    assert (f"max_model_len: asked for {asked}, the model and its KV cache have 512" in log.messages) == is_told
+    told = f"max_model_len is {asked}, but the KV cache holds 64 tokens; kv_cache_memory makes it larger"
+    assert (told in log.messages) == is_told
+
+
+@pytest.mark.parametrize("asked", [100_000, 513])
+async def test_a_context_longer_than_the_models_is_refused(autojump_clock, asked):
+    ports = Simulation(None).ports  # which starts no worker
+    message = f"^max_model_len must be at most 512, the context of model 'toy', got {asked}$"
+    with pytest.raises(InvalidConfig, match=message) as refused:
+        await serve(EngineConfig(model="toy", max_model_len=asked), ServeConfig(port=0), ports=ports)
+    assert refused.value.fields == ("max_model_len",)
 
 
 class Cycle:

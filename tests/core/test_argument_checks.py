@@ -5,8 +5,10 @@ import dataclasses
 import inspect
 import math
 import pickle
+import weakref
 
 import pytest
+import trio
 
 from trioengine import EngineConfig, InvalidConfig, RequestRejected, SamplingParams, UnknownArgument
 from trioengine.core.arguments import (
@@ -117,6 +119,33 @@ def test_a_checked_function_is_the_function():
     )
     with pytest.raises(UnknownArgument, match="did you mean 'mode'"):
         Bed().sleep(1, mod="keep")
+
+
+async def test_a_checked_coroutine_function_is_one():
+    @names_checked
+    async def sleep(level: int) -> int:
+        return level
+
+    assert inspect.iscoroutinefunction(sleep)
+    assert await sleep(level=1) == 1
+    with pytest.raises(UnknownArgument, match="did you mean 'level'"):
+        await sleep(levl=1)
+
+
+async def test_a_checked_coroutine_function_does_not_keep_its_arguments():
+    class Big:
+        pass
+
+    given = []
+
+    @names_checked
+    async def use(big):
+        given.append(weakref.ref(big))
+        del big
+        await trio.lowlevel.checkpoint()
+        return given[0]()
+
+    assert await use(Big()) is None
 
 
 def test_a_count_has_its_noun():

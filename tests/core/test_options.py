@@ -6,7 +6,7 @@ from typing import get_type_hints
 import pytest
 
 from trioengine import EngineConfig, InvalidConfig, RequestRejected, SamplingParams, UnknownArgument
-from trioengine.core.options import EngineOptions, SamplingOptions, merged_config, merged_params
+from trioengine.core.options import EngineOptions, SamplingOptions, ask_of, merged_config, merged_params
 
 
 @pytest.mark.parametrize(("options", "dataclass"), [(SamplingOptions, SamplingParams), (EngineOptions, EngineConfig)])
@@ -71,3 +71,14 @@ def test_an_unknown_field_of_the_configuration_names_the_nearest():
         merged_config("toy", {"max_model_length": 64})
     with pytest.raises(InvalidConfig, match="max_model_len must be"):
         merged_config("toy", {"max_model_len": -1})
+
+
+async def test_ask_is_generate_under_another_name():
+    async def generate(prompt: str, *, timeout: float | None = None, **options: object) -> tuple[object, ...]:
+        return prompt, timeout, options
+
+    ask = ask_of(generate)
+    assert await ask("x", timeout=1, max_tokens=2) == ("x", 1, {"max_tokens": 2})
+    for name in ("keep_partial", "options"):
+        with pytest.raises(UnknownArgument, match=rf"^ask\(\) has no argument '{name}'"):
+            await ask("x", **{name: True})

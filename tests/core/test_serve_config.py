@@ -53,6 +53,14 @@ def test_what_cannot_be_is_refused_by_name(field, value, message):
     assert refused.value.fields == (field,)
 
 
+@pytest.mark.parametrize("field", ["api_key", "admin_key"])
+def test_a_key_that_would_not_be_asked_for_is_refused(field):
+    message = f"^insecure serves all clients without a key, and {field} is set: give one of them$"
+    with pytest.raises(InvalidConfig, match=message) as refused:
+        ServeConfig(insecure=True, **{field: "a"})
+    assert refused.value.fields == ("insecure", field)
+
+
 def test_numbers_are_stored_as_pythons():
     assert type(ServeConfig(port=np.int64(80)).port) is int
     assert ServeConfig(served_model_name="toy").served_model_name == "toy"

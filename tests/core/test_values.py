@@ -230,6 +230,15 @@ def test_threads_are_bounded_by_the_cores_of_the_machine():
     assert caught.value.fields == ("num_threads",)
 
 
+def test_a_context_is_bounded_by_the_models():
+    EngineConfig().check_context(8)
+    EngineConfig(max_model_len=8).check_context(8)
+    with pytest.raises(InvalidConfig) as caught:
+        EngineConfig("toy", max_model_len=9).check_context(8)
+    assert str(caught.value) == "max_model_len must be at most 8, the context of model 'toy', got 9"
+    assert caught.value.fields == ("max_model_len",)
+
+
 def test_the_greatest_configuration_travels():
     most = EngineConfig(
         device="cuda:127",

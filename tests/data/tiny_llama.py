@@ -1,11 +1,9 @@
 """Tiny Llama checkpoints with random weights: the same numbers wherever they are written."""
 
-import json
 from pathlib import Path
 
-import numpy as np
 import torch
-from safetensors.torch import save_file
+from random_checkpoint import RandomTensors, write_checkpoint
 
 BASE = {
     "model_type": "llama",
@@ -42,44 +40,40 @@ PROMPT = [(7 * i * i + 3 * i + 5) % 200 for i in range(90)]
 
 def tensors(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
     """Every tensor of the model, by its Hugging Face name, in float32."""
-    random = np.random.default_rng(seed)
+    weights = RandomTensors(seed)
+    add_llama(weights, config)
+    return weights.by_name
+
+
+def add_llama(weights: RandomTensors, config: dict, prefix: str = "model.") -> None:
+    """The tensors of a Llama, whose names begin with the prefix but for the output projection's."""
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim", hidden // heads)
     queries, keys = heads * head_dim, config["num_key_value_heads"] * head_dim
-    result: dict[str, torch.Tensor] = {}
-
-    def add(name: str, *shape: int, mean: float = 0.0, scale: float = 0.15) -> None:
-        values = (mean + scale * random.standard_normal(shape)).astype(np.float32)
-        result[name] = torch.from_numpy(values)
-
-    add("model.embed_tokens.weight", config["vocab_size"], hidden, scale=1.0)
-    add("model.norm.weight", hidden, mean=1.0)
-    if not config["tie_word_embeddings"]:
-        add("lm_head.weight", config["vocab_size"], hidden, scale=1.0)
+    weights.add(prefix + "embed_tokens.weight", config["vocab_size"], hidden, scale=1.0)
+    weights.add(prefix + "norm.weight", hidden, mean=1.0)
+    if not config.get("tie_word_embeddings"):
+        weights.add("lm_head.weight", config["vocab_size"], hidden, scale=1.0)
     for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        add(prefix + "input_layernorm.weight", hidden, mean=1.0)
-        add(prefix + "post_attention_layernorm.weight", hidden, mean=1.0)
-        for name, rows, columns in (
+        name = f"{prefix}layers.{layer}."
+        weights.add(name + "input_layernorm.weight", hidden, mean=1.0)
+        weights.add(name + "post_attention_layernorm.weight", hidden, mean=1.0)
+        for projection, rows, columns in (
             ("q", queries, hidden),
             ("k", keys, hidden),
             ("v", keys, hidden),
             ("o", hidden, queries),
         ):
-            add(f"{prefix}self_attn.{name}_proj.weight", rows, columns)
+            weights.add(f"{name}self_attn.{projection}_proj.weight", rows, columns)
             if config.get("attention_bias"):
-                add(f"{prefix}self_attn.{name}_proj.bias", rows)
-        for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
-            add(f"{prefix}mlp.{name}_proj.weight", rows, columns)
+                weights.add(f"{name}self_attn.{projection}_proj.bias", rows)
+        for projection, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+            weights.add(f"{name}mlp.{projection}_proj.weight", rows, columns)
             if config.get("mlp_bias"):
-                add(f"{prefix}mlp.{name}_proj.bias", rows)
-    return result
+                weights.add(f"{name}mlp.{projection}_proj.bias", rows)
 
 
 def write(path: Path, variant: str, *, seed: int = 0, **changes: object) -> Path:
     """A Hugging Face directory of the variant; each seed has other weights."""
     config = {**BASE, **VARIANTS[variant], **changes}
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config))
-    save_file(tensors(config, seed), path / "model.safetensors", metadata={"format": "pt"})
-    return path
+    return write_checkpoint(path, {"config.json": config}, tensors(config, seed))

@@ -1,11 +1,11 @@
 """Tiny SmolVLM checkpoints with random weights, in the files of the published ones: the same wherever written."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from random_checkpoint import RandomTensors, write_checkpoint
+from tiny_llama import add_llama
 
 TEXT = {
     "architectures": ["VLlama3ForCausalLM"],
@@ -108,55 +108,38 @@ VARIANTS: dict[str, dict[str, dict]] = {
 
 def tensors(config: dict, seed: int = 0) -> dict[str, torch.Tensor]:
     """Every tensor of the model, by its Hugging Face name, in float32."""
-    random = np.random.default_rng(seed)
-    result: dict[str, torch.Tensor] = {}
+    weights = RandomTensors(seed)
+    text, vision, scale = config["text_config"], config["vision_config"], config["scale_factor"]
+    _add_vision(weights, vision)
+    width = vision["hidden_size"] * scale**2
+    weights.add("model.connector.modality_projection.proj.weight", text["hidden_size"], width)
+    add_llama(weights, text | {"tie_word_embeddings": config["tie_word_embeddings"]}, "model.text_model.")
+    return weights.by_name
 
-    def add(name: str, *shape: int, mean: float = 0.0, scale: float = 0.15) -> None:
-        result[name] = torch.from_numpy((mean + scale * random.standard_normal(shape)).astype(np.float32))
 
+def _add_vision(weights: RandomTensors, vision: dict) -> None:
     def norm(name: str, size: int) -> None:
-        add(name + ".weight", size, mean=1.0)
-        add(name + ".bias", size)
+        weights.add(name + ".weight", size, mean=1.0)
+        weights.add(name + ".bias", size)
 
     def linear(name: str, rows: int, columns: int) -> None:
-        add(name + ".weight", rows, columns)
-        add(name + ".bias", rows)
+        weights.add(name + ".weight", rows, columns)
+        weights.add(name + ".bias", rows)
 
-    text, vision, scale = config["text_config"], config["vision_config"], config["scale_factor"]
     hidden, inner, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
-    add("model.vision_model.embeddings.patch_embedding.weight", hidden, 3, patch, patch)
-    add("model.vision_model.embeddings.patch_embedding.bias", hidden)
-    add("model.vision_model.embeddings.position_embedding.weight", (vision["image_size"] // patch) ** 2, hidden)
-    norm("model.vision_model.post_layernorm", hidden)
+    prefix = "model.vision_model."
+    weights.add(prefix + "embeddings.patch_embedding.weight", hidden, 3, patch, patch)
+    weights.add(prefix + "embeddings.patch_embedding.bias", hidden)
+    weights.add(prefix + "embeddings.position_embedding.weight", (vision["image_size"] // patch) ** 2, hidden)
+    norm(prefix + "post_layernorm", hidden)
     for layer in range(vision["num_hidden_layers"]):
-        prefix = f"model.vision_model.encoder.layers.{layer}."
-        norm(prefix + "layer_norm1", hidden)
-        norm(prefix + "layer_norm2", hidden)
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            linear(f"{prefix}self_attn.{name}", hidden, hidden)
-        linear(prefix + "mlp.fc1", inner, hidden)
-        linear(prefix + "mlp.fc2", hidden, inner)
-    width, inner = text["hidden_size"], text["intermediate_size"]
-    add("model.connector.modality_projection.proj.weight", width, hidden * scale**2)
-    add("model.text_model.embed_tokens.weight", text["vocab_size"], width, scale=1.0)
-    add("model.text_model.norm.weight", width, mean=1.0)
-    if not config["tie_word_embeddings"]:
-        add("lm_head.weight", text["vocab_size"], width, scale=1.0)
-    queries, keys = (text[name] * text["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
-    for layer in range(text["num_hidden_layers"]):
-        prefix = f"model.text_model.layers.{layer}."
-        add(prefix + "input_layernorm.weight", width, mean=1.0)
-        add(prefix + "post_attention_layernorm.weight", width, mean=1.0)
-        for name, rows, columns in (
-            ("q", queries, width),
-            ("k", keys, width),
-            ("v", keys, width),
-            ("o", width, queries),
-        ):
-            add(f"{prefix}self_attn.{name}_proj.weight", rows, columns)
-        for name, rows, columns in (("gate", inner, width), ("up", inner, width), ("down", width, inner)):
-            add(f"{prefix}mlp.{name}_proj.weight", rows, columns)
-    return result
+        name = f"{prefix}encoder.layers.{layer}."
+        norm(name + "layer_norm1", hidden)
+        norm(name + "layer_norm2", hidden)
+        for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            linear(f"{name}self_attn.{projection}", hidden, hidden)
+        linear(name + "mlp.fc1", inner, hidden)
+        linear(name + "mlp.fc2", hidden, inner)
 
 
 def tokenizer() -> dict:
@@ -191,12 +174,8 @@ def files(variant: str) -> dict[str, dict]:
 
 def write(path: Path, variant: str, *, seed: int = 0) -> Path:
     """A Hugging Face directory of the variant; each seed has other weights."""
-    path.mkdir(parents=True, exist_ok=True)
     contents = files(variant)
-    for name, content in contents.items():
-        (path / name).write_text(json.dumps(content))
-    save_file(tensors(contents["config.json"], seed), path / "model.safetensors", metadata={"format": "pt"})
-    return path
+    return write_checkpoint(path, contents, tensors(contents["config.json"], seed))
 
 
 def picture(width: int, height: int) -> bytes:

@@ -1,90 +1,24 @@
 """The blocking calls: trio in a thread of its own, on a simulated worker and on the real one."""
 
 import asyncio
-import gc
 import inspect
 import os
 import signal
-import subprocess
-import sys
 import threading
-import traceback
-from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 
 import pytest
 import trio
+from blocking_engines import everything_is_given_back, interrupted, somebody_waits
 
 from trioengine import Client as AsyncClient
-from trioengine import (
-    ConnectionLost,
-    EngineClosed,
-    EngineConfig,
-    EngineError,
-    ModelError,
-    RequestRejected,
-    TimedOut,
-    WorkerLost,
-    blocking,
-)
 from trioengine import Engine as AsyncEngine
+from trioengine import EngineConfig, RequestRejected, TimedOut, blocking
 from trioengine import Session as AsyncSession
 from trioengine.serve import ServeConfig, serve
-from trioengine.testing import Simulation, simulated_engine
-from trioengine.testing.simulated_worker import Behaviour
-
-STEP = 0.001  # seconds: the clock is real here
-
-
-@asynccontextmanager
-async def simulated(config=None, **options):
-    async with simulated_engine(config, behaviours=[Behaviour(step_time=STEP)], **options) as (engine, _):
-        yield engine
-
-
-@pytest.fixture
-def engine():
-    with blocking.Engine(simulated) as engine:
-        yield engine
-        engine.loop.call(everything_is_given_back, engine.loop.resource)
-    assert not engine.loop._thread.is_alive()
-
-
-async def everything_is_given_back(engine):
-    gc.collect()
-    with trio.fail_after(20):
-        while engine.statistics().sessions:
-            await engine.gate.changed()
-    await engine.check_invariants()
-
-
-async def somebody_waits(line):
-    with trio.fail_after(20):
-        while not len(line):
-            await trio.lowlevel.checkpoint()
-
-
-def interrupted(generation, after=1):
-    """Read so many chunks; then comes Ctrl-C."""
-    chunks = []
-    with pytest.raises(KeyboardInterrupt):
-        for chunk in generation:
-            chunks.append(chunk)
-            if len(chunks) == after:
-                signal.raise_signal(signal.SIGINT)
-    return chunks
-
+from trioengine.testing import Simulation
 
 # ---- answers ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def interruptible():
-    """SIGINT interrupts, also where the tests were started in the background, where a shell has it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def test_a_conversation(engine):
@@ -125,103 +59,6 @@ def test_errors_are_those_of_the_engine(engine):
     assert generation.result().text
     with pytest.raises(RuntimeError, match="entered once"):
         generation.result()
-
-
-def iterated(session):
-    for _ in session.generate("x", max_tokens=400, ignore_eos=True, timeout=0.01):
-        pass
-
-
-FAILURES = {  # each gives a call that fails
-    "a refused prompt": lambda engine: lambda: engine.open_session().ask(""),
-    "a refused prompt, streamed": lambda engine: lambda: list(engine.open_session().generate("")),
-    "a timeout": lambda engine: lambda: engine.generate("x", max_tokens=400, ignore_eos=True, timeout=0.01),
-    "a timeout of a stream": lambda engine: partial(iterated, engine.open_session()),
-    "a timeout in line": lambda engine: engine.sleep() or (lambda: engine.generate("x", wait=True, timeout=0.01)),
-    "a sleep": lambda engine: engine.sleep() or (lambda: engine.generate("x")),
-    "an unknown argument": lambda engine: lambda: engine.generate("x", max_token=3),
-    "an unknown argument of a session": lambda engine: lambda: engine.open_session(labl="x"),
-    "a bad history": lambda engine: lambda: engine.open_session(history=3),
-    "a bad mode": lambda engine: lambda: engine.sleep(mode="now"),
-    "a close": lambda engine: engine.close() or (lambda: engine.open_session()),
-}
-
-
-@pytest.mark.parametrize("way", FAILURES)
-def test_a_traceback_shows_the_call_and_not_the_loop(way):
-    with blocking.Engine(simulated) as engine:
-        call = FAILURES[way](engine)
-        with pytest.raises(EngineError) as caught:
-            call()
-    frames = [Path(frame.filename) for frame in traceback.extract_tb(caught.value.__traceback__)]
-    inner = [path.name for path in frames if path != Path(__file__)]
-    assert inner in (["border.py"], ["engine.py"]), inner
-    shown = "".join(traceback.format_exception(caught.value))
-    assert "During handling" not in shown
-    assert "trio/_core" not in shown
-
-
-async def no_network():
-    try:
-        raise OSError("no network") from ExceptionGroup("all attempts failed", [ConnectionRefusedError(111, "refused")])
-    except OSError as exc:
-        raise ModelError("org/model cannot be fetched from the hub: no network") from exc
-
-
-@asynccontextmanager
-async def an_engine_that_cannot_start():
-    await no_network()
-    yield
-
-
-def refused_connection():
-    blocking.connect("http://127.0.0.1:1").generate("x")  # nothing listens there
-
-
-@pytest.mark.parametrize("call", [refused_connection, lambda: blocking.Engine(an_engine_that_cannot_start)])
-def test_the_reason_in_a_message_is_not_shown_again_as_its_cause(call):
-    with pytest.raises((ConnectionLost, ModelError)) as caught:
-        blocking.border.shortens(call)()
-    shown = "".join(traceback.format_exception(caught.value))
-    assert shown.count("Traceback (most recent call last)") == 1
-    assert "site-packages" not in shown
-
-
-def test_a_bug_behind_an_error_keeps_its_frames(engine):
-    async def close_by_a_bug():
-        try:
-            raise ZeroDivisionError
-        except ZeroDivisionError as exc:
-            raise EngineClosed("the engine is closed") from exc
-
-    with pytest.raises(EngineClosed) as caught:
-        blocking.border.shortens(engine.loop.call)(close_by_a_bug)
-    assert "in close_by_a_bug" in "".join(traceback.format_exception(caught.value))
-
-
-def test_an_interrupt_has_a_short_traceback(engine):
-    with pytest.raises(KeyboardInterrupt) as caught:
-        for _ in engine.open_session().generate("one", max_tokens=400, ignore_eos=True):
-            signal.raise_signal(signal.SIGINT)
-    assert all(frame.filename == __file__ for frame in traceback.extract_tb(caught.value.__traceback__))
-
-
-def test_the_whole_traceback_is_logged_for_debugging(engine, caplog):
-    with engine.open_session() as session, caplog.at_level("DEBUG", "trioengine"), pytest.raises(RequestRejected):
-        session.ask("")
-    (record,) = [record for record in caplog.records if "traceback" in record.message]
-    frames = [frame.name for frame in traceback.extract_tb(record.exc_info[2])]
-    assert record.message == "the whole traceback of RequestRejected"
-    assert frames[-1] == "prepare"
-
-
-def test_a_bug_keeps_its_frames(engine):
-    def crash():
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError) as caught:
-        engine.loop.call_sync(crash)
-    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "crash"
 
 
 def test_requests_are_ended_by_their_label(engine):
@@ -356,113 +193,7 @@ def test_an_answer_is_aborted_from_another_thread(engine):
     assert generation.completion.cause == "client"
 
 
-def test_a_session_that_is_not_referenced_ends(engine):
-    for chunk in engine.open_session().generate("one", max_tokens=3, ignore_eos=True):
-        assert chunk.text
-    engine.loop.call(everything_is_given_back, engine.loop.resource)
-
-
-def test_an_engine_that_is_closed_refuses():
-    engine = blocking.Engine(simulated)
-    session = engine.open_session()
-    generation = session.generate("one")
-    engine.close()
-    engine.close()
-    for call in (lambda: session.ask("one"), lambda: engine.generate("one"), generation.result, engine.open_session):
-        with pytest.raises(EngineClosed):
-            call()
-    session.close()
-
-
-def test_closing_ends_a_call_in_another_thread():
-    engine = blocking.Engine(simulated)
-    engine.sleep()
-    ended = []
-
-    def ask():
-        try:
-            engine.generate("one", wait=True)
-        except EngineClosed as exc:
-            ended.append(exc)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    engine.loop.call(somebody_waits, engine.loop.resource.gate.sessions)
-    engine.close()
-    thread.join()
-    assert len(ended) == 1
-
-
-def test_an_engine_that_is_not_referenced_is_closed():
-    engine = blocking.Engine(simulated)
-    thread = engine.loop._thread
-    del engine
-    gc.collect()
-    thread.join(60)
-    assert not thread.is_alive()
-
-
-def test_an_engine_that_cannot_start():
-    before = set(threading.enumerate())
-    with pytest.raises(TypeError, match="did you mean 'max_model_len'"):
-        blocking.open_engine("toy", max_model_length=3)
-    with pytest.raises(ModelError, match="no-such-model"):
-        blocking.open_engine("/no-such-model.gguf")
-    left = {thread.name for thread in set(threading.enumerate()) - before}
-    assert "trioengine" not in left  # trio keeps idle threads of its own for a while
-
-
-def test_an_engine_whose_worker_cannot_be_kept():
-    """Calls raise the failure that ended it."""
-
-    @asynccontextmanager
-    async def failing():
-        config = EngineConfig(model="toy", max_restarts=1, restart_delays=[0])
-        async with simulated_engine(config, behaviours=[Behaviour()]) as (engine, simulation):
-            engine.simulation = simulation
-            yield engine
-
-    failed = blocking.Engine(failing)
-    simulation = failed.loop.resource.simulation
-
-    def break_it():
-        simulation.failing_starts = 100
-        simulation.worker.kill()
-
-    failed.loop.call_sync(break_it)
-    with pytest.raises(WorkerLost):
-        failed.generate("one", wait=True)
-    failed.close()
-
-
-def test_a_call_between_the_failure_and_the_end_of_the_loop(engine):
-    async def refused():
-        raise EngineClosed("the engine is closed") from WorkerLost("the worker died ten times")
-
-    with pytest.raises(WorkerLost, match="ten times"):
-        engine.loop.call(refused)
-
-
 # ---- the real worker ----------------------------------------------------------------------------------------------
-
-PROGRAM = """
-import os, sys
-from pathlib import Path
-from trioengine import blocking
-
-engine = blocking.open_engine(sys.argv[1], kv_cache_memory=64 << 20, max_model_len=512)
-session = engine.open_session()
-for chunk in session.generate("Count to ten.", max_tokens=200, ignore_eos=True):
-    break
-print(engine.statistics().worker_pid)
-"""
-
-
-def test_a_program_that_closes_nothing_leaves_no_worker(smollm2):
-    command = [sys.executable, "-c", PROGRAM, str(smollm2)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert not Path(f"/proc/{int(ended.stdout)}").exists()
 
 
 def test_an_interrupt_of_the_real_worker(smollm2):

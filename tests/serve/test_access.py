@@ -173,7 +173,7 @@ async def test_a_key_shows_nowhere(autojump_clock, caplog):
         assert "secret" not in repr(client.events)
         assert "secret" not in repr(clients.server.config)
     assert "secret" not in caplog.text
-    assert "GET /version 200" in caplog.text
+    assert "GET /version 400" in caplog.text
 
 
 async def test_keys_share_nothing_in_the_prefix_cache(autojump_clock):
@@ -271,13 +271,19 @@ async def test_an_origin_may_be_allowed_without_a_key(autojump_clock):
         assert status_and_body(await clients.http(get("/version", f"Origin: {SITE}", host="evil.org")))[0] == 403
 
 
-async def test_insecure_asks_nothing_but_a_key(autojump_clock):
+async def test_insecure_asks_for_nothing_and_keys_for_a_key(autojump_clock):
     page = ("Origin: https://evil.org",)
     async with open_clients(insecure=True) as clients:
         assert status_and_body(await clients.http(get("/version", *page, host="evil.net")))[0] == 200
-    async with open_clients(insecure=True, **KEYS) as clients:
+    async with open_clients(**KEYS) as clients:
         assert status_and_body(await clients.http(get("/version", host="evil.net")))[0] == 401
         assert status_and_body(await clients.http(get("/version", *page, bearer(KEY), host="evil.net")))[0] == 403
+
+
+async def test_a_server_without_keys_ignores_a_key(autojump_clock, clients):
+    assert status_and_body(await clients.http(get("/version", bearer("any"))))[0] == 200
+    async with clients.realtime(extra_headers=[(b"Authorization", b"Bearer any")]) as client:
+        await client.ask("hello")
 
 
 PREFLIGHT = ("Access-Control-Request-Method: POST", "Access-Control-Request-Headers: authorization,x-stainless-os")

@@ -35,9 +35,12 @@ FIXED = [
     ({"tools": [{"type": "function"}]}, "this server does not support tools"),
     (
         {"response_format": {"type": "json_object"}},
-        "response_format must be {\"type\": \"text\"}, got {'type': 'json_object'}",
+        'response_format must be {"type": "text"}, got {"type": "json_object"}',
     ),
     ({"n": 2}, "n must be 1, got 2"),
+    ({"n": True}, "n must be 1, got true"),
+    ({"tool_choice": "required"}, 'tool_choice must be "none" or "auto", got "required"'),
+    ({"store": "ü" * 90}, f'store must be false, got "{"ü" * 78}…'),
 ]
 
 
@@ -46,6 +49,21 @@ async def test_a_field_with_a_value_that_is_not_supported(autojump_clock, client
     answer = await clients.request("POST", CHAT, chat(**fields))
     assert (answer.status, answer.error["code"]) == (400, "unsupported_parameter")
     assert answer.error["message"] == message
+
+
+VALUES = [
+    ({"temperature": True}, "temperature must be a number from 0 to 100, got true"),
+    ({"stop": {"a": None}}, 'stop must be a string or at most 16 strings, got {"a": null}'),
+    ({"max_tokens": "x"}, 'max_tokens must be an integer from 1 to 2147483647, got "x"'),
+    ({"stream": "yes"}, 'stream must be true or false, got "yes"'),
+    ({"messages": [{"content": "x"}]}, "messages[0].role must be one of system, developer, user, assistant, got null"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), VALUES, ids=range(len(VALUES)))
+async def test_a_refused_value_is_shown_as_json(autojump_clock, clients, fields, message):
+    answer = await clients.request("POST", CHAT, chat(**fields))
+    assert (answer.status, answer.error["message"]) == (400, message)
 
 
 async def test_an_event_without_a_type(autojump_clock, clients):
@@ -69,10 +87,14 @@ async def test_an_unknown_parameter(autojump_clock, clients, target, message):
     assert (answer.status, answer.error["message"]) == (400, message)
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/toy"])
-async def test_the_models_have_no_parameters(autojump_clock, clients, path):
-    answer = await clients.request("GET", f"{path}?x=1")
-    assert (answer.status, answer.error["message"]) == (400, "unknown parameter 'x'")
+async def test_no_route_ignores_a_parameter(autojump_clock, clients):
+    routes = clients.server.front_door._routes
+    assert {"/", "/health", "/metrics", "/v1/models", CHAT, "/tokenize", "/is_sleeping", "/sleep"} <= routes.keys()
+    for path, route in routes.items():
+        for method in route.handlers.keys() - {"HEAD"}:
+            answer = await clients.request(method, f"{path.replace('*', 'toy')}?xyzzy=", None)
+            assert (answer.status, answer.error["message"]) == (400, "unknown parameter 'xyzzy'"), path
+            assert (answer.error["code"], answer.error["param"]) == ("unsupported_parameter", "xyzzy")
 
 
 async def test_an_unknown_parameter_of_a_handshake(autojump_clock, clients):

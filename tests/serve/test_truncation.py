@@ -129,16 +129,16 @@ async def test_a_cut_lasts_as_long_as_the_setting(autojump_clock, clients):
 
 BAD_RATIOS = [
     (retention(1.1), "invalid_value", ".retention_ratio", "must be a number from 0 to 1, got 1.1"),
-    (retention("1"), "invalid_value", ".retention_ratio", "must be a number from 0 to 1, got '1'"),
-    (retention(True), "invalid_value", ".retention_ratio", "must be a number from 0 to 1, got True"),
+    (retention("1"), "invalid_value", ".retention_ratio", 'must be a number from 0 to 1, got "1"'),
+    (retention(True), "invalid_value", ".retention_ratio", "must be a number from 0 to 1, got true"),
     ({"type": "retention_ratio"}, "missing_parameter", ".retention_ratio", "is missing"),
     ({"retention_ratio": 0.5}, "missing_parameter", ".type", "is missing"),
-    ({"type": "x", "retention_ratio": 1}, "unsupported_parameter", ".type", "must be 'retention_ratio', got 'x'"),
+    ({"type": "x", "retention_ratio": 1}, "unsupported_parameter", ".type", 'must be "retention_ratio", got "x"'),
     (
         retention(0.5, token_limits={"post_instructions": 100}),
         "unsupported_parameter",
         ".token_limits",
-        "is not supported, got {'post_instructions': 100}",
+        'is not supported, got {"post_instructions": 100}',
     ),
 ]
 
@@ -160,7 +160,7 @@ async def test_other_truncations_are_refused_by_name(autojump_clock, clients, tr
         for where in ("session", "response"):
             error = (await client.until("error"))["error"]
             assert (error["code"], error["param"]) == ("unsupported_parameter", f"{where}.truncation")
-            rule = "must be 'auto', 'disabled' or an object of the type 'retention_ratio', got "
+            rule = 'must be "auto", "disabled" or an object of the type "retention_ratio", got '
             assert error["message"].startswith(f"{where}.truncation {rule}")
 
 

@@ -164,7 +164,7 @@ async def test_a_ping_while_the_server_says_goodbye(autojump_clock, clients, cap
 @pytest.mark.parametrize(("opcode", "payload"), [(TEXT, b""), (BINARY, b""), (TEXT, "€".encode()), (BINARY, b"x")])
 def test_fragments_cost_no_memory(opcode, payload):
     """A message may have any number of them; one of a few characters is an object of eighty bytes."""
-    protocol = WebSocketProtocol(1 << 20, held())
+    protocol = WebSocketProtocol(lambda: 1 << 20, held())
     protocol.receive_data(HANDSHAKE)
     (request,) = protocol.events()
     protocol.send(AcceptConnection())

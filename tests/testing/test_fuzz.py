@@ -78,7 +78,6 @@ REACHED = {
     "PowerMachine": TABLE_STATES - OUT_OF_REACH
     | {
         "a resumed request resent its images",
-        "a suspended request's image was dropped",
         "sleep with a parked request",
     },
     "EngineMachine": {

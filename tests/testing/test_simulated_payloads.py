@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -26,8 +27,9 @@ from trioengine.core.messages import (
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.behaviour import Behaviour
 from trioengine.testing.simulated_payload import SimulatedMemfd
-from trioengine.testing.simulated_worker import SMALL_PAYLOAD_QUEUE, SimulatedWorker
-from trioengine.testing.simulation import DEFAULT_LIMITS
+from trioengine.testing.simulated_process import SMALL_PAYLOAD_QUEUE
+from trioengine.testing.simulated_worker import SimulatedWorker
+from trioengine.testing.simulation import DEFAULT_LIMITS, SealFailure, Simulation
 from trioengine.testing.toy_model import toy_answer
 from trioengine.testing.toy_vision import TOY_TILE
 
@@ -139,6 +141,30 @@ async def test_a_broken_socket_ends_the_sends_and_loses_what_is_on_its_way(end: 
         await trio.testing.wait_all_tasks_blocked()
         getattr(bench.worker, end)()
     assert not any(payload.is_open for payload in sealed.passed)
+
+
+async def test_a_send_that_fails_loses_nothing_that_is_on_its_way() -> None:
+    bench = await configured()
+    sealed = SimulatedMemfd([b"cat"])
+    await bench.worker.send_payload(1, sealed)
+    bench.worker.fail_send()
+    for payload in (2, 3):
+        with pytest.raises(trio.BrokenResourceError):
+            await bench.worker.send_payload(payload, sealed)
+    bench.worker.receive_payloads()
+    assert len(bench.worker.open_payloads) == len(sealed.passed) == 1
+
+
+@pytest.mark.parametrize("failure", SealFailure)
+async def test_bytes_that_cannot_be_sealed_are_nowhere(failure: SealFailure) -> None:
+    simulation = Simulation()
+    simulation.failing_seals = [failure]
+    chunks = iter([b"c", b"at"])
+    with pytest.raises(OSError, match=os.strerror(failure.value)):
+        simulation.ports.seal(chunks)
+    assert len(list(chunks)) == (2 if failure is SealFailure.CREATE else 1)
+    assert not simulation.memfds
+    assert simulation.ports.seal([b"dog"]).num_bytes == 3
 
 
 async def test_a_death_closes_what_the_worker_holds() -> None:

@@ -4,6 +4,7 @@ import base64
 import contextlib
 import hashlib
 import io
+import itertools
 import random
 
 import hypothesis.strategies as st
@@ -92,6 +93,25 @@ def test_a_large_image_is_opened_without_a_warning():
     Image.new("1", (20000, 20000)).save(file, "PNG")
     with pytest.raises(ImageError, match="the image has 20000 x 20000 pixels, not 10 x 10 as declared"):
         decoding.decode(file.getvalue(), ImageInfo(ImageFormat.PNG, 10, 10))
+
+
+def test_an_image_that_takes_too_long(case, monkeypatch):
+    """It fails at Pillow's next read; each look at the clock takes 11 s here."""
+    monkeypatch.setattr(decoding, "thread_time", itertools.count(step=11).__next__)
+    data, info = read(case)
+    name = {"webp": "WebP"}.get(info.format, info.format.upper())
+    with pytest.raises(ImageError, match=f"^the {name} image takes more than 10 s to decode$"):
+        decoding.decode(data, info)
+
+
+def test_a_jpeg_is_read_in_small_blocks(monkeypatch):
+    """So that the time is looked at between a few scans: a file of 20 MiB may have 200,000, of 0.04 s each."""
+    looks = itertools.count(step=1e-9)
+    monkeypatch.setattr(decoding, "thread_time", looks.__next__)
+    file = io.BytesIO()
+    Image.effect_noise((99, 99), 99).save(file, "JPEG", progressive=True)
+    decoding.decode(file.getvalue(), read_header(file.getvalue()))
+    assert next(looks) > 1e-9 * len(file.getvalue()) / 256
 
 
 def decode(data, info):

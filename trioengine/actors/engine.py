@@ -26,7 +26,7 @@ from trioengine.core.bounds import brief, counted
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvalidConfig
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
-from trioengine.core.options import EngineOptions, SamplingOptions, merged_config, merged_params
+from trioengine.core.options import EngineOptions, SamplingOptions, ask_of, merged_config, merged_params
 from trioengine.core.outcome import Cause, check_cause
 from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
@@ -71,8 +71,9 @@ class Engine(EngineState):
     async def run(self, *, task_status: trio.TaskStatus[Engine] = trio.TASK_STATUS_IGNORED) -> None:
         """Run the engine until `close`, or until cancelled; then every session is ended and the worker is gone.
 
-        Raises ModelError when the model cannot be used, WorkerLost when no worker can be kept running. Cancelled, it
-        still writes what the sessions posted last, within `worker_shutdown_timeout`.
+        Raises ModelError when the model cannot be used, InvalidConfig for a `max_model_len` longer than its context,
+        WorkerLost when no worker can be kept running. Cancelled, it still writes what the sessions posted last, within
+        `worker_shutdown_timeout`.
         """
         task_status.started(self)
         try:
@@ -105,6 +106,7 @@ class Engine(EngineState):
     async def _find_model(self) -> Path:
         path = await self.ports.find_model(self.config.model, self._on_progress)
         self._model = model = await self.ports.run_in_thread(self.ports.read_model, path)
+        self.config.check_context(model.context_length)
         self._tokenizer = ChatTokenizer(
             model.tokenizer, model.chat_template, model.images, f"model {self.config.model!r}"
         )
@@ -187,7 +189,7 @@ class Engine(EngineState):
         finally:
             session.end()
 
-    ask = generate  # the name that a session has for a whole answer
+    ask = ask_of(generate)
 
     @names_checked
     def abort(self, request: int | str) -> int:

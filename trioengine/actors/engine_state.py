@@ -230,7 +230,8 @@ class EngineState:
         logger.info("%s: %s on %s, %s kernels", state, self.config.model, limits.device, limits.kernels)
         asked, has = self.config.max_model_len, limits.max_model_len
         if asked is not None and asked > has:
-            logger.warning("max_model_len: asked for %d, the model and its KV cache have %d", asked, has)
+            hint = "kv_cache_memory makes it larger"
+            logger.warning("max_model_len is %d, but the KV cache holds %d tokens; %s", asked, has, hint)
 
     def on_message(self, message: Message) -> None:
         """A frame of the worker about its sessions."""

@@ -27,6 +27,8 @@ MAX_WAIT = 60.0  # seconds for room in the budget, whatever the request's own ti
 class RequestImages:
     """Those of one request. `unpin` gives back whatever it has pinned."""
 
+    __slots__ = ("__weakref__", "_deadline", "_engine", "_pinned", "_wait")
+
     def __init__(self, engine: EngineState, *, wait: bool | None = False, deadline: Deadline = NEVER) -> None:
         self._engine = engine
         self._wait = wait
@@ -49,6 +51,8 @@ class RequestImages:
 
     def admit_now(self, sources: Sequence[ImageSource]) -> list[Payload]:
         """As `admit`, but in this step: it blocks for some 3 ms for each 10 MB, and waits for no room."""
+        if not sources:
+            return []
         size = sum(source.num_bytes for source in sources)
         with self._making(self._engine.payloads.reserve_now(size, len(sources))) as reservation:
             return self._make(reservation, sources, seal_images(sources, self._engine.ports.seal, self._engine.secret))

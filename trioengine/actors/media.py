@@ -65,7 +65,7 @@ def source_of(media: Media, where: str) -> ImageSource:
     if _is_pillow_image(media):
         width, height = media.size
         check_size(width, height, where=where)
-        return ImageSource(where, width * height * 3, _pillow_opener(media))
+        return ImageSource(where, width * height * 3, _pillow_opener(media, where))
     raise RequestRejected(
         "invalid_value", f"{where}: must be bytes, a path or a PIL image, got {type(media).__name__}", param=where
     )
@@ -138,9 +138,12 @@ def _bytes_opener(data: BytesLike, where: str) -> Callable[[], tuple[ImageInfo, 
 
 def _file_source(path: Path, where: str) -> ImageSource:
     def chunks() -> Iterator[BytesLike]:
-        with path.open("rb", buffering=0) as file:
-            while chunk := file.read(CHUNK_SIZE):
-                yield chunk
+        try:
+            with path.open("rb", buffering=0) as file:
+                while chunk := file.read(CHUNK_SIZE):
+                    yield chunk
+        except OSError as exc:
+            raise _unreadable(path, where, exc) from exc
 
     def open_() -> tuple[ImageInfo, Iterator[BytesLike]]:
         try:
@@ -164,13 +167,18 @@ def _is_pillow_image(media: Any) -> bool:
     return all(hasattr(media, name) for name in ("size", "mode", "convert", "crop", "tobytes"))
 
 
-def _pillow_opener(image: PillowImage) -> Callable[[], tuple[ImageInfo, Iterator[BytesLike]]]:
+def _pillow_opener(image: PillowImage, where: str) -> Callable[[], tuple[ImageInfo, Iterator[BytesLike]]]:
     def rows(image: PillowImage) -> Iterator[BytesLike]:
         """Some rows at a time, so that the pixels are not there twice."""
         width, height = image.size
         step = max(1, CHUNK_SIZE // (width * 3))
         for top in range(0, height, step):
-            yield image.crop((0, top, width, min(top + step, height))).convert("RGB").tobytes()
+            try:
+                pixels = image.crop((0, top, width, min(top + step, height))).convert("RGB").tobytes()
+            except Exception as exc:  # Pillow reads the file only now, and its decoders raise many types
+                problem = f"the PIL image cannot be read: {brief(str(exc))}"
+                raise RequestRejected("image_parse_error", f"{where}: {problem}", param=where) from None
+            yield pixels
 
     def open_() -> tuple[ImageInfo, Iterator[BytesLike]]:
         nonlocal image

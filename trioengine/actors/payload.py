@@ -1,9 +1,10 @@
 """Payloads: the bytes of images, outside of this process's memory, and the budget that bounds them.
 
-A payload is a sealed memfd. It is *pinned* while a request that needs it is prepared, and from the commit until the
-worker has consumed it or is lost; then it is kept for later turns as long as a conversation *holds* it. Kept payloads
-make room for new ones, the least recently used first; pinned payloads are never dropped. Without pins and holders a
-payload is closed. Everything here is synchronous, and every byte is given back once. See docs/decisions/029.
+A payload is a sealed memfd. It is *pinned* while a request that needs it is prepared, from the commit until the worker
+has consumed it or is lost, and while the request is suspended; then it is kept for later turns as long as a
+conversation *holds* it. Kept payloads make room for new ones, the least recently used first; pinned payloads are never
+dropped. Without pins and holders a payload is closed. Everything here is synchronous, and every byte is given back
+once. See docs/decisions/029.
 """
 
 from __future__ import annotations

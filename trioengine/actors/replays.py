@@ -143,13 +143,14 @@ class Replays:
 
     def _resume(self, session: Session, link: Link) -> bool:
         """Whether it goes on: it is over where an image of its was dropped meanwhile."""
-        losses = _losses(session)
-        if losses.is_new:
-            losses.is_new = False
-            losses.resumed += 1
-            _generation(session).times.resume()
+        generation = _generation(session)
         self._sessions.resume(session, link)
-        return session.phase is Phase.RUNNING
+        goes_on = session.phase is Phase.RUNNING
+        if goes_on and generation.losses.is_new:
+            generation.losses.is_new = False
+            generation.losses.resumed += 1
+            generation.times.resume()
+        return goes_on
 
     def _note_suspects(self) -> None:
         self._gate.is_trying = self.has_suspects

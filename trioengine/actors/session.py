@@ -114,10 +114,10 @@ class Session(SessionState):
             with self._opening:
                 await self._open()
         finally:
-            if self.id is None:  # refused, cancelled, or ended in the line
+            if self._conversation is None:  # refused, cancelled, or ended on the way
                 self._gate.ledger.reject()
-        if self.id is None:
-            raise self._ended_by(self.end_cause)
+        if self._conversation is None:
+            raise self._ended()
         return self
 
     async def _open(self) -> None:
@@ -215,7 +215,7 @@ class Session(SessionState):
     def end(self, cause: Cause = Cause.CLIENT) -> None:
         """End the session; harmless when it has ended. Posts END_SESSION in the same step if the worker holds it.
 
-        While the session waits for its slot, entering it raises SessionEnded.
+        While it is being entered, that raises SessionEnded.
         """
         if self.id is None:
             self._end_opening(cause)
@@ -227,6 +227,7 @@ class Session(SessionState):
         self._apply(Event.END)
         self.hold_payloads()
         self._wake.set()
+        self._opening.cancel()  # it may wait for room for the images in its history
         for generation in self._waiting:
             generation.entering.cancel()
 
@@ -318,13 +319,14 @@ class Session(SessionState):
     def _check_open(self) -> None:
         if self.id is None:
             raise RuntimeError("the session was not entered: use `async with engine.open_session()`")
-        if self.end_cause is Cause.SHUTDOWN:
-            raise EngineClosed("the engine is closed")
         if self.end_cause is not None:
-            raise self._ended_by(self.end_cause)
+            raise self._ended()
 
-    def _ended_by(self, cause: Cause | None) -> SessionEnded:
+    def _ended(self) -> EngineError:
+        cause = self.end_cause
         assert cause is not None, "it has ended"
+        if cause is Cause.SHUTDOWN:
+            return EngineClosed("the engine is closed")
         return SessionEnded(f"the session has ended ({cause.value}): open another one", cause=cause.value)
 
     # ---- aborts ---------------------------------------------------------------------------------------------------

@@ -6,11 +6,12 @@ All of it is synchronous. The table in `core.lifecycle` says what happens; here 
 from __future__ import annotations
 
 import abc
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from trioengine.actors.asynchronous import AsyncOnly
 from trioengine.actors.generation import Generation
-from trioengine.actors.images import find_dropped, image_inputs, payload_of
+from trioengine.actors.images import RequestImages, find_dropped, image_inputs, payload_of
 from trioengine.actors.link import Link
 from trioengine.actors.payload import Payload
 from trioengine.actors.worker_session import Posting, WorkerSession
@@ -35,6 +36,7 @@ class SessionState(AsyncOnly, abc.ABC):
         "_gate",
         "_lifecycle",
         "_payloads",
+        "_suspended_images",
         "generation",
         "id",
         "observers",
@@ -54,6 +56,7 @@ class SessionState(AsyncOnly, abc.ABC):
         self._lifecycle = SessionLifecycle()
         self._conversation: Conversation | None = None
         self._payloads: tuple[Payload, ...] = ()  # held: of the conversation, and of the request in flight
+        self._suspended_images = RequestImages(engine)  # pinned while the request is suspended
 
     @abc.abstractmethod
     def _free(self) -> None:
@@ -171,6 +174,7 @@ class SessionState(AsyncOnly, abc.ABC):
         posting = Posting.of(link, message, tuple(payload_of(placed.image) for placed in prepared.images))
         self.worker_session.attach(link)
         self._apply(Event.RESUME, posting=posting)
+        self._suspended_images.unpin()
         self._move(generation, Stand.WAITING)
 
     def give_up(self, error: EngineError) -> None:
@@ -195,12 +199,21 @@ class SessionState(AsyncOnly, abc.ABC):
                 case Action.FREE_SESSION:
                     self._free()
                 case Action.SUSPEND:
-                    self._move(self._in_flight(), Stand.SUSPENDED)
+                    self._suspend()
                 case _:
                     self._settle()
 
+    def _suspend(self) -> None:
+        """The request waits for a worker, and its images with it: they make no room for others."""
+        generation = self._in_flight()
+        self._move(generation, Stand.SUSPENDED)
+        assert generation.prepared is not None, "it was committed"
+        with suppress(RequestRejected):  # one was dropped before: refused when the request would go on
+            self._suspended_images.pin(generation.prepared.images)
+
     def _settle(self) -> None:
         """The request is over for the worker, too; undecided, it was aborted."""
+        self._suspended_images.unpin()
         generation = self._in_flight()
         self._cut_short(generation, generation.abort_cause)
         outcome = generation.outcome

@@ -38,7 +38,7 @@ class Statistics:
     kv_blocks_total: int
     kv_blocks_free: int
     kv_blocks_cached: int
-    payload_bytes_inflight: int  # of images that are prepared, or on their way to the worker
+    payload_bytes_inflight: int  # of images that are prepared, on their way to the worker, or of a suspended request
     payload_bytes_kept: int  # of images that are kept for later turns
     worker_sessions: int
     worker_pid: int | None

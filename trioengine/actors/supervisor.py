@@ -305,10 +305,10 @@ class Supervisor:
             self.current = None
             error = _loss(incarnation, process.reap())
             self.retired += incarnation.is_retiring
-            incarnation.link.lose()
             if incarnation.has_lived:
                 self._deaths = 0
             settlement = self._on_worker_lost(error)
+            incarnation.link.lose()  # not before: its payloads are those of the requests that go on
         if incarnation.is_retiring or self._shutdown.is_set():
             return incarnation.is_retiring
         is_first = self.incarnations == 1 and not incarnation.ready

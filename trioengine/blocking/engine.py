@@ -134,7 +134,8 @@ class _Host(_Closable):
         weakref.finalize(self, self.loop.close)  # also when Python exits
 
     open_session = opened(_Engine.open_session, Session)
-    generate = ask = awaited(_Engine.generate)
+    generate = awaited(_Engine.generate)
+    ask = awaited(_Engine.ask)
     abort = posted(_Engine.abort)
 
     def close(self) -> None:

@@ -131,7 +131,8 @@ def chat(
     """Talk to a model.
 
     On a terminal Ctrl+C stops an answer, and what came of it stays in the conversation. /bye, Ctrl+D, or Ctrl+C
-    twice where a line is awaited, ends the chat. Each line of a pipe that is not empty is a message.
+    twice where a line is awaited, ends the chat. Each line of a pipe that is not empty is a message. When a server is
+    lost, a chat on a terminal connects again with the next message; a chat of a pipe fails.
     """
     from trioengine.cli.keys import hidden_on_terminal
 

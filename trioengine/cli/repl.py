@@ -32,6 +32,7 @@ class Repl:
         self._terminal = terminal
         self._model = model
         self._params = params
+        self._draft = ""  # the last message, if its answer was lost: it is put back for editing
         self._is_over = False
         self._commands: dict[str, Callable[[], Awaitable[None]]] = {
             "/reset": self._reset,
@@ -45,26 +46,33 @@ class Repl:
         _say(f"{self._model}: /help lists the commands, /bye or Ctrl+D ends the chat")
         while not self._is_over:
             try:
-                await self._take(await self._terminal.read_message())
-            except (RequestRejected, WorkerLost) as exc:
+                await self._take(await self._terminal.read_message(self._draft))
+            except RequestRejected as exc:
+                self._draft = ""
+                complain(f"error: {exc}")
+            except WorkerLost as exc:
                 complain(f"error: {exc}")
             except (ConnectionLost, EngineClosed) as exc:
                 if not self._session.is_remote:
                     raise
                 await self._session.leave_lost()
                 complain(f"error: {exc}")
-                _say("(the next message connects again; the conversation is kept)")
+                again = "Enter sends the message again, over" if self._draft else "the next message opens"
+                _say(f"({again} a new connection; the conversation is kept)")
 
     async def _take(self, line: str | None) -> None:
+        self._draft = ""
         if line is None:
             self._is_over = True
         elif _COMMAND.match(line):
             await self._run_command(line.strip())
         elif line.strip():
+            check_prompt(line)
+            self._draft = line
             await self._answer(line.strip())
+            self._draft = ""
 
     async def _answer(self, message: str) -> None:
-        check_prompt(message)
         session = await self._session.opened()
         generation = session.generate(message, self._params, keep_partial=True, wait=True)
         async with stopped_by_interrupt(generation.abort):

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import trio
 
@@ -25,16 +26,17 @@ class Terminal:
     def __init__(self) -> None:
         self._prompt = ""  # of the line that is awaited, if any
 
-    async def read_message(self) -> str | None:
+    async def read_message(self, draft: str = "") -> str | None:
         """A message from standard input, which is a terminal; None at the end of the input.
 
-        A line that ends with a backslash goes on in the next one. The first Ctrl+C writes a notice, the second one
-        raises KeyboardInterrupt. Cancelled, or interrupted, the terminal is as it was. Raises RequestRejected for input
-        that is not UTF-8.
+        The draft can be edited; where the terminal itself edits lines, it is only shown. A line that ends with a
+        backslash goes on in the next one. The first Ctrl+C writes a notice, the second one raises KeyboardInterrupt.
+        Cancelled, or interrupted, the terminal is as it was. Raises RequestRejected for input that is not UTF-8.
         """
-        text = line = await self._line("> ")
+        drafts = iter(draft.replace("\n", "\\\n").split("\n"))
+        text = line = await self._line("> ", next(drafts))
         while text is not None and line is not None and line.endswith("\\"):
-            line = await self._line("… ")
+            line = await self._line("… ", next(drafts, ""))
             text = f"{text[:-1]}\n{line or ''}"
         return text
 
@@ -43,14 +45,14 @@ class Terminal:
         complain(text, before="\n")
         self._show_line_again()
 
-    async def _line(self, prompt: str) -> str | None:
+    async def _line(self, prompt: str, draft: str) -> str | None:
         """In a thread, so that the engine goes on; one that is left behind does not keep the process."""
         line, is_read = None, False
         self._prompt = prompt
         try:
             async with stopped_by_interrupt(self._warn, most=1):
                 with keys.unchanged():
-                    line = await trio.to_thread.run_sync(_input, prompt, abandon_on_cancel=True)
+                    line = await trio.to_thread.run_sync(_input, prompt, draft, abandon_on_cancel=True)
                 is_read = True
         except EOFError:
             return None
@@ -73,9 +75,17 @@ class Terminal:
             sys.stdout.flush()
 
 
-def _input(prompt: str) -> str:
-    keys.show(edited_by_terminal="readline" not in sys.modules)
-    return input(prompt)
+def _input(prompt: str, draft: str) -> str:
+    """A line, which begins with the draft."""
+    editor = sys.modules.get("readline")
+    keys.show(edited_by_terminal=editor is None)
+    if editor is None:
+        return input(f"({draft})\n{prompt}" if draft else prompt)
+    editor.set_startup_hook(partial(editor.insert_text, draft))
+    try:
+        return input(prompt)
+    finally:
+        editor.set_startup_hook(None)
 
 
 @asynccontextmanager

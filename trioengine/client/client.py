@@ -29,7 +29,7 @@ from trioengine.core.errors import (
     SessionEnded,
     TimedOut,
 )
-from trioengine.core.options import SamplingOptions, merged_params
+from trioengine.core.options import SamplingOptions, ask_of, merged_params
 from trioengine.core.outcome import Cause
 from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
@@ -102,7 +102,7 @@ class Client:
                 raise
             return generation.completion  # it was aborted while its session was opened
 
-    ask = generate  # the name that a session has for a whole answer
+    ask = ask_of(generate)
 
     @names_checked
     def abort(self, request: int | str) -> int:

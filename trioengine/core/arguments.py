@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
 from trioengine.core.bounds import brief, number
@@ -109,10 +109,30 @@ def fields_checked(cls: type[T]) -> type[T]:
 
 def names_checked(function: Callable[P, R]) -> Callable[P, R]:
     """The function, which raises UnknownArgument for an unknown keyword. For functions without `**` parameters."""
-    known = [name for name in inspect.signature(function).parameters if name != "self"]
+    return checked_call(function, function.__name__, parameters_of(function))
+
+
+def parameters_of(function: Callable[..., object]) -> list[str]:
+    """The names of a function's parameters, without `self` and the name of its `**` parameter."""
+    parameters = inspect.signature(function).parameters.values()
+    return [each.name for each in parameters if each.name != "self" and each.kind is not each.VAR_KEYWORD]
+
+
+def checked_call(
+    function: Callable[P, R], name: str, known: Sequence[str], others: Sequence[str] = ()
+) -> Callable[P, R]:
+    """The function under this name, which checks its keywords first, as check_names does."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        check_names(function.__name__, kwargs, known)
+        check_names(name, kwargs, known, others)
         return function(*args, **kwargs)
 
-    return cast("Callable[P, R]", functools.wraps(function)(call))
+    async def call_async(*args: P.args, **kwargs: P.kwargs) -> object:
+        check_names(name, kwargs, known, others)
+        result = cast("Awaitable[object]", function(*args, **kwargs))
+        del args, kwargs  # this frame lives as long as the call takes, and must not keep an image
+        return await result
+
+    checked: Any = functools.wraps(function)(call_async if inspect.iscoroutinefunction(function) else call)
+    checked.__name__ = name
+    return cast("Callable[P, R]", checked)

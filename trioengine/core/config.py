@@ -150,6 +150,12 @@ class EngineConfig:
             rule = f"must be at most {most} ({_THREADS_PER_CORE} for each of {counted(num_cores, 'core')})"
             raise InvalidConfig.of("num_threads", f"{rule}, got {self.num_threads}")
 
+    def check_context(self, context_length: int) -> None:
+        """Raise InvalidConfig for a `max_model_len` longer than the model's context."""
+        if self.max_model_len is not None and self.max_model_len > context_length:
+            rule = f"must be at most {context_length}, the context of model {self.model!r}"
+            raise InvalidConfig.of("max_model_len", f"{rule}, got {self.max_model_len}")
+
     def for_worker(self, model_path: str) -> WorkerConfig:
         """The worker's part, for the model file or directory that `model` was found at."""
         return WorkerConfig(

@@ -5,9 +5,9 @@
 
 What has ended is counted by its finish reason (finished: stop or length), what was aborted also by its cause.
 A request that left the line for a slot (aborted, cancelled, its session ended) is received and aborted in one entry.
-Refusals at the door are counted apart as `rejected`, and so are sessions that left the line for their slot. A session
-holds a session slot from its opening until the worker has let go of it, a request a request slot until the worker is
-done with it, whatever became of its reader.
+Refused requests are counted apart as `rejected`, and so are sessions that were refused, cancelled or ended while they
+were entered. A session holds a session slot from its opening until the worker has let go of it, a request a request
+slot until the worker is done with it, whatever became of its reader.
 """
 
 from __future__ import annotations

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, TypedDict
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypedDict, TypeVar
 
-from trioengine.core.arguments import check_names, rejected
+from trioengine.core.arguments import check_names, checked_call, parameters_of, rejected
 from trioengine.core.config import DType, EngineConfig, Kernels, OnWorkerLoss
 from trioengine.core.sampling_params import SamplingParams
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -79,6 +82,11 @@ def merged_params(
         raise rejected("params", f"must be SamplingParams, got {type(params).__name__}")
     check_names(function, options, _names(SamplingParams), _REQUEST_KEYWORDS)
     return dataclasses.replace(SamplingParams() if params is None else params, **options)
+
+
+def ask_of(generate: Callable[P, R]) -> Callable[P, R]:
+    """`generate` under the name that a session has for a whole answer, `ask`."""
+    return checked_call(generate, "ask", [*parameters_of(generate), *_names(SamplingParams)], _REQUEST_KEYWORDS)
 
 
 def merged_config(config: EngineConfig | str | None, options: Mapping[str, Any]) -> EngineConfig:

@@ -73,7 +73,7 @@ class ServeConfig:
     admin_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)  # for operators; good for all the rest, too
     allowed_origin: tuple[str, ...] = ()  # web pages of other sites that may ask, as https://example.com
     weights_dir: str | None = None  # where the checkpoints lie that /update_weights may name
-    insecure: bool = False  # serve other machines, too, whoever they are
+    insecure: bool = False  # serve all clients of all machines, without any key
     shutdown_timeout: float = 30.0  # that requests have after the first SIGTERM or SIGINT
     max_connections: int = 4096  # at a time; one that waits makes room for more, or they are answered with 503
     max_sessions_per_key: int = 64  # WebSockets and requests of a key at a time; more are answered with 429
@@ -107,6 +107,7 @@ class ServeConfig:
         for field in _SECONDS:
             self._validate(field, partial(number, above=True), 0, MAX_SECONDS)
         self._validate("shutdown_timeout", number, 0, MAX_SECONDS)
+        self._check_insecure()
 
     @property
     def has_keys(self) -> bool:
@@ -118,6 +119,13 @@ class ServeConfig:
         """What one connection needs of this."""
         names = [field.name for field in dataclasses.fields(ConnectionLimits)]
         return ConnectionLimits(**{name: getattr(self, name) for name in names})
+
+    def _check_insecure(self) -> None:
+        """Raise InvalidConfig where keys are configured, and would not be asked for."""
+        keys = [field for field in ("api_key", "admin_key") if getattr(self, field)]
+        if self.insecure and keys:
+            message = f"insecure serves all clients without a key, and {keys[0]} is set: give one of them"
+            raise InvalidConfig(message, fields=("insecure", keys[0]))
 
     def _validate(self, name: str, check: Callable[..., object], *bounds: int) -> None:
         try:

@@ -6,10 +6,12 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from trioengine.core.bounds import brief
 from trioengine.core.suggestion import did_you_mean
 from trioengine.serve.problem import ClientError
 
-_SHOWN = 120  # characters
+_SHOWN = 120  # characters of a name
+_SHOWN_VALUE = 80
 _MAX_METADATA = 16
 
 
@@ -38,7 +40,19 @@ def flag_of(value: object, where: str) -> bool:
     """True or false; null is false. Raises ClientError."""
     if value is None or isinstance(value, bool):
         return bool(value)
-    raise ClientError("invalid_type", f"{where} must be true or false, got {value!r:.80}", param=where)
+    raise ClientError("invalid_type", f"{where} must be true or false, got {shown(value)}", param=where)
+
+
+def shown(value: object) -> str:
+    """A value of a client for a message: JSON of at most 80 characters."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _SHOWN_VALUE else text[: _SHOWN_VALUE - 1] + "…"
+
+
+def in_json(message: str, value: object) -> str:
+    """A message of the engine, which may end with this value as Python writes it."""
+    quoted = brief(value)
+    return message.removesuffix(quoted) + shown(value) if message.endswith(f", got {quoted}") else message
 
 
 def is_number(value: object) -> bool:
@@ -65,16 +79,14 @@ def check_fixed(fields: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]],
         value = fields.get(name)
         if value is not None and not any(type(value) is type(choice) and value == choice for choice in allowed):
             param = f"{where}.{name}" if where else name
-            message = f"{param} {_rule(allowed)}, got {value!r:.80}"
+            message = f"{param} {_rule(allowed)}, got {shown(value)}"
             if allowed == ([],):
                 message = f"this server does not support {param}"
             raise ClientError("unsupported_parameter", message, param=param)
 
 
 def _rule(allowed: tuple[Any, ...]) -> str:
-    """The rule of a field, with its values as JSON has them where they are objects or lists."""
-    shown = [json.dumps(choice) if isinstance(choice, dict | list) else repr(choice) for choice in allowed]
-    return "must be " + " or ".join(shown) if allowed else "is not supported"
+    return "must be " + " or ".join(map(shown, allowed)) if allowed else "is not supported"
 
 
 def unknown(kind: str, name: str, names: Collection[str], prefix: str = "") -> ClientError:

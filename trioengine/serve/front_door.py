@@ -177,8 +177,7 @@ class FrontDoor:
             request = dataclasses.replace(request, cache_salt=caller.cache_salt)
             if not (request.wants_websocket and request.path == REALTIME):
                 return await self._exchange(guest, request, preflight or find(self._routes, request), held)
-            max_size = self._limits.largest_message(takes_images=self._takes_images())
-            websocket = AcceptedWebSocket(guest.stream, max_size, held)
+            websocket = AcceptedWebSocket(guest.stream, self._largest_message, held)
             refusal = _bad_handshake(request, guest.http.seen, websocket) or self._bad_upgrade(request)
             if refusal is not None:
                 raise BadRequest(refusal)
@@ -186,6 +185,9 @@ class FrontDoor:
             with guest.place.lingering():
                 await linger(guest.stream)
             return False
+
+    def _largest_message(self) -> int:
+        return self._limits.largest_message(takes_images=self._takes_images())
 
     async def _next_request(self, guest: _Guest) -> Request | None:
         """The head of the next request; None to close. Raises Displaced when the place is needed."""

@@ -20,6 +20,8 @@ from trioengine.serve.problem import ClientError
 from trioengine.serve.query import flag_in, number_in, one_of, parameters_of, some_of
 from trioengine.serve.routes import Role, Routes, get, post
 
+_OF_SLEEP = ("level", "mode", "timeout")  # parameters
+_OF_WAKE_UP = ("tags", "reload")
 _LEVELS = ("1", "2")
 _MODES = tuple(mode.value for mode in Mode)
 _TAGS = frozenset(tag.value for tag in Tag)
@@ -33,14 +35,14 @@ class PowerSwitch:
         self._checkpoints = checkpoints
 
     async def sleep(self, request: Request) -> Response:
-        given = parameters_of(request, ("level", "mode", "timeout"))
+        given = parameters_of(request, _OF_SLEEP)
         level = cast("Level", int(one_of(given, "level", _LEVELS)))
         mode = cast("ModeName", one_of(given, "mode", _MODES))
         await self._engine.sleep(level, mode=mode, timeout=number_in(given, "timeout", 0, MAX_SECONDS))
         return self._state()
 
     async def wake_up(self, request: Request) -> Response:
-        given = parameters_of(request, ("tags", "reload"))
+        given = parameters_of(request, _OF_WAKE_UP)
         tags, reload = some_of(given, "tags", _TAGS), flag_in(given, "reload", default=True)
         await self._engine.wake(None if tags is None else [Tag(tag) for tag in tags], reload=reload)
         return self._state()
@@ -78,9 +80,9 @@ def _shown(state: PowerState) -> dict[str, Any]:
 def power_routes(engine: Engine, weights_dir: str | None) -> Routes:
     """The routes of an engine."""
     switch = PowerSwitch(engine, Checkpoints(weights_dir))
-    wake_up = post(switch.wake_up, Role.OPERATOR)
+    wake_up = post(switch.wake_up, Role.OPERATOR, _OF_WAKE_UP)
     return {
-        "/sleep": post(switch.sleep, Role.OPERATOR),
+        "/sleep": post(switch.sleep, Role.OPERATOR, _OF_SLEEP),
         "/wake_up": wake_up,
         "/wakeup": wake_up,
         "/update_weights": post(switch.update_weights, Role.OPERATOR),

@@ -16,16 +16,21 @@ Parameters: TypeAlias = Mapping[str, Sequence[str]]  # by name, what was given
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
-def parameters_of(request: Request, names: Collection[str]) -> Parameters:
-    """The parameters of a request that has no body and no others than these. Raises ClientError."""
-    if request.body.strip() not in (b"", b"{}"):
-        raise ClientError("invalid_value", f"{request.path} takes its parameters in its query, and no body")
+def read_query(query: str, names: Collection[str]) -> Parameters:
+    """The parameters in a query, each of which has one of these names. Raises ClientError."""
     given: dict[str, list[str]] = {name: [] for name in names}
-    for name, value in parse_qsl(request.query, keep_blank_values=True):
+    for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in given:
             raise unknown("parameter", name, names)
         given[name].append(value)
     return given
+
+
+def parameters_of(request: Request, names: Collection[str]) -> Parameters:
+    """The parameters of a request that has them in its query, and no body. Raises ClientError."""
+    if request.body.strip() not in (b"", b"{}"):
+        raise ClientError("invalid_value", f"{request.path} takes its parameters in its query, and no body")
+    return read_query(request.query, names)
 
 
 def one_of(parameters: Parameters, name: str, choices: Sequence[str]) -> str:

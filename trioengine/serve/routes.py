@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -11,9 +11,10 @@ from trioengine import __version__
 from trioengine.actors.engine import Engine
 from trioengine.core.lifecycle import Power
 from trioengine.core.suggestion import did_you_mean
-from trioengine.serve.http import Handler, Request, Response, json_response, problem_response
+from trioengine.serve.http import Handler, Request, Response, error_response, json_response, problem_response
 from trioengine.serve.metrics.metrics import CONTENT_TYPE, Metrics
-from trioengine.serve.problem import INVALID_REQUEST, Problem
+from trioengine.serve.problem import INVALID_REQUEST, ClientError, Problem
+from trioengine.serve.query import read_query
 
 REALTIME = "/v1/realtime"
 HOME = (
@@ -33,10 +34,11 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What answers at a path, by method."""
+    """What answers at a path, by method, and the names of the parameters in its query."""
 
     handlers: Mapping[str, Handler]
     role: Role = Role.USER
+    parameters: Collection[str] = ()
 
 
 Routes: TypeAlias = Mapping[str, Route]  # by path; with BELOW at its end for all paths that begin so
@@ -92,8 +94,8 @@ def get(handler: Handler, role: Role = Role.USER) -> Route:
     return Route({"GET": handler, "HEAD": handler}, role)
 
 
-def post(handler: Handler, role: Role = Role.USER) -> Route:
-    return Route({"POST": handler}, role)
+def post(handler: Handler, role: Role = Role.USER, parameters: Collection[str] = ()) -> Route:
+    return Route({"POST": handler}, role, parameters)
 
 
 def route_of(routes: Routes, path: str) -> Route | None:
@@ -109,7 +111,14 @@ def find(routes: Routes, request: Request) -> Handler | Response:
     route = route_of(routes, request.path)
     if route is None:
         return not_found(request.path, routes)
-    return route.handlers.get(request.method) or method_not_allowed(request, ", ".join(route.handlers))
+    handler = route.handlers.get(request.method)
+    if handler is None:
+        return method_not_allowed(request, ", ".join(route.handlers))
+    try:
+        read_query(request.query, route.parameters)
+    except ClientError as exc:
+        return error_response(exc)
+    return handler
 
 
 def not_found(path: str, routes: Routes) -> Response:

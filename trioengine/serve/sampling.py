@@ -8,7 +8,7 @@ from typing import Any
 
 from trioengine.core.errors import RequestRejected
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.serve.fields import is_number
+from trioengine.serve.fields import in_json, is_number
 from trioengine.serve.problem import ClientError
 
 SAMPLING = {  # the names that every protocol shares with us, and ours
@@ -50,9 +50,9 @@ def sampling_params(given: Mapping[str, Any], names: Mapping[str, str], where: s
         return SamplingParams(**values)
     except RequestRejected as exc:
         name = next((name for name in given if names[name] == exc.param), exc.param)
-        message = f"{prefix}{exc.message.replace(str(exc.param), str(name), 1)}"
+        problem = in_json(exc.message, given.get(str(name))).replace(str(exc.param), str(name), 1)
         code = exc.code if _has_its_type(values.get(str(exc.param)), exc.param) else "invalid_type"
-        raise ClientError(code, message, param=f"{prefix}{name}") from exc
+        raise ClientError(code, f"{prefix}{problem}", param=f"{prefix}{name}") from exc
 
 
 def _has_its_type(value: object, name: str | None) -> bool:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from urllib.parse import parse_qsl
 
 import trio
 
@@ -25,17 +24,17 @@ from trioengine.serve.access import Access
 from trioengine.serve.byte_budget import ByteBudget, Held
 from trioengine.serve.departures import Departures
 from trioengine.serve.descriptors import affordable
-from trioengine.serve.fields import unknown
 from trioengine.serve.front_door import FrontDoor
 from trioengine.serve.http import Request
 from trioengine.serve.in_flight import InFlight
 from trioengine.serve.keys import warn_of_short_keys
 from trioengine.serve.metrics.metrics import Metrics
+from trioengine.serve.openai.chat_request import check_model
 from trioengine.serve.openai.routes import openai_routes
 from trioengine.serve.operator import operator_routes
 from trioengine.serve.origins import is_loopback
 from trioengine.serve.power import power_routes
-from trioengine.serve.problem import ClientError
+from trioengine.serve.query import read_query
 from trioengine.serve.realtime.answering import Answering
 from trioengine.serve.realtime.connection import CLOSE_TIMEOUT, RealtimeConnection
 from trioengine.serve.routes import Routes, post, routes
@@ -140,12 +139,8 @@ class Server:
         await connection.run()
 
     def _check_upgrade(self, request: Request) -> None:
-        for name, value in parse_qsl(request.query, keep_blank_values=True):
-            if name != "model":
-                raise unknown("parameter", name, ("model",))
-            if value != self.model_name:
-                message = f"model {value[:80]!r} not found; this server serves {self.model_name!r}"
-                raise ClientError("model_not_found", message, param="model")
+        for name in read_query(request.query, ("model",))["model"]:
+            check_model(name, self.model_name)
 
 
 async def serve(

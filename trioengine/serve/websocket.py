@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import trio
@@ -18,14 +18,14 @@ READ_SIZE = 8 << 10  # bytes; what is read at once is handled at once, and may b
 class AcceptedWebSocket(WebSocketConnection):
     """The server's end. It never closes its stream: whoever owns that does, when the last words were read."""
 
-    def __init__(self, stream: trio.abc.Stream, max_message_size: int, held: Held) -> None:
-        self.max_message_size = max_message_size  # bytes
+    def __init__(self, stream: trio.abc.Stream, max_message_size: Callable[[], int], held: Held) -> None:
+        self.max_message_size = max_message_size  # bytes; asked for each message: it grows once the model is known
         self._protocol = WebSocketProtocol(max_message_size, held)
         super().__init__(
             stream,
             self._protocol,
             message_queue_size=1,
-            max_message_size=max_message_size,
+            max_message_size=max_message_size(),
             receive_buffer_size=READ_SIZE,
         )
 
@@ -46,6 +46,7 @@ class AcceptedWebSocket(WebSocketConnection):
         return message
 
     async def _handle_message_event(self, event: TextMessage | BytesMessage) -> None:
+        self._max_message_size = self.max_message_size()
         if isinstance(event.data, RefusedText):
             with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
                 await self._send_channel.send(event.data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -40,16 +40,16 @@ class RefusedText(str):
 class WebSocketProtocol(WSConnection):
     """What trio-websocket reads and writes, in place of wsproto's own.
 
-    Messages come whole, or as far as they are longer than `max_message_size` bytes, so that it matters little in how
+    Messages come whole, or as far as they are longer than `max_message_size()` bytes, so that it matters little in how
     many fragments they are sent. The bytes of one that is on its way are taken of `held`; where there is no room for
     them, a RefusedText comes in its place. A client that breaks the rules gets a close, after which nothing is sent.
     """
 
-    def __init__(self, max_message_size: int, held: Held) -> None:
+    def __init__(self, max_message_size: Callable[[], int], held: Held) -> None:
         super().__init__(ConnectionType.SERVER)
         self._held = held
         self._refusal: OverBudget | None = None  # of the message that is on its way
-        self._max_message_size = max_message_size  # bytes
+        self._max_message_size = max_message_size  # in bytes, at the moment
         self._parts = io.BytesIO()  # of the message that is on its way; of a text as UTF-8
         self._size = 0  # of these, in bytes
         self._is_offended = False
@@ -86,7 +86,7 @@ class WebSocketProtocol(WSConnection):
         """
         part = event.data.encode() if isinstance(event, TextMessage) else event.data
         self._size += len(part)
-        is_too_large = self._size > self._max_message_size and self._refusal is None
+        is_too_large = self._size > self._max_message_size() and self._refusal is None
         if event.message_finished and self._size == len(part):
             self._size = 0
             yield BytesMessage(data=part) if is_too_large else event

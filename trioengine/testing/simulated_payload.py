@@ -35,8 +35,8 @@ class SimulatedMemfd:
     """Sealed bytes as the engine has them, and their descriptors elsewhere."""
 
     def __init__(self, chunks: Iterable[bytes | bytearray | memoryview]) -> None:
-        self._data = b"".join(chunks)
-        self.num_bytes = len(self._data)
+        self.data = b"".join(chunks)
+        self.num_bytes = len(self.data)
         self.is_open = True
         self.passed: list[SimulatedPayload] = []  # and not closed, when it was last passed on
 
@@ -47,7 +47,7 @@ class SimulatedMemfd:
     def pass_on(self) -> SimulatedPayload:
         """One more descriptor."""
         assert self.is_open, "bytes are passed on that were given back"
-        payload = SimulatedPayload(self._data)
+        payload = SimulatedPayload(self.data)
         self.passed = [*(payload for payload in self.passed if payload.is_open), payload]
         return payload
 
@@ -58,6 +58,7 @@ class PayloadWire:
     def __init__(self, arrive: Callable[[int, SimulatedPayload], None], size: int, *, by_hand: bool) -> None:
         self.by_hand = by_hand
         self.is_broken = False
+        self.fails_next = False  # send
         self._arrive = arrive
         self._size = size
         self._payloads: deque[tuple[int, SimulatedPayload]] = deque()
@@ -67,11 +68,12 @@ class PayloadWire:
         return len(self._payloads)
 
     async def send(self, payload: int, sealed: SimulatedMemfd) -> None:
-        """BrokenResourceError: it is broken. Cancelled, nothing is sent."""
+        """BrokenResourceError: it is broken, or breaks now. Cancelled, nothing is sent."""
         await trio.lowlevel.checkpoint()
         while len(self._payloads) >= self._size and not self.is_broken:
             self._moved = trio.Event()
             await self._moved.wait()
+        self.is_broken |= self.fails_next
         if self.is_broken:
             raise trio.BrokenResourceError("the payload socket is broken")
         self._payloads.append((payload, sealed.pass_on()))

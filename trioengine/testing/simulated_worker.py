@@ -1,8 +1,8 @@
-"""A worker without a process: the real connection, the real scheduling, a toy model, and memory for its pipes.
+"""A worker without a process: the real connection, the real scheduling and a toy model in a simulated process.
 
-It is a `WorkerProcess` as the engine knows it. Its methods `kill`, `hang`, `stall` and `say` are the faults. It is run
-in one of two ways: by its task `run`, in trio's time, so that under MockClock nothing waits; or by hand, with wires
-that move when told and `turn`, as the fuzzer does.
+Beside the faults of its process it has those of its work: `stall` and `give_up`. It is run in one of two ways: by its
+task `run`, in trio's time, so that under MockClock nothing waits; or by hand, with wires that move when told and
+`turn`, as the fuzzer does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 from collections import deque
 
 import trio
-from trio.testing import MemoryReceiveStream
 
 from trioengine.core.connection import Connection, Role
 from trioengine.core.errors import RemoteProtocolError
@@ -32,24 +31,17 @@ from trioengine.core.messages import (
 )
 from trioengine.testing.behaviour import Behaviour as Behaviour
 from trioengine.testing.behaviour import Health as Health
-from trioengine.testing.simulated_payload import PayloadWire, SimulatedDecoder, SimulatedMemfd, SimulatedPayload
+from trioengine.testing.simulated_payload import SimulatedDecoder, SimulatedPayload
+from trioengine.testing.simulated_process import SIGSEGV, SimulatedProcess
 from trioengine.testing.toy_model import Crash, ToyRunner
 from trioengine.testing.toy_vision import toy_decode
-from trioengine.testing.wire import Wire, WireEnd
 from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.payloads import PayloadArrived
 from trioengine.worker.scheduling.step_loop import Event, StepLoop
 
-SIGTERM, SIGKILL, SIGSEGV = 15, 9, 11
-PORTION = 4096  # bytes that a write moves between two checkpoints
-PIPE_SIZE = 1 << 20  # bytes that a wire holds before a write blocks
-PAYLOAD_QUEUE = 64  # payloads on their way before a send blocks
-SMALL_PORTION, SMALL_PIPE = 32, 256  # the same where bytes are moved by hand, so that frames are torn and writes block
-SMALL_PAYLOAD_QUEUE = 2
 
-
-class SimulatedWorker:
-    """One incarnation. What the engine writes arrives as it would by a reader thread.
+class SimulatedWorker(SimulatedProcess):
+    """One incarnation.
 
     With `by_hand` nothing happens by itself: `receive`, `receive_payloads`, `turn`, `decode` and `deliver` are called.
     """
@@ -62,88 +54,23 @@ class SimulatedWorker:
         *,
         by_hand: bool = False,
     ) -> None:
-        self.pid = pid
+        super().__init__(pid, by_hand=by_hand)
         self.runner = ToyRunner(limits.block_size, limits.tile)
         self.decoder = SimulatedDecoder(toy_decode, self._report)
         self.step_loop = StepLoop(self.runner, limits, trio.current_time, decoder=self.decoder)
         self.connection = Connection(Role.WORKER)
-        self.receive_stream = MemoryReceiveStream()
-        size = SMALL_PIPE if by_hand else PIPE_SIZE
-        self.to_worker = Wire(self._arrive, size, by_hand=by_hand)
-        self.to_engine = Wire(self._reach_engine, size, by_hand=by_hand)
-        num_payloads = SMALL_PAYLOAD_QUEUE if by_hand else PAYLOAD_QUEUE
-        self.payloads = PayloadWire(self._arrive_payload, num_payloads, by_hand=by_hand)
-        self.open_payloads: list[SimulatedPayload] = []  # that have come, and are not closed
-        portion = SMALL_PORTION if by_hand else PORTION
-        self.send_stream: trio.abc.SendStream = WireEnd(self.to_worker, portion, self._broken)
-        self.health = Health.WELL
         self.received: list[Message] = []  # everything the engine said, in order
         self.blamed: RemoteProtocolError | None = None  # what the engine did that it must not do
         self.fatal: Fatal | None = None  # said for an exception of the step loop, which is the worker's own bug
-        self.reaped = False
         self._limits = limits
         self._behaviour = behaviour
         self._queue: deque[Event] = deque()
-        self._arrived = trio.Event()
-        self._dead = trio.Event()
         self._stopped: set[int] = set()  # requests
         self._weight_version = 0
-        self.exit_code = 0
-        self._stream_ended = False
         self._stalled_until = math.inf
         self._activity, self._since, self._progress = Activity.STARTING, trio.current_time(), 0
 
-    # ---- WorkerProcess --------------------------------------------------------------------------------------------
-
-    @property
-    def is_alive(self) -> bool:
-        return self.health is not Health.DEAD
-
-    async def send_payload(self, payload: int, sealed: object) -> None:
-        assert isinstance(sealed, SimulatedMemfd), "made by the same ports"
-        await self.payloads.send(payload, sealed)
-
-    async def wait(self) -> None:
-        await self._dead.wait()
-
-    def terminate(self) -> None:
-        if self.health is not Health.HUNG:
-            self.exit(-SIGTERM)
-
-    def kill(self) -> None:
-        self.exit(-SIGKILL)
-
-    def reap(self) -> int | None:
-        self.kill()
-        self.reaped = True
-        return self.exit_code if self.health is Health.DEAD else None
-
     # ---- faults ---------------------------------------------------------------------------------------------------
-
-    def exit(self, exit_code: int) -> None:
-        """Die, at once; the first exit code stays. What was written still arrives."""
-        if self.health is not Health.DEAD:
-            self.health = Health.DEAD
-            self.exit_code = exit_code
-            self._dead.set()
-            self._arrived.set()
-            self.to_worker.cut()
-            self.payloads.cut()
-            self._close_payloads()
-            if not self.to_engine:
-                self.end_stream()
-
-    def end_stream(self) -> None:
-        """The engine reads the end of the stream; what is still on its way to it is lost."""
-        self.to_engine.cut()
-        self._stream_ended = True
-        self.receive_stream.put_eof()
-
-    def hang(self) -> None:
-        """Stop doing anything, as under SIGSTOP."""
-        if self.health is not Health.DEAD:
-            self.health = Health.HUNG
-            self.to_worker.by_hand = self.payloads.by_hand = True
 
     def stall(self, seconds: float = math.inf) -> None:
         """Be in a step, or in the start, for so long or for ever; PING is answered. By hand, `recover` ends it."""
@@ -166,21 +93,6 @@ class SimulatedWorker:
         is_stalled = self.health is Health.STALLED
         return max(self._stalled_until - trio.current_time(), 0.0) if is_stalled else 0.0
 
-    def close_pipe(self) -> None:
-        """Close the pipe to the engine and live on."""
-        if self.health is not Health.DEAD:
-            self.hang()
-            self.end_stream()
-
-    def break_payloads(self) -> None:
-        """The payload socket breaks, and what is on its way over it is lost."""
-        self.payloads.cut()
-
-    def say(self, data: bytes) -> None:
-        """Write these bytes, whatever they are."""
-        if self.health is not Health.DEAD:
-            self.to_engine.put(data)
-
     def give_up(self, fatal: Fatal) -> None:
         """Say why, and exit."""
         self._send_all([fatal])
@@ -194,21 +106,6 @@ class SimulatedWorker:
         return self.health is Health.WELL and (bool(self._queue) or self.step_loop.has_work or len(self.decoder) > 0)
 
     @property
-    def reads(self) -> bool:
-        """Whether its reader is alive."""
-        return self.health in (Health.WELL, Health.STALLED)
-
-    def receive(self, count: int | None = None) -> None:
-        """Let so many bytes from the engine arrive, or all."""
-        if self.reads:
-            self.to_worker.move(count)
-
-    def receive_payloads(self, count: int | None = None) -> None:
-        """Let so many payloads arrive, or all."""
-        if self.reads:
-            self.payloads.move(count)
-
-    @property
     def has_images(self) -> bool:
         """Whether `receive_payloads` or `decode` would do anything."""
         return self.reads and len(self.payloads) + len(self.decoder) > 0
@@ -217,12 +114,6 @@ class SimulatedWorker:
         """Decode the next image, if there is one: beside a step, even one that takes long."""
         if self.reads and self.decoder:
             self.decoder.decode()
-
-    def deliver(self, count: int | None = None) -> None:
-        """Let so many bytes arrive at the engine, or all; after a dead worker's last one, the end of the stream."""
-        self.to_engine.move(count)
-        if self.health is Health.DEAD and not self.to_engine:
-            self.end_stream()
 
     def turn(self) -> None:
         """Handle the next message or event; run a step if there is none, or decode an image if there is no step."""
@@ -316,13 +207,6 @@ class SimulatedWorker:
             except Exception as exc:
                 self._fail(exc)
 
-    def _close_payloads(self) -> None:
-        """As the kernel does at the end of a process."""
-        for payload in self.open_payloads:
-            if payload.is_open:
-                payload.close()
-        self.open_payloads.clear()
-
     def _check_payloads(self) -> None:
         """No payload leaks."""
         if self.health is not Health.DEAD and self.open_payloads:
@@ -352,13 +236,6 @@ class SimulatedWorker:
     def _turn_to(self, activity: Activity) -> None:
         if activity is not self._activity:
             self._activity, self._since = activity, trio.current_time()
-
-    def _broken(self) -> str | None:
-        return "the worker is dead" if self.health is Health.DEAD else None
-
-    def _reach_engine(self, data: bytes) -> None:
-        if not self._stream_ended:
-            self.receive_stream.put_data(data)
 
     def _arrive(self, data: bytes) -> None:
         """The reader thread's part: decode, answer PING, queue the rest."""

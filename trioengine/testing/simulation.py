@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import enum
+import errno
 import itertools
+import os
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import trio
 
@@ -36,12 +39,20 @@ DEFAULT_LIMITS = Limits(
 IMAGE_LIMITS = replace(DEFAULT_LIMITS, vocab_size=VOCAB_SIZE + 1, tile=TOY_TILE)  # of a toy that takes images
 
 
+class SealFailure(enum.Enum):
+    """Where the system fails to seal bytes, and its errno."""
+
+    CREATE = errno.EMFILE  # before anything is read
+    WRITE = errno.ENOMEM  # of what was read
+
+
 class Simulation:
     """The outside world of one engine: its workers, one an incarnation, run in `nursery`, or are moved by hand.
 
     `behaviours` are those of the incarnations in turn; the last one stays. `thread_passes` is how many scheduler
     passes a call in a thread takes, where prompts longer than `thread_threshold` are prepared. The next
-    `failing_starts` workers cannot be started; the next `stalled_starts` are, and never say READY.
+    `failing_starts` workers cannot be started; the next `stalled_starts` are, and never say READY. The next bytes that
+    are sealed fail as `failing_seals` says.
     """
 
     def __init__(
@@ -59,6 +70,8 @@ class Simulation:
         self.failing_starts = 0
         self.max_payloads = 64  # descriptors
         self.stalled_starts = 0
+        self.failing_seals: list[SealFailure] = []
+        self.num_failed_seals = 0
         self.poisoned: dict[int, int] = {}  # requests that kill each worker, and how many tokens they get before
         self._thread_threshold = thread_threshold
         self._nursery = nursery
@@ -119,9 +132,17 @@ class Simulation:
         return read_toy_model(path, self.limits.max_model_len, images=self.limits.tile is not None)
 
     def _seal(self, chunks: Iterable[BytesLike]) -> SimulatedMemfd:
+        if self.failing_seals:
+            self._fail_seal(self.failing_seals.pop(0), chunks)
         sealed = SimulatedMemfd(chunks)
         self._memfds = [*self.memfds, sealed]
         return sealed
+
+    def _fail_seal(self, failure: SealFailure, chunks: Iterable[BytesLike]) -> NoReturn:
+        self.num_failed_seals += 1
+        if failure is SealFailure.WRITE:
+            next(iter(chunks))
+        raise OSError(failure.value, os.strerror(failure.value))
 
     @property
     def memfds(self) -> list[SimulatedMemfd]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -68,6 +69,30 @@ class ToyPicture:
 
     def tobytes(self) -> bytes:
         return self.data
+
+
+class DamagedPicture(ToyPicture):
+    """As a PIL image whose file ends too early, which Pillow finds when the pixels are read."""
+
+    def crop(self, box: tuple[int, int, int, int]) -> ToyPicture:
+        raise OSError("image file is truncated (0 bytes not processed)")
+
+
+def toy_file(width: int, height: int, value: int = 0) -> bytes:
+    """An image file, as large as the pixels of such a ToyPicture; with the value 255, too, it cannot be decoded."""
+    header = _jpeg_header(width, height) if value == UNREADABLE[0] else _png_header(width, height)
+    return header.ljust(width * height * 3, bytes([value]))
+
+
+def _png_header(width: int, height: int) -> bytes:
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+
+
+def _jpeg_header(width: int, height: int) -> bytes:
+    """It begins with the byte 255, as every JPEG does."""
+    frame = struct.pack(">BHHB", 8, height, width, 1) + bytes.fromhex("011100")
+    return bytes.fromhex("ffd8 ffc0") + struct.pack(">H", 2 + len(frame)) + frame + bytes.fromhex("ffda")
 
 
 def toy_num_tiles(info: ImageInfo) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from trioengine.cli.bench.figures import values
 from trioengine.cli.bench.load import Run
@@ -15,6 +15,8 @@ from trioengine.core.errors import InvalidConfig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+Point: TypeAlias = tuple[float, float]
+MAX_POINTS = 200  # of a curve
 _SUFFIXES = (".svg", ".png")
 
 
@@ -45,13 +47,17 @@ def plot(run: Run, metrics: Sequence[str], path: Path) -> None:
 
 def plot_memory(samples: Sequence[MemorySample], path: Path) -> None:
     """Draw the memory of a process over time, in MB; the waves are shaded in turn."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     axes = figure.subplots()
-    times = [sample.at for sample in samples]
-    axes.plot(times, [sample.total / MB for sample in samples], label="resident + memfds")
-    axes.plot(times, [sample.rss / MB for sample in samples], label="resident")
+    curves = {
+        "resident + memfds": [(sample.at, sample.total / MB) for sample in samples],
+        "resident": [(sample.at, sample.rss / MB) for sample in samples],
+    }
+    for label, points in curves.items():
+        axes.plot(*zip(*thinned(points), strict=True), label=label)
     for wave in {sample.wave for sample in samples if sample.wave % 2}:
         during = [sample.at for sample in samples if sample.wave == wave]
         axes.axvspan(during[0], during[-1], alpha=0.1)
@@ -59,4 +65,18 @@ def plot_memory(samples: Sequence[MemorySample], path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.legend(loc="upper right")
     axes.grid(visible=True, alpha=0.3)
-    figure.savefig(path)
+    with rc_context({"svg.fonttype": "none"}):  # letters as text
+        figure.savefig(path)
+
+
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """At most MAX_POINTS of a curve's points: the lowest and the highest of each part of it."""
+    if len(points) <= MAX_POINTS:
+        return list(points)
+    size = -(-2 * len(points) // MAX_POINTS)
+    parts = [points[start : start + size] for start in range(0, len(points), size)]
+    return [point for part in parts for point in sorted({min(part, key=_height), max(part, key=_height)})]
+
+
+def _height(point: Point) -> float:
+    return point[1]

@@ -8,7 +8,7 @@ from typing import Any
 from trioengine.actors.engine import Engine
 from trioengine.core.errors import EngineOverloaded
 from trioengine.core.image_part import image_url
-from trioengine.serve.fields import check_fixed, known_fields, text_of
+from trioengine.serve.fields import check_fixed, known_fields, shown, text_of
 from trioengine.serve.problem import ClientError
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # and the templates'
@@ -45,7 +45,7 @@ def _message(value: object, where: str, refusal: str) -> dict[str, Any]:
     fields = {name: field for name, field in value.items() if field is not None}
     role = fields.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        message = f"{where}.role must be one of {', '.join(_ROLES)}, got {role!r:.60}"
+        message = f"{where}.role must be one of {', '.join(_ROLES)}, got {shown(role)}"
         code = "invalid_value" if role is None or isinstance(role, str) else "invalid_type"
         raise ClientError(code, message, param=f"{where}.role")
     known_fields(fields, _FIELDS, where)
@@ -71,7 +71,7 @@ def _part(value: object, where: str, refusal: str) -> Mapping[str, Any]:
     if kind == IMAGE:
         return _image(value, where, refusal)
     if kind != "text":
-        message = f"{where}.type must be text or {IMAGE}, got {kind!r:.60}"
+        message = f"{where}.type must be text or {IMAGE}, got {shown(kind)}"
         raise ClientError("unsupported_content", message, param=f"{where}.type")
     return {"type": "text", "text": text_of(known_fields(value, ("type", "text"), where).get("text"), f"{where}.text")}
 

@@ -10,7 +10,6 @@ from trioengine.actors.engine import Engine
 from trioengine.core.errors import EngineOverloaded
 from trioengine.serve.http import Request, Response, json_response
 from trioengine.serve.openai.chat_request import check_model
-from trioengine.serve.query import parameters_of
 
 MODELS = "/v1/models"
 
@@ -24,11 +23,9 @@ class Models:
         self._created = int(time.time())
 
     async def list(self, request: Request) -> Response:
-        parameters_of(request, ())
         return json_response(200, {"object": "list", "data": [self._to_json()]})
 
     async def retrieve(self, request: Request) -> Response:
-        parameters_of(request, ())
         check_model(unquote(request.path.removeprefix(MODELS + "/")), self._model)
         return json_response(200, self._to_json())
 

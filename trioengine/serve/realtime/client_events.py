@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from trioengine.serve.fields import known_fields
+from trioengine.serve.fields import known_fields, shown
 from trioengine.serve.json_object import load_object
 from trioengine.serve.problem import ClientError
 from trioengine.serve.realtime.item import Item, ItemReference, parse_input, parse_item
@@ -118,7 +118,7 @@ def _event(fields: Mapping[str, Any]) -> ClientEvent:
     if names is None:
         known = ", ".join(_FIELDS)
         fault = "type is missing; it must be" if name is None else "type must be"
-        given = "" if name is None else f", got {name!r:.80}"
+        given = "" if name is None else f", got {shown(name)}"
         raise ClientError("unknown_event", f"{fault} one of {known}{given}", param="type")
     known_fields(fields, ("event_id", "type", *names))
     match name:
@@ -158,7 +158,7 @@ def _response_create(response: object) -> ResponseCreate:
     conversation = next((known for known in Conversation if known.value == named), None)
     if conversation is None:
         param = "response.conversation"
-        message = f"{param} must be 'auto' or 'none', got {named!r:.80}"
+        message = f'{param} must be "auto" or "none", got {shown(named)}'
         raise ClientError("unsupported_parameter", message, param=param)
     return ResponseCreate(settings, conversation, None if given is None else parse_input(given, "response.input"))
 

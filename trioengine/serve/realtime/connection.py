@@ -78,7 +78,6 @@ class RealtimeConnection:
         self._held = held
         self._items = Items(limits.max_conversation_size, held)
         self._ping_interval = limits.client_ping_interval
-        self._max_unhandled_size = max(MAX_UNHANDLED_SIZE, 4 * websocket.max_message_size)  # at least one message
         self._outbox = Outbox(limits.send_timeout, held)
         self._responder = Responder(answering, self.id)
         self._beside = Beside(answering, self.id)
@@ -110,6 +109,11 @@ class RealtimeConnection:
             with trio.move_on_after(CLOSE_TIMEOUT):
                 await self._websocket.aclose(self._close_code, self._close_reason)
             sending.cancel_scope.cancel()
+
+    @property
+    def _max_unhandled_size(self) -> int:
+        """Bytes; at least one message."""
+        return max(MAX_UNHANDLED_SIZE, 4 * self._websocket.max_message_size())
 
     async def _receive(self, inbox: trio.MemorySendChannel[Message], work: trio.CancelScope) -> None:
         """Read always, also while nobody handles: only so is it noticed that the client has gone."""

@@ -11,7 +11,7 @@ from trioengine.actors.kept_images import KeptImages
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image_part import image_url
 from trioengine.serve.byte_budget import size_of
-from trioengine.serve.fields import check_fixed, known_fields, text_of
+from trioengine.serve.fields import check_fixed, known_fields, shown, text_of
 from trioengine.serve.problem import ClientError
 from trioengine.serve.realtime.outbox import new_id
 
@@ -163,12 +163,12 @@ def parse_item(fields: object, where: str = "item") -> Item:
     """The item of a conversation.item.create. Raises ClientError, naming what we cannot take."""
     item = known_fields(fields, ("id", "object", "type", "status", "role", "content"), where)
     if item.get("type") != "message":
-        shown = f"{item.get('type')!r:.60}"
-        raise ClientError("unsupported_item", f"{where}.type must be message, got {shown}", param=f"{where}.type")
+        message = f"{where}.type must be message, got {shown(item.get('type'))}"
+        raise ClientError("unsupported_item", message, param=f"{where}.type")
     role = next((role for role in Role if role.value == item.get("role")), None)
     if role is None:
-        names, shown = ", ".join(role.value for role in Role), f"{item.get('role')!r:.60}"
-        raise ClientError("invalid_value", f"{where}.role must be one of {names}, got {shown}", param=f"{where}.role")
+        message = f"{where}.role must be one of {', '.join(role.value for role in Role)}, got {shown(item.get('role'))}"
+        raise ClientError("invalid_value", message, param=f"{where}.role")
     check_fixed(item, _FIXED, where)
     content, param = item.get("content"), f"{where}.content"
     if not isinstance(content, list) or not 1 <= len(content) <= MAX_PARTS:
@@ -199,7 +199,7 @@ def _part(part: object, types: tuple[str, ...], where: str) -> Part:
     kind = part.get("type") if isinstance(part, Mapping) else types[0]
     if kind not in types:
         rule = " or ".join(name for name in types if name != "text")
-        message = f"{where}.type must be {rule}, got {kind!r:.60}"
+        message = f"{where}.type must be {rule}, got {shown(kind)}"
         raise ClientError("unsupported_content", message, param=f"{where}.type")
     if kind == IMAGE:
         return _image(part, where)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from trioengine.serve.byte_budget import Held
+from trioengine.serve.fields import shown
 from trioengine.serve.problem import ClientError
 from trioengine.serve.realtime.item import (
     ITEM_SIZE,
@@ -75,7 +76,7 @@ class Items:
         """The item of this id. Raises ClientError."""
         item = self._items.get(id) if isinstance(id, str) else None
         if item is None:
-            raise ClientError("item_not_found", f"{param}: there is no item {id!r:.80}", param=param)
+            raise ClientError("item_not_found", f"{param}: there is no item {shown(id)}", param=param)
         return item
 
     def add(self, item: Item, previous: object = None) -> str | None:
@@ -173,6 +174,6 @@ class Items:
 def _integer(value: object, most: int, param: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
         raise ClientError(
-            "invalid_value", f"{param} must be an integer from 0 to {most}, got {value!r:.60}", param=param
+            "invalid_value", f"{param} must be an integer from 0 to {most}, got {shown(value)}", param=param
         )
     return value

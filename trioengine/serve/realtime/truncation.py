@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from trioengine.core.bounds import number
 from trioengine.core.overflow import Overflow
-from trioengine.serve.fields import check_fixed, known_fields
+from trioengine.serve.fields import check_fixed, in_json, known_fields, shown
 from trioengine.serve.problem import ClientError
 
 _NAMES: Mapping[str, Overflow] = {"auto": "drop_oldest_turns", "disabled": "refuse"}
@@ -38,8 +38,8 @@ def parse_truncation(value: object, where: str) -> Truncation:
     if isinstance(value, str) and value in _NAMES:
         return Truncation(value, _NAMES[value])
     if not isinstance(value, Mapping):
-        rule = f"must be 'auto', 'disabled' or an object of the type {_RATIO!r}"
-        raise ClientError("unsupported_parameter", f"{where} {rule}, got {value!r:.80}", param=where)
+        rule = f'must be "auto", "disabled" or an object of the type "{_RATIO}"'
+        raise ClientError("unsupported_parameter", f"{where} {rule}, got {shown(value)}", param=where)
     return _retention(value, where)
 
 
@@ -52,5 +52,7 @@ def _retention(value: Mapping[str, Any], where: str) -> Truncation:
     try:
         ratio = number(fields[_RATIO], 0, 1)
     except ValueError as exc:
-        raise ClientError("invalid_value", f"{where}.{_RATIO} {exc}", param=f"{where}.{_RATIO}") from None
+        raise ClientError(
+            "invalid_value", f"{where}.{_RATIO} {in_json(str(exc), fields[_RATIO])}", param=f"{where}.{_RATIO}"
+        ) from None
     return Truncation({"type": _RATIO, _RATIO: ratio}, "drop_oldest_turns", ratio)

@@ -14,7 +14,7 @@ import trio
 from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
-from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, SessionEnded, TimedOut
+from trioengine.core.errors import EngineError
 from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
 
@@ -43,13 +43,13 @@ class Accounts:
         return watched
 
     def of_openings(self, aenter: Any) -> Any:
-        """For `Session.__aenter__`: a session that is refused, ended or cancelled in the line is counted."""
+        """For `Session.__aenter__`: a session that is refused, ended or cancelled while it is entered is counted."""
 
         async def watched(session: Session) -> Any:
             try:
                 return await aenter(session)
-            except (EngineOverloaded, EngineAsleep, EngineClosed, SessionEnded, TimedOut, trio.Cancelled):
-                self._rejected += session.id is None  # else it had a slot, and no room for its images
+            except (EngineError, trio.Cancelled):
+                self._rejected += 1
                 raise
 
         return watched

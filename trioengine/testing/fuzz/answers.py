@@ -11,6 +11,7 @@ from trioengine.core.completion import Completion
 from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.testing.fuzz.image_oracles import check_seen
 from trioengine.testing.toy_model import IM_END, toy_answer, toy_next, toy_value, toy_weights
 from trioengine.testing.toy_vision import TOY_TILE, ToyImage, toy_embeddings
 
@@ -32,6 +33,8 @@ def check_answer(
     if len(set(weights)) > 1:
         check_mixed(ids, prompt, weights, images)
         return
+    if ids:
+        check_seen(images)
     length = min(room, params.max_tokens or room)
     expected = reference(prompt, length, params.stop, *weights[:1], ignore_eos=params.ignore_eos, images=images)
     if completion.finish_reason is FinishReason.ABORT:

@@ -22,7 +22,7 @@ from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.image_oracles import check_dropped
-from trioengine.testing.fuzz.pictures import Turn, content_of, pictures_of
+from trioengine.testing.fuzz.pictures import Turn, content_of, media_of
 from trioengine.testing.fuzz.refusals import FOR_A_REQUEST, check_not_admitted, check_refused
 
 UNPREPARED = "it cannot be prepared"  # a prompt
@@ -146,7 +146,7 @@ class Reader:
                 self.generation = session.generate(
                     self.prompt,
                     self.params,
-                    media=pictures_of(content_of(self.media, self.prompt)),
+                    media=media_of(content_of(self.media, self.prompt)),
                     keep_partial=self.keep_partial,
                     timeout=self.timeout,
                     wait=self.wait,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import trio
 from hypothesis import strategies as st
@@ -16,6 +15,7 @@ from trioengine.core.errors import (
     EngineOverloaded,
     InvariantError,
     ModelError,
+    RequestRejected,
     TimedOut,
     WorkerLost,
 )
@@ -23,22 +23,23 @@ from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.answers import check_answer
 from trioengine.testing.fuzz.callers import partial_of
-from trioengine.testing.fuzz.environment import Environment
-from trioengine.testing.fuzz.pictures import Turn
+from trioengine.testing.fuzz.image_oracles import is_failed, is_refused
+from trioengine.testing.fuzz.pictures import MEDIA, Content, content_of, media_of
+from trioengine.testing.fuzz.pictures_environment import PicturesEnvironment
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.prompts import prompt_of
 from trioengine.testing.fuzz.refusals import FOR_A_REQUEST, FOR_AN_AUDIT, check_refused
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_worker import Health
-from trioengine.testing.toy_vision import ToyPicture
 
 AUDIT_TIMEOUT = 10.0
+MOST_CALLS = 8  # at once: a world with more of them takes long to come to rest
 WHICH = st.integers(0, 3)
 WAIT = st.sampled_from((None, True, False))
 REFUSALS = (EngineOverloaded, EngineAsleep, EngineClosed, WorkerLost)
 
 
-class CallsMachine(Environment):
+class CallsMachine(PicturesEnvironment):
     """The rules of calls that nobody reads from: each is a task, and its answer or error is judged where it ends."""
 
     @precondition(lambda self: not self.running_calls)
@@ -63,18 +64,11 @@ class CallsMachine(Environment):
     def _ask(self, wait: bool | None, timeout: float | None) -> None:
         self._call("ask", lambda: self._ask_once(wait, timeout), (*REFUSALS, TimedOut), timeout)
 
-    async def _ask_once(
-        self,
-        wait: bool | None,
-        timeout: float | None,
-        *,
-        turn: Turn = ("user", "hi"),
-        media: Sequence[ToyPicture] = (),
-    ) -> None:
+    async def _ask_once(self, wait: bool | None, timeout: float | None, content: Content = "hi") -> None:
         params = SamplingParams(max_tokens=3)
         deadline = trio.current_time() + (math.inf if timeout is None else timeout)
         try:
-            completion = await self.engine.generate("hi", params, media=media, wait=wait, timeout=timeout)
+            completion = await self.engine.generate("hi", params, media=media_of(content), wait=wait, timeout=timeout)
             assert completion.cause is not Cause.TIMEOUT, "its timeout has ended it, and no error was raised"
         except TimedOut as exc:
             check_refused(exc, self.engine, (), wait=wait, deadline=deadline)
@@ -85,8 +79,25 @@ class CallsMachine(Environment):
         self._learn()
         is_late = trio.current_time() >= deadline
         causes = self.troubles.causes | ({Cause.TIMEOUT} if is_late else set())
-        prompt, images = prompt_of((turn,))
+        prompt, images = prompt_of((("user", content),))
         check_answer(completion, prompt, params, LIMITS.max_model_len, causes, self.troubles.paths, images)
+
+    @precondition(lambda self: self.shows and len(self.running_calls) < MOST_CALLS)
+    @recorded(media=st.sampled_from(MEDIA), wait=WAIT, timeout=st.sampled_from((None, None, 0.5)))
+    def show_once(self, media: str, wait: bool | None, timeout: float | None) -> None:
+        """`engine.generate` with pictures."""
+        content = content_of(media, "hi")
+        self._call("show", lambda: self._show_once(content, wait, timeout), (EngineError,), timeout)
+
+    async def _show_once(self, content: Content, wait: bool | None, timeout: float | None) -> None:
+        try:
+            await self._ask_once(wait, timeout, content)
+        except RequestRejected as exc:
+            self._check_rejected(exc, content)
+
+    def _check_rejected(self, error: RequestRejected, content: Content) -> None:
+        is_known = is_refused(error.code, content) or is_failed(error.code, [("user", content)], self.payloads.dropped)
+        assert is_known, f"{content} is refused: {error!r}"
 
     async def _ready(self) -> None:
         await self.engine.ready()

@@ -11,18 +11,18 @@ from trioengine.core.errors import EngineOverloaded, SessionBusy
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.callers import UNPREPARED, Reader, Style, latest_first
 from trioengine.testing.fuzz.calls_machine import WAIT, WHICH
-from trioengine.testing.fuzz.oracles import (
-    committed,
-)
-from trioengine.testing.fuzz.pictures import MEDIA, Turn, content_of, messages_of
+from trioengine.testing.fuzz.oracles import committed
+from trioengine.testing.fuzz.pictures import MEDIA, Turn, content_of, messages_of, pictures_of
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.sessions_machine import SessionsMachine
 from trioengine.testing.fuzz.watching import failing
 from trioengine.testing.fuzz.world import CONFIG
 from trioengine.text.conversation import Conversation
 
+TURNS_TO_PARK = 3  # of the worker, in which it takes a session and its request
 ROUNDS_TO_FINISH = 12  # of a request for one token, if nothing is in its way
 PROMPTS = ("a", "to be", "be or not be or not be or", "<|im_end|>", "", UNPREPARED)
+CROWD = ("two one", "one one", "dot")
 HISTORIES: tuple[tuple[Turn, ...], ...] = (
     (),
     (("user", "a"), ("assistant", "b")),
@@ -143,18 +143,27 @@ class EngineMachine(SessionsMachine):
         which=WHICH,
         media=st.sampled_from(MEDIA),
         passes=st.integers(0, 14),
-        turns=st.sampled_from((0, 0, 3)),
         what=st.sampled_from(("abort", "cancel", "end")),
     )
-    def stop_showing(self, which: int, media: str, passes: int, turns: int, what: str) -> None:
-        """A request with pictures is stopped on its way in; or at the worker, where its payloads have not come."""
+    def stop_showing(self, which: int, media: str, passes: int, what: str) -> None:
+        """A request with pictures is stopped on its way in."""
         reader = self._read(which, Style.ALL, SamplingParams(max_tokens=10), prompt="a", media=media)
         self.loop.tick([0] * passes)
-        for _ in range(turns):
+        self._stop_or_end(reader, what)
+
+    @precondition(lambda self: self.shows and self.worker is not None and self.open_holders)
+    @recorded(which=WHICH, media=st.sampled_from(MEDIA), what=st.sampled_from(("abort", "cancel", "end", "end")))
+    def stop_parked(self, which: int, media: str, what: str) -> None:
+        """A request with pictures is stopped at the worker, where its payloads have not come; or on its way there."""
+        reader = self._read(which, Style.ALL, SamplingParams(max_tokens=10), prompt="a", media=media)
+        for _ in range(TURNS_TO_PARK):
             self.loop.settle()
             if self.worker is not None:
                 self.worker.receive()
                 self.worker.turn()
+        self._stop_or_end(reader, what)
+
+    def _stop_or_end(self, reader: Reader, what: str) -> None:
         if what == "end":
             self._note_moment(reader, what)
             reader.holder.end()
@@ -173,6 +182,14 @@ class EngineMachine(SessionsMachine):
         assert lender.session is not None, "it is open"
         self._open(wait, timeout, committed(lender), lender.session.history)
 
+    @precondition(lambda self: self.shows)
+    @recorded(sessions=st.integers(2, 4), first=st.integers(0, 2), wait=st.booleans())
+    def open_many(self, sessions: int, first: int, wait: bool) -> None:
+        """Sessions that begin with pictures, at once: together more than there is room for, and some have only one."""
+        for number in range(first, first + sessions):
+            history: tuple[Turn, ...] = (("user", content_of(CROWD[number % len(CROWD)], "a")),)
+            self._open(wait, None, history, messages_of(history))
+
     @precondition(lambda self: self.worker is not None and any(not holder.is_busy for holder in self.open_holders))
     @recorded(which=st.integers(0, 2), what=st.sampled_from(("abort", "cancel", "end")))
     def cross(self, which: int, what: str) -> None:
@@ -184,10 +201,7 @@ class EngineMachine(SessionsMachine):
         if not self._flow_to_the_finish(reader):
             return
         self.rare.saw(f"{what} crosses the finish")
-        if what == "end":
-            reader.holder.end()
-        else:
-            self._stop(reader, what)
+        self._stop_or_end(reader, what)
 
     def _flow_to_the_finish(self, reader: Reader) -> bool:
         was_there = False
@@ -235,9 +249,13 @@ class EngineMachine(SessionsMachine):
         except SessionBusy:
             assert is_busy, f"it has no request, and is busy: {session}"
             self.rare.saw("a history is replaced in the middle of a request")
-        except EngineOverloaded:  # judged where there was no room (PayloadWatch)
-            self.rare.saw("a history has no room for its pictures")
+        except EngineOverloaded as exc:  # judged where there was no room (PayloadWatch)
+            self._refused_history(history, exc)
         else:
             assert not is_busy, f"the history of {session} is replaced under its request"
             holder.replaced.append((last_id, history))
             self.rare.saw("a history is replaced")
+
+    def _refused_history(self, history: tuple[Turn, ...], error: EngineOverloaded) -> None:
+        assert any(pictures_of(content) for _, content in history), f"it has no pictures, and {error!r}"
+        self.rare.saw("a history has no room for its pictures")

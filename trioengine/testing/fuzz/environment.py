@@ -27,7 +27,7 @@ from trioengine.testing.fuzz.oracles import (
 )
 from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.fuzz.world import World
-from trioengine.testing.simulated_worker import SIGSEGV
+from trioengine.testing.simulated_process import SIGSEGV
 
 UNHARMFUL = 1.5  # seconds that no worker is killed for
 SLOW = 5.0  # seconds of a slow step, which harms nobody: longer than between two PINGs, shorter than the timeouts

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trioengine.core.messages import FinishReason
 from trioengine.testing.fuzz.answers import Answer, reference
-from trioengine.testing.fuzz.pictures import Turn
-from trioengine.testing.fuzz.prompts import prompt_ids, shortened
+from trioengine.testing.fuzz.image_oracles import check_seen, is_failed
+from trioengine.testing.fuzz.pictures import Content, Turn
+from trioengine.testing.fuzz.prompts import prompt_of, shortened
 from trioengine.testing.fuzz.troubles import Troubles
 
 
@@ -31,6 +33,7 @@ class FollowedResponse:
         event_id: str,
         asked: Asked,
         turns: tuple[Turn, ...],
+        contents: Mapping[str, Content],
         max_model_len: int,
         troubles: Troubles,
         *,
@@ -39,10 +42,13 @@ class FollowedResponse:
         self.id = id
         self.event_id = event_id
         self.asked = asked
-        self.failure: str | None = None  # what an error event said of it
-        kept, self._dropped_turns = shortened(turns, max_model_len, asked.max_tokens) if is_truncated else (turns, 0)
-        self._num_dropped = len(turns) - len(kept)  # messages
-        self._prompt = prompt_ids(kept)
+        self.error: dict[str, Any] = {"code": None}  # what an error event said of it
+        self._contents = contents  # of the items that it goes on from, by their ids
+        self._turns, self._dropped_turns = turns, 0
+        if is_truncated:
+            self._turns, self._dropped_turns = shortened(turns, max_model_len, asked.max_tokens)
+        self._num_dropped = len(turns) - len(self._turns)  # messages
+        self._prompt, self._images = prompt_of(self._turns)
         self._room = max_model_len - len(self._prompt)
         self._troubles = troubles
         self._text = ""
@@ -57,7 +63,10 @@ class FollowedResponse:
         """response.done: the answer is the model's, or what there is of it has its reason."""
         text = "".join(part["text"] for item in response["output"] for part in item["content"])
         self.check_text(text)
-        expected = reference(self._prompt, min(self._room, self.asked.max_tokens), ()) if self._room > 0 else None
+        length = min(self._room, self.asked.max_tokens)
+        expected = reference(self._prompt, length, (), images=self._images) if self._room > 0 else None
+        if text:
+            check_seen(self._images)
         if response["status"] != "failed":
             tokens = {name: response["usage"][f"{name}_tokens"] for name in ("total", "input", "output")}
             assert tokens["total"] == tokens["input"] + tokens["output"], f"the usage is {tokens}"
@@ -72,8 +81,9 @@ class FollowedResponse:
         match response["status"]:
             case "failed":
                 code = response["status_details"]["error"]["code"]
-                assert self.failure == code, f"it failed by {code}, the error before it was {self.failure}"
-                assert expected is None or self._troubles.excuse(code), f"nothing may fail by {code}"
+                assert self.error["code"] == code, f"it failed by {code}, the error before it was {self.error}"
+                is_excused = expected is None or self._troubles.excuse(code)
+                assert is_excused or self._is_failed_by_an_image(code), f"nothing may fail by {self.error}"
             case "cancelled":
                 assert self.asked.may_be_cancelled, "nobody has cancelled it"
             case "completed" | "incomplete" as status:
@@ -82,3 +92,9 @@ class FollowedResponse:
                 assert (text, finish_reason) == (expected.text, expected.finish_reason), (
                     f"the response is {text!r} and {status}, the model's is {expected.text!r}, {expected.finish_reason}"
                 )
+
+    def _is_failed_by_an_image(self, code: str) -> bool:
+        """Whether it has one that it must fail for; the error names the item that has it."""
+        if self.asked.input is not None:  # its items have ids that nobody told the client
+            return is_failed(code, self._turns, self._troubles.dropped)
+        return is_failed(code, [("user", self._contents.get(self.error["param"], ""))], self._troubles.dropped)

@@ -11,7 +11,9 @@ import h11
 
 from trioengine.core.messages import FinishReason
 from trioengine.testing.fuzz.answers import reference
-from trioengine.testing.fuzz.prompts import prompt_ids
+from trioengine.testing.fuzz.image_oracles import check_seen, is_failed, is_refused
+from trioengine.testing.fuzz.pictures import Content, Turn, chat_content
+from trioengine.testing.fuzz.prompts import FuzzPrompt, prompt_of
 from trioengine.testing.fuzz.troubles import Troubles
 from trioengine.testing.simulated_peer import Mood, SimulatedPeer
 
@@ -31,13 +33,22 @@ class Operation(NamedTuple):
 class _Exchange:
     """A request, and what came of its response."""
 
-    prompt: str
+    content: Content  # of the only message
     max_tokens: int
     streams: bool
     operation: Operation | None = None  # an operator's; nothing else is asked then
     protocol: h11.Connection = field(default_factory=lambda: h11.Connection(h11.CLIENT))
     status: int = 0
     body: bytes = b""
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The conversation."""
+        return (("user", self.content),)
+
+    @property
+    def prompt(self) -> FuzzPrompt:
+        return prompt_of(self.turns)
 
     def to_bytes(self, model: str) -> bytes:
         """The request; more of them may be sent before its response."""
@@ -49,7 +60,7 @@ class _Exchange:
         return b"".join(self.protocol.send(event) or b"" for event in events)
 
     def _fields(self, model: str) -> dict[str, Any]:
-        messages = [{"role": "user", "content": self.prompt}]
+        messages = [{"role": "user", "content": chat_content(self.content)}]
         return {"model": model, "messages": messages, "max_tokens": self.max_tokens, "stream": self.streams}
 
 
@@ -66,9 +77,9 @@ class HttpClient(SimulatedPeer):
         self._unasked = b""
         self._spoilt = False  # it has sent what is no request
 
-    def ask(self, prompt: str, max_tokens: int, streams: bool) -> None:
+    def ask(self, content: Content, max_tokens: int, streams: bool) -> None:
         """A request, whatever is in progress."""
-        self._send(_Exchange(prompt, max_tokens, streams))
+        self._send(_Exchange(content, max_tokens, streams))
 
     def abort(self, id: str) -> None:
         """As an operator: end a request, of whichever client."""
@@ -155,8 +166,13 @@ class HttpClient(SimulatedPeer):
         if exchange.operation is not None:
             self._judge_refusal(exchange.operation, error)
             return
-        too_long = error["code"] == "context_length_exceeded" and self._room(exchange) <= 0
-        assert too_long or self._troubles.excuse(error["code"]), f"nothing may fail by {error}"
+        code = error["code"]
+        too_long = code == "context_length_exceeded" and self._room(exchange) <= 0
+        is_bad = too_long or is_refused(code, exchange.content) or self._is_failed(exchange, code)
+        assert is_bad or self._troubles.excuse(code), f"nothing may fail by {error}"
+
+    def _is_failed(self, exchange: _Exchange, code: str) -> bool:
+        return is_failed(code, exchange.turns, self._troubles.dropped)
 
     def _judge_operation(self, operation: Operation, answer: dict[str, Any]) -> None:
         if operation.target == ABORT_PATH:
@@ -182,7 +198,9 @@ class HttpClient(SimulatedPeer):
         for event in events:
             assert finish_reason is None, f"after the end comes {event}"
             if "error" in event:
-                assert self._troubles.excuse(event["error"]["code"]), f"nothing may fail by {event}"
+                code = event["error"]["code"]
+                is_bad = self._is_failed(exchange, code)
+                assert is_bad or self._troubles.excuse(code), f"nothing may fail by {event}"
                 self._judge_part(exchange, text)
                 return
             (choice,) = event["choices"]
@@ -191,6 +209,7 @@ class HttpClient(SimulatedPeer):
         self._judge_text(exchange, text, finish_reason)
 
     def _judge_text(self, exchange: _Exchange, text: str, finish_reason: str | None) -> None:
+        check_seen(exchange.prompt.images)
         expected = self._expected(exchange)
         wanted = "stop" if expected.finish_reason is FinishReason.STOP else "length"
         assert (text, finish_reason) == (expected.text, wanted), (
@@ -202,8 +221,8 @@ class HttpClient(SimulatedPeer):
         assert expected.text.startswith(text), f"{text!r} is no part of the model's answer {expected.text!r}"
 
     def _expected(self, exchange: _Exchange) -> Any:
-        prompt = prompt_ids((("user", exchange.prompt),))
-        return reference(prompt, min(self._room(exchange), exchange.max_tokens), ())
+        token_ids, images = exchange.prompt
+        return reference(token_ids, min(self._room(exchange), exchange.max_tokens), (), images=images)
 
     def _room(self, exchange: _Exchange) -> int:
-        return self._max_model_len - len(prompt_ids((("user", exchange.prompt),)))
+        return self._max_model_len - len(exchange.prompt.token_ids)

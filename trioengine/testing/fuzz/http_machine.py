@@ -10,12 +10,12 @@ from trioengine.core.outcome import Cause
 from trioengine.serve.in_flight import InFlight
 from trioengine.testing.fuzz.http_client import HttpClient
 from trioengine.testing.fuzz.oracles import check_worker
+from trioengine.testing.fuzz.pictures import FILES, content_of
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.served import WHICH, ServedEnvironment
 from trioengine.testing.fuzz.watching import stopping
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_peer import Mood
-from trioengine.testing.simulated_worker import Health
 
 SWITCHES = (
     *("/sleep?mode=keep", "/sleep?level=2&mode=keep", "/sleep", "/sleep?mode=wait", "/sleep?mode=wait&timeout=0.5"),
@@ -29,7 +29,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     """Rules are what clients, and who runs the server, can do."""
 
     horizon = 800.0  # past the timeout of an idle connection
-    max_buffered_bytes = 280  # one or two bodies
+    max_buffered_bytes = 950  # the largest body with pictures, or some bodies without
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,6 +59,21 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     def ask(self, which: int, prompt: str, max_tokens: int, streams: bool, rounds: int) -> None:
         """A request, maybe while one is answered; how far it gets is given."""
         pick(self.speakers, which).ask(prompt, max_tokens, streams)
+        if rounds:
+            self._flow(rounds)
+
+    @precondition(lambda self: self.shows and self.has_speakers)
+    @recorded(
+        which=WHICH,
+        media=st.sampled_from(FILES),
+        prompt=st.sampled_from(("a", "be")),
+        max_tokens=TOKENS,
+        streams=st.booleans(),
+        rounds=st.sampled_from((0, 0, 6, 9, 12, 15, 20)),
+    )
+    def show(self, which: int, media: str, prompt: str, max_tokens: int, streams: bool, rounds: int) -> None:
+        """The same with pictures."""
+        pick(self.speakers, which).ask(content_of(media, prompt), max_tokens, streams)
         if rounds:
             self._flow(rounds)
 
@@ -98,8 +113,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
 
     def _check(self) -> None:
         super()._check()
-        worker = self.worker
-        if worker is not None and worker.health is Health.WELL and self.engine.gate.link is not None:
-            check_worker(self.engine, worker, list(self.engine._sessions))
+        if self.is_well:
+            check_worker(self.engine, self._worker(), list(self.engine._sessions))
             stuck = [client for client in self.clients if client.is_active and client.is_heard]
             assert len(stuck) <= self._num_asleep, f"requests of {stuck} are never answered"

@@ -1,6 +1,6 @@
 """Rare states of requests with images, noted where they come about.
 
-Each method `of_…` is a `mutate` for `Machine._watch`.
+Each method `of_…` is a `mutate` for `Machine._watch`; `watches` has them all.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 from trioengine.actors.session_state import SessionState
 from trioengine.core.errors import RequestRejected
 from trioengine.core.lifecycle import Phase
+from trioengine.testing.fuzz.machine import Watch
+from trioengine.testing.simulated_process import SimulatedProcess
 from trioengine.testing.simulated_worker import Health, SimulatedWorker
 from trioengine.worker.scheduling.pictures import Picture, Pictures
 from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
@@ -32,10 +34,22 @@ class ImageStates:
     def __init__(self, saw: Callable[[str], None]) -> None:
         self._saw = saw
 
-    def of_exits(self, exit_: Any) -> Any:
-        """For `SimulatedWorker.exit`."""
+    @property
+    def watches(self) -> tuple[Watch, ...]:
+        """All that is watched."""
+        return (
+            (SimulatedProcess, "exit", self.of_exits),
+            (StepLoop, "_end_session", self.of_ends),
+            (StepLoop, "_stop_session", self.of_stops),
+            (StepLoop, "_take_decoded", self.of_failures),
+            (Pictures, "use", self.of_uses),
+            (SessionState, "resume", self.of_resumes),
+        )
 
-        def watched(worker: SimulatedWorker, exit_code: int) -> None:
+    def of_exits(self, exit_: Any) -> Any:
+        """For `SimulatedProcess.exit`."""
+
+        def watched(worker: SimulatedProcess, exit_code: int) -> None:
             if worker.health is not Health.DEAD and len(worker.payloads):
                 self._saw("a worker died with payloads in the socket")
             exit_(worker, exit_code)

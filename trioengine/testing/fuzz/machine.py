@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeAlias
 
 from hypothesis.errors import HypothesisException
 from hypothesis.stateful import RuleBasedStateMachine
@@ -15,6 +15,8 @@ from trioengine.testing.fuzz.program import Program
 from trioengine.testing.fuzz.rare import Rare
 from trioengine.testing.fuzz.swarm import Swarm
 from trioengine.testing.mutants.mutant import replaced
+
+Watch: TypeAlias = tuple[Any, str, Callable[[Any], Any]]  # an owner, its attribute, and what that becomes
 
 
 class Finding(Exception):
@@ -56,6 +58,10 @@ class Machine(RuleBasedStateMachine):
     def _watch(self, owner: Any, name: str, mutate: Callable[[Any], Any]) -> None:
         """Until the end the attribute is `mutate(attribute)`."""
         self._watching.enter_context(replaced(owner, name, mutate)())
+
+    def _watch_all(self, watches: Iterable[Watch]) -> None:
+        for owner, name, mutate in watches:
+            self._watch(owner, name, mutate)
 
     def _finish(self) -> None:
         """The end of a program in which nothing was found: everybody goes, and nothing may be left."""

@@ -1,12 +1,14 @@
 """Payloads, watched from the reservation of their bytes to the worker: each has its pins, its holders and one end.
 
-Each method `of_…` is a `mutate` for `Machine._watch`; what is seen wrong is added to the crashes.
+Each method `of_…` is a `mutate` for `Machine._watch`; `watches` has them all. What is seen wrong is added to the
+crashes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -14,22 +16,30 @@ import trio
 
 from trioengine.actors.engine import Engine
 from trioengine.actors.images import MAX_WAIT, RequestImages, payload_of
+from trioengine.actors.kept_images import KeptImages
 from trioengine.actors.link import Link
-from trioengine.actors.payload import Payload, PayloadBudget
+from trioengine.actors.payload import Payload, PayloadBudget, Reservation
 from trioengine.core.errors import EngineOverloaded, RequestRejected
 from trioengine.core.messages import PayloadConsumed
+from trioengine.testing.fuzz.machine import Watch
 from trioengine.testing.simulated_payload import SimulatedMemfd, SimulatedPayload
 from trioengine.testing.simulated_worker import Health
 from trioengine.testing.simulation import Simulation
 
 
 class PayloadWatch:
-    """All payloads of one engine. `stages` has the requests that are on their way in with images, by their tasks."""
+    """All payloads of one engine.
+
+    `stages` has the requests that are on their way in with images, by their tasks; `dropped` the bytes of images that
+    were dropped while they were held.
+    """
 
     def __init__(
         self, engine: Engine, simulation: Simulation, crashes: list[Exception], saw: Callable[[str], None]
     ) -> None:
         self.stages: dict[trio.lowlevel.Task, str] = {}
+        self.dropped: set[bytes] = set()
+        self.kept: list[KeptImages] = []  # and not released
         self._engine = engine
         self._simulation = simulation
         self._crashes = crashes
@@ -42,6 +52,27 @@ class PayloadWatch:
         self._passed: list[SimulatedPayload] = []  # descriptors that the engine has passed
 
     # ---- what is watched ------------------------------------------------------------------------------------------
+
+    @property
+    def watches(self) -> tuple[Watch, ...]:
+        """All that is watched."""
+        return (
+            (RequestImages, "__init__", self.of_request_images),
+            (RequestImages, "_reserve", self.of_waits),
+            (RequestImages, "_making", self.of_making),
+            (RequestImages, "_make", self.of_payloads),
+            (RequestImages, "pin", self.of_pins),
+            (RequestImages, "unpin", self.of_unpins),
+            (KeptImages, "__init__", self.of_keeping),
+            (KeptImages, "release", self.of_releases),
+            (PayloadBudget, "reserve_now", self.of_reservations),
+            (Payload, "drop", self.of_drops),
+            (Link, "__init__", self.of_links),
+            (Link, "hand_over", self.of_handing_over),
+            (Link, "on_consumed", self.of_consumption),
+            (Link, "lose", self.of_losses),
+            (SimulatedMemfd, "pass_on", self.of_descriptors),
+        )
 
     def of_request_images(self, init: Any) -> Any:
         """For `RequestImages.__init__`."""
@@ -74,6 +105,24 @@ class PayloadWatch:
                 self._saw("a request waited for payload room")
             self.stages[task] = "while its images are sealed"
             return reservation
+
+        return watched
+
+    def of_making(self, making: Any) -> Any:
+        """For `RequestImages._making`: there is memory for all images, unless the system was told to have none."""
+
+        @contextmanager
+        def watched(images: RequestImages, reservation: Reservation) -> Iterator[Reservation]:
+            made: AbstractContextManager[Reservation] = making(images, reservation)
+            before = self._simulation.num_failed_seals
+            try:
+                with made:
+                    yield reservation
+            except EngineOverloaded as exc:
+                self._saw("an image could not be sealed")
+                if self._simulation.num_failed_seals == before:
+                    self._complain(f"nothing failed, and {exc!r}")
+                raise
 
         return watched
 
@@ -110,6 +159,25 @@ class PayloadWatch:
 
         return watched
 
+    def of_keeping(self, init: Any) -> Any:
+        """For `KeptImages.__init__`."""
+
+        def watched(kept: KeptImages, *args: Any) -> None:
+            init(kept, *args)
+            self.kept.append(kept)
+
+        return watched
+
+    def of_releases(self, release: Any) -> Any:
+        """For `KeptImages.release`, which is harmless when they were released."""
+
+        def watched(kept: KeptImages) -> None:
+            if kept in self.kept:
+                self.kept.remove(kept)
+            release(kept)
+
+        return watched
+
     def of_reservations(self, reserve: Any) -> Any:
         """For `PayloadBudget.reserve_now`: a newcomer is refused where it has no room, or others wait."""
 
@@ -140,6 +208,8 @@ class PayloadWatch:
                 if budget.bytes_in_flight + budget.bytes_kept <= budget.max_bytes and count <= budget.max_count:
                     self._complain(f"{payload} is held, and dropped, and there is room")
                 self._saw("a payload was dropped to make room")
+                assert isinstance(payload.sealed, SimulatedMemfd), "made by the simulation"
+                self.dropped.add(payload.sealed.data)
             drop(payload)
 
         return watched
@@ -247,6 +317,8 @@ class PayloadWatch:
     def _holds(self) -> Counter[Payload]:
         """A session without a request holds the payloads of its conversation, and no others."""
         holds: Counter[Payload] = Counter()
+        for kept in self.kept:
+            holds.update(kept._payloads)
         for session in self._engine._sessions:
             holds.update(session._payloads)
             if session.generation is None and session._conversation is not None and session.end_cause is None:
@@ -262,11 +334,13 @@ class PayloadWatch:
             assert not self._has_room(*first), f"{len(line)} requests wait for room, and the first has room: {first}"
 
     def check_at_rest(self) -> None:
-        """Nothing moves, and the worker is well: it has consumed everything, so nobody waits for room."""
+        """Nothing moves, and the worker is well: it has consumed all payloads but those of suspended requests."""
         budget = self._engine.payloads
+        suspended = {payload for session in self._engine._sessions for payload in session._suspended_images._pinned}
+        in_flight = budget.bytes_in_flight - sum(payload.num_bytes for payload in suspended)
         assert not self._on_their_way, f"the worker never consumes payloads {set(self._on_their_way)}"
-        assert not budget.bytes_in_flight, f"{budget.bytes_in_flight} bytes of payloads are in flight, for nothing"
-        assert not len(budget.line), f"{len(budget.line)} requests wait for room for payloads"
+        assert not in_flight, f"{in_flight} bytes of payloads are in flight, for nothing"
+        assert suspended or not len(budget.line), f"{len(budget.line)} requests wait for room for payloads"
 
     def check_at_the_end(self) -> None:
         """The engine is over."""

@@ -2,28 +2,60 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from trioengine.core.image_part import is_image_part
-from trioengine.testing.toy_vision import ToyPicture
+from trioengine.testing.toy_vision import DamagedPicture, ToyPicture, toy_file
 
 PAYLOAD_MEMORY = 500  # bytes: two pictures, and not three
 MAX_PAYLOADS = 3  # descriptors
-UNREADABLE, HUGE = "unreadable", "huge"
-PICTURES = {
-    "one": ToyPicture(8, 8, 1),
-    "two": ToyPicture(8, 8, 2),  # of the same size
-    "wide": ToyPicture(16, 4, 3),  # two tiles
-    "dot": ToyPicture(4, 4, 5),  # so small that descriptors are what is short
-    UNREADABLE: ToyPicture(8, 4, 255),
-    HUGE: ToyPicture(16, 16, 4),  # larger than the whole budget
+UNREADABLE, HUGE, DAMAGED, GARBAGE = "unreadable", "huge", "damaged", "garbage"
+FILE = ".file"  # the end of the name of a picture that is sent as a file
+_SHAPES = {
+    "one": (8, 8, 1),
+    "two": (8, 8, 2),  # of the same size
+    "wide": (16, 4, 3),  # two tiles
+    "dot": (4, 4, 5),  # so small that descriptors are what is short
+    UNREADABLE: (8, 4, 255),  # by the worker
+    HUGE: (16, 11, 4),  # larger than the whole budget
+}
+
+
+@dataclass(frozen=True)
+class PictureFile:
+    """An encoded picture, of this size as its header says."""
+
+    size: tuple[int, int]
+    data: bytes
+
+    @property
+    def url(self) -> str:
+        """As clients of a server send it."""
+        kind = "jpeg" if self.data.startswith(b"\xff") else "png"
+        return f"data:image/{kind};base64,{base64.b64encode(self.data).decode()}"
+
+
+Picture: TypeAlias = ToyPicture | PictureFile
+PICTURES: Mapping[str, Picture] = {
+    **{name: ToyPicture(*shape) for name, shape in _SHAPES.items()},
+    DAMAGED: DamagedPicture(8, 8),
+    **{f"{name}{FILE}": PictureFile(shape[:2], toy_file(*shape)) for name, shape in _SHAPES.items()},
+    f"{GARBAGE}{FILE}": PictureFile((8, 8), b"this is no image"),
 }
 MEDIA = (
     *("one", "one", "two", "two one", "one one"),
     *("wide", "wide two", "dot", "dot one", "dot dot"),
-    *(UNREADABLE, f"one {UNREADABLE}", HUGE),
+    *(UNREADABLE, f"one {UNREADABLE}", HUGE, DAMAGED, f"two {GARBAGE}{FILE}", f"one{FILE} two"),
+)
+FILES = tuple(  # what clients of a server send
+    " ".join(f"{name}{FILE}" for name in media.split())
+    for media in (
+        *("one", "one", "two", "two one", "one one", "wide", "dot", "dot one"),
+        *(UNREADABLE, f"one {UNREADABLE}", HUGE, GARBAGE, f"two {GARBAGE}"),
+    )
 )
 
 
@@ -44,19 +76,28 @@ def content_of(media: str, text: str) -> Content:
     return Shown(tuple(media.split()), text) if media else text
 
 
-def pictures_in(content: Content) -> tuple[str, ...]:
-    """The pictures' names."""
-    return content.pictures if isinstance(content, Shown) else ()
+def text_of(content: Content) -> str:
+    """Its text."""
+    return content.text if isinstance(content, Shown) else content
 
 
-def pictures_of(content: Content) -> list[ToyPicture]:
-    """The pictures themselves, as `media`."""
-    return [PICTURES[name] for name in pictures_in(content)]
+def pictures_of(content: Content) -> list[Picture]:
+    """Its pictures."""
+    return [PICTURES[name] for name in content.pictures] if isinstance(content, Shown) else []
 
 
-def num_bytes(content: Content) -> int:
-    """The size of the payloads."""
-    return sum(len(picture.data) for picture in pictures_of(content))
+def has(content: Content, kind: str) -> bool:
+    """Whether one of its pictures is of this kind, whether or not it is sent as a file."""
+    return isinstance(content, Shown) and any(name.removesuffix(FILE) == kind for name in content.pictures)
+
+
+def media_of(content: Content) -> list[ToyPicture | bytes]:
+    """Its pictures as a program hands them to the engine, as `media`."""
+    return [_medium(picture) for picture in pictures_of(content)]
+
+
+def _medium(picture: Picture) -> ToyPicture | bytes:
+    return picture.data if isinstance(picture, PictureFile) else picture
 
 
 def messages_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
@@ -67,8 +108,26 @@ def messages_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
 def _parts(content: Content) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
-    images: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in pictures_of(content)]
+    images: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in media_of(content)]
     return [*images, {"type": "text", "text": content.text}]
+
+
+def chat_content(content: Content) -> str | list[dict[str, Any]]:
+    """The content of a message, as clients of chat completions send it."""
+    if isinstance(content, str):
+        return content
+    images: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in _urls(content)]
+    return [*images, {"type": "text", "text": content.text}]
+
+
+def item_content(content: Content) -> list[dict[str, Any]]:
+    """The content of an item, as clients of Realtime send it."""
+    images: list[dict[str, Any]] = [{"type": "input_image", "image_url": url} for url in _urls(content)]
+    return [*images, {"type": "input_text", "text": text_of(content)}]
+
+
+def _urls(content: Content) -> list[str]:
+    return [picture.url for picture in pictures_of(content) if isinstance(picture, PictureFile)]
 
 
 def outline(content: Content) -> object:

@@ -11,7 +11,7 @@ from trioengine.testing.toy_model import toy_model
 from trioengine.testing.toy_vision import TOY_PROCESSING, ToyImage
 from trioengine.text.chat_tokenizer import ChatTokenizer
 
-_PLACES = {1 + index: picture for index, picture in enumerate(PICTURES.values())}  # by a byte that no text has
+_PLACES = dict(enumerate(PICTURES.values(), 14))  # by a byte that no text has
 _BYTES = {name: chr(place) for place, name in zip(_PLACES, PICTURES, strict=True)}
 
 

@@ -10,12 +10,14 @@ from trioengine.serve.realtime.beside import MAX_BESIDE
 from trioengine.serve.realtime.connection import GOING_AWAY, TRY_AGAIN_LATER
 from trioengine.serve.realtime.engine_states import AWAKE
 from trioengine.testing.fuzz.followed_response import Asked, FollowedResponse
-from trioengine.testing.fuzz.pictures import Turn
+from trioengine.testing.fuzz.image_oracles import is_refused
+from trioengine.testing.fuzz.pictures import Content, Turn, item_content, pictures_of, text_of
 from trioengine.testing.fuzz.troubles import Troubles
 from trioengine.testing.simulated_client import SimulatedClient
 from trioengine.testing.simulated_peer import Mood
 
 PATH = "/v1/realtime"
+_REFUSALS = ("buffers_full", "conversation_already_has_active_response", "too_many_responses")
 _ANSWERS = ("session.updated", "conversation.item.deleted", "conversation.item.truncated", "response.created")
 
 
@@ -36,6 +38,7 @@ class RealtimeClient(SimulatedClient):
         self._ids = itertools.count(1)
         self._owed: dict[str, str] = {}  # what it sent and was not answered yet: event id -> type
         self._asked: dict[str, Asked] = {}  # of these, the responses
+        self._said: dict[str, Content] = {}  # and the contents of the items
         self._is_dropped = False  # one of its messages
 
     @property
@@ -55,24 +58,22 @@ class RealtimeClient(SimulatedClient):
         self.send(json.dumps({"type": name, "event_id": id, **fields}).ljust(size))
         return id
 
-    def say(self, text: str) -> None:
-        content = [{"type": "input_text", "text": text}]
-        self.ask("conversation.item.create", item={"type": "message", "role": "user", "content": content})
+    def say(self, content: Content) -> None:
+        self._said[self.ask("conversation.item.create", item=_user_item(content))] = content
 
     def respond(self, max_tokens: int) -> None:
         self._create(Asked(max_tokens))
 
-    def respond_beside(self, max_tokens: int, text: str | None = None) -> None:
-        """From the conversation, or from this text alone."""
-        self._create(Asked(max_tokens, is_beside=True, input=None if text is None else (("user", text),)))
+    def respond_beside(self, max_tokens: int, content: Content | None = None) -> None:
+        """From the conversation, or from this alone."""
+        self._create(Asked(max_tokens, is_beside=True, input=None if content is None else (("user", content),)))
 
     def _create(self, asked: Asked) -> None:
         response: dict[str, Any] = {"max_output_tokens": asked.max_tokens}
         if asked.is_beside:
             response["conversation"] = "none"
         if asked.input is not None:
-            content = [[{"type": "input_text", "text": text}] for _, text in asked.input]
-            response["input"] = [{"type": "message", "role": "user", "content": parts} for parts in content]
+            response["input"] = [_user_item(content) for _, content in asked.input]
         self._asked[self.ask("response.create", response=response)] = asked
 
     def truncate(self, text_end: int) -> bool:
@@ -125,11 +126,12 @@ class RealtimeClient(SimulatedClient):
                 self.truncation = event["session"]["truncation"]
             case "conversation.item.added":
                 item = event["item"]
-                self._insert(item, event["previous_item_id"])
+                content: Content = _text_in(item)
                 if item["role"] == "user":
-                    self._answered("conversation.item.create")
+                    content = self._said.pop(self._answered("conversation.item.create"))
+                self._insert(item, content, event["previous_item_id"])
             case "conversation.item.done":
-                self.items[event["item"]["id"]] = _turn(event["item"])
+                self._finish_item(event["item"])
             case "conversation.item.deleted":
                 self._answered("conversation.item.delete")
                 self.order.remove(event["item_id"])
@@ -166,14 +168,22 @@ class RealtimeClient(SimulatedClient):
             self._is_dropped = True
         if id in self._owed:
             del self._owed[id]
-            self._asked.pop(id, None)
+            asked = self._asked.pop(id, None)
+            refused = asked.input or () if asked is not None else (("user", self._said.pop(id, "")),)
+            self._check_refused(error["code"], [content for _, content in refused])
         for response in self.responses.values():
             if response.event_id == id:
-                response.failure = error["code"]
+                response.error = error
 
-    def _insert(self, item: dict[str, Any], previous: str | None) -> None:
+    def _check_refused(self, code: str, contents: list[Content]) -> None:
+        """What has pictures is refused where one of them is bad, or where there is no room for them."""
+        if any(pictures_of(content) for content in contents) and code not in _REFUSALS:
+            is_bad = any(is_refused(code, content) for content in contents)
+            assert is_bad or self._troubles.excuse(code), f"{contents} is refused by {code}"
+
+    def _insert(self, item: dict[str, Any], content: Content, previous: str | None) -> None:
         assert item["id"] not in self.items, f"item {item['id']} is added twice"
-        self.items[item["id"]] = _turn(item)
+        self.items[item["id"]] = item["role"], content
         self.order.insert(0 if previous is None else self.order.index(previous) + 1, item["id"])
 
     def _begin(self, response: dict[str, Any]) -> None:
@@ -189,11 +199,20 @@ class RealtimeClient(SimulatedClient):
             event_id,
             asked,
             turns,
+            {id: content for id, (_, content) in self.items.items()},
             self._max_model_len,
             self._troubles,
             is_truncated=self.truncation == "auto",
         )
         assert len(self.responses) <= MAX_BESIDE + 1, f"{len(self.responses)} responses are active"
+
+    def _finish_item(self, item: dict[str, Any]) -> None:
+        role, content = self.items[item["id"]]
+        if role == "assistant":
+            self.items[item["id"]] = role, _text_in(item)
+            return
+        shown = len(item["content"]) - 1, _text_in(item)
+        assert shown == (len(pictures_of(content)), text_of(content)), f"{content} is shown as {item}"
 
     def _active(self, id: str) -> FollowedResponse:
         assert id in self.responses, f"{id} is not active"
@@ -204,5 +223,9 @@ class RealtimeClient(SimulatedClient):
         del self.responses[response["id"]]
 
 
-def _turn(item: dict[str, Any]) -> Turn:
-    return item["role"], "".join(part["text"] for part in item["content"])
+def _user_item(content: Content) -> dict[str, Any]:
+    return {"type": "message", "role": "user", "content": item_content(content)}
+
+
+def _text_in(item: dict[str, Any]) -> str:
+    return "".join(part.get("text", "") for part in item["content"])

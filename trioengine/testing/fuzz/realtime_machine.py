@@ -14,14 +14,15 @@ from trioengine.serve.realtime import answering, connection, outbox
 from trioengine.serve.realtime.connection import RealtimeConnection
 from trioengine.serve.realtime.engine_states import SHOWN
 from trioengine.serve.realtime.outbox import Outbox
+from trioengine.testing.fuzz.kept_images import ConversationImages
 from trioengine.testing.fuzz.oracles import check_worker
+from trioengine.testing.fuzz.pictures import FILES, content_of
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.realtime_client import RealtimeClient
 from trioengine.testing.fuzz.served import WHICH, ServedEnvironment
 from trioengine.testing.fuzz.watching import Cancels, CrashLog, noting, when_full, with_room
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_peer import Mood
-from trioengine.testing.simulated_worker import Health
 
 PROMPTS = ("a", "be", "<|im_end|>")
 TOKENS = st.sampled_from((1, 3, 20))
@@ -41,6 +42,8 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
 
     def __init__(self) -> None:
         super().__init__()
+        self.kept = ConversationImages()
+        self._watch_all(self.kept.watches)
         self.cancels = Cancels(self.loop.crashes)
         self._watch(RealtimeConnection, "_act", self.cancels.of_events)
         for module in (connection, answering):
@@ -101,6 +104,26 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
         if rounds:
             self._flow(rounds)
 
+    @precondition(lambda self: self.shows and self.has_speakers)
+    @recorded(
+        which=WHICH,
+        media=st.sampled_from(FILES),
+        prompt=st.sampled_from(("", "a")),
+        how=st.sampled_from(("item", "ask", "ask", "beside")),
+        rounds=st.sampled_from((0, 0, 0, 6, 9)),
+    )
+    def show(self, which: int, media: str, prompt: str, how: str, rounds: int) -> None:
+        """An item with pictures, maybe with a response; or a response to one beside the conversation."""
+        client, content = pick(self.speakers, which), content_of(media, prompt)
+        if how == "beside":
+            client.respond_beside(3, content)
+        else:
+            client.say(content)
+        if how == "ask":
+            client.respond(3)
+        if rounds:
+            self._flow(rounds)
+
     @precondition(lambda self: self.has_speakers)
     @recorded(which=WHICH, what=st.sampled_from(SENDS))
     def send(self, which: int, what: str) -> None:
@@ -148,15 +171,18 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
     def _connect(self) -> None:
         self._join(RealtimeClient(LIMITS.max_model_len, self.troubles))
 
+    def _look(self) -> None:
+        super()._look()
+        self.kept.check(self.payloads.kept)
+
     def _check_blocked(self) -> None:
         super()._check_blocked()
         self.cancels.check()
 
     def _check(self) -> None:
         super()._check()
-        worker = self.worker
-        if worker is not None and worker.health is Health.WELL and self.engine.gate.link is not None:
-            check_worker(self.engine, worker, list(self.engine._sessions))
+        if self.is_well:
+            check_worker(self.engine, self._worker(), list(self.engine._sessions))
             stuck = [id for client in self.clients if client.mood is Mood.WELL for id in client.responses]
             assert len(stuck) <= self._num_asleep, f"responses {stuck} never end"
             for client in self.clients:

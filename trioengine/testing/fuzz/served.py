@@ -15,7 +15,8 @@ from trioengine.serve.byte_budget import ByteBudget
 from trioengine.serve.places import Place
 from trioengine.serve.server import Server
 from trioengine.testing.fuzz.callers import Call
-from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES, Environment
+from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES
+from trioengine.testing.fuzz.pictures_environment import PicturesEnvironment
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.watching import CrashLog, noting, noting_refusals
 from trioengine.testing.simulated_peer import Mood, SimulatedListener, SimulatedPeer
@@ -30,7 +31,7 @@ OUTAGES = ("abort all", *WORKER_OUTAGES, *STARTS, "abort all", "drain", "drain s
 Client = TypeVar("Client", bound=SimulatedPeer)
 
 
-class ServedEnvironment(Environment, Generic[Client]):
+class ServedEnvironment(PicturesEnvironment, Generic[Client]):
     """The clients' ways to leave, and what happens to the server."""
 
     max_buffered_bytes: ClassVar[int]  # so few that clients are sometimes refused for want of room
@@ -147,8 +148,9 @@ class ServedEnvironment(Environment, Generic[Client]):
 
     def _check(self) -> None:
         super()._check()
-        for client in self.clients:
-            client.check_at_rest()
+        if not len(self.engine.payloads.line):  # else an event waits for room for its images
+            for client in self.clients:
+                client.check_at_rest()
 
     def _wake_up(self) -> None:
         """Asleep, nothing is said to a client that has vanished, by which it could be noticed."""

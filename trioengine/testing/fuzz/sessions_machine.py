@@ -9,6 +9,7 @@ from trioengine.actors.generation import Generation
 from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.callers import Holder, Reader, Style
+from trioengine.testing.fuzz.calls_machine import CallsMachine
 from trioengine.testing.fuzz.image_states import parked
 from trioengine.testing.fuzz.oracles import (
     GOING,
@@ -19,15 +20,13 @@ from trioengine.testing.fuzz.oracles import (
     check_worker,
 )
 from trioengine.testing.fuzz.pictures import Turn
-from trioengine.testing.fuzz.pictures_machine import PicturesMachine
 from trioengine.testing.fuzz.program import pick
 from trioengine.testing.fuzz.world import LIMITS
-from trioengine.testing.simulated_worker import Health
 
 SALTS = ("", "", "mine")  # of the requests in turn
 
 
-class SessionsMachine(PicturesMachine):
+class SessionsMachine(CallsMachine):
     """Holders of sessions, and readers of their requests; the rules are in the machines built on it."""
 
     def __init__(self) -> None:
@@ -169,12 +168,9 @@ class SessionsMachine(PicturesMachine):
                 reader.checked = True
         for holder in self.holders:
             check_holder(holder, self.troubles)
-        worker = self.worker
-        is_well = worker is not None and worker.health is Health.WELL and not worker.payloads.is_broken
-        if worker is not None and is_well and self.engine.gate.link is not None:
+        if self.is_well:
             sessions = [holder.session for holder in self.holders if holder.session is not None]
-            check_worker(self.engine, worker, sessions)
-            self.payloads.check_at_rest()
+            check_worker(self.engine, self._worker(), sessions)
             self._check_stuck()
 
     # ---- for a machine that asks for more than answers --------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from trioengine.core.outcome import Cause
@@ -21,6 +22,7 @@ class Troubles:
     wakes: bool = False  # a worker was told to fail one
     sleeps_abort: bool = False  # a sleep or an update may abort what has begun
     poisoned: Mapping[int, int] = field(default_factory=dict)  # requests, and how many tokens they get
+    dropped: AbstractSet[bytes] = frozenset()  # images that made room for others
     deaths: int = 0  # of workers
     retired: int = 0  # of these, as it was asked to sleep deeper
     paths: list[str] = field(default_factory=lambda: ["", TOY_PATH])  # of the weights, by their version

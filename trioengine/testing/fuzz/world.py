@@ -26,7 +26,8 @@ from trioengine.testing.fuzz.oracles import check_decided, check_limits
 from trioengine.testing.fuzz.pictures import MAX_PAYLOADS, PAYLOAD_MEMORY
 from trioengine.testing.fuzz.troubles import Troubles
 from trioengine.testing.sim_loop import SimLoop
-from trioengine.testing.simulated_worker import SIGSEGV, Health, SimulatedWorker
+from trioengine.testing.simulated_process import SIGSEGV
+from trioengine.testing.simulated_worker import Health, SimulatedWorker
 from trioengine.testing.simulation import Simulation
 from trioengine.testing.toy_model import VOCAB_SIZE
 from trioengine.testing.toy_vision import TOY_TILE

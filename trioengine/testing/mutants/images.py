@@ -15,6 +15,8 @@ from trioengine.actors.payload import PayloadBudget, Reservation
 from trioengine.actors.session_state import SessionState
 from trioengine.actors.worker_session import Posting
 from trioengine.core.messages import AddMessage, ImageInput, PayloadConsumed
+from trioengine.serve.realtime.item import Item
+from trioengine.serve.realtime.response import Response
 from trioengine.testing.mutants.mutant import Mutant, replaced
 from trioengine.worker.scheduling.payloads import Payload
 from trioengine.worker.scheduling.pictures import Pictures
@@ -122,6 +124,18 @@ def _stripped(message: AddMessage) -> AddMessage:
     return replace(message, images=())
 
 
+def _release_no_item(release: Any) -> Any:
+    return lambda self: None
+
+
+def _keep_nothing(begin: Any) -> Any:
+    def mutant(self: Response) -> None:
+        begin(self)
+        self.release()
+
+    return mutant
+
+
 def _overtake(reserve_now: Any) -> Any:
     return lambda self, num_bytes, count: self.reserve(num_bytes, count)
 
@@ -169,6 +183,20 @@ IMAGE_MUTANTS = (
         replaced(StepLoop, "_end_session", _overlook_the_parked),
         shows="worker still runs something|blocks are|KV blocks|is there|KeyError|in flight, the worker|holds sessions"
         "|is not in flight|not the session's",
+    ),
+    Mutant(
+        "F22h",
+        "the images of a conversation are kept when it is over",
+        replaced(Item, "release", _release_no_item),
+        shows="kept are",
+        machine="RealtimeMachine",
+    ),
+    Mutant(
+        "F22i",
+        "a response does not keep the images of its prompt",
+        replaced(Response, "begin", _keep_nothing),
+        shows="kept are",
+        machine="RealtimeMachine",
     ),
     Mutant(
         "F23",

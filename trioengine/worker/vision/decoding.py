@@ -3,22 +3,32 @@
 An image is turned by its EXIF orientation, as transformers turns a file that it loads, and what is transparent lies on
 white, as in transformers' `convert_to_rgb`. The orientation is the one that was declared, not Pillow's: the two may
 read damaged metadata differently, and the prompt has the tiles of the declared dimensions.
+
+Decoding takes at most DECODE_SECONDS, checked whenever Pillow reads a block of the file. Between two reads it does a
+bounded amount of work; for a file as a whole there is no such bound: a JPEG may have 200,000 scans over all its pixels,
+a PNG 20,000 color profiles of 1 MiB.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
+from time import thread_time
 
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.image_processing import Size
 from trioengine.worker.vision.image_error import ImageError
 
+PngImagePlugin.MAX_TEXT_MEMORY = 16 << 20  # bytes of compressed texts, which nothing here reads
 Image.MAX_IMAGE_PIXELS = None  # an image is as large as its ImageInfo, which was bounded before
 warnings.filterwarnings("ignore", module="PIL")  # of damaged metadata
 
+DECODE_SECONDS = 10  # of the thread's processor time: five times that of the slowest image of 64 megapixels
+_JPEG_BLOCK = 256  # bytes that are read at a time: at most 25 scans
 _STRIP = 1 << 20  # pixels that are laid on white at a time: it takes twelve bytes for each
 _WHITE = (255, 255, 255, 255)
 _TURNS = {  # by orientation
@@ -36,20 +46,23 @@ _FIRST_QUARTER_TURN = 5
 def decode(data: bytes | memoryview, info: ImageInfo) -> Image.Image:
     """The image in RGB, of the declared dimensions; of a GIF, its first frame. Raises ImageError.
 
-    It takes four bytes of memory a pixel, and as many for a while where the image is turned or is not stored in RGB.
+    It takes four bytes of memory a pixel, and as many for a while where the image is turned or is not stored in RGB; a
+    progressive JPEG at most twelve, a WebP seventeen.
     """
     declared = (info.width, info.height)
     if info.format is ImageFormat.RGB:
         return _raw(data, declared)
     stored = declared[::-1] if info.orientation >= _FIRST_QUARTER_TURN else declared
-    image = _opened(data, info)
+    name = _name(info)
+    with _any_exception_as(f"the image is no {name} image, or is truncated or damaged"):
+        image = Image.open(_TimedFile(data, name), formats=[info.format.name])
     _check_size(image.size, stored)  # before its pixels take memory
-    try:
+    if info.format is ImageFormat.JPEG:
+        image.decodermaxblock = _JPEG_BLOCK
+    with _any_exception_as(f"the {name} image is truncated or damaged"):
         image.load()
         converted = _in_rgb(image)
         turned = converted.transpose(_TURNS[info.orientation]) if info.orientation in _TURNS else converted
-    except Exception as exc:  # decoders raise anything for a damaged file
-        raise ImageError(f"the {_name(info)} image is truncated or damaged") from exc
     _check_size(turned.size, declared)
     return turned
 
@@ -62,11 +75,29 @@ def _raw(data: bytes | memoryview, size: Size) -> Image.Image:
     return Image.frombytes("RGB", size, data)
 
 
-def _opened(data: bytes | memoryview, info: ImageInfo) -> Image.Image:
+class _TimedFile(BytesIO):
+    """A file whose `read` raises ImageError once the thread has computed for DECODE_SECONDS."""
+
+    def __init__(self, data: bytes | memoryview, name: str) -> None:
+        super().__init__(data)
+        self._name = name
+        self._deadline = thread_time() + DECODE_SECONDS
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if thread_time() > self._deadline:
+            raise ImageError(f"the {self._name} image takes more than {DECODE_SECONDS} s to decode")
+        return super().read(size)
+
+
+@contextmanager
+def _any_exception_as(message: str) -> Iterator[None]:
+    """Raise ImageError instead: decoders raise anything for a damaged file."""
     try:
-        return Image.open(BytesIO(data), formats=[info.format.name])
-    except Exception as exc:  # and so is a header
-        raise ImageError(f"the image is no {_name(info)} image, or is truncated or damaged") from exc
+        yield
+    except ImageError:
+        raise
+    except Exception as exc:
+        raise ImageError(message) from exc
 
 
 def _check_size(found: Size, declared: Size) -> None:
