@@ -1,6 +1,7 @@
 """Images in requests: right answers, refusals, and the budget."""
 
 import base64
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -26,6 +27,35 @@ from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.simulation import SealFailure
 from trioengine.testing.toy_vision import DamagedPicture, ToyPicture
+
+# ---- copying ------------------------------------------------------------------------------------------------------
+
+
+async def test_images_are_copied_one_request_after_the_other(autojump_clock):
+    running, most = 0, 0
+
+    async def finish_in_thread(function, *args):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        for _ in range(3):
+            await trio.lowlevel.cancel_shielded_checkpoint()
+        running -= 1
+        return function(*args)
+
+    async with engine_for_images() as (engine, simulation):
+        engine.ports = replace(engine.ports, finish_in_thread=finish_in_thread)
+
+        async def ask_one():
+            async with engine.open_session() as session:
+                await ask(session, "What?", media=[PICTURE])
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(8):
+                nursery.start_soon(ask_one)
+        assert most == 1
+        await nothing_is_left(engine, simulation)
+
 
 # ---- answers ------------------------------------------------------------------------------------------------------
 

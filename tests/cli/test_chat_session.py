@@ -3,11 +3,12 @@
 from contextlib import asynccontextmanager
 from functools import partial
 
+import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import SamplingParams
 from trioengine.cli import sessions
-from trioengine.cli.sessions import ChatSession, local_session
+from trioengine.cli.sessions import local_session, open_chat
 from trioengine.core.config import EngineConfig
 from trioengine.testing import simulated_engine
 
@@ -23,29 +24,54 @@ async def opened(engine, histories, history, tell):
 
 async def test_the_next_session_has_the_conversation_of_the_lost_one(autojump_clock):
     histories = []
-    async with simulated_engine() as (engine, _), ChatSession(partial(opened, engine, histories), print) as chat:
+    async with simulated_engine() as (engine, _), open_chat(partial(opened, engine, histories), print) as chat:
         session = await chat.opened()
         assert await chat.opened() is session
         await session.ask("hello", GREEDY)
         conversation = session.history
-        await chat.leave_lost()
-        await chat.leave_lost()
+        await chat.leave()
+        await chat.leave()
         assert session.end_cause is not None
         assert (await chat.opened()).history == conversation
         await chat.forget()
-        await chat.leave_lost()
+        await chat.leave()
         await chat.opened()
     assert histories == [[], conversation, []]
 
 
 async def test_a_conversation_that_is_forgotten_without_a_connection(autojump_clock):
     histories = []
-    async with simulated_engine() as (engine, _), ChatSession(partial(opened, engine, histories), print) as chat:
+    async with simulated_engine() as (engine, _), open_chat(partial(opened, engine, histories), print) as chat:
         await (await chat.opened()).ask("hello", GREEDY)
-        await chat.leave_lost()
+        await chat.leave()
         await chat.forget()
         await chat.opened()
     assert histories == [[], []]
+
+
+async def test_opening_the_next_session_can_be_cancelled(autojump_clock):
+    """Ctrl+C does so: no session is left behind, and the next message opens one with the whole conversation."""
+    never, histories = trio.Event(), []
+
+    @asynccontextmanager
+    async def opened_or_not(history, tell):
+        if len(histories) == 1:
+            histories.append(list(history))
+            await never.wait()
+        async with opened(engine, histories, history, tell) as session:
+            yield session
+
+    async with simulated_engine() as (engine, _), open_chat(opened_or_not, print) as chat:
+        await (await chat.opened()).ask("hello", GREEDY)
+        await chat.leave()
+        with trio.move_on_after(1) as scope:
+            await chat.opened()
+        assert scope.cancelled_caught
+        assert not engine.statistics().sessions
+        session = await chat.opened()
+        assert len(session.history) == 2
+        assert engine.statistics().sessions == 1
+    assert histories == [[], list(session.history), list(session.history)]
 
 
 async def test_a_worker_that_is_lost_is_told(autojump_clock, monkeypatch):

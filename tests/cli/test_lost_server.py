@@ -1,5 +1,6 @@
 """A chat whose server is killed."""
 
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -80,3 +81,22 @@ def test_a_chat_goes_on_with_its_conversation_after_the_server_was_killed():
                 user.type(CTRL_C)
                 user.until(b"\n(stopped)\r\n> ")
                 user.leave()
+
+
+def test_ctrl_c_stops_connecting_again_and_keeps_the_chat():
+    with server() as (process, port):
+        with on_a_terminal(
+            "-m", "trioengine.cli", "chat", "--connect", f"http://127.0.0.1:{port}", columns=200
+        ) as user:
+            user.until(PROMPT)
+            ask(user, b"hello")
+            process.kill()
+            process.wait()
+            user.until(b"the conversation is kept)\r\n> ")
+            with socket.create_server(("127.0.0.1", port)) as silent:
+                user.type(b"again\r")
+                connection, _ = silent.accept()
+                with connection:
+                    user.type(CTRL_C)
+                    user.until(b"(stopped)\r\n> ")
+            user.leave()

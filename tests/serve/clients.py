@@ -2,7 +2,8 @@
 
 import json
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import h11
 import pytest
@@ -10,11 +11,11 @@ import trio
 from trio.testing import memory_stream_pair
 from trio_websocket import wrap_client_stream
 
-from trioengine import EngineConfig
+from trioengine import Engine, EngineConfig
 from trioengine.actors.observer import Observer
 from trioengine.serve import ServeConfig, Server
 from trioengine.serve.byte_budget import ByteBudget, Held
-from trioengine.testing import simulated_engine
+from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulation import DEFAULT_LIMITS
 
 HOST = "localhost"
@@ -247,6 +248,23 @@ async def open_clients(config=None, limits=DEFAULT_LIMITS, **options):
             await clients.everything_is_given_back()
         assert clients.server.budget.num_bytes == 0
         assert clients.engine.payloads.payloads == ()
+
+
+@asynccontextmanager
+async def clients_of_a_loading_server(limits):
+    """A server, and an event: until it is set, its model is looked for."""
+    found = trio.Event()
+
+    async def find_model(model, progress):
+        await found.wait()
+        return Path(model)
+
+    async with trio.open_nursery() as nursery:
+        simulation = Simulation(nursery, limits=limits)
+        engine = Engine(EngineConfig(model="toy"), ports=replace(simulation.ports, find_model=find_model))
+        nursery.start_soon(engine.run)
+        yield Clients(engine, simulation, nursery), found
+        nursery.cancel_scope.cancel()
 
 
 class _FirstToken(Observer):

@@ -1,7 +1,8 @@
 """Images over trioengine.connect, with the same meaning as in a program that embeds the engine."""
 
 import pytest
-from clients import open_clients
+import trio
+from clients import clients_of_a_loading_server, open_clients
 from pictures import OTHER, PICTURE, content, data_url, png
 from test_chat_images import ROOM
 
@@ -118,3 +119,14 @@ async def test_urls_are_not_fetched(remote):
             await session.ask([{"role": "user", "content": [part]}], FIVE)
         part["image_url"]["url"] = data_url(PICTURE)
         assert (await session.ask([{"role": "user", "content": [part]}], FIVE)).text
+
+
+async def test_a_session_opened_while_the_model_loads_sends_large_images_when_it_is_loaded(autojump_clock):
+    states, told = trio.open_memory_channel(10)
+    async with clients_of_a_loading_server(IMAGE_LIMITS) as (clients, found):
+        async with connect("ws://localhost", dial=clients.dial, on_state=states.send_nowait) as client:
+            async with client.open_session() as session:
+                assert await told.receive() == "loading"
+                found.set()
+                assert await told.receive() == "awake"
+                assert (await session.ask("What?", FIVE, media=[png(padding=2 << 20)])).text

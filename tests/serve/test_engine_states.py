@@ -14,7 +14,7 @@ def states(client):
 
 async def next_state(client):
     event = await client.until("engine.state")
-    assert event.keys() == {"type", "event_id", "sequence_number", "state", "weight_version"}
+    assert event.keys() == {"type", "event_id", "sequence_number", "state", "weight_version", "input_modalities"}
     return event["state"], event["weight_version"]
 
 

@@ -1,18 +1,15 @@
 """Images in items of the Realtime protocol: kept as long as their item, shown without their bytes, given back once."""
 
 import json
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import trio
-from clients import Clients, open_clients
+from clients import clients_of_a_loading_server, open_clients
 from pictures import OTHER, PICTURE, data_url, large_pieces, png, traced
 from test_chat_images import ROOM, UNREADABLE
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import Engine, EngineConfig, SamplingParams
-from trioengine.testing import Simulation
+from trioengine import EngineConfig, SamplingParams
 from trioengine.testing.simulation import IMAGE_LIMITS
 
 GREEDY = {"temperature": 0, "max_output_tokens": 5, "ignore_eos": True}
@@ -302,23 +299,13 @@ async def test_messages_may_be_larger_for_images(autojump_clock, limits, most):
 
 async def test_messages_may_be_larger_as_soon_as_the_model_is_known(autojump_clock):
     """On connections that were opened before, too."""
-    known = trio.Event()
-
-    async def find_model(model, progress):
-        await known.wait()
-        return Path(model)
-
-    async with trio.open_nursery() as nursery:
-        simulation = Simulation(nursery, limits=IMAGE_LIMITS)
-        engine = Engine(EngineConfig(model="toy"), ports=replace(simulation.ports, find_model=find_model))
-        nursery.start_soon(engine.run)
-        async with Clients(engine, simulation, nursery).realtime(max_message_size=1 << 30) as client:
-            known.set()
-            await engine.ready()
+    async with clients_of_a_loading_server(IMAGE_LIMITS) as (clients, found):
+        async with clients.realtime(max_message_size=1 << 30) as client:
+            found.set()
+            await clients.engine.ready()
             for size in (32 * MIB, 20 * MIB):
                 await client.websocket.send_message(json.dumps({"type": "response.cancel"}).ljust(size))
                 assert (await client.until("error"))["error"]["code"] == "response_cancel_not_active"
-        nursery.cancel_scope.cancel()
 
 
 async def test_of_a_message_only_the_payload_is_left(clients):

@@ -72,6 +72,7 @@ class EngineState:
         self.ports = ports
         self.gate = Gate(config)
         self.payloads = PayloadBudget(config.payload_memory, ports.max_payloads())
+        self.sealing = trio.Semaphore(1)  # images are copied one request after the other: the cores are for answers
         self.secret = ports.mint_secret()  # keys the digests of images
         self.observers: list[Observer] = []  # one that is added is told what happens from then on
         self._sessions = Sessions()

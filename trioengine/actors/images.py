@@ -45,7 +45,8 @@ class RequestImages:
             return []
         ports, size = self._engine.ports, sum(source.num_bytes for source in sources)
         with self._making(await self._reserve(size, len(sources))) as reservation:
-            images = await ports.finish_in_thread(seal_images, sources, ports.seal, self._engine.secret)
+            async with self._engine.sealing:
+                images = await ports.finish_in_thread(seal_images, sources, ports.seal, self._engine.secret)
             return self._make(reservation, sources, images)
 
     def admit_now(self, sources: Sequence[ImageSource]) -> list[Payload]:

@@ -109,7 +109,7 @@ def generate(
 
 
 def _check_chat(context: typer.Context) -> None:
-    """What is typed must count; a variable or a file may be for other commands, too."""
+    """Refuse typed options that have no effect; a variable or a file may be for other commands, too."""
     connect, given = words(context, "connect"), typed(context)
     for option in ENGINE_OPTIONS:
         if connect is not None and option.name in given:

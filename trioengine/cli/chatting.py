@@ -10,7 +10,7 @@ from trioengine.cli.answering import answer, check_prompt, write
 from trioengine.cli.complaints import complain
 from trioengine.cli.keys import STDIN, on_terminal
 from trioengine.cli.repl import Repl
-from trioengine.cli.sessions import AnySession, ChatSession, OpenSession, tell_on_stderr
+from trioengine.cli.sessions import AnySession, OpenSession, open_chat, tell_on_stderr
 from trioengine.cli.standard_input import Lines
 from trioengine.cli.terminal import Terminal
 from trioengine.core.errors import RequestRejected
@@ -25,7 +25,7 @@ def hold_chat(open_session: OpenSession, model: str, params: SamplingParams) -> 
 async def _hold_chat(open_session: OpenSession, model: str, params: SamplingParams) -> None:
     if on_terminal():
         terminal = Terminal()
-        async with ChatSession(open_session, terminal.notice) as session:
+        async with open_chat(open_session, terminal.notice) as session:
             await Repl(session, terminal, session.model or model, params).run()
     else:
         async with open_session((), tell_on_stderr) as session:

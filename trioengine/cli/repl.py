@@ -6,6 +6,8 @@ import re
 import sys
 from collections.abc import Awaitable, Callable
 
+import trio
+
 from trioengine.cli.answering import check_prompt, write_answer
 from trioengine.cli.complaints import complain
 from trioengine.cli.screen import wrapped
@@ -55,7 +57,7 @@ class Repl:
             except (ConnectionLost, EngineClosed) as exc:
                 if not self._session.is_remote:
                     raise
-                await self._session.leave_lost()
+                await self._session.leave()
                 complain(f"error: {exc}")
                 again = "Enter sends the message again, over" if self._draft else "the next message opens"
                 _say(f"({again} a new connection; the conversation is kept)")
@@ -73,7 +75,12 @@ class Repl:
             self._draft = ""
 
     async def _answer(self, message: str) -> None:
-        session = await self._session.opened()
+        with trio.CancelScope() as opening:
+            async with stopped_by_interrupt(opening.cancel):
+                session = await self._session.opened()
+        if opening.cancelled_caught:
+            _say("(stopped)")
+            return
         generation = session.generate(message, self._params, keep_partial=True, wait=True)
         async with stopped_by_interrupt(generation.abort):
             await write_answer(generation)

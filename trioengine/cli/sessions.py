@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from types import TracebackType
-from typing import Any, Self, TypeAlias
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, TypeAlias
+
+import trio
 
 from trioengine.actors.engine import Engine, open_engine
 from trioengine.actors.generation import Generation
@@ -89,36 +90,55 @@ async def remote_session(
         raise RequestRejected(exc.code, f"{exc.message} (--api-key)") from exc
 
 
-class ChatSession:
-    """The session of a chat; one whose connection was lost is followed by another with the same conversation."""
+@asynccontextmanager
+async def open_chat(open_session: OpenSession, tell: Tell) -> AsyncIterator[ChatSession]:
+    """A chat, whose first session is opened, and whose last one is left with it."""
+    async with open_unwrapped_nursery() as nursery:
+        chat = ChatSession(open_session, tell, nursery)
+        await chat.opened()
+        yield chat
+        await chat.leave()
 
-    def __init__(self, open_session: OpenSession, tell: Tell) -> None:
+
+class ChatSession:
+    """The session of a chat; one whose connection was lost is followed by another with the same conversation.
+
+    A task of its own has the session open, so that opening it can be cancelled.
+    """
+
+    def __init__(self, open_session: OpenSession, tell: Tell, nursery: trio.Nursery) -> None:
         self._open_session = open_session
         self._tell = tell
+        self._nursery = nursery  # of the task
         self._history: History = ()  # of the next one
         self._session: AnySession | None = None
-        self._stack = AsyncExitStack()
-
-    async def __aenter__(self) -> Self:
-        await self.opened()
-        return self
-
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self._stack.__aexit__(exc_type, exc, traceback)
+        self._is_left = trio.Event()
+        self._has_ended = trio.Event()
 
     async def opened(self) -> AnySession:
-        """The session. Raises ConnectionLost where another one is needed and cannot be had."""
+        """The session; cancelled, none was opened.
+
+        Raises ConnectionLost where another one is needed and cannot be had.
+        """
         if self._session is None:
-            self._session = await self._stack.enter_async_context(self._open_session(self._history, self._tell))
+            self._session = await self._nursery.start(self._hold)
         return self._session
 
-    async def leave_lost(self) -> None:
-        """Leave the session, whose connection is lost; its conversation is kept."""
+    async def _hold(self, task_status: trio.TaskStatus[AnySession]) -> None:
+        self._is_left, self._has_ended = trio.Event(), trio.Event()
+        try:
+            async with self._open_session(self._history, self._tell) as session:
+                task_status.started(session)
+                await self._is_left.wait()
+        finally:
+            self._has_ended.set()
+
+    async def leave(self) -> None:
+        """Leave the session; its conversation is kept for the next one."""
         if self._session is not None:
             self._history, self._session = self._session.history, None
-            await self._stack.aclose()
+            self._is_left.set()
+            await self._has_ended.wait()
 
     async def forget(self) -> None:
         """Begin another conversation."""
@@ -127,7 +147,7 @@ class ChatSession:
             try:
                 self._session.replace_history([])
             except (ConnectionLost, EngineClosed):
-                await self.leave_lost()
+                await self.leave()
                 self._history = ()
                 raise
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
 import trio
@@ -38,7 +38,7 @@ class Connection:
         self.posts = Posts()
         self._endpoint = endpoint
         self.model: str | None = None  # as the server calls it
-        self.takes_images = False  # that model
+        self.takes_images = False  # that model, as far as it is known
         self._on_event = on_event
         self._on_state = on_state
         self._on_loss = on_loss
@@ -85,7 +85,7 @@ class Connection:
             event = json.loads(await websocket.read())
             model = event["session"].get("model")
             self.model = model if isinstance(model, str) else None
-            self.takes_images = "image" in event["session"].get("input_modalities", ())
+            self._learn_modalities(event["session"])
             return str(event["session"]["id"])
         except Rejected as exc:
             raise refusal_of(exc, endpoint.authority) from exc
@@ -122,6 +122,7 @@ class Connection:
                 if event["type"] == "error" and event["error"].get("event_id") is None:
                     self._problem = event["error"]
                 self._on_event(event)
+            self._learn_modalities(event)
             return str(event["state"])
         except Closed as exc:
             self._loss = loss_of(exc, self._problem)
@@ -129,6 +130,11 @@ class Connection:
             self._loss = ConnectionLost("the server sent what is no event of the protocol")
             self._loss.__cause__ = exc
         return None
+
+    def _learn_modalities(self, shown: Mapping[str, Any]) -> None:
+        """From the session, or a state of the engine: while that loads, the model may not be known."""
+        if "input_modalities" in shown:
+            self.takes_images = "image" in shown["input_modalities"]
 
     async def _keep_alive(self, websocket: WebSocket, scope: trio.CancelScope) -> None:
         while True:

@@ -55,6 +55,11 @@ def in_json(message: str, value: object) -> str:
     return message.removesuffix(quoted) + shown(value) if message.endswith(f", got {quoted}") else message
 
 
+def as_served(message: str, own: str, model: str) -> str:
+    """A message of the engine, in which the model has the name that clients know in place of the engine's own."""
+    return message.replace(f"model {own!r}", f"model {model!r}")
+
+
 def is_number(value: object) -> bool:
     """Whether it is what JSON calls a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -93,6 +93,7 @@ async def _bench(config: EngineConfig, work: PayloadWork) -> tuple[MemoryCurve, 
             await trio.sleep(QUIET_SECONDS)
             idle = curve.take()
             passes.clear()
+            gaps.milliseconds.clear()
             for wave in range(1, work.waves + 1):
                 curve.wave = wave
                 await _run_wave(engine, work, wave, rng)

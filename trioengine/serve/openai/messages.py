@@ -8,7 +8,7 @@ from typing import Any
 from trioengine.actors.engine import Engine
 from trioengine.core.errors import EngineOverloaded
 from trioengine.core.image_part import image_url
-from trioengine.serve.fields import check_fixed, known_fields, shown, text_of
+from trioengine.serve.fields import as_served, check_fixed, known_fields, shown, text_of
 from trioengine.serve.problem import ClientError
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # and the templates'
@@ -23,7 +23,7 @@ def image_refusal(engine: Engine, model: str) -> str:
     While the model is not loaded it is empty: the engine itself refuses the request.
     """
     try:
-        return engine.tokenizer.image_refusal.replace(f"model {engine.config.model!r}", f"model {model!r}")
+        return as_served(engine.tokenizer.image_refusal, engine.config.model, model)
     except EngineOverloaded:
         return ""
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from trioengine.actors.engine import Engine
 from trioengine.core.lifecycle import Power
 from trioengine.serve.realtime.outbox import Outbox
+from trioengine.serve.realtime.settings import input_modalities
 
 AWAKE = "awake"
 SHOWN: Mapping[Power, str] = {
@@ -34,5 +35,6 @@ async def tell_states(engine: Engine, outbox: Outbox) -> None:
             if shown == told:
                 continue
             await outbox.room()
-            outbox.put("engine.state", state=shown[0], weight_version=shown[1])
+            modalities = input_modalities(takes_images=engine.takes_images)
+            outbox.put("engine.state", state=shown[0], weight_version=shown[1], input_modalities=modalities)
             told = shown

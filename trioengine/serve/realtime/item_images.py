@@ -9,6 +9,7 @@ from typing import Any
 
 from trioengine.actors.engine import Engine
 from trioengine.core.errors import EngineOverloaded, RequestRejected, TimedOut
+from trioengine.serve.fields import as_served
 from trioengine.serve.realtime.client_events import ClientEvent, ItemCreate, ResponseCreate
 from trioengine.serve.realtime.item import Item, ItemReference
 
@@ -30,7 +31,7 @@ async def keep_images(engine: Engine, event: ClientEvent, model: str) -> Abstrac
     except TimedOut as exc:
         raise EngineOverloaded(str(exc), code="payloads", is_full=True) from None
     except RequestRejected as exc:
-        message = exc.message.replace(f"model {engine.config.model!r}", f"model {model!r}")
+        message = as_served(exc.message, engine.config.model, model)
         raise RequestRejected(exc.code, _of_event(message), param=_of_event(exc.param or "")) from None
     for entry, taken in zip(entries, kept.messages, strict=True):
         if isinstance(entry, Item):

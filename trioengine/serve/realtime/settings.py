@@ -87,7 +87,7 @@ class Settings:
             "object": "realtime.session",
             "id": id,
             "model": model,
-            "input_modalities": ["text", "image"] if takes_images else ["text"],
+            "input_modalities": input_modalities(takes_images=takes_images),
             "output_modalities": ["text"],
             "instructions": self.instructions,
             "tools": [],
@@ -99,3 +99,8 @@ class Settings:
             **self.sampling,
             "max_output_tokens": self.max_output_tokens,
         }
+
+
+def input_modalities(*, takes_images: bool) -> list[str]:
+    """As a session and the engine's state show it; text alone as long as the model is not known."""
+    return ["text", "image"] if takes_images else ["text"]
