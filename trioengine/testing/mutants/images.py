@@ -188,14 +188,14 @@ IMAGE_MUTANTS = (
         "F22h",
         "the images of a conversation are kept when it is over",
         replaced(Item, "release", _release_no_item),
-        shows="kept are",
+        shows="kept are|and kept, and waiting are",
         machine="RealtimeMachine",
     ),
     Mutant(
         "F22i",
         "a response does not keep the images of its prompt",
         replaced(Response, "begin", _keep_nothing),
-        shows="kept are",
+        shows="kept are|the image is not kept any more",
         machine="RealtimeMachine",
     ),
     Mutant(
