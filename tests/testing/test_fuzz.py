@@ -18,7 +18,7 @@ from trioengine.testing.mutants import MUTANTS
 RUNS = {  # seed and programs: those that reach what can be reached soonest
     "EngineMachine": (0, 600),
     "PowerMachine": (5, 800),
-    "RealtimeMachine": (1, 400),
+    "RealtimeMachine": (2, 400),
     "HttpMachine": (0, 300),
 }
 PROGRAMS_A_MUTANT = 3000
