@@ -15,153 +15,23 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
-from safetensors.numpy import save_file
+from small_models import gguf_bytes, metadata, write_directory
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.printable import printable
 from trioengine.hub.model_files import read_model
-from trioengine.testing.toy_model import toy_model
 from trioengine.worker.runner.model_runner import TorchModelRunner
 from trioengine.worker.vision.tiles import read_tiles
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 import tiny_smolvlm
+from lying_models import LIES
 
 MEMORY = 64_000_000  # bytes that reading a mutant may add
 CPU_SECONDS = 30  # that it may take
 MESSAGE = 600  # characters of an error, without its paths
-
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 264,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-    "tie_word_embeddings": False,
-    "eos_token_id": 257,
-}
-LAYER = {  # GGUF's name, Hugging Face's, shape
-    "attn_norm": ("input_layernorm", (16,)),
-    "attn_q": ("self_attn.q_proj", (16, 16)),
-    "attn_k": ("self_attn.k_proj", (8, 16)),
-    "attn_v": ("self_attn.v_proj", (8, 16)),
-    "attn_output": ("self_attn.o_proj", (16, 16)),
-    "ffn_norm": ("post_attention_layernorm", (16,)),
-    "ffn_gate": ("mlp.gate_proj", (24, 16)),
-    "ffn_up": ("mlp.up_proj", (24, 16)),
-    "ffn_down": ("mlp.down_proj", (16, 24)),
-}
-OUTER = {
-    "token_embd": ("model.embed_tokens", (264, 16)),
-    "output_norm": ("model.norm", (16,)),
-    "output": ("lm_head", (264, 16)),
-}
-TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
-
-
-def names_and_shapes():
-    """GGUF's name, Hugging Face's name and the shape of each tensor."""
-    for ours, (theirs, shape) in OUTER.items():
-        yield f"{ours}.weight", f"{theirs}.weight", shape
-    for layer in range(2):
-        for ours, (theirs, shape) in LAYER.items():
-            yield f"blk.{layer}.{ours}.weight", f"model.layers.{layer}.{theirs}.weight", shape
-
-
-# ---- the models that are damaged -----------------------------------------------------------------------------------
-
-
-def tokenizer_json():
-    return toy_model(64).tokenizer._tokenizer.to_str()
-
-
-def write_directory(path):
-    """A model in two shards with an index."""
-    path.mkdir()
-    tensors = {name: np.full(shape, 0.125, np.float32) for _, name, shape in names_and_shapes()}
-    files = {name: f"model-{1 + (number > 9)}.safetensors" for number, name in enumerate(tensors)}
-    for file in sorted(set(files.values())):
-        save_file({name: tensors[name] for name in tensors if files[name] == file}, path / file, {"format": "pt"})
-    contents = {
-        "config.json": CONFIG,
-        "generation_config.json": {"eos_token_id": [257, 258]},
-        "tokenizer_config.json": {"chat_template": TEMPLATE, "eos_token": {"content": "<|im_end|>"}},
-        "model.safetensors.index.json": {"metadata": {}, "weight_map": files},
-        "tokenizer.json": json.loads(tokenizer_json()),
-    }
-    for name, content in contents.items():
-        (path / name).write_text(json.dumps(content))
-
-
-def metadata():
-    vocabulary = json.loads(tokenizer_json())["model"]["vocab"]
-    tokens = [*sorted(vocabulary, key=vocabulary.get), "ab", "bc"]
-    return [
-        ("general.architecture", "llama"),
-        ("llama.context_length", 64),
-        ("llama.embedding_length", 16),
-        ("llama.feed_forward_length", 24),
-        ("llama.block_count", 2),
-        ("llama.attention.head_count", 2),
-        ("llama.attention.head_count_kv", 1),
-        ("llama.attention.layer_norm_rms_epsilon", 1e-5),
-        ("llama.rope.scaling.factor", 2.0),
-        ("tokenizer.ggml.model", "gpt2"),
-        ("tokenizer.ggml.pre", "smollm"),
-        ("tokenizer.ggml.tokens", tokens),
-        ("tokenizer.ggml.merges", ["a b", "b c"]),
-        ("tokenizer.ggml.token_type", [1] * 256 + [3] * (len(vocabulary) - 256) + [1, 1]),
-        ("tokenizer.ggml.eos_token_id", 257),
-        ("tokenizer.chat_template", TEMPLATE),
-    ]
-
-
-def string(text):
-    data = text.encode("utf-8", "surrogatepass")
-    return struct.pack("<Q", len(data)) + data
-
-
-def typed(value):
-    """(number of GGUF's type, bytes) of a value; what GGUF has no type for becomes a string."""
-    match value:
-        case bool():
-            return 7, struct.pack("<?", value)
-        case int() if 0 <= value < 1 << 32:
-            return 4, struct.pack("<I", value)
-        case int() if -(1 << 63) <= value < 1 << 63:
-            return 11, struct.pack("<q", value)
-        case float():
-            return 12, struct.pack("<d", value)
-        case [*entries] if len({typed(entry)[0] for entry in entries}) < 2:
-            kind = typed(entries[0])[0] if entries else 4
-            return 9, struct.pack("<IQ", kind, len(entries)) + b"".join(typed(entry)[1] for entry in entries)
-    return 8, string(value if isinstance(value, str) else str(value)[:1000])
-
-
-def gguf_bytes(entries, *, tensors=None):
-    """A GGUF file of zeros: (its header, how many bytes follow it)."""
-    infos, end = b"", 0
-    tensors = [(name, shape) for name, _, shape in names_and_shapes()] if tensors is None else tensors
-    for name, shape in tensors:
-        infos += string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), 0, end)
-        end += (4 * int(np.prod(shape)) + 31) // 32 * 32
-    head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(entries))
-    for key, value in entries:
-        kind, data = typed(value)
-        head += string(key) + struct.pack("<I", kind) + data
-    return head + infos + bytes(-len(head + infos) % 32), end
-
 
 # ---- the damage ----------------------------------------------------------------------------------------------------
 
@@ -299,96 +169,6 @@ def write_mutant(number, models, scratch):
         path = scratch / "mutant"
         write_directory_mutant(rng, models[number % 3], path)
     return path
-
-
-# ---- files that lie about a size ---------------------------------------------------------------------------------
-
-
-def replace_entries(**values):
-    changes = {key.replace("__", "."): value for key, value in values.items()}
-    return [(key, changes.get(key, value)) for key, value in metadata()]
-
-
-def lie_array(path, key, kind, count, size):
-    """A GGUF file, one of whose keys has an array of zeros or empty strings, which is a hole."""
-    entries = [(name, value) for name, value in metadata() if name != key]
-    header, _ = gguf_bytes(entries, tensors=[])
-    count_at = 16  # of the metadata entries, in the header
-    header = header[:count_at] + struct.pack("<Q", len(entries) + 1) + header[count_at + 8 :].rstrip(b"\0")
-    path.write_bytes(header + string(key) + struct.pack("<IIQ", 9, kind, count))
-    os.truncate(path, path.stat().st_size + count * size)
-    return path
-
-
-def lie_block_count(scratch):
-    header, size = gguf_bytes(replace_entries(llama__block_count=2**31))
-    (scratch / "lie.gguf").write_bytes(header)
-    os.truncate(scratch / "lie.gguf", len(header) + size)
-    return scratch / "lie.gguf"
-
-
-def lie_config(scratch, model, **changes):
-    shutil.copytree(model, scratch / "lie")
-    (scratch / "lie" / "config.json").write_text(json.dumps(CONFIG | changes))
-    return scratch / "lie"
-
-
-def lie_vision(scratch, file, **changes):
-    """A vision model; changes of `vision_config` are within it."""
-    tiny_smolvlm.write(scratch / "lie", "split")
-    fields = json.loads((scratch / "lie" / file).read_text())
-    inside = fields.get("vision_config", {}) | changes.pop("vision_config", {})
-    (scratch / "lie" / file).write_text(json.dumps(fields | {"vision_config": inside} | changes))
-    return scratch / "lie"
-
-
-def lie_header(scratch, model, header, *, holes=0):
-    shutil.copytree(model, scratch / "lie")
-    file = scratch / "lie" / "model-1.safetensors"
-    file.write_bytes(struct.pack("<Q", len(header) + holes) + header)
-    os.truncate(file, 8 + len(header) + holes)
-    return scratch / "lie"
-
-
-def lie_sparse(scratch, model, name):
-    shutil.copytree(model, scratch / "lie")
-    os.truncate(scratch / "lie" / name, 10**11)
-    return scratch / "lie"
-
-
-def shape_of(shape):
-    return json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
-
-
-TWICE = f"{{{','.join(f'{json.dumps(str(n))}:0' for n in [*range(200_000), 199_999])}}}".encode()
-LIES = {
-    "an array of numbers": lambda to, _: lie_array(to / "a.gguf", "tokenizer.ggml.token_type", 0, 10**8, 1),
-    "an array of strings": lambda to, _: lie_array(to / "a.gguf", "tokenizer.ggml.tokens", 8, 10**8, 8),
-    "an array that is not needed": lambda to, _: lie_array(to / "a.gguf", "tokenizer.ggml.scores", 6, 10**9, 4),
-    "strings that are not needed": lambda to, _: lie_array(to / "a.gguf", "general.tags", 8, 10**9, 8),
-    "more layers than tensors": lambda to, _: lie_block_count(to),
-    "as many layers as a count holds": lambda to, model: lie_config(to, model, num_hidden_layers=2**31 - 1),
-    "a vocabulary": lambda to, model: lie_config(to, model, vocab_size=2**31 - 1),
-    "a context": lambda to, model: lie_config(to, model, max_position_embeddings=2**31 - 1),
-    "a tile of a pixel a patch": lambda to, _: lie_vision(to, "config.json", vision_config={"patch_size": 1}),
-    "a tile of all the pixels there can be": lambda to, _: lie_vision(
-        to, "config.json", vision_config={"image_size": 4096, "patch_size": 512}
-    ),
-    "as many layers of the tower as a count holds": lambda to, _: lie_vision(
-        to, "config.json", vision_config={"num_hidden_layers": 2**31 - 1}
-    ),
-    "as many tiles as there can be": lambda to, _: lie_vision(
-        to, "preprocessor_config.json", size={"longest_edge": 2**31 - 1}
-    ),
-    "a header of holes": lambda to, model: lie_header(to, model, b"", holes=100_000_000),
-    "names there twice": lambda to, model: lie_header(to, model, TWICE),
-    "a header of lists": lambda to, model: lie_header(to, model, b"[" + b"[]," * 10**6 + b"0]"),
-    "a shape of huge numbers": lambda to, model: lie_header(to, model, shape_of([10**4000] * 900)),
-    "a shape of many numbers": lambda to, model: lie_header(to, model, shape_of([2**62] * 100_000)),
-    "a config of holes": lambda to, model: lie_sparse(to, model, "config.json"),
-    "a tokenizer of holes": lambda to, model: lie_sparse(to, model, "tokenizer.json"),
-    "weights of holes": lambda to, model: lie_sparse(to, model, "model-2.safetensors"),
-}
 
 
 # ---- reading them --------------------------------------------------------------------------------------------------

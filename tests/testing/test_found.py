@@ -6,6 +6,7 @@ from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.program import Program, replay
 from trioengine.testing.fuzz.runner import silence
 
+EMPTY = ("begin", {"ready": True, "sessions": 0, "turns": 0, "asks": 0, "thread_passes": 1})
 BEGIN = ("begin", {"ready": True, "sessions": 1, "turns": 0, "asks": 0, "thread_passes": 1})
 A = {
     "which": 0,
@@ -85,6 +86,12 @@ FOUND_IN_THE_ENGINE = {
         ("outage", {"way": "cancel"}),
         ("settle", {}),
     ],
+    "a history without images is refused while a request waits for room for its own": [
+        EMPTY,
+        ("open_many", {"sessions": 4, "first": 0, "wait": True}),
+        ("tick", {"passes": 2, "order": 0}),
+        ("replace_history", {"which": 0, "turns": 0}),
+    ],
     "a small image overtakes large ones that wait for room": [
         BEGIN,
         ("show", SHOW | {"media": "one"}),
@@ -149,7 +156,6 @@ FOUND_IN_HTTP = {
         ("go", {"which": 0, "how": "vanish"}),
     ],
 }
-EMPTY = ("begin", {"ready": True, "sessions": 0, "turns": 0, "asks": 0, "thread_passes": 1})
 UPDATE = ("update", {"mode": "abort", "path": "new"})
 FOUND_IN_POWER = {
     "an update fails with its worker, and the gate is open for sessions before the change has ended": [

@@ -18,7 +18,7 @@ from trioengine.testing.mutants import MUTANTS
 RUNS = {  # seed and programs: those that reach what can be reached soonest
     "EngineMachine": (0, 600),
     "PowerMachine": (5, 800),
-    "RealtimeMachine": (1, 400),
+    "RealtimeMachine": (2, 400),
     "HttpMachine": (0, 300),
 }
 PROGRAMS_A_MUTANT = 3000
@@ -95,6 +95,7 @@ REACHED = {
         "a request waited for payload room",
         "a turn needs an image that was dropped",
         "a worker died with payloads in the socket",
+        "an image could not be sealed",
         "a worker dies with bytes on their way to it",
         "a worker's last frame is torn",
         "an image failed its request",
@@ -105,13 +106,26 @@ REACHED = {
     "RealtimeMachine": WHILE_A_RESPONSE_IS_ACTIVE
     | MORE_THAN_THERE_IS_ROOM_FOR
     | {
+        "END of a parked request",
         "a cancel crosses what the server sends",
+        "a payload was dropped to make room",
+        "a request waited for payload room",
+        "a turn needs an image that was dropped",
+        "an image failed its request",
         "a message is dropped",
         "a response beside the conversation is cancelled",
         "an answer is truncated",
         "an outbox is full",
     },
-    "HttpMachine": WHILE_A_RESPONSE_IS_ACTIVE | MORE_THAN_THERE_IS_ROOM_FOR | {"an operator aborts a request"},
+    "HttpMachine": WHILE_A_RESPONSE_IS_ACTIVE
+    | MORE_THAN_THERE_IS_ROOM_FOR
+    | {
+        "END of a parked request",
+        "an image could not be sealed",
+        "an image failed its request",
+        "an operator aborts a request",
+        "images are larger than the whole budget",
+    },
 }
 
 

@@ -29,7 +29,8 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     """Rules are what clients, and who runs the server, can do."""
 
     horizon = 800.0  # past the timeout of an idle connection
-    max_buffered_bytes = 950  # the largest body with pictures, or some bodies without
+    max_buffered_bytes = 280  # one or two bodies
+    max_buffered_bytes_with_pictures = 950
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,13 +17,11 @@ import trio
 from trioengine.actors.engine import Engine
 from trioengine.actors.images import MAX_WAIT, RequestImages, payload_of
 from trioengine.actors.kept_images import KeptImages
-from trioengine.actors.link import Link
 from trioengine.actors.payload import Payload, PayloadBudget, Reservation
 from trioengine.core.errors import EngineOverloaded, RequestRejected
-from trioengine.core.messages import PayloadConsumed
 from trioengine.testing.fuzz.machine import Watch
-from trioengine.testing.simulated_payload import SimulatedMemfd, SimulatedPayload
-from trioengine.testing.simulated_worker import Health
+from trioengine.testing.fuzz.sent_payloads import SentPayloads
+from trioengine.testing.simulated_payload import SimulatedMemfd
 from trioengine.testing.simulation import Simulation
 
 
@@ -44,12 +42,9 @@ class PayloadWatch:
         self._simulation = simulation
         self._crashes = crashes
         self._saw = saw
+        self._sent = SentPayloads(simulation, crashes)
         self._needs: dict[trio.lowlevel.Task, tuple[int, int]] = {}  # bytes and descriptors, of those in the line
         self._requests: WeakSet[RequestImages] = WeakSet()
-        self._links: list[Link] = []  # of incarnations that are not lost
-        self._on_their_way: dict[int, Link] = {}  # payload ids
-        self._latest_id = 0
-        self._passed: list[SimulatedPayload] = []  # descriptors that the engine has passed
 
     # ---- what is watched ------------------------------------------------------------------------------------------
 
@@ -67,11 +62,7 @@ class PayloadWatch:
             (KeptImages, "release", self.of_releases),
             (PayloadBudget, "reserve_now", self.of_reservations),
             (Payload, "drop", self.of_drops),
-            (Link, "__init__", self.of_links),
-            (Link, "hand_over", self.of_handing_over),
-            (Link, "on_consumed", self.of_consumption),
-            (Link, "lose", self.of_losses),
-            (SimulatedMemfd, "pass_on", self.of_descriptors),
+            *self._sent.watches,
         )
 
     def of_request_images(self, init: Any) -> Any:
@@ -214,60 +205,6 @@ class PayloadWatch:
 
         return watched
 
-    def of_links(self, init: Any) -> Any:
-        """For `Link.__init__`."""
-
-        def watched(link: Link, *args: Any) -> None:
-            init(link, *args)
-            self._links.append(link)
-
-        return watched
-
-    def of_handing_over(self, hand_over: Any) -> Any:
-        """For `Link.hand_over`: to an incarnation that is there, under an id of its own."""
-
-        def watched(link: Link, payload_id: int, payload: Payload) -> None:
-            if link not in self._links:
-                self._complain(f"payload {payload_id} is handed to the link of a worker that was lost")
-            if payload_id <= self._latest_id:
-                self._complain(f"payload {payload_id} comes after {self._latest_id}")
-            self._latest_id = payload_id
-            self._on_their_way[payload_id] = link
-            hand_over(link, payload_id, payload)
-
-        return watched
-
-    def of_consumption(self, on_consumed: Any) -> Any:
-        """For `Link.on_consumed`: once, of what is on its way."""
-
-        def watched(link: Link, message: PayloadConsumed) -> None:
-            if self._on_their_way.pop(message.payload, None) is not link:
-                self._complain(f"payload {message.payload} is consumed, and was not on its way")
-            on_consumed(link, message)
-
-        return watched
-
-    def of_losses(self, lose: Any) -> Any:
-        """For `Link.lose`: what was on its way is lost."""
-
-        def watched(link: Link) -> None:
-            self._links.remove(link)
-            for payload_id in [id for id, owner in self._on_their_way.items() if owner is link]:
-                del self._on_their_way[payload_id]
-            lose(link)
-
-        return watched
-
-    def of_descriptors(self, pass_on: Any) -> Any:
-        """For `SimulatedMemfd.pass_on`."""
-
-        def watched(memfd: SimulatedMemfd) -> SimulatedPayload:
-            payload: SimulatedPayload = pass_on(memfd)
-            self._passed.append(payload)
-            return payload
-
-        return watched
-
     # ---- what must hold -------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -285,11 +222,8 @@ class PayloadWatch:
                 f"{payload} counts {found} pins and holders, there are {pins[payload]} and {holds[payload]}"
             )
         assert all(not payload.is_dropped for payload in pins), "a payload is pinned, and dropped"
-        for link in self._links:
-            due = {id for id, owner in self._on_their_way.items() if owner is link}
-            assert link.payloads == due, f"the link has payloads {set(link.payloads)}, on their way are {due}"
+        self._sent.check()
         self._check_reservations()
-        self._check_descriptors()
 
     def _check_reservations(self) -> None:
         making = sum(stage == "while its images are sealed" for stage in self.stages.values())
@@ -297,19 +231,8 @@ class PayloadWatch:
         # a request that was served in the line has its reservation before it runs
         assert making <= found <= making + len(self._needs), f"{found} reservations, for {making} requests"
 
-    def _check_descriptors(self) -> None:
-        self._passed = [payload for payload in self._passed if payload.is_open]
-        there = 0
-        for worker in self._simulation.workers:
-            found = len(worker.payloads) + sum(payload.is_open for payload in worker.open_payloads)
-            assert not found or worker.health is not Health.DEAD, f"a dead worker has {found} payloads open"
-            there += found
-        assert len(self._passed) == there, f"{len(self._passed)} payloads are open in workers, which have {there}"
-
     def _pins(self) -> Counter[Payload]:
-        pins: Counter[Payload] = Counter()
-        for link in self._links:
-            pins.update(link._payloads.values())
+        pins = Counter(self._sent.pinned)
         for images in self._requests:
             pins.update(images._pinned)
         return pins
@@ -338,7 +261,7 @@ class PayloadWatch:
         budget = self._engine.payloads
         suspended = {payload for session in self._engine._sessions for payload in session._suspended_images._pinned}
         in_flight = budget.bytes_in_flight - sum(payload.num_bytes for payload in suspended)
-        assert not self._on_their_way, f"the worker never consumes payloads {set(self._on_their_way)}"
+        self._sent.check_at_rest()
         assert not in_flight, f"{in_flight} bytes of payloads are in flight, for nothing"
         assert suspended or not len(budget.line), f"{len(budget.line)} requests wait for room for payloads"
 
@@ -347,7 +270,7 @@ class PayloadWatch:
         budget = self._engine.payloads
         found = len(self._simulation.memfds), budget.bytes_in_flight, budget.bytes_kept, len(budget.line)
         assert found == (0, 0, 0, 0), f"payloads, bytes in flight and kept, and waiting are {found} in the end"
-        assert not self._on_their_way, f"payloads {set(self._on_their_way)} are neither consumed nor lost"
+        self._sent.check_at_the_end()
 
     def _has_room(self, num_bytes: int, count: int) -> bool:
         budget = self._engine.payloads

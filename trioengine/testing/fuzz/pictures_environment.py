@@ -34,6 +34,11 @@ class PicturesEnvironment(Environment):
     def choose(self, shows: bool) -> None:
         """Half of the programs have no pictures, so that what they do besides is not done less often."""
         self.shows = shows
+        if shows:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """For who bounds more than payloads: there will be pictures."""
 
     @precondition(lambda self: self.worker is not None and self.worker.has_images)
     @recorded(what=st.sampled_from(("receive", "decode")))

@@ -38,6 +38,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
     """Rules are what clients, and who runs the server, can do."""
 
     max_buffered_bytes = 12_000  # some items, and the events about one more
+    max_buffered_bytes_with_pictures = 24_000
     horizon = 120.0  # past the timeouts of pings, of sending and of closing, one after the other
 
     def __init__(self) -> None:

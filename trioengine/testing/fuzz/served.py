@@ -35,6 +35,7 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
     """The clients' ways to leave, and what happens to the server."""
 
     max_buffered_bytes: ClassVar[int]  # so few that clients are sometimes refused for want of room
+    max_buffered_bytes_with_pictures: ClassVar[int]
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,6 +98,9 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
                 self._suffer(way)
 
     # ---- what the environment asks --------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        self.server.budget._max_bytes = self.max_buffered_bytes_with_pictures
 
     @property
     def _num_asleep(self) -> int:

@@ -58,8 +58,12 @@ def _unpin_twice(lose: Any) -> Any:
 def _keep_the_reservation(making: Any) -> Any:
     @contextmanager
     def mutant(self: RequestImages, reservation: Reservation) -> Iterator[Reservation]:
-        yield reservation  # a cancellation passes by what follows
-        reservation.give_back()
+        try:
+            yield reservation
+        except Exception:
+            with making(self, reservation):
+                raise
+        reservation.give_back()  # a cancellation passes it by
 
     return mutant
 
@@ -188,14 +192,14 @@ IMAGE_MUTANTS = (
         "F22h",
         "the images of a conversation are kept when it is over",
         replaced(Item, "release", _release_no_item),
-        shows="kept are",
+        shows="kept are|and kept, and waiting are",
         machine="RealtimeMachine",
     ),
     Mutant(
         "F22i",
         "a response does not keep the images of its prompt",
         replaced(Response, "begin", _keep_nothing),
-        shows="kept are",
+        shows="kept are|the image is not kept any more",
         machine="RealtimeMachine",
     ),
     Mutant(
@@ -208,13 +212,13 @@ IMAGE_MUTANTS = (
         "F23b",
         "the prefix cache takes one image for another",
         replaced(PromptImages, "content", _overlook_the_content),
-        shows="the model's",
+        shows="the model's|an image cannot be read",
     ),
     Mutant(
         "F23c",
         "a request goes on with the next worker without its images",
         replaced(SessionState, "resume", _without_images),
-        shows="the model's|of none of the weights",
+        shows="the model's|of none of the weights|an image cannot be read",
         machine="PowerMachine",
     ),
     Mutant(
