@@ -16,8 +16,8 @@ from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
 from trioengine.testing.mutants import MUTANTS
 
 RUNS = {  # seed and programs: those that reach what can be reached soonest
-    "EngineMachine": (0, 600),
-    "PowerMachine": (5, 800),
+    "EngineMachine": (3, 600),
+    "PowerMachine": (0, 800),
     "RealtimeMachine": (2, 400),
     "HttpMachine": (0, 300),
 }
