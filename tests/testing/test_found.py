@@ -89,7 +89,7 @@ FOUND_IN_THE_ENGINE = {
     "a history without images is refused while a request waits for room for its own": [
         EMPTY,
         ("open_many", {"sessions": 4, "first": 0, "wait": True}),
-        ("tick", {"passes": 2, "order": 0}),
+        ("tick", {"passes": 4, "order": 0}),
         ("replace_history", {"which": 0, "turns": 0}),
     ],
     "a small image overtakes large ones that wait for room": [
