@@ -68,6 +68,7 @@ BEFORE_PIXELS = PNG.index(b"IDAT") - 4
 PROFILE = images.png_chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(MIB), 9))
 TEXTS = (images.png_chunk(b"zTXt", b"%d\0\0" % index + zlib.compress(bytes(MIB), 9)) for index in range(100))
 LARGE = 8192, 8192
+LARGE_WEBP = 4096, 3072
 
 
 def passes(data):
@@ -85,8 +86,9 @@ CHEAP = {
     "a large JPEG without a scan": images.jpeg(images.frame(*LARGE)),
     "a large progressive JPEG without pixels": progressive(*LARGE)[:-2],
     "a large GIF without pixels": images.gif(*LARGE, images.gif_frame(*LARGE), b"\x08"),
-    "a large WebP without pixels": images.webp(images.lossy(*LARGE)),
-    "a WebP canvas of 8192 x 8192": images.webp(images.canvas(*LARGE, 2), images.animation_frame(1, 1)),
+    "a large WebP without pixels": images.webp(images.lossy(*LARGE_WEBP)),
+    "a large lossless WebP without pixels": images.webp(images.lossless(*LARGE_WEBP)),
+    "a WebP canvas of 4096 x 3072": images.webp(images.canvas(*LARGE_WEBP, 2), images.animation_frame(1, 1)),
     "EXIF that is a hundred times itself": JPEG[:2] + overlapping_exif(100, MIB) + JPEG[20:],
     "100 MiB of text": PNG[:BEFORE_PIXELS] + b"".join(TEXTS) + PNG[BEFORE_PIXELS:],
 }
@@ -109,11 +111,13 @@ def accepted():
     yield "CMYK", lambda: images.encoded("JPEG", SIDE, SIDE, mode="CMYK")
     yield "a progressive JPEG", lambda: images.encoded("JPEG", SIDE, SIDE, progressive=True, subsampling=0)
     yield "progressive CMYK", lambda: images.encoded("JPEG", SIDE, SIDE, mode="CMYK", progressive=True)
-    yield "WebP", lambda: images.encoded("WEBP", SIDE, SIDE, method=0)
-    yield "a turned WebP", lambda: images.encoded("WEBP", SIDE, SIDE, method=0, exif=b"Exif\0\0" + images.exif(6))
-    yield "a WebP animation", lambda: images.encoded("WEBP", SIDE, SIDE, frames=2, method=0)
-    yield "a lossless WebP with alpha", lambda: images.encoded("WEBP", SIDE, SIDE, mode="RGBA", lossless=True, method=0)
-    yield "a lossless WebP without pixels", lambda: images.webp(images.lossless(SIDE, SIDE))
+    yield "WebP", lambda: images.encoded("WEBP", *LARGE_WEBP, method=0)
+    yield "a turned WebP", lambda: images.encoded("WEBP", *LARGE_WEBP, method=0, exif=b"Exif\0\0" + images.exif(6))
+    yield "a WebP animation", lambda: images.encoded("WEBP", *LARGE_WEBP, frames=2, method=0)
+    yield (
+        "a lossless WebP with alpha",
+        lambda: images.encoded("WEBP", *LARGE_WEBP, mode="RGBA", lossless=True, method=0),
+    )
 
 
 def answer(data):

@@ -23,7 +23,7 @@ REFUSED = {
     "a GIF of 65,000 x 65,000": (TOO_LARGE, "the image is 65000 x 65000 pixels; at most 67108864 pixels are accepted"),
     "a WebP canvas of 16777216 x 16777216": (
         TOO_LARGE,
-        "the image is 16777216 x 16777216 pixels; at most 67108864 pixels are accepted",
+        "the image is 16777216 x 16777216 pixels; at most 12582912 pixels of a WebP image are accepted",
     ),
     "100,000 x 1": (TOO_LARGE, "the image is 100000 x 1 pixels; at most 16384 pixels a side are accepted"),
     "1 x 100,000": (TOO_LARGE, "the image is 1 x 100000 pixels; at most 16384 pixels a side are accepted"),

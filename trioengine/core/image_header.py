@@ -18,6 +18,7 @@ from trioengine.core.exif import PREFIX, UPRIGHT, orientation_of
 from trioengine.core.image import ImageFormat, ImageInfo
 
 MAX_PIXELS = 1 << 26  # 192 MiB as RGB
+MAX_WEBP_PIXELS = 12 << 20  # 4096 x 3072; its decoder allocates all of them before it looks at the data
 MAX_SIDE = 1 << 14  # as libraries and GPUs have it for textures; WebP's own limit is one less
 MAX_SEGMENTS = 1 << 12  # of metadata, before the image itself: an ICC profile of 1 MB in a GIF
 FORMAT_NAMES = {ImageFormat.PNG: "PNG", ImageFormat.JPEG: "JPEG", ImageFormat.WEBP: "WebP", ImageFormat.GIF: "GIF"}
@@ -41,8 +42,8 @@ def read_header(data: bytes | memoryview, *, media_type: str | None = None, wher
     """The image's format, and its width and height in pixels as it is shown: turned as its EXIF orientation says.
 
     Of an animation they are those of the canvas. Raises RequestRejected, whose message begins with `where`, for other
-    formats, for headers that are damaged or contradict themselves, for more than MAX_PIXELS pixels or MAX_SIDE in a
-    row or column, and for data that is not of the `media_type` that was declared for it.
+    formats, for headers that are damaged or contradict themselves, for more than MAX_PIXELS pixels (MAX_WEBP_PIXELS of
+    a WebP image) or MAX_SIDE in a row or column, and for data that is not of the `media_type` that was declared for it.
     """
     format = _format_of(data, where)
     if media_type is not None:
@@ -51,7 +52,7 @@ def read_header(data: bytes | memoryview, *, media_type: str | None = None, wher
         shown = _READERS[format](memoryview(data))
     except _BadHeader as exc:
         raise RequestRejected.at(where, "image_parse_error", f"the {FORMAT_NAMES[format]} image {exc}") from None
-    check_size(shown.width, shown.height, where)
+    check_size(shown.width, shown.height, where, format)
     return ImageInfo(format, *shown)
 
 
@@ -73,13 +74,15 @@ def _check_media_type(media_type: str, format: ImageFormat, where: str) -> None:
         raise RequestRejected.at(where, "invalid_image_format", problem)
 
 
-def check_size(width: int, height: int, where: str = "image") -> None:
-    """Raise RequestRejected, naming `where`, for an image without pixels or with too many."""
+def check_size(width: int, height: int, where: str, format: ImageFormat = ImageFormat.RGB) -> None:
+    """Raise RequestRejected, naming `where`, for an image without pixels or with too many for its format."""
     shown = f"the image is {width} x {height} pixels"
     if not width or not height:
         raise RequestRejected.at(where, "image_parse_error", shown)
-    if width * height > MAX_PIXELS:
-        raise RequestRejected.at(where, "image_too_large", f"{shown}; at most {MAX_PIXELS} pixels are accepted")
+    is_webp = format is ImageFormat.WEBP
+    if width * height > (most := MAX_WEBP_PIXELS if is_webp else MAX_PIXELS):
+        kind = " of a WebP image" if is_webp else ""
+        raise RequestRejected.at(where, "image_too_large", f"{shown}; at most {most} pixels{kind} are accepted")
     if max(width, height) > MAX_SIDE:
         raise RequestRejected.at(where, "image_too_large", f"{shown}; at most {MAX_SIDE} pixels a side are accepted")
 

@@ -161,7 +161,7 @@ IMAGE_MUTANTS = (
         "F22c",
         "the bytes of a dead worker's payloads are given back twice",
         replaced(Link, "lose", _unpin_twice),
-        shows="given back once|pins and holders|only what is there|is pinned, and dropped|has its bytes|no conversation holds it",
+        shows="given back once|pins and holders|what is there|is pinned, and dropped|has its bytes|conversation holds",
     ),
     Mutant(
         "F22d",
