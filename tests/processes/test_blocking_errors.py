@@ -1,5 +1,7 @@
 """The errors of the blocking calls: short tracebacks, unless a bug is behind them."""
 
+import asyncio
+import re
 import signal
 import traceback
 from contextlib import asynccontextmanager
@@ -15,8 +17,10 @@ from trioengine import (
     EngineError,
     ModelError,
     RequestRejected,
+    TransitionFailed,
     blocking,
 )
+from trioengine.testing.simulation import IMAGE_LIMITS
 
 
 def iterated(session):
@@ -70,9 +74,34 @@ def refused_connection():
     blocking.connect("http://127.0.0.1:1").generate("x")  # nothing listens there
 
 
-@pytest.mark.parametrize("call", [refused_connection, lambda: blocking.Engine(an_engine_that_cannot_start)])
+def a_missing_image():
+    with blocking.Engine(partial(simulated, limits=IMAGE_LIMITS)) as engine:
+        engine.generate("x", media=["no-such-file.png"])
+
+
+async def no_weights():
+    try:
+        await no_network()
+    except ModelError as exc:
+        raise TransitionFailed(str(exc)) from exc
+
+
+def weights_that_are_not_there():
+    with blocking.Engine(simulated) as engine:
+        engine.loop.call(no_weights)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        refused_connection,
+        lambda: blocking.Engine(an_engine_that_cannot_start),
+        a_missing_image,
+        weights_that_are_not_there,
+    ],
+)
 def test_the_reason_in_a_message_is_not_shown_again_as_its_cause(call):
-    with pytest.raises((ConnectionLost, ModelError)) as caught:
+    with pytest.raises((ConnectionLost, ModelError, RequestRejected, TransitionFailed)) as caught:
         blocking.border.shortens(call)()
     shown = "".join(traceback.format_exception(caught.value))
     assert shown.count("Traceback (most recent call last)") == 1
@@ -114,3 +143,33 @@ def test_a_bug_keeps_its_frames(engine):
     with pytest.raises(ZeroDivisionError) as caught:
         engine.loop.call_sync(crash)
     assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "crash"
+
+
+async def awaited(thing):
+    await thing
+
+
+async def entered_by_async_with(thing):
+    async with thing:
+        pass
+
+
+async def iterated_over_by_async_for(thing):
+    async for _ in thing:
+        pass
+
+
+@pytest.mark.parametrize("way", [awaited, entered_by_async_with, iterated_over_by_async_for])
+def test_the_forms_of_trio_are_answered_by_those_of_blocking_calls(engine, way):
+    with engine.open_session() as session:
+        generation = session.generate("x")
+        for thing, form in [
+            (engine, "use `with open_engine(...) as engine`"),
+            (session, "use `with engine.open_session() as session`"),
+            (generation, "use `for chunk in session.generate(...)`"),
+        ]:
+            with pytest.raises(TypeError, match=re.escape(form)):
+                asyncio.run(way(thing))
+        with pytest.raises(TypeError, match="given to `next`: use `for chunk in"):
+            next(generation)
+        assert "not asked: use `for chunk in session.generate(...)`" in repr(generation)

@@ -17,7 +17,9 @@ async def open_unwrapped_nursery() -> AsyncIterator[trio.Nursery]:
     of trio.
     """
     if not trio.lowlevel.in_trio_task():
-        raise RuntimeError("trioengine runs under trio (trio.run): docs/asyncio.md says how asyncio reaches it")
+        raise RuntimeError(
+            "trioengine runs under trio (trio.run); in a notebook or under asyncio use trioengine.blocking"
+        )
     try:
         async with trio.open_nursery() as nursery:
             yield nursery

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import trio
 
 from trioengine.actors.admission import Admission
+from trioengine.actors.asynchronous import whole_answer
 from trioengine.actors.deadline import NEVER, Deadline, deadline_after
 from trioengine.actors.generation import Generation
 from trioengine.actors.image_parts import put_images
@@ -28,7 +29,7 @@ from trioengine.core.errors import EngineClosed, EngineError, SessionBusy, Sessi
 from trioengine.core.ledger import Stand
 from trioengine.core.lifecycle import Event, Phase
 from trioengine.core.messages import FinishReason
-from trioengine.core.options import SamplingOptions, merged_params
+from trioengine.core.options import SamplingOptions, merged_params, sampling_checked
 from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.overflow import Overflow, check_overflow
 from trioengine.core.sampling_params import SamplingParams
@@ -145,6 +146,7 @@ class Session(SessionState):
     async def __aexit__(self, *exc_info: object) -> None:
         self.end()
 
+    @sampling_checked
     def generate(
         self,
         prompt: Prompt,
@@ -174,6 +176,8 @@ class Session(SessionState):
             self, prompt, params, media=media, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label
         )
 
+    @whole_answer
+    @sampling_checked
     async def ask(
         self,
         prompt: Prompt,
@@ -187,7 +191,7 @@ class Session(SessionState):
         **options: Unpack[SamplingOptions],
     ) -> Completion:
         """One whole answer: `generate` and `result` in one. Cancelled, the request is aborted."""
-        params = merged_params(params, options, "ask")
+        params = merged_params(params, options)
         entering = self.generate(
             prompt, params, media=media, keep_partial=keep_partial, timeout=timeout, wait=wait, label=label
         )

@@ -9,18 +9,24 @@ from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from trioengine.blocking.loop import Loop
-from trioengine.core.errors import ConnectionLost, EngineError, ModelError
+from trioengine.core.errors import ConnectionLost, EngineError, ModelError, RequestRejected, TransitionFailed
+from trioengine.core.restricted import Restricted
 
 P = ParamSpec("P")
 T = TypeVar("T")
 H = TypeVar("H", bound="Handle")
 SHORTENED = (EngineError, KeyboardInterrupt)  # any other exception is a bug, and needs its frames
-_HOLDS_ITS_CAUSE = (ConnectionLost, ModelError)  # the message has the reason: a network or a file, no bug
+_HOLDS_ITS_CAUSE = (  # the message has the reason: a network or a file, no bug
+    ConnectionLost,
+    ModelError,
+    RequestRejected,
+    TransitionFailed,
+)
 
 logger = logging.getLogger("trioengine")
 
 
-class Handle:
+class Handle(Restricted, refuses=("await", "async with", "async for")):
     """Base class of the objects that stand for one in the loop, `inner`."""
 
     loop: Loop
