@@ -66,8 +66,7 @@ async def remote_session(
     """A session of a server that runs; `tell` gets the changes of its engine's state: it loads, restarts, sleeps,
     is updated or drains, or is awake again.
 
-    A URL that is none is the fault of the option `connect`: InvalidConfig. RequestRejected for a key
-    that is missing or wrong names the option, too.
+    A URL that is none is the fault of the option `connect`: InvalidConfig.
     """
     try:
         Address.parse(url, model)
@@ -77,16 +76,11 @@ async def remote_session(
     def tell_state(state: str) -> None:
         tell(f"the engine is {state}")
 
-    try:
-        async with (
-            connect(url, api_key=api_key, model=model, on_state=tell_state) as client,
-            client.open_session(wait=True, history=history) as session,
-        ):
-            yield session
-    except RequestRejected as exc:
-        if exc.code != "invalid_api_key":
-            raise
-        raise RequestRejected(exc.code, f"{exc.message} (--api-key)") from exc
+    async with (
+        connect(url, api_key=api_key, model=model, on_state=tell_state) as client,
+        client.open_session(wait=True, history=history) as session,
+    ):
+        yield session
 
 
 class ChatSession:
