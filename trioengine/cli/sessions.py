@@ -19,7 +19,7 @@ from trioengine.client.client import connect
 from trioengine.client.generation import Generation as RemoteGeneration
 from trioengine.client.session import Session as RemoteSession
 from trioengine.core.config import EngineConfig
-from trioengine.core.errors import ConnectionLost, EngineClosed, InvalidConfig, RequestRejected
+from trioengine.core.errors import ConnectionLost, EngineClosed, InvalidConfig
 from trioengine.core.lifecycle import Power
 
 AnySession: TypeAlias = Session | RemoteSession
