@@ -74,7 +74,8 @@ async def remote_session(
         raise InvalidConfig(str(exc).replace("url", "connect", 1), fields=("connect",)) from exc
 
     def tell_state(state: str) -> None:
-        tell(f"the engine is {state}")
+        waits = "; a message waits until it is awake: trioengine wake" if state == "sleeping" else ""
+        tell(f"the engine is {state}{waits}")
 
     async with (
         connect(url, api_key=api_key, model=model, on_state=tell_state) as client,
