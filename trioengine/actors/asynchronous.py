@@ -10,8 +10,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
+import trio
+
 from trioengine.core.restricted import Restricted
 
+_NO_TRIO = "this runs under trio (trio.run); in a notebook or under asyncio use trioengine.blocking"
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -72,6 +75,11 @@ class Opening(AsyncOnly, AbstractAsyncContextManager[T], Generic[T]):
         return f"<{self._noun} not entered: {self._usage}>"
 
     async def __aenter__(self) -> T:
+        """Raises RuntimeError outside of trio."""
+        if not trio.lowlevel.in_trio_task():
+            raise RuntimeError(
+                "this runs under trio (trio.run); in a notebook or under asyncio use trioengine.blocking"
+            )
         return await self._inner.__aenter__()
 
     async def __aexit__(

@@ -91,7 +91,10 @@ def _rule(allowed: tuple[Any, ...]) -> str:
 
 
 def unknown(kind: str, name: str, names: Collection[str], prefix: str = "") -> ClientError:
-    """The error of a field or parameter, with the nearest of the known `names`, or all of a few; the prefix is the way to it."""
+    """The error of a field or parameter, with the nearest of the known `names`, or with all of a few fields.
+
+    The prefix is the way to it.
+    """
     param = (prefix + name)[:_SHOWN]
     listed = f"; the fields are {', '.join(sorted(names))}" if kind == "field" and len(names) <= _LISTED else ""
     message = f"unknown {kind} {param!r}{did_you_mean(name, names, prefix) or listed}"
