@@ -1,4 +1,4 @@
-"""Objects that only `async with` enters: another use raises an error that names the right form."""
+"""Objects that only `async with` enters, or only `await`: another use raises an error that names the right form."""
 
 from __future__ import annotations
 

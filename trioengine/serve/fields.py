@@ -12,7 +12,6 @@ from trioengine.serve.problem import ClientError
 
 _SHOWN = 120  # characters of a name
 _SHOWN_VALUE = 80
-_LISTED = 6  # names at most that a message lists
 _MAX_METADATA = 16
 
 
@@ -91,11 +90,7 @@ def _rule(allowed: tuple[Any, ...]) -> str:
 
 
 def unknown(kind: str, name: str, names: Collection[str], prefix: str = "") -> ClientError:
-    """The error of a field or parameter, with the nearest of the known `names`, or with all of a few fields.
-
-    The prefix is the way to it.
-    """
+    """The error of a field or parameter, with the nearest of the known `names`; the prefix is the way to it."""
     param = (prefix + name)[:_SHOWN]
-    listed = f"; the fields are {', '.join(sorted(names))}" if kind == "field" and len(names) <= _LISTED else ""
-    message = f"unknown {kind} {param!r}{did_you_mean(name, names, prefix) or listed}"
+    message = f"unknown {kind} {param!r}{did_you_mean(name, names, prefix)}"
     return ClientError("unsupported_parameter", message, param=param)
