@@ -15,6 +15,8 @@ const WINDOW = 32; // events that may be unanswered; a server closes the connect
 const PROBE_TIMEOUT = 5000; // milliseconds
 const OPEN = 1, GOING_AWAY = 1001, TRY_AGAIN_LATER = 1013;
 const TOKEN = /^[!#$%&'*+.^_`|~0-9A-Za-z-]+$/; // of a subprotocol (RFC 9110, section 5.6.2)
+const OPTIONS = ["apiKey", "model", "history", "keepPartial", "onState", "onLoss", "WebSocket"];
+const GENERATION_OPTIONS = ["keepPartial", "media"];
 const SIGNATURES = { // of the media types, at the beginning of a file
   "image/png": /^\x89PNG/,
   "image/jpeg": /^\xff\xd8/,
@@ -65,6 +67,7 @@ export class Session {
   #isClosed = false;
 
   constructor(url, options = {}) {
+    checkNames("Session", options, OPTIONS);
     if ((options.WebSocket ?? globalThis.WebSocket) === undefined) {
       throw new TypeError("no global WebSocket: give that of the package ws as the option WebSocket");
     }
@@ -74,7 +77,9 @@ export class Session {
     }
     this.#address = addressOf(url, options.model);
     this.#options = options;
-    this.#items = (options.history ?? []).map(({ role, content }) => {
+    const history = options.history ?? [];
+    if (!Array.isArray(history)) throw new TypeError("history must be an array of messages");
+    this.#items = history.map(({ role, content }) => {
       const parts = Array.isArray(content) ? content : null;
       return { id: this.#newId("item"), role, text: textOf(content), parts, isCommitted: true };
     });
@@ -108,7 +113,9 @@ export class Session {
    *  unanswered; one that was cancelled is waited for. With `keepPartial` the turn stays in the conversation also if it
    *  is cancelled or fails, with the part of the answer that came. `media` are images before the text: Blobs,
    *  ArrayBuffers, views of these, or data URLs. */
-  generate(text, settings = {}, { keepPartial = this.#options.keepPartial ?? false, media = [] } = {}) {
+  generate(text, settings = {}, options = {}) {
+    checkNames("generate", options, GENERATION_OPTIONS);
+    const { keepPartial = this.#options.keepPartial ?? false, media = [] } = options;
     const previous = this.#latest;
     if (previous !== null && !previous.isOver && !previous.isCancelled) {
       const message = "the session is busy with another question: wait for its answer, or cancel it";
@@ -216,8 +223,7 @@ export class Session {
   /** The server refuses the question: the response that was asked for with it answers another one. */
   #spoil(generation, error) {
     generation.itemIds.forEach((id) => this.#parts.delete(id));
-    if (generation.isOver) return;
-    generation.fail(error);
+    generation.fail(error); // also when it is over: without the question there may be nothing to respond to
     this.#cancel(generation);
   }
 
@@ -386,7 +392,7 @@ export class Generation {
 
   fail(error) {
     this.#isSpoiled = true;
-    this.#error ??= error;
+    this.#error = error;
     this.#notify();
   }
 
@@ -502,8 +508,15 @@ class Connection {
   }
 }
 
+function checkNames(call, options, known) {
+  const unknown = Object.keys(options).find((name) => !known.includes(name));
+  if (unknown === undefined) return;
+  throw new TypeError(`${call} has no option ${unknown}; its options are ${known.join(", ")}`);
+}
+
 function addressOf(url, model) {
-  const address = new URL(url.replace(/^http/, "ws"));
+  if (!/^(ws|http)s?:\/\/./.test(url)) throw new TypeError(`url must be like ws://localhost:8000, got ${url}`);
+  const address = new URL(String(url).replace(/^http/, "ws"));
   if (["", "/v1"].includes(address.pathname.replace(/\/$/, ""))) address.pathname = PATH;
   if (model !== undefined) address.searchParams.set("model", model);
   return address;
@@ -581,7 +594,8 @@ async function refusalOf(address, apiKey, model) {
 
 function refusalBy(status, { error, data }, model) {
   if (status >= 400) {
-    const message = `the server refuses the connection: ${error?.message ?? "no reason given"} (HTTP status ${status})`;
+    const reason = error?.message?.replace(/, in the header .*/, ": the option apiKey") ?? "no reason given";
+    const message = `the server refuses the connection: ${reason} (HTTP status ${status})`;
     return refused(message, { ...error, status });
   }
   const names = data?.map(({ id }) => id) ?? [];

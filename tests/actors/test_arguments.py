@@ -3,12 +3,15 @@
 import inspect
 import math
 import re
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from sides import SIDES, a_client, an_engine
 
-from trioengine import InvalidConfig, RequestRejected, blocking, connect, open_engine
+from trioengine import InvalidConfig, RequestRejected, Session, blocking, connect, open_engine
+from trioengine.actors.readable import Readable
+from trioengine.client.session import Session as RemoteSession
 
 OPEN_SESSION = [
     ("open_session", (), {"label": 3}, "label must be a string, got 3"),
@@ -104,12 +107,12 @@ async def use(api, call, args, options):
     async with AsyncExitStack() as stack:
         if call.startswith("session."):
             session = api.open_session()
-            api = await stack.enter_async_context(session) if hasattr(session, "__aenter__") else session
+            api = session if isinstance(session, blocking.Session) else await stack.enter_async_context(session)
         given = getattr(api, call.removeprefix("session."))(*args, **options)
-        if hasattr(given, "__aenter__"):
-            await stack.enter_async_context(given)
-        elif inspect.isawaitable(given):
+        if isinstance(given, Coroutine):
             await given
+        elif isinstance(given, (Session, RemoteSession, Readable)):
+            await stack.enter_async_context(given)
 
 
 @pytest.mark.parametrize("side", ALL_SIDES)

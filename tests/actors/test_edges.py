@@ -251,5 +251,5 @@ def test_under_asyncio_it_says_that_it_runs_under_trio(opened):
         async with opened():
             pass
 
-    with pytest.raises(RuntimeError, match=r"under trio.*docs/asyncio\.md"):
+    with pytest.raises(RuntimeError, match=r"under trio .*; in a notebook or under asyncio use trioengine\.blocking$"):
         asyncio.run(main())

@@ -1,8 +1,10 @@
 """Natural mistakes in the use of `async with` are answered by one line that has the right form."""
 
 import re
+from functools import partial
 
 import pytest
+import trio
 from sides import SIDES
 
 from trioengine import Engine, EngineConfig, InvalidConfig, connect, open_engine
@@ -58,6 +60,38 @@ async def test_a_generation_is_read_by_async_for(autojump_clock, side, way):
     async with SIDES[side]() as api, api.open_session() as session:
         with pytest.raises(TypeError, match=f"a generation cannot be {way.__name__}.*: {form}"):
             await way(session.generate("x"))
+
+
+async def entered_by_async_with(thing):
+    async with thing:
+        pass
+
+
+async def iterated_over_by_async_for(thing):
+    async for _ in thing:
+        pass
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("way", [entered_by_async_with, iterated_over_by_async_for])
+async def test_a_call_for_a_whole_answer_names_the_form_for_chunks(autojump_clock, side, way):
+    form = re.escape("`async with session.generate(...) as generation`")
+    async with SIDES[side]() as api, api.open_session() as session:
+        for call in (api.generate, api.ask, session.ask):
+            how = way.__name__.replace("_", " ")
+            with pytest.raises(TypeError, match=rf"^{call.__name__}\(\) cannot be {how[:7]}.*{form}$"):
+                await way(call("x"))
+
+
+@pytest.mark.parametrize("side", SIDES)
+async def test_a_call_for_a_whole_answer_is_a_coroutine(autojump_clock, side):
+    async with SIDES[side]() as api, trio.open_nursery() as nursery:
+        nursery.start_soon(partial(api.generate, "x", max_tokens=1))
+        assert (await api.ask("x", max_tokens=1)).usage.completion_tokens == 1
+
+
+def test_what_is_not_opened_shows_the_form():
+    assert repr(open_engine("toy")).endswith("not entered: use `async with open_engine(...) as engine`>")
 
 
 def test_an_engine_takes_no_more_threads_than_the_machine_can_run():

@@ -1,5 +1,6 @@
 """The engine drains, closes, is cancelled, or gives up."""
 
+import traceback
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,16 @@ import trio
 from expectations import GREEDY, LONG, orders_are_kept
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import Engine, EngineClosed, EngineConfig, EngineOverloaded, FinishReason, ModelError, WorkerLost
+from trioengine import (
+    Engine,
+    EngineClosed,
+    EngineConfig,
+    EngineOverloaded,
+    FinishReason,
+    ModelError,
+    WorkerLost,
+    open_engine,
+)
 from trioengine.core.lifecycle import Power
 from trioengine.core.messages import EndSession, Fatal, FatalCode
 from trioengine.core.outcome import Cause
@@ -82,6 +92,15 @@ async def test_cancelling_the_engine_still_writes_the_ends(autojump_clock):
             await trio.sleep_forever()
     assert sum(isinstance(message, EndSession) for message in simulation.worker.received) == 3
     assert simulation.worker.reaped
+
+
+async def test_a_model_that_is_not_found_has_a_short_traceback():
+    """The frames of the thread that has looked for it are no help."""
+    with pytest.raises(ModelError, match=r"^unknown model 'toyy'") as caught:
+        async with open_engine("toyy"):
+            pass
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert frames[-1] == "open_engine"
 
 
 async def test_a_worker_that_cannot_start_gives_the_reason(autojump_clock, caplog):

@@ -95,6 +95,7 @@ HEADS = [
     (post("Content-Length: +1"), "Content-Length"),
     (post("Content-Length: 1", "Transfer-Encoding: chunked"), "length"),
     (b"GET  /health HTTP/1.1\r\nHost: localhost\r\n\r\n", "HTTP/1.1 request"),
+    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", "the bytes are TLS"),
     (head("/health", "X : a"), "HTTP/1.1 request"),
     (head("/health", "X: a\rHost: evil"), "HTTP/1.1 request"),
     (head("/health", "X: a\x00"), "HTTP/1.1 request"),

@@ -32,8 +32,18 @@ BAD = [
     (["bench", "offlin"], 2, "error: unknown command 'offlin'; did you mean 'offline'? See trioengine bench --help.\n"),
     (["serve", "--nope"], 2, "error: unknown option --nope. See trioengine serve --help.\n"),
     (["serve", "--prot"], 2, "error: unknown option --prot; did you mean '--port'? See trioengine serve --help.\n"),
-    (["serve", "--port"], 2, "error: --port needs a value.\n"),
-    (["serve", "--insecure=1"], 2, "error: --insecure takes no value.\n"),
+    (["serve", "--port"], 2, "error: --port needs a value. See trioengine serve --help.\n"),
+    (["serve", "--insecure=1"], 2, "error: --insecure takes no value. See trioengine serve --help.\n"),
+    (["serve", "--enable-prefix-caching=0"], 2, "takes no value; its opposite is --no-enable-prefix-caching. See"),
+    (["serve", "--model", "toy"], 2, "error: unknown option --model; it is an argument: trioengine serve MODEL. See"),
+    (
+        ["generate", "hi", "--connect", "x"],
+        2,
+        "unknown option --connect; it is an option of chat, sleep, wake, status.",
+    ),
+    (["generate", "-hi"], 2, "error: unknown option -i; an argument that begins with - comes after --. See"),
+    (["serve", "--kv-cache-memory", "4GiB"], 2, "--kv-cache-memory must be an integer (bytes), got '4GiB'. See"),
+    (["version"], 2, "error: unknown command 'version'; did you mean '--version'? See trioengine --help.\n"),
     (["serve", "toy", "two"], 2, "error: unexpected argument 'two'. See trioengine serve --help.\n"),
     (["serve", "--port", "70000"], 2, "port must be an integer from 0 to 65535, got 70000"),
     (
@@ -101,7 +111,11 @@ BAD = [
         "--goodput must be one METRIC:MILLISECONDS each of ttft, tpot, itl, e",
     ),
     (["bench", "serve", "ttft:200"], 2, "error: unexpected argument 'ttft:200': use --goodput ttft:200. See"),
-    (["generate", "hi", "there"], 2, "error: unexpected argument 'there'; quote a prompt of several words. See"),
+    (
+        ["generate", "hi", "there"],
+        2,
+        "unexpected argument 'there'; quote a prompt of several words, and name a model by --model",
+    ),
     (["serve", "--hepl"], 2, "error: unknown option --hepl; did you mean '--help'? See trioengine serve --help.\n"),
     (
         ["status", "--connect", "http://localhost:99999"],
@@ -126,6 +140,25 @@ def test_a_mistake_is_one_line(capsys, arguments, exit_code, named):
     assert printed.err.startswith("trioengine: error: ")
     assert printed.err.count("\n") == 1
     assert named in printed.err
+
+
+def test_a_variable_that_no_option_has_is_named_before_a_mistake(capsys, monkeypatch):
+    monkeypatch.setenv("TRIOENGINE_PROMPT", "hello")
+    assert run(["generate"]) == 2
+    warning, error = capsys.readouterr().err.splitlines()
+    assert warning.startswith("trioengine: warning: no option has the variable TRIOENGINE_PROMPT")
+    assert error.startswith("trioengine: error: missing argument 'prompt'")
+
+
+def test_standard_output_without_room_is_named():
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "trioengine.cli", "--help"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "trioengine: error: cannot write to standard output: No space left on device\n",
+    )
 
 
 def test_the_server_takes_the_descriptors_that_it_may(descriptors):

@@ -112,7 +112,8 @@ BAD = [
     ("log-level = 5", "log-level must be a string"),
     ("port = 70000", "port must be an integer from 0 to 65535, got 70000"),
     ("api-key = 'two words'", "api-key must be keys of visible ASCII characters; they are not shown here"),
-    ("port = ", "not TOML: Invalid value (at end of document)"),
+    ("port = ", "not TOML: Invalid value (at line 1, column 8)"),
+    ("port = 1\nport = 2", "not TOML: Cannot overwrite a value (at line 2, column 9)"),
     (b"host = '\xff'", "not UTF-8"),
     ("port = " + "[" * 100_000, "not TOML: "),
 ]

@@ -50,6 +50,12 @@ def test_refusals(arguments, exit_code, message):
     assert message in refusal["message"]
 
 
+def test_a_value_that_is_refused_does_not_ask_for_it():
+    with serve(environment={"TRIOENGINE_LOG_JSON": "maybe"}) as process:
+        refusal = process.stderr.read()
+    assert "trioengine: error: TRIOENGINE_LOG_JSON must be true or false, got 'maybe'" in refusal
+
+
 def test_a_file_may_ask_for_it(tmp_path):
     (tmp_path / "file.toml").write_text("log-json = true\nport = 70000")
     environment = {"TRIOENGINE_PROT": "80"}

@@ -124,6 +124,13 @@ def test_keys(capsys, monkeypatch, command):
         assert run([command, "--connect", url]) == 0
 
 
+def test_a_server_without_a_key_for_operators(capsys):
+    with served(api_key=("user",)) as (url, _):
+        assert run(["status", "--connect", url, "--admin-key", "user"]) == 2
+        message = "this is for operators: start the server with --admin-key"
+        assert capsys.readouterr().err == f"trioengine: error: {message}\n"
+
+
 @pytest.mark.parametrize("path", ["/", "/v1", "/v1/realtime", "/v1/realtime?model=x"])
 def test_any_address_of_the_server_will_do(server, capsys, path):
     url = server[0].replace("ws:", "http:")

@@ -10,7 +10,7 @@ import pytest
 from terminal_chats import CHAT, CTRL_D, PATIENCE, PROMPT, chat
 
 
-@pytest.mark.parametrize("end", [b"/bye\r", b"/exit\r", CTRL_D])
+@pytest.mark.parametrize("end", [b"/bye\r", b"/exit\r", b"/quit\r", CTRL_D])
 def test_a_message_of_several_lines_help_and_the_end(end):
     with chat("--max-tokens", "3") as user:
         user.until(PROMPT)
@@ -38,6 +38,15 @@ def test_a_chat_begins_with_the_model_and_the_way_to_help():
     with chat("toy") as user:
         first = b"toy: /help lists the commands, /bye or Ctrl+D ends the chat"
         assert user.until(PROMPT).splitlines()[1] == first
+
+
+def test_an_answer_that_reaches_the_limit_shows_it():
+    with chat("--max-tokens", "3") as user:
+        user.until(PROMPT)
+        user.type(b"hello\r")
+        user.until(b"(--max-tokens 3 reached)")
+        user.until(b"\n> ")
+        user.leave()
 
 
 def test_an_empty_line_does_nothing():
@@ -78,7 +87,7 @@ def test_everything_breaks_at_words():
     assert {"commands,", "conversation", "conversation.", "trioengine:", "'/nonesuch';", "forgotten."} <= words
 
 
-@pytest.mark.parametrize("command", [b"/hlp", b"/", b"/reset everything", b"/quit"])
+@pytest.mark.parametrize("command", [b"/hlp", b"/", b"/reset everything", b"/quite"])
 def test_an_unknown_command_is_not_sent_to_the_model(command):
     with chat("--max-tokens", "3") as user:
         user.until(PROMPT)

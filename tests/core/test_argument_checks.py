@@ -89,6 +89,8 @@ def test_an_unknown_name_raises_with_the_nearest():
         check_names("sleep", ["level", "modes"], ["level", "mode"])
     with pytest.raises(TypeError, match=r"^sleep\(\) has no argument 'xyzzy'$"):
         check_names("sleep", ["xyzzy"], ["level", "mode"])
+    with pytest.raises(TypeError, match=r"^open_session\(\) has no argument 'system'; did you mean 'history'\?$"):
+        check_names("open_session", ["system"], ["label", "history"])
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,12 @@ def test_a_chunk_and_a_completion_are_values():
         Chunk("hi", (7, 8)).text = "ho"
 
 
+def test_a_completion_names_the_call_for_chunks():
+    completion = Completion(1, "hi", (7, 8), None, FinishReason.STOP, None, Usage(3, 2, 0, 0.0, 0.0))
+    with pytest.raises(TypeError, match=r"^a completion cannot be iterated over by `for`: .*`session.generate\(...\)`"):
+        list(completion)
+
+
 def test_an_abort_is_counted_by_its_cause():
     ledger = Ledger()
     ledger.receive()

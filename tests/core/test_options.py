@@ -1,12 +1,18 @@
 """Configuration and sampling parameters as keywords."""
 
 import dataclasses
+import re
 from typing import get_type_hints
 
 import pytest
 
 from trioengine import EngineConfig, InvalidConfig, RequestRejected, SamplingParams, UnknownArgument
-from trioengine.core.options import EngineOptions, SamplingOptions, ask_of, merged_config, merged_params
+from trioengine.core.options import EngineOptions, SamplingOptions, merged_config, merged_params, sampling_checked
+
+
+@sampling_checked
+def generate(prompt, params=None, **options):
+    return merged_params(params, options)
 
 
 @pytest.mark.parametrize(("options", "dataclass"), [(SamplingOptions, SamplingParams), (EngineOptions, EngineConfig)])
@@ -35,18 +41,31 @@ def test_a_bad_value_is_rejected_as_in_the_params():
 )
 def test_an_unknown_sampling_parameter_names_the_nearest(name, nearest):
     with pytest.raises(TypeError, match=f"has no argument '{name}'; did you mean {nearest}"):
-        merged_params(None, {name: 1})
+        generate(None, **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("messages", "did you mean 'prompt'?"),
+        ("sampling_params", "did you mean 'params'?"),
+        ("stream", "session.generate(...) gives an answer in chunks"),
+    ],
+)
+def test_a_name_of_another_library_goes_before_a_missing_prompt(name, hint):
+    with pytest.raises(UnknownArgument, match=rf"^generate\(\) has no argument '{name}'; {re.escape(hint)}$"):
+        generate(**{name: 1})
 
 
 def test_an_unknown_field_that_is_like_no_other():
     with pytest.raises(TypeError, match=r"^generate\(\) has no argument 'xyzzy'$"):
-        merged_params(None, {"xyzzy": 1})
+        generate(None, xyzzy=1)
 
 
 def test_a_keyword_of_another_call_is_unknown():
-    """`session.generate` has `keep_partial`, and gives on what is left to the sampling parameters."""
+    """`session.generate` has `keep_partial`, `engine.generate` has not."""
     with pytest.raises(UnknownArgument, match=r"^generate\(\) has no argument 'keep_partial'$"):
-        merged_params(None, {"keep_partial": True})
+        generate(None, keep_partial=True)
     with pytest.raises(UnknownArgument, match=r"^open_engine\(\) has no argument 'ports'$"):
         merged_config("toy", {"ports": None})
 
@@ -74,10 +93,10 @@ def test_an_unknown_field_of_the_configuration_names_the_nearest():
 
 
 async def test_ask_is_generate_under_another_name():
-    async def generate(prompt: str, *, timeout: float | None = None, **options: object) -> tuple[object, ...]:
+    async def answer(prompt: str, *, timeout: float | None = None, **options: object) -> tuple[object, ...]:
         return prompt, timeout, options
 
-    ask = ask_of(generate)
+    ask = sampling_checked(answer, "ask")
     assert await ask("x", timeout=1, max_tokens=2) == ("x", 1, {"max_tokens": 2})
     for name in ("keep_partial", "options"):
         with pytest.raises(UnknownArgument, match=rf"^ask\(\) has no argument '{name}'"):

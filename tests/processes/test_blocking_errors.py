@@ -1,5 +1,7 @@
 """The errors of the blocking calls: short tracebacks, unless a bug is behind them."""
 
+import asyncio
+import re
 import signal
 import traceback
 from contextlib import asynccontextmanager
@@ -114,3 +116,33 @@ def test_a_bug_keeps_its_frames(engine):
     with pytest.raises(ZeroDivisionError) as caught:
         engine.loop.call_sync(crash)
     assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "crash"
+
+
+async def awaited(thing):
+    await thing
+
+
+async def entered_by_async_with(thing):
+    async with thing:
+        pass
+
+
+async def iterated_over_by_async_for(thing):
+    async for _ in thing:
+        pass
+
+
+@pytest.mark.parametrize("way", [awaited, entered_by_async_with, iterated_over_by_async_for])
+def test_the_forms_of_trio_are_answered_by_those_of_blocking_calls(engine, way):
+    with engine.open_session() as session:
+        generation = session.generate("x")
+        for thing, form in [
+            (engine, "use `with open_engine(...) as engine`"),
+            (session, "use `with engine.open_session() as session`"),
+            (generation, "use `for chunk in session.generate(...)`"),
+        ]:
+            with pytest.raises(TypeError, match=re.escape(form)):
+                asyncio.run(way(thing))
+        with pytest.raises(TypeError, match="given to `next`: use `for chunk in"):
+            next(generation)
+        assert "not asked: use `for chunk in session.generate(...)`" in repr(generation)

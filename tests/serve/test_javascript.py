@@ -19,6 +19,7 @@ PROGRAM = Path(__file__).with_name("javascript_client.mjs")
 ROOM = Path(__file__).with_name("javascript_room.mjs")
 LOSSES = Path(__file__).with_name("javascript_losses.mjs")
 STRANGE = Path(__file__).with_name("javascript_strange.mjs")
+MISUSE = Path(__file__).with_name("javascript_misuse.mjs")
 REFUSALS = Path(__file__).with_name("javascript_refusals.mjs")
 
 
@@ -107,6 +108,20 @@ async def test_an_answer_gets_the_deltas_of_its_own_response():
         "result": {"text": "minemore", "status": "completed", "usage": None, "droppedTurns": 0},
         "history": [user("hello"), assistant("minemore")],
     }
+
+
+def test_mistakes_in_the_arguments_are_named():
+    form = "url must be like ws://localhost:8000, got"
+    options = "apiKey, model, history, keepPartial, onState, onLoss, WebSocket"
+    assert in_node(MISUSE) == [
+        "Session has no option apikey; its options are " + options,
+        f"{form} 127.0.0.1:8000",
+        f"{form} localhost:8000",
+        f"{form} undefined",
+        "history must be an array of messages",
+        "generate has no option keep_partial; its options are keepPartial, media",
+        "conversation.item.create",  # and not that there is nothing to respond to
+    ]
 
 
 class KilledServer:
@@ -256,7 +271,7 @@ def check_results(results, expected, unused_address):
         "noKey": [
             "invalid_api_key",
             401,
-            f"{refused}this needs a key, in the header Authorization: Bearer KEY (HTTP status 401)",
+            f"{refused}this needs a key: the option apiKey (HTTP status 401)",
         ],
         "oddKey": ["invalid_api_key", None, "apiKey has characters that the handshake of a WebSocket cannot carry"],
         "broken": ["connection_lost", None, "cannot open a WebSocket: not here"],

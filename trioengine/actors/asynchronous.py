@@ -1,39 +1,66 @@
-"""Objects that only `async with` enters: another use raises an error that names the right form."""
+"""Objects that only `async with` enters, or only `await`: another use raises an error that names the right form."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Callable
+import inspect
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
+import trio
+
+from trioengine.core.restricted import Restricted
+
+_NO_TRIO = "this runs under trio (trio.run); in a notebook or under asyncio use trioengine.blocking"
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class AsyncOnly:
-    """Base class of objects that only `async with` enters. Type checkers see none of the methods for wrong uses."""
+class AsyncOnly(Restricted, refuses=("await", "with")):
+    """Base class of objects that only `async with` enters."""
 
     __slots__ = ()
-    _noun: str  # as in "a session"
-    _usage: str  # as in "use `async with …`"
 
-    if not TYPE_CHECKING:
 
-        def __await__(self):
-            """Raise TypeError: it is entered, not awaited."""
-            raise self._misused("awaited")
+class Call(Restricted, Coroutine[Any, Any, T], refuses=("async with", "async for")):
+    """The coroutine of a call that gives a whole answer."""
 
-        def __enter__(self):
-            """Raise TypeError: it is entered by `async with`."""
-            raise self._misused("entered by `with`")
+    _usage = "await the whole answer, or read chunks by `async with session.generate(...) as generation`"
 
-        def __exit__(self, exc_type, exc, traceback):
-            """Python looks for it before it calls `__enter__`."""
+    def __init__(self, function: str, inner: Coroutine[Any, Any, T]) -> None:
+        self._noun = f"{function}()"
+        self._inner = inner
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._inner.__await__()
+
+    def send(self, value: Any) -> Any:
+        return self._inner.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._inner.throw(*error)
+
+    def close(self) -> None:
+        self._inner.close()
 
     def _misused(self, how: str) -> TypeError:
-        return TypeError(f"{self._noun} cannot be {how}: {self._usage}")
+        self.close()  # or Python complains that it was not awaited
+        return super()._misused(how)
+
+
+def whole_answer(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """The coroutine function, which gives a Call."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:
+        return Call(function.__name__, function(*args, **kwargs))
+
+    if sys.version_info >= (3, 12):
+        inspect.markcoroutinefunction(call)
+    return call
 
 
 class Opening(AsyncOnly, AbstractAsyncContextManager[T], Generic[T]):
@@ -44,7 +71,15 @@ class Opening(AsyncOnly, AbstractAsyncContextManager[T], Generic[T]):
         self._usage = f"use `async with {function}(...) as {noun}`"
         self._inner = inner
 
+    def __repr__(self) -> str:
+        return f"<{self._noun} not entered: {self._usage}>"
+
     async def __aenter__(self) -> T:
+        """Raises RuntimeError outside of trio."""
+        if not trio.lowlevel.in_trio_task():
+            raise RuntimeError(
+                "this runs under trio (trio.run); in a notebook or under asyncio use trioengine.blocking"
+            )
         return await self._inner.__aenter__()
 
     async def __aexit__(

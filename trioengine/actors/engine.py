@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 import trio
 
-from trioengine.actors.asynchronous import opens
+from trioengine.actors.asynchronous import opens, whole_answer
 from trioengine.actors.deadline import deadline_after
 from trioengine.actors.engine_state import EngineState, as_lost
 from trioengine.actors.generation import Completion, Generation
@@ -24,9 +24,9 @@ from trioengine.actors.states import States
 from trioengine.core.arguments import check_callback, check_flag, check_request, check_seconds, names_checked
 from trioengine.core.bounds import brief, counted
 from trioengine.core.config import EngineConfig
-from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvalidConfig
+from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvalidConfig, ModelError
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
-from trioengine.core.options import EngineOptions, SamplingOptions, ask_of, merged_config, merged_params
+from trioengine.core.options import EngineOptions, SamplingOptions, merged_config, merged_params, sampling_checked
 from trioengine.core.outcome import Cause, check_cause
 from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
@@ -165,6 +165,8 @@ class Engine(EngineState):
         deadline = deadline_after(timeout)
         return Session(self, label=label, history=history, wait=wait, overflow=overflow, deadline=deadline)
 
+    @whole_answer
+    @sampling_checked
     async def generate(
         self,
         prompt: Prompt,
@@ -189,7 +191,7 @@ class Engine(EngineState):
         finally:
             session.end()
 
-    ask = ask_of(generate)
+    ask = whole_answer(sampling_checked(generate, "ask"))
 
     @names_checked
     def abort(self, request: int | str) -> int:
@@ -346,5 +348,6 @@ async def open_engine(
             engine.close()
     except BaseExceptionGroup as group:
         if engine.gate.failure is not None and group.split(EngineError)[1] is None:
-            raise engine.gate.failure from engine.gate.failure.__cause__
+            failure = engine.gate.failure
+            raise copy(failure) if isinstance(failure, ModelError) else failure from failure.__cause__
         raise

@@ -13,11 +13,12 @@ async def open_unwrapped_nursery() -> AsyncIterator[trio.Nursery]:
     """`trio.open_nursery`, but one exception (be it raised by several tasks) is not wrapped in the nursery's group.
 
     Cancellations beside it do not count: what failed is told, whether or not the scope was left anyway. A group that
-    the body itself raised stays a group, and the exception keeps its cause and its context. Raises RuntimeError outside
-    of trio.
+    the body itself raised stays a group, and the exception keeps its cause and its context.
     """
     if not trio.lowlevel.in_trio_task():
-        raise RuntimeError("trioengine runs under trio (trio.run): docs/asyncio.md says how asyncio reaches it")
+        raise RuntimeError(
+            "trioengine runs under trio (trio.run); in a notebook or under asyncio use trioengine.blocking"
+        )
     try:
         async with trio.open_nursery() as nursery:
             yield nursery

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from copy import copy
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import trio
 
@@ -37,7 +37,7 @@ class Owner(Protocol):
 S = TypeVar("S", bound=Owner)
 
 
-class Readable(AsyncOnly, abc.ABC, Generic[S]):
+class Readable(AsyncOnly, abc.ABC, Generic[S], refuses=("for",)):
     """Base class of the engine's Generation and of its client's, whose docstrings hold the promises.
 
     Reading it before it is entered raises RuntimeError, unless it has an outcome: it may be aborted before. While
@@ -107,12 +107,6 @@ class Readable(AsyncOnly, abc.ABC, Generic[S]):
         if not self._may_have_more:
             return "refused"
         return "in line" if self._request_id is None else self._progress
-
-    if not TYPE_CHECKING:  # for a type checker it cannot be iterated over
-
-        def __iter__(self):
-            """Raise TypeError: it is read by `async for`."""
-            raise self._misused("iterated over by `for`")
 
     # ---- what the two have of their own ---------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import trio
 
 from trioengine.actors.admission import Admission
+from trioengine.actors.asynchronous import whole_answer
 from trioengine.actors.deadline import NEVER, Deadline, deadline_after
 from trioengine.actors.generation import Generation
 from trioengine.actors.image_parts import put_images
@@ -25,7 +26,7 @@ from trioengine.core.completion import Completion
 from trioengine.core.errors import EngineClosed, EngineError, SessionBusy, SessionEnded
 from trioengine.core.lifecycle import Event, Phase
 from trioengine.core.messages import FinishReason
-from trioengine.core.options import SamplingOptions, merged_params
+from trioengine.core.options import SamplingOptions, merged_params, sampling_checked
 from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.overflow import Overflow, check_overflow
 from trioengine.core.sampling_params import SamplingParams
@@ -142,6 +143,7 @@ class Session(SessionState):
     async def __aexit__(self, *exc_info: object) -> None:
         self.end()
 
+    @sampling_checked
     def generate(
         self,
         prompt: Prompt,
@@ -171,6 +173,8 @@ class Session(SessionState):
             self, prompt, params, media=media, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label
         )
 
+    @whole_answer
+    @sampling_checked
     async def ask(
         self,
         prompt: Prompt,
@@ -184,7 +188,7 @@ class Session(SessionState):
         **options: Unpack[SamplingOptions],
     ) -> Completion:
         """One whole answer: `generate` and `result` in one. Cancelled, the request is aborted."""
-        params = merged_params(params, options, "ask")
+        params = merged_params(params, options)
         entering = self.generate(
             prompt, params, media=media, keep_partial=keep_partial, timeout=timeout, wait=wait, label=label
         )

@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from trioengine.blocking.loop import Loop
 from trioengine.core.errors import ConnectionLost, EngineError, ModelError
+from trioengine.core.restricted import Restricted
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -20,7 +21,7 @@ _HOLDS_ITS_CAUSE = (ConnectionLost, ModelError)  # the message has the reason: a
 logger = logging.getLogger("trioengine")
 
 
-class Handle:
+class Handle(Restricted, refuses=("await", "async with", "async for")):
     """Base class of the objects that stand for one in the loop, `inner`."""
 
     loop: Loop

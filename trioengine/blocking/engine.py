@@ -30,16 +30,23 @@ _Engine = trioengine.actors.engine.Engine
 _Session = trioengine.actors.session.Session
 
 
-class Generation(Handle):
+class Generation(Handle, refuses=("with", "next")):
     """One request, asked when it is iterated over: `for chunk in session.generate(...)`.
 
     Leaving the loop early, by `break` or an exception, aborts the request.
     """
 
+    _noun = "a generation"
+    _usage = "use `for chunk in session.generate(...)`, or `session.ask(...)` for the whole answer"
+
     def __init__(self, session: Session, inner: Any) -> None:
+        self._is_asked = False
         self._session = session  # which lives as long as this
         self.loop = session.loop
         self.inner = inner
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self._is_asked else f"<Generation not asked: {self._usage}>"
 
     def __iter__(self) -> Iterator[Chunk]:
         """Ask, and give the answer in chunks. Raises as the asynchronous Generation does."""
@@ -49,6 +56,7 @@ class Generation(Handle):
             raise shortened(error) from error.__cause__
 
     def _chunks(self) -> Iterator[Chunk]:
+        self._is_asked = True
         chunks: SimpleQueue[Chunk | None] = SimpleQueue()
         with self.loop.running(self._read, chunks.put) as task:
             task.future.add_done_callback(lambda _: chunks.put(None))
@@ -103,6 +111,9 @@ class _Closable(Handle, abc.ABC):
 class Session(_Closable):
     """A conversation: `engine.open_session()`."""
 
+    _noun = "a session"
+    _usage = "use `with engine.open_session() as session`"
+
     def __init__(self, host: _Host, inner: Any) -> None:
         self.loop = host.loop
         self.inner = inner
@@ -146,9 +157,15 @@ class _Host(_Closable):
 class Client(_Host):
     """A server elsewhere: `connect(url)`."""
 
+    _noun = "a client"
+    _usage = "use `with connect(...) as client`"
+
 
 class Engine(_Host):
     """An engine of this process: `open_engine(model)`."""
+
+    _noun = "an engine"
+    _usage = "use `with open_engine(...) as engine`"
 
     @property
     def state(self) -> Power:

@@ -13,6 +13,7 @@ from trioengine.cli.sessions import AnyGeneration, AnySession, local_session
 from trioengine.core.completion import Completion
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import RequestRejected
+from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
 
@@ -61,8 +62,12 @@ async def write_answer(generation: AnyGeneration) -> None:
             print(screen.end_line(), end="", flush=True)  # an error, or the shell's prompt, follows
         raise
     await write("\n" if screen is None else f"{screen.flush()}\n")
-    cause = generation.completion.cause
-    if cause is Cause.CLIENT:
+    completion = generation.completion
+    cause = completion.cause
+    if screen is not None and completion.finish_reason is FinishReason.LENGTH:
+        limit = generation.params.max_tokens
+        await write("(the context is full)\n" if limit is None else f"(--max-tokens {limit} reached)\n")
+    elif cause is Cause.CLIENT:
         await write("(stopped)\n")
     elif cause is not None:
         complain(f"the answer was cut off ({cause.value})")

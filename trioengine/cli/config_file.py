@@ -70,8 +70,7 @@ def _suggestion(key: str, kinds: Iterable[str]) -> str:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
+        return tomllib.loads(path.read_bytes().decode() + "\n")  # or a mistake in the last line has no number
     except OSError as exc:
         raise InvalidConfig(f"config file {path}: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:

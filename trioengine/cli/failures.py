@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
@@ -29,12 +30,20 @@ def exit_code(error: BaseException, stderr: Stderr) -> int:
         case InvalidConfig() | RequestRejected():
             return fail(str(error), 2)
         case BrokenPipeError():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its exit
+            _discard_output()
             return 1
+        case OSError(errno=errno.ENOSPC, filename=None):
+            _discard_output()
+            return fail(f"cannot write to standard output: {error.strerror}", 1)
         case EngineError() | OSError():
             return fail(str(error), 1)
         case _:
             return fail(f"internal error: {type(error).__name__}: {error}", 1, error)
+
+
+def _discard_output() -> None:
+    """What is left in the buffer goes nowhere, or the interpreter complains at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _leaf(error: BaseException) -> BaseException:

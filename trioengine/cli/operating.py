@@ -18,7 +18,6 @@ from trioengine.core.errors import ConnectionLost, EngineError, InvalidConfig, R
 from trioengine.core.printable import printable
 
 _KEY_REFUSALS = ("invalid_api_key", "admin_key_required")
-_HEADER = ", in the header Authorization: Bearer KEY"  # which the option makes
 
 
 def operate(
@@ -63,8 +62,8 @@ async def _ask(server: Address, method: str, target: str) -> Mapping[str, Any]:
 
 
 def _explained(error: EngineError) -> EngineError:
-    if isinstance(error, RequestRejected) and error.code in _KEY_REFUSALS:
-        return RequestRejected(error.code, f"{error.message.removesuffix(_HEADER)} (--admin-key)")
+    if isinstance(error, RequestRejected) and error.code in _KEY_REFUSALS and "--admin-key" not in error.message:
+        return RequestRejected(error.code, f"{error.message} (--admin-key)")
     return error
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import os
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from trioengine.cli import config_file
 from trioengine.cli.bench.config import HELP as LOAD_HELP
 from trioengine.cli.bench.config import BenchConfig
 from trioengine.cli.panels import panel_of
-from trioengine.cli.sources import in_the_users_words, unknown_variables, variable
+from trioengine.cli.sources import in_the_users_words, variable, warn_of_unknown_variables
 from trioengine.core.config import EngineConfig
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.serve_config import ServeConfig
@@ -165,10 +164,8 @@ def with_options(*groups: list[inspect.Parameter], check: Check | None = None) -
 
         @functools.wraps(command)
         def run(*, _context: typer.Context, **options: object) -> object:
-            root = _context.find_root()
-            root.obj.as_json = options.get("log_json") is True
-            for warning in unknown_variables(root.command, os.environ):
-                root.obj.warn(warning)
+            _context.find_root().obj.as_json = options.get("log_json") is True
+            warn_of_unknown_variables(_context)
             with in_the_users_words(_context):
                 if check is not None:
                     check(_context)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
+from trioengine.cli.sources import warn_of_unknown_variables
 from trioengine.core.bounds import brief
 from trioengine.core.suggestion import did_you_mean
 
@@ -75,7 +77,10 @@ class CommandGroup(TyperGroup):
             print(ctx.get_help())
             ctx.exit()
         if self.get_command(ctx, args[0]) is None:
-            ctx.fail(f"unknown command {brief(args[0])}{did_you_mean(args[0], self.commands)}")
+            flag = f"--{args[0]}"
+            is_flag = any(flag in parameter.opts for parameter in self.params)
+            near = f"; did you mean {flag!r}?" if is_flag else did_you_mean(args[0], self.commands)
+            ctx.fail(f"unknown command {brief(args[0])}{near}")
         return super().resolve_command(ctx, args)
 
 
@@ -87,10 +92,15 @@ class PanelCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.allow_extra_args = True
-        rest = super().parse_args(ctx, args)
+        try:
+            rest = super().parse_args(ctx, args)
+        except typer.TyperException as exc:
+            exc.ctx = ctx  # type: ignore[attr-defined]  # the parser leaves it out
+            warn_of_unknown_variables(ctx)
+            raise
         if rest:
             takes_prompt = any(parameter.name == "prompt" for parameter in self.params)
-            remedy = "; quote a prompt of several words" if takes_prompt else ""
+            remedy = "; quote a prompt of several words, and name a model by --model" if takes_prompt else ""
             ctx.fail(f"unexpected argument {brief(rest[0])}{remedy}")
         return rest
 

@@ -19,7 +19,7 @@ from trioengine.core.sampling_params import SamplingParams
 _HELP = """\
 /reset    forget the conversation
 /help     this
-/bye      end the chat, as /exit and Ctrl+D do, and Ctrl+C twice where a line is awaited
+/bye      end the chat, as /exit, /quit and Ctrl+D do, and Ctrl+C twice where a line is awaited
 A line that ends with \\ goes on in the next one; one that begins with a space is a message even if a / follows.
 Ctrl+C stops an answer; the part that has come stays in the conversation."""
 
@@ -41,6 +41,7 @@ class Repl:
             "/help": self._help,
             "/bye": self._end,
             "/exit": self._end,
+            "/quit": self._end,
         }
 
     async def run(self) -> None:

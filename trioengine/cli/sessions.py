@@ -20,7 +20,7 @@ from trioengine.client.client import connect
 from trioengine.client.generation import Generation as RemoteGeneration
 from trioengine.client.session import Session as RemoteSession
 from trioengine.core.config import EngineConfig
-from trioengine.core.errors import ConnectionLost, EngineClosed, InvalidConfig, RequestRejected
+from trioengine.core.errors import ConnectionLost, EngineClosed, InvalidConfig
 from trioengine.core.lifecycle import Power
 
 AnySession: TypeAlias = Session | RemoteSession
@@ -67,8 +67,7 @@ async def remote_session(
     """A session of a server that runs; `tell` gets the changes of its engine's state: it loads, restarts, sleeps,
     is updated or drains, or is awake again.
 
-    A URL that is none is the fault of the option `connect`: InvalidConfig. RequestRejected for a key
-    that is missing or wrong names the option, too.
+    A URL that is none is the fault of the option `connect`: InvalidConfig.
     """
     try:
         Address.parse(url, model)
@@ -76,18 +75,14 @@ async def remote_session(
         raise InvalidConfig(str(exc).replace("url", "connect", 1), fields=("connect",)) from exc
 
     def tell_state(state: str) -> None:
-        tell(f"the engine is {state}")
+        waits = "; a message waits until it is awake: trioengine wake" if state == "sleeping" else ""
+        tell(f"the engine is {state}{waits}")
 
-    try:
-        async with (
-            connect(url, api_key=api_key, model=model, on_state=tell_state) as client,
-            client.open_session(wait=True, history=history) as session,
-        ):
-            yield session
-    except RequestRejected as exc:
-        if exc.code != "invalid_api_key":
-            raise
-        raise RequestRejected(exc.code, f"{exc.message} (--api-key)") from exc
+    async with (
+        connect(url, api_key=api_key, model=model, on_state=tell_state) as client,
+        client.open_session(wait=True, history=history) as session,
+    ):
+        yield session
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,14 @@ def variable(name: str) -> str:
     return f"{PREFIX}{name.upper()}"
 
 
-def unknown_variables(command: Any, environment: Iterable[str]) -> Iterator[str]:
+def warn_of_unknown_variables(context: Any) -> None:
+    """Write a warning for each variable of ours that no command reads."""
+    root = context.find_root()
+    for warning in _unknown_variables(root.command, os.environ):
+        root.obj.warn(warning)
+
+
+def _unknown_variables(command: Any, environment: Iterable[str]) -> Iterator[str]:
     """Warnings of variables that no command reads, with the name that was probably meant."""
     known = {name.removeprefix(PREFIX) for name in (*_variables_of(command), *_OTHER_VARIABLES)}
     given = {name.removeprefix(PREFIX) for name in environment if name.startswith(PREFIX)}

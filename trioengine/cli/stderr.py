@@ -15,7 +15,7 @@ from trioengine.cli.config_file import is_true
 
 _FLAG, _VARIABLE = "--log-json", "TRIOENGINE_LOG_JSON"
 _CONFIG, _CONFIG_VARIABLE = "--config", "TRIOENGINE_CONFIG"
-_NO = ("0", "false", "f", "no", "n", "off")
+_YES = ("1", "true", "t", "yes", "y", "on")
 
 
 class Stderr:
@@ -49,7 +49,7 @@ def _is_asked_for(arguments: Sequence[str], environment: Mapping[str, str]) -> b
     if _FLAG in arguments:
         return True
     if value := environment.get(_VARIABLE):
-        return value.lower() not in _NO
+        return value.lower() in _YES
     path = _config_of(arguments) or environment.get(_CONFIG_VARIABLE)
     return bool(path) and is_true(Path(str(path)), "log_json")
 

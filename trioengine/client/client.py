@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 import trio
 
-from trioengine.actors.asynchronous import opens
+from trioengine.actors.asynchronous import opens, whole_answer
 from trioengine.actors.deadline import Deadline, deadline_after
 from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.waiting_line import waits_for
@@ -29,7 +29,7 @@ from trioengine.core.errors import (
     SessionEnded,
     TimedOut,
 )
-from trioengine.core.options import SamplingOptions, ask_of, merged_params
+from trioengine.core.options import SamplingOptions, merged_params, sampling_checked
 from trioengine.core.outcome import Cause
 from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
@@ -72,6 +72,8 @@ class Client:
         deadline = deadline_after(timeout)
         return Session(self, label=label, history=history, wait=wait, overflow=overflow, deadline=deadline)
 
+    @whole_answer
+    @sampling_checked
     async def generate(
         self,
         prompt: str | Sequence[Mapping[str, Any]],
@@ -102,7 +104,7 @@ class Client:
                 raise
             return generation.completion  # it was aborted while its session was opened
 
-    ask = ask_of(generate)
+    ask = whole_answer(sampling_checked(generate, "ask"))
 
     @names_checked
     def abort(self, request: int | str) -> int:

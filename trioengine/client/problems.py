@@ -25,6 +25,7 @@ from trioengine.core.errors import (
 from trioengine.core.outcome import Cause
 
 GOING_AWAY, TRY_AGAIN_LATER = 1001, 1013
+_HEADER = ", in the header Authorization: Bearer KEY"  # which a client makes of its `api_key`
 
 
 def error_of(problem: Mapping[str, Any]) -> EngineError:
@@ -50,7 +51,7 @@ def error_of(problem: Mapping[str, Any]) -> EngineError:
         is_full = problem.get("type") == "rate_limit_error" or code == "too_many_connections"
         return EngineOverloaded(message, code=code, retry_after=_retry_after(problem), is_full=is_full)
     if problem.get("type") == "invalid_request_error":
-        return RequestRejected(code, message, param=_param(problem.get("param")))
+        return RequestRejected(code, message.removesuffix(_HEADER), param=_param(problem.get("param")))
     return EngineError(message)
 
 
@@ -60,12 +61,15 @@ def abort_cause(problem: Mapping[str, Any]) -> Cause | None:
 
 
 def refusal_of(rejected: Rejected, authority: str) -> EngineError:
-    """The error of a handshake that was answered by an HTTP response."""
+    """The error of a handshake that was answered by an HTTP response; that of a key names `api_key`."""
     try:
         problem = json.loads(rejected.body)["error"]
-        return error_of({"type": "invalid_request_error" if rejected.status < 429 else None, **problem})
+        error = error_of({"type": "invalid_request_error" if rejected.status < 429 else None, **problem})
     except (ValueError, LookupError, TypeError):
         return _stranger(authority, f"HTTP status {rejected.status}")
+    if isinstance(error, RequestRejected) and error.code == "invalid_api_key":
+        return RequestRejected(error.code, f"{error.message} (api_key)", param="api_key")
+    return error
 
 
 def unanswered(closed: Closed, authority: str) -> EngineError:

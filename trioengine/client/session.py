@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import trio
 
-from trioengine.actors.asynchronous import AsyncOnly
+from trioengine.actors.asynchronous import AsyncOnly, whole_answer
 from trioengine.actors.deadline import NEVER, Deadline, deadline_after
 from trioengine.client.connection import Connection
 from trioengine.client.conversation import Conversation
@@ -24,7 +24,7 @@ from trioengine.core.arguments import check_history, check_label, check_wait
 from trioengine.core.completion import Completion
 from trioengine.core.errors import EngineError, SessionBusy, SessionEnded, TimedOut
 from trioengine.core.messages import FinishReason
-from trioengine.core.options import SamplingOptions, merged_params
+from trioengine.core.options import SamplingOptions, merged_params, sampling_checked
 from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.overflow import Overflow, check_overflow
 from trioengine.core.sampling_params import SamplingParams
@@ -125,6 +125,7 @@ class Session(AsyncOnly):
         if exc is None or (isinstance(exc, Exception) and not isinstance(exc, TimedOut)):
             await self.ended()
 
+    @sampling_checked
     def generate(
         self,
         prompt: str | Sequence[Mapping[str, Any]],
@@ -149,6 +150,8 @@ class Session(AsyncOnly):
             self, prompt, params, media=media, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label
         )
 
+    @whole_answer
+    @sampling_checked
     async def ask(
         self,
         prompt: str | Sequence[Mapping[str, Any]],
@@ -162,7 +165,7 @@ class Session(AsyncOnly):
         **options: Unpack[SamplingOptions],
     ) -> Completion:
         """One whole answer: `generate` and `result` in one. Cancelled, the request is aborted."""
-        params = merged_params(params, options, "ask")
+        params = merged_params(params, options)
         async with self.generate(
             prompt, params, media=media, keep_partial=keep_partial, timeout=timeout, wait=wait, label=label
         ) as generation:

@@ -16,6 +16,7 @@ from trioengine.core.bounds import brief, number
 from trioengine.core.errors import InvalidConfig, RequestRejected, UnknownArgument
 from trioengine.core.suggestion import did_you_mean
 
+_REMEDIES = {"stream": "session.generate(...) gives an answer in chunks"}  # for arguments of other libraries
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
@@ -91,7 +92,8 @@ def check_names(function: str, given: Iterable[str], known: Sequence[str], other
     for name in given:
         if name not in known:
             suggested = [other for other in (*known, *others) if other != name]
-            raise UnknownArgument(f"{function}() has no argument {name!r}{did_you_mean(name, suggested)}")
+            hint = f"; {_REMEDIES[name]}" if name in _REMEDIES else did_you_mean(name, suggested)
+            raise UnknownArgument(f"{function}() has no argument {name!r}{hint}")
 
 
 def fields_checked(cls: type[T]) -> type[T]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from trioengine.core.bounds import brief
 from trioengine.core.messages import FinishReason, Logprobs, Usage
 from trioengine.core.outcome import Cause
+from trioengine.core.restricted import Restricted
 
 
 class Chunk(NamedTuple):
@@ -22,13 +23,16 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(Restricted, refuses=("for", "async for")):
     """A whole answer. `token_ids` include the end token, `text` does not; `cause` is set for an abort.
 
     `resumed` says how often it went on with another worker after one was lost, `weight_versions` which weights it was
     computed with, in their order. Of a server that is reached over the network they are 0 and ().
     `dropped_turns` is how many of the oldest turns were left out of its prompt.
     """
+
+    _noun = "a completion"
+    _usage = "it is a whole answer; `session.generate(...)` gives one in chunks"
 
     request_id: int
     text: str

@@ -71,22 +71,17 @@ _REQUEST_KEYWORDS = ("keep_partial", "timeout", "wait", "label")  # of `generate
 _ENGINE_KEYWORDS = ("ports", "on_progress", "on_load")  # of `open_engine`, beside the configuration
 
 
-def merged_params(
-    params: SamplingParams | None, options: Mapping[str, Any], function: str = "generate"
-) -> SamplingParams:
-    """`params`, or the defaults, with these fields in place of its own.
-
-    Raises UnknownArgument for an unknown field of the function, and RequestRejected for a bad value.
-    """
+def merged_params(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
+    """`params`, or the defaults, with these fields in place of its own. Raises RequestRejected for a bad value."""
     if not (params is None or isinstance(params, SamplingParams)):
         raise rejected("params", f"must be SamplingParams, got {type(params).__name__}")
-    check_names(function, options, _names(SamplingParams), _REQUEST_KEYWORDS)
     return dataclasses.replace(SamplingParams() if params is None else params, **options)
 
 
-def ask_of(generate: Callable[P, R]) -> Callable[P, R]:
-    """`generate` under the name that a session has for a whole answer, `ask`."""
-    return checked_call(generate, "ask", [*parameters_of(generate), *_names(SamplingParams)], _REQUEST_KEYWORDS)
+def sampling_checked(function: Callable[P, R], name: str | None = None) -> Callable[P, R]:
+    """The function under this name, which raises UnknownArgument for a keyword that is no sampling parameter either."""
+    known = [*parameters_of(function), *_names(SamplingParams)]
+    return checked_call(function, name or function.__name__, known, _REQUEST_KEYWORDS)
 
 
 def merged_config(config: EngineConfig | str | None, options: Mapping[str, Any]) -> EngineConfig:

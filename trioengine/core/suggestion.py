@@ -14,10 +14,12 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {  # names of other interfaces, and ou
     "max_new_tokens": ("max_tokens", "max_output_tokens"),
     "max_output_tokens": ("max_tokens",),
     "max_tokens": ("max_output_tokens",),
+    "messages": ("prompt", "history"),
     "n_predict": ("max_tokens", "max_output_tokens"),
     "repeat_penalty": ("repetition_penalty",),
+    "sampling_params": ("params",),
     "stop_sequences": ("stop",),
-    "system": ("instructions", "messages"),
+    "system": ("instructions", "messages", "history"),
 }
 
 

@@ -233,7 +233,7 @@ class HttpConnection:
                 raise self._head_too_large() from exc
             if self._h11.trailing_data[1]:
                 raise Disconnected("it closed the connection in the middle of a request") from exc
-            raise _bad(status, "bad_request", fault_of(exc)) from exc
+            raise _bad(status, "bad_request", fault_of(exc, self.seen)) from exc
         return event
 
     def _head_too_large(self) -> BadRequest:

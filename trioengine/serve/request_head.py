@@ -15,6 +15,7 @@ _HOST = re.compile(_AUTHORITY)
 _ORIGIN = re.compile(rb"https?://(?=[^:])" + _AUTHORITY)
 _PLAIN_ORIGIN = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://(?=[^:])" + _AUTHORITY)
 _ABSOLUTE = re.compile(rb"https?://([^/?]*)(.*)", re.IGNORECASE)
+_TLS = b"\x16\x03"  # the first record of a handshake (RFC 8446, section 5.1)
 _FAULTS = {  # of h11's messages, those that quote nothing of the client's, and in our words
     "Found multiple Host: headers": "the request has more than one Host header",
     "Missing mandatory Host: header": "the request has no Host header",
@@ -27,8 +28,10 @@ class BadHead(Exception):
     """A head that is refused; its text is for the client."""
 
 
-def fault_of(error: Exception) -> str:
-    """Why h11 has refused a request, in words for the client."""
+def fault_of(error: Exception, data: bytes) -> str:
+    """Why h11 has refused a request, which begins with these bytes, in words for the client and the log."""
+    if data.startswith(_TLS):
+        return "the bytes are TLS, and this server speaks plain HTTP; TLS is for a proxy in front of it"
     return _FAULTS.get(str(error), "the bytes are not an HTTP/1.1 request")
 
 

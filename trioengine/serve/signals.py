@@ -18,7 +18,9 @@ async def obey_signals(server: Server, shutdown_timeout: float) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as received:
         async with trio.open_nursery() as nursery:
             name = signal.Signals(await anext(received)).name
-            logger.info("%s: finishing what is in flight, for at most %g s", name, shutdown_timeout)
+            logger.info(
+                "%s: finishing what is in flight, for at most %g s; a second one aborts it", name, shutdown_timeout
+            )
             nursery.start_soon(server.drain, shutdown_timeout)
             name = signal.Signals(await anext(received)).name
             logger.info("%s: aborting", name)
