@@ -77,9 +77,7 @@ class Opening(AsyncOnly, AbstractAsyncContextManager[T], Generic[T]):
     async def __aenter__(self) -> T:
         """Raises RuntimeError outside of trio."""
         if not trio.lowlevel.in_trio_task():
-            raise RuntimeError(
-                "this runs under trio (trio.run); in a notebook or under asyncio use trioengine.blocking"
-            )
+            raise RuntimeError(_NO_TRIO)
         return await self._inner.__aenter__()
 
     async def __aexit__(
