@@ -161,7 +161,7 @@ async def test_bytes_that_cannot_be_sealed_overload_the_engine(autojump_clock, f
 
 async def test_a_model_for_text_takes_no_images(autojump_clock):
     async with simulated_engine() as (engine, simulation):
-        with pytest.raises(RequestRejected, match="model 'toy' takes no images") as caught:
+        with pytest.raises(RequestRejected, match="model 'toy' takes no images; HuggingFaceTB/SmolVLM") as caught:
             await engine.generate("What?", EIGHT, media=[PICTURE])
         assert caught.value.code == "images_not_supported"
         assert not simulation.memfds

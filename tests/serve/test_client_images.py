@@ -105,7 +105,7 @@ async def test_a_model_for_text(autojump_clock, size):
     """A message that is too large for its server is not sent."""
     async with open_clients() as clients, connect("ws://localhost", dial=clients.dial) as remote:
         async with remote.open_session() as session:
-            with pytest.raises(RequestRejected, match=r"model.* takes no images") as caught:
+            with pytest.raises(RequestRejected, match=r"model.* takes no images; HuggingFaceTB/SmolVLM") as caught:
                 await session.ask("What?", FIVE, media=[png(padding=size)])
             assert caught.value.code == "images_not_supported"
             assert (await session.ask("What?", FIVE)).finish_reason == "length"

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from trioengine.client.media import Media, image_part, media_parts
 from trioengine.core.arguments import check_role
 from trioengine.core.errors import RequestRejected
+from trioengine.core.image import VISION_MODEL
 from trioengine.core.image_part import image_url
 from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
@@ -112,7 +113,8 @@ def response_fields(params: SamplingParams, overflow: Overflow) -> dict[str, Any
 def check_sizes(events: Iterable[str], *, takes_images: bool) -> None:
     """Raise RequestRejected for an image that is too large for a server whose model takes none."""
     if not takes_images and any(len(text) > MAX_EVENT for text in events):
-        raise RequestRejected("images_not_supported", "prompt: the server's model takes no images", param="prompt")
+        message = f"prompt: the server's model takes no images; {VISION_MODEL} does"
+        raise RequestRejected("images_not_supported", message, param="prompt")
 
 
 def rendered(name: str, event_id: str, fields: Mapping[str, Any], limit: int = MAX_EVENT) -> str:
