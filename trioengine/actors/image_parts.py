@@ -16,7 +16,7 @@ _PLAIN = (str, bytes, bytearray, memoryview)  # sequences, but not of messages o
 
 
 def take_images(
-    prompt: Any, media: Sequence[Media] = (), *, max_bytes: int, where: str = "messages"
+    prompt: Any, media: Sequence[Media] = (), *, max_bytes: int, where: str = "prompt"
 ) -> tuple[Any, list[ImageSource]]:
     """The prompt with a source in the place of each image that has no payload yet, and these sources.
 

@@ -42,7 +42,7 @@ def check_images(messages: Sequence[Message], image_refusal: str) -> None:
     for index, message in enumerate(messages if image_refusal else ()):
         content = message.get("content") if isinstance(message, Mapping) else None
         for place, part in enumerate(content if isinstance(content, Sequence) and not isinstance(content, str) else ()):
-            _check_image(part, f"messages[{index}].content[{place}]", image_refusal)
+            _check_image(part, f"prompt[{index}].content[{place}]", image_refusal)
 
 
 def copied(value: Any) -> Any:

@@ -133,7 +133,7 @@ class Conversation:
             raise RequestRejected(
                 "mixed_prompts", "prompt: the session holds raw token ids, and takes no messages", param="prompt"
             )
-        turns = Turns.of((*self._messages, *self._checked(prompt, "messages")))
+        turns = Turns.of((*self._messages, *self._checked(prompt, "prompt")))
         return self._without(turns, 0) if limit is None else self._fitted(turns, limit, ratio)
 
     def _fitted(self, turns: Turns, limit: int, ratio: float) -> Prepared:
@@ -179,7 +179,7 @@ class Conversation:
     def _name(self, part: ImagePart) -> str:
         """The place of an image's part; the conversation's own messages are the history."""
         index = part.message - len(self._messages)
-        message = f"messages[{index}]" if index >= 0 else f"history[{part.message}]"
+        message = f"prompt[{index}]" if index >= 0 else f"history[{part.message}]"
         return f"{message}.content[{part.part}]"
 
     def _checked(self, messages: Sequence[Message], name: str) -> tuple[Message, ...]:
