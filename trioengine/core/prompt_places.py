@@ -53,7 +53,7 @@ class PromptPlaces:
         try:
             yield
         except RequestRejected as exc:
-            raise self.rejection(exc) from exc.__cause__
+            raise self.rejection(exc).with_traceback(exc.__traceback__) from exc.__cause__
 
     def rejection(self, error: RequestRejected) -> RequestRejected:
         """The error with its places by these names."""
