@@ -22,6 +22,7 @@ BAD_PROMPTS = [
     ([1, 2], "invalid_value", "prompt[0]"),
     ([{"role": "tool", "content": "x"}], "invalid_value", "prompt[0].role"),
     ([{"role": "user", "content": 5}], "invalid_value", "prompt[0].content"),
+    ([{"role": "user"}], "invalid_value", "prompt[0].content"),
     ([{"role": "user", "content": [{"type": "image_url"}]}], "invalid_value", "prompt[0].content[0].image_url"),
     ("x" * 9999, "context_length_exceeded", "prompt"),
     ("x" * (1 << 20), "too_large", "prompt"),
@@ -69,6 +70,11 @@ async def test_of_several_refused_messages_the_first_is_named(autojump_clock, pr
             await session.ask(prompt, GREEDY)
         assert refused.value.code == code
         assert (await session.ask("hello", GREEDY)).text == reference(clients, [user("hello")])
+
+
+@pytest.mark.parametrize("content", ["", " \n"])
+async def test_a_message_may_be_empty(autojump_clock, remote, clients, content):
+    assert (await remote.generate([user(content)], GREEDY)).text == reference(clients, [user(content)])
 
 
 HALF = {"role": "user", "content": [{"type": "text", "text": "half "}, {"type": "text", "text": "\ud800"}]}

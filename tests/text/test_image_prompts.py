@@ -292,7 +292,7 @@ def test_parts_that_are_no_images():
         message = "prompt[0].content[0] must be a text part, or an image part with an Image"
         assert (caught.value.message, caught.value.code) == (message, "invalid_value")
     for content in [b"a", None, 5]:
-        with pytest.raises(RequestRejected, match="must be a string or a list of text parts"):
+        with pytest.raises(RequestRejected, match="must be a string or a list of parts, got"):
             Conversation(CHAT).prepare([{"role": "user", "content": content}])
     with pytest.raises(RequestRejected, match=r"prompt\[0\]\.content\[1\]\.text is no valid Unicode"):
         Conversation(CHAT).prepare([user(image(), "\ud800")])

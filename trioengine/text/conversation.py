@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
 
+from trioengine.core.arguments import kind_of
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image_part import Image
 from trioengine.core.messages import TokenIds, token_ids
@@ -290,7 +291,7 @@ def _check_type(prompt: object) -> None:
     if isinstance(prompt, BYTES) or not isinstance(prompt, Sequence):
         raise RequestRejected(
             "invalid_value",
-            f"prompt must be a string, messages or token ids, got {type(prompt).__name__}",
+            f"prompt must be a string, messages or token ids, got {kind_of(prompt)}",
             param="prompt",
         )
 
