@@ -2,11 +2,13 @@
 
 import pytest
 
+from trioengine.core.arguments import check_content, kind_of
 from trioengine.core.errors import RequestRejected
 from trioengine.core.prompt_places import PromptPlaces
 
 TEXT = {"role": "user", "content": "Hello!"}
 PARTS = {"role": "user", "content": [{"type": "text", "text": "Hello!"}]}
+PLACES = PromptPlaces.of("Hello!", [b""])
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,26 @@ def test_places(prompt, media, place, expected):
     assert places.name(place) == expected
     renamed = places.rejection(RequestRejected("invalid_value", f"{place}: it is bad", param=place))
     assert (renamed.code, renamed.message, renamed.param) == ("invalid_value", f"{expected}: it is bad", expected)
+
+
+def test_errors_within_have_these_names_and_keep_their_cause():
+    cause = OSError("no such file")
+    with pytest.raises(RequestRejected, match=r"media\[0\]: it cannot be read") as caught, PLACES.naming():
+        raise RequestRejected("invalid_value", "prompt[0].content[0]: it cannot be read") from cause
+    assert caught.value.__cause__ is cause
+    with PLACES.naming():
+        pass
+
+
+def test_a_message_needs_a_content():
+    check_content("prompt[0]", TEXT)
+    with pytest.raises(RequestRejected, match=r"prompt\[0\]\.content is missing: the message has \['role'\]"):
+        check_content("prompt[0]", {"role": "user"})
+
+
+@pytest.mark.parametrize(("prompt", "kind"), [(5, "int"), (TEXT, "dict; put a message into a list")])
+def test_the_kind_of_what_is_no_prompt(prompt, kind):
+    assert kind_of(prompt) == kind
 
 
 def test_what_the_message_quotes_is_left_alone():
