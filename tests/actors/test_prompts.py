@@ -2,9 +2,11 @@
 
 import pytest
 from expectations import GREEDY, everything_is_given_back
+from pictures import PICTURE
 
 from trioengine import RequestRejected
 from trioengine.testing import simulated_engine
+from trioengine.testing.simulation import IMAGE_LIMITS
 
 NOT_PROMPTS = [
     (None, "NoneType"),
@@ -14,7 +16,7 @@ NOT_PROMPTS = [
     (1.5, "float"),
     (b"hello", "bytes"),
     (bytearray(b"hello"), "bytearray"),
-    ({"role": "user", "content": "hello"}, "dict"),
+    ({"role": "user", "content": "hello"}, "dict; put a message into a list"),
     ({}, "dict"),
     ({1, 2}, "set"),
     (iter("ab"), "str"),
@@ -39,6 +41,39 @@ async def test_what_is_no_prompt(autojump_clock, simulated, prompt, kind):
     with pytest.raises(RequestRejected, match="prompt must be"):
         await engine.generate(prompt)
     assert (engine.statistics().failed, engine.statistics().finished) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "place"), [("\ud800", "prompt"), ([{"role": "user", "content": "\ud800"}], "prompt[0].content")]
+)
+async def test_a_fault_is_named_by_the_arguments_of_the_call(autojump_clock, simulated, prompt, place):
+    with pytest.raises(RequestRejected, match=r"^prompt.* is no valid Unicode") as caught:
+        await simulated[0].generate(prompt)
+    assert caught.value.param == place
+
+
+CONTENTS = [
+    ({"role": "user", "contnt": "hi"}, r"is missing: the message has \['role', 'contnt'\]"),
+    ({"role": "user", "content": 5}, "must be a string or a list of parts, got 5"),
+    ({"role": "user", "content": None}, "must be a string or a list of parts, got None"),
+]
+
+
+@pytest.mark.parametrize("media", [[], [PICTURE]], ids=["text", "image"])
+@pytest.mark.parametrize(("message", "why"), CONTENTS, ids=["missing", "a number", "None"])
+async def test_a_bad_content(autojump_clock, message, why, media):
+    async with simulated_engine(limits=IMAGE_LIMITS) as (engine, simulation):
+        with pytest.raises(RequestRejected, match=r"prompt\[0\]\.content " + why) as caught:
+            await engine.generate([message], media=media)
+        assert caught.value.param == "prompt[0].content"
+        await everything_is_given_back(engine, simulation)
+
+
+@pytest.mark.parametrize("content", ["", " \n", []])
+async def test_a_message_may_be_empty(autojump_clock, simulated, content):
+    """As with other servers; a prompt may not."""
+    engine, _ = simulated
+    assert (await engine.generate([{"role": "user", "content": content}], GREEDY)).usage.prompt_tokens
 
 
 @pytest.mark.parametrize("prompt", ["", [], ()])

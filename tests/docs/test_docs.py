@@ -76,7 +76,7 @@ async def test_the_examples_with_images_run(tmp_path):
             await functions.pop("embedded")(server.engine, path)
             await functions.pop("many_questions")(server.engine, path)
             history = await functions.pop("remote")(url, path)
-            await functions.pop("with_openai")(url + "/v1", path)
+            await functions.pop("with_openai")(url + "/v1", path, "toy")
             async with connect(url) as client, client.open_session(history=history) as session:
                 assert (await session.ask("So?", max_tokens=5)).usage.prompt_tokens > 100
     assert len(history) == 4 and functions == {}

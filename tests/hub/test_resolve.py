@@ -58,6 +58,7 @@ def test_files_and_directories(tmp_path, monkeypatch):
         ("~no-such-user-here/missing", "home"),
         ("a" * 5000, "File name too long"),
         ("gpt5", r"unknown model 'gpt5': MODEL may be a known name \(smollm2-135m-instruct\), a \.gguf file"),
+        ("SmolVLM-256M-Instruct", r"hub id \(org/name, as HuggingFaceTB/SmolVLM-256M-Instruct\)"),
         ("a/b/c", "unknown model"),
         ("", "the model's name is empty"),
         ("\0", "unknown model"),

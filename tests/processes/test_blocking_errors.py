@@ -17,8 +17,10 @@ from trioengine import (
     EngineError,
     ModelError,
     RequestRejected,
+    TransitionFailed,
     blocking,
 )
+from trioengine.testing.simulation import IMAGE_LIMITS
 
 
 def iterated(session):
@@ -72,9 +74,23 @@ def refused_connection():
     blocking.connect("http://127.0.0.1:1").generate("x")  # nothing listens there
 
 
-@pytest.mark.parametrize("call", [refused_connection, lambda: blocking.Engine(an_engine_that_cannot_start)])
+def missing_file():
+    with blocking.Engine(partial(simulated, limits=IMAGE_LIMITS)) as engine:
+        engine.open_session().ask("What?", media=["/nowhere/cat.png"])
+
+
+def other_weights():
+    with blocking.Engine(simulated) as engine:
+        engine.update_weights("/other")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [refused_connection, lambda: blocking.Engine(an_engine_that_cannot_start), missing_file, other_weights],
+    ids=["a connection", "a model", "an image", "other weights"],
+)
 def test_the_reason_in_a_message_is_not_shown_again_as_its_cause(call):
-    with pytest.raises((ConnectionLost, ModelError)) as caught:
+    with pytest.raises((ConnectionLost, ModelError, RequestRejected, TransitionFailed)) as caught:
         blocking.border.shortens(call)()
     shown = "".join(traceback.format_exception(caught.value))
     assert shown.count("Traceback (most recent call last)") == 1

@@ -114,7 +114,7 @@ async def test_a_damaged_image_fails_alone(in_time, tmp_path, data, why):
         async with session.generate(QUESTION, GREEDY, media=pictures("one")) as generation:
             with pytest.raises(RequestRejected, match=why) as caught:
                 await engine.generate(QUESTION, GREEDY, media=[damaged])
-            assert str(caught.value).startswith("messages[0].content[0]: ")
+            assert str(caught.value).startswith("media[0]: ")
             assert list((await generation.result()).token_ids) == REFERENCE["split"]["one"]["output"]
         assert await engine.generate(QUESTION, GREEDY, media=[path])
         await engine.check_invariants()

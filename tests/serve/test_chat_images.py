@@ -9,6 +9,7 @@ from pictures import OTHER, PICTURE, content, data_url, image_part, large_pieces
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig, SamplingParams
+from trioengine.core.image import VISION_MODEL
 from trioengine.testing.simulation import IMAGE_LIMITS
 
 FIVE = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -101,7 +102,7 @@ async def test_a_model_for_text_names_itself(autojump_clock):
     async with open_clients(EngineConfig(model="/models/secret"), served_model_name="shown") as clients:
         answer = await clients.chat(content(PICTURE), model="shown")
         assert (answer.status, answer.error["code"]) == (400, "images_not_supported")
-        assert answer.error["message"] == "messages[0].content[0]: model 'shown' takes no images"
+        assert answer.error["message"] == f"messages[0].content[0]: model 'shown' takes no images; {VISION_MODEL} does"
         assert answer.error["param"] == "messages[0].content[0]"
 
 

@@ -14,7 +14,7 @@ REFUSED = [
     ({"messages": ["hello"]}, 400, "invalid_type", "messages[0]"),
     ({"messages": [{"role": "tool", "content": "x"}]}, 400, "invalid_value", "messages[0].role"),
     ({"messages": [{"role": ["user"], "content": "x"}]}, 400, "invalid_type", "messages[0].role"),
-    ({"messages": [{"role": "user"}]}, 400, "invalid_type", "messages[0].content"),
+    ({"messages": [{"role": "user"}]}, 400, "missing_parameter", "messages[0].content"),
     ({"messages": [{"role": "user", "content": []}]}, 400, "invalid_value", "messages[0].content"),
     ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, 400, "unsupported_parameter", "messages[0].name"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid_value", "messages[0].content"),

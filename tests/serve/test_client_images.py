@@ -4,7 +4,7 @@ import pytest
 import trio
 from clients import clients_of_a_loading_server, open_clients
 from pictures import OTHER, PICTURE, content, data_url, png
-from test_chat_images import ROOM
+from test_chat_images import ROOM, UNREADABLE
 
 from trioengine import EngineConfig, RequestRejected, SamplingParams, connect
 from trioengine.testing.simulation import IMAGE_LIMITS
@@ -75,7 +75,7 @@ async def test_what_was_dropped_is_sent_again_with_the_history(autojump_clock):
             await remote.generate("What?", FIVE, media=[OTHER])
             with pytest.raises(RequestRejected, match="the image is not kept any more") as caught:
                 await session.ask("And?", FIVE)
-            assert caught.value.code == "image_dropped"
+            assert (caught.value.code, caught.value.param) == ("image_dropped", "history[0].content[0]")
             session.replace_history(session.history)
             assert (await session.ask("And?", FIVE)).finish_reason == "length"
 
@@ -106,10 +106,22 @@ async def test_a_model_for_text(autojump_clock, size):
     """A message that is too large for its server is not sent."""
     async with open_clients() as clients, connect("ws://localhost", dial=clients.dial) as remote:
         async with remote.open_session() as session:
-            with pytest.raises(RequestRejected, match=r"model.* takes no images") as caught:
+            with pytest.raises(RequestRejected, match=r"model.* takes no images; HuggingFaceTB/SmolVLM") as caught:
                 await session.ask("What?", FIVE, media=[png(padding=size)])
             assert caught.value.code == "images_not_supported"
+            assert caught.value.param == ("prompt" if size else "media[0]")
             assert (await session.ask("What?", FIVE)).finish_reason == "length"
+
+
+async def test_an_image_that_cannot_be_decoded_is_named_by_the_arguments_of_the_call(remote):
+    async with remote.open_session() as session:
+        await session.ask("What?", FIVE, media=[PICTURE])
+        with pytest.raises(RequestRejected, match=r"media\[1\]: the toy model cannot read it") as caught:
+            await session.ask("And?", FIVE, media=[PICTURE, UNREADABLE])
+        assert (caught.value.code, caught.value.param) == ("invalid_image", "media[1]")
+        with pytest.raises(RequestRejected, match=r"prompt\[0\]\.content\[1\]: the toy model cannot read it"):
+            parts = [{"type": "text", "text": "And?"}, {"type": "image", "image": UNREADABLE}]
+            await session.ask([{"role": "user", "content": parts}], FIVE)
 
 
 async def test_urls_are_not_fetched(remote):

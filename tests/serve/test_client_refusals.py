@@ -22,6 +22,7 @@ BAD_PROMPTS = [
     ([1, 2], "invalid_value", "prompt[0]"),
     ([{"role": "tool", "content": "x"}], "invalid_value", "prompt[0].role"),
     ([{"role": "user", "content": 5}], "invalid_value", "prompt[0].content"),
+    ([{"role": "user"}], "invalid_value", "prompt[0].content"),
     ([{"role": "user", "content": [{"type": "image_url"}]}], "invalid_value", "prompt[0].content[0].image_url"),
     ("x" * 9999, "context_length_exceeded", "prompt"),
     ("x" * (1 << 20), "too_large", "prompt"),
@@ -71,6 +72,27 @@ async def test_of_several_refused_messages_the_first_is_named(autojump_clock, pr
         assert (await session.ask("hello", GREEDY)).text == reference(clients, [user("hello")])
 
 
+@pytest.mark.parametrize("content", ["", " \n"])
+async def test_a_message_may_be_empty(autojump_clock, remote, clients, content):
+    assert (await remote.generate([user(content)], GREEDY)).text == reference(clients, [user(content)])
+
+
+HALF = {"role": "user", "content": [{"type": "text", "text": "half "}, {"type": "text", "text": "\ud800"}]}
+PLACES = [
+    ("half \ud800", "prompt"),
+    ([user("hello"), user("half \ud800")], "prompt[1].content"),
+    ([HALF], "prompt[0].content"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "place"), PLACES, ids=["text", "message", "parts"])
+async def test_the_place_of_a_fault_is_named_by_the_arguments_of_the_call(autojump_clock, remote, prompt, place):
+    with pytest.raises(RequestRejected) as refused:
+        await remote.generate(prompt, GREEDY)
+    assert refused.value.message == f"{place} has half of a surrogate pair"
+    assert refused.value.param == place
+
+
 @pytest.mark.parametrize("prompt", [None, 5, b"x", {}], ids=repr)
 async def test_what_is_no_prompt_is_refused_at_entering(autojump_clock, remote, prompt):
     async with remote.open_session() as session:
@@ -88,7 +110,8 @@ async def test_a_history_that_the_server_refuses(autojump_clock, remote, clients
     with pytest.raises(RequestRejected) as refused:
         async with remote.open_session(history=BAD_HISTORY):
             pass
-    assert (refused.value.code, refused.value.param) == ("invalid_value", "history[1]")
+    assert (refused.value.code, refused.value.param) == ("invalid_value", "history[1].content")
+    assert refused.value.message == "history[1].content has half of a surrogate pair"
     with pytest.raises(RequestRejected, match=r"history\[1\]"):
         async with clients.engine.open_session(history=BAD_HISTORY):
             pass

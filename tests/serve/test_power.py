@@ -234,12 +234,12 @@ REFUSED = [
     ("/sleep?mode=wait&timeout=soon", "timeout", "timeout must be a number from 0 to 1000000000, got 'soon'"),
     ("/sleep?mode=wait&timeout=nan", "timeout", "timeout must be a number from 0 to 1000000000, got nan"),
     ("/sleep?mode=wait&timeout=-1", "timeout", "timeout must be a number from 0 to 1000000000, got -1.0"),
-    ("/sleep?tags=weights", "tags", "unknown parameter 'tags'"),
+    ("/sleep?tags=weights", "tags", "unknown parameter 'tags'; the parameters are level, mode, timeout"),
     ("/wake_up?tags=lora", "tags", "tags must be some of kv_cache, weights, got 'lora'"),
     ("/wake_up?tags=weights,", "tags", "tags must be some of kv_cache, weights, got ''"),
     ("/wakeup?tags=", "tags", "tags must be some of kv_cache, weights, got ''"),
     ("/wake_up?reload=maybe", "reload", "reload must be true or false, got 'maybe'"),
-    ("/wake_up?level=1", "level", "unknown parameter 'level'"),
+    ("/wake_up?level=1", "level", "unknown parameter 'level'; the parameters are reload, tags"),
 ]
 
 

@@ -13,7 +13,7 @@ FIELDS = [
     (CHAT, chat(temp=1), "temp", "temperature"),
     (CHAT, chat(system="x"), "system", "messages"),
     (CHAT, chat(input="x"), "input", "messages"),
-    (CHAT, chat(reasoning_effort="low"), "reasoning_effort", ""),
+    (CHAT, chat(thinking="low"), "thinking", ""),
     ("/tokenize", {"promt": "x"}, "promt", "prompt"),
     ("/detokenize", {"token": [1]}, "token", "tokens"),
     ("/update_weights", {"nam": "x"}, "nam", "name"),
@@ -51,11 +51,16 @@ async def test_a_field_with_a_value_that_is_not_supported(autojump_clock, client
     assert answer.error["message"] == message
 
 
+HELLO = {"role": "user", "content": "x"}
 VALUES = [
     ({"temperature": True}, "temperature must be a number from 0 to 100, got true"),
     ({"stop": {"a": None}}, 'stop must be a string or at most 16 strings, got {"a": null}'),
     ({"max_tokens": "x"}, 'max_tokens must be an integer from 1 to 2147483647, got "x"'),
     ({"stream": "yes"}, 'stream must be true or false, got "yes"'),
+    ({"reasoning_effort": "high"}, 'reasoning_effort must be "none", got "high"'),
+    ({"messages": [{**HELLO, "name": "me"}]}, 'messages[0].name is not supported, got "me"'),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content must be a string or a list of parts, got 5"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
     ({"messages": [{"content": "x"}]}, "messages[0].role must be one of system, developer, user, assistant, got null"),
 ]
 
@@ -64,6 +69,23 @@ VALUES = [
 async def test_a_refused_value_is_shown_as_json(autojump_clock, clients, fields, message):
     answer = await clients.request("POST", CHAT, chat(**fields))
     assert (answer.status, answer.error["message"]) == (400, message)
+
+
+async def test_parameters_of_no_effect_are_taken(autojump_clock, clients):
+    answer = await clients.request("POST", CHAT, chat(parallel_tool_calls=False, reasoning_effort="none"))
+    assert answer.status == 200
+
+
+LISTS = [
+    ("/tokenize", "text", "add_generation_prompt, add_special_tokens, messages, model, prompt, return_token_strs"),
+    ("/abort_request", "id", "abort_all, request_id"),
+]
+
+
+@pytest.mark.parametrize(("path", "field", "names"), LISTS)
+async def test_an_unknown_field_that_resembles_none_lists_them(autojump_clock, clients, path, field, names):
+    answer = await clients.request("POST", path, {field: "x"})
+    assert answer.error["message"] == f"unknown field '{field}'; the fields are {names}"
 
 
 async def test_an_event_without_a_type(autojump_clock, clients):
@@ -77,7 +99,7 @@ async def test_an_event_without_a_type(autojump_clock, clients):
 PARAMETERS = [
     ("/sleep?levle=1", "unknown parameter 'levle'; did you mean 'level'?"),
     ("/wake_up?tag=weights", "unknown parameter 'tag'; did you mean 'tags'?"),
-    ("/sleep?x=1", "unknown parameter 'x'"),
+    ("/sleep?x=1", "unknown parameter 'x'; the parameters are level, mode, timeout"),
 ]
 
 
@@ -93,7 +115,8 @@ async def test_no_route_ignores_a_parameter(autojump_clock, clients):
     for path, route in routes.items():
         for method in route.handlers.keys() - {"HEAD"}:
             answer = await clients.request(method, f"{path.replace('*', 'toy')}?xyzzy=", None)
-            assert (answer.status, answer.error["message"]) == (400, "unknown parameter 'xyzzy'"), path
+            listed = f"; the parameters are {', '.join(sorted(route.parameters))}" if route.parameters else ""
+            assert (answer.status, answer.error["message"]) == (400, f"unknown parameter 'xyzzy'{listed}"), path
             assert (answer.error["code"], answer.error["param"]) == ("unsupported_parameter", "xyzzy")
 
 

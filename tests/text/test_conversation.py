@@ -136,10 +136,10 @@ def test_prepare_changes_nothing_and_contents_are_checked():
     conversation = Conversation(CHAT, [user("a"), assistant("b")])
     before = conversation.history
     for bad, where in [
-        ([user("x"), {"role": "user"}], r"messages\[1\]\.content"),
-        ([{"role": "user", "content": [{"type": "image"}]}], r"messages\[0\]\.content\[0\]"),
-        ([{"content": "x"}], r"messages\[0\]\.role"),
-        ([user("x"), "y"], r"messages\[1\]"),
+        ([user("x"), {"role": "user"}], r"prompt\[1\]\.content"),
+        ([{"role": "user", "content": [{"type": "image"}]}], r"prompt\[0\]\.content\[0\]"),
+        ([{"content": "x"}], r"prompt\[0\]\.role"),
+        ([user("x"), "y"], r"prompt\[1\]"),
         (object(), "prompt"),
         ("", "empty"),
         ([], "empty"),
@@ -203,8 +203,8 @@ def test_names_and_arguments_never_become_special_either():
 
 def test_what_is_no_text_is_named():
     for prompt, where in [
-        ("a\ud800b", r"messages\[0\]\.content is no valid Unicode"),
-        ([{**user("x"), "name": ["\udfff"]}], r"messages\[0\]\.name\[0\] is no valid"),
+        ("a\ud800b", r"prompt\[0\]\.content is no valid Unicode"),
+        ([{**user("x"), "name": ["\udfff"]}], r"prompt\[0\]\.name\[0\] is no valid"),
         (b"bytes", "must be a string, messages or token ids, got bytes"),
     ]:
         with pytest.raises(RequestRejected, match=where):
@@ -217,8 +217,8 @@ NO_JSON = [
     (CYCLE, "is nested too deeply"),
     ([[CYCLE, CYCLE], CYCLE], "is nested too deeply"),
     (threading.Lock(), "is no JSON value, but lock"),
-    ({"a": open}, r"messages\[0\]\.x\.a is no JSON value"),
-    ([b"ab"], r"messages\[0\]\.x\[0\] is no JSON value, but bytes"),
+    ({"a": open}, r"prompt\[0\]\.x\.a is no JSON value"),
+    ([b"ab"], r"prompt\[0\]\.x\[0\] is no JSON value, but bytes"),
     ({1: 2}, "has a key that is no string: 1"),
     ({"\udfff": 2}, "no valid Unicode"),
 ]

@@ -18,6 +18,7 @@ from vision_chat import (
 )
 
 from trioengine.core.errors import ModelError, RequestRejected
+from trioengine.core.image import VISION_MODEL
 from trioengine.core.image_processing import ImageProcessing
 from trioengine.core.messages import token_ids
 from trioengine.text.conversation import Conversation, prompt_length
@@ -66,8 +67,8 @@ def test_places_are_named():
     prepared = conversation.prepare([user("d"), assistant("e"), user(second, "f", third)])
     assert [(placed.image, placed.name) for placed in prepared.images] == [
         (first, "history[0].content[2]"),
-        (second, "messages[2].content[0]"),
-        (third, "messages[2].content[2]"),
+        (second, "prompt[2].content[0]"),
+        (third, "prompt[2].content[2]"),
     ]
     assert prepared.images[0].spans[0] == TileSpan(len(TOKENIZER.encode("<|im_start|>User: ab")) + 2, 3)
     check_places(prepared)
@@ -109,7 +110,7 @@ def test_contents_of_any_sequence():
 
 def test_images_are_in_contents_alone():
     for message in [{**user("a"), "x": image()}, {**user("a"), "x": [image().part]}]:
-        with pytest.raises(RequestRejected, match=r"messages\[0\]\.x.* is no JSON value, but Image"):
+        with pytest.raises(RequestRejected, match=r"prompt\[0\]\.x.* is no JSON value, but Image"):
             Conversation(CHAT).prepare([message])
 
 
@@ -196,7 +197,7 @@ def test_images_of_the_same_size_are_not_mixed_up():
     whole = len(conversation.prepare([user(third)]).token_ids)
     prepared = conversation.prepare([user(third)], whole - 1)
     assert prepared.dropped_turns == 1
-    names = ["history[2].content[0]", "messages[0].content[0]"]
+    names = ["history[2].content[0]", "prompt[0].content[0]"]
     assert [(placed.image, placed.name) for placed in prepared.images] == [*zip([second, third], names, strict=True)]
     check_places(prepared)
     conversation.commit(prepared, token_ids([END]), "")
@@ -234,7 +235,7 @@ def test_images_are_work():
 
 STRINGS = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
 NO_IMAGES = {
-    "the model takes no images": chat_tokenizer(SMOLVLM, None),
+    f"the model takes no images; {VISION_MODEL} does": chat_tokenizer(SMOLVLM, None),
     "the chat template of the model takes no images": chat_tokenizer(STRINGS),
 }
 PART = {"type": "image_url", "image_url": {"url": "data:"}}
@@ -246,7 +247,7 @@ def test_models_without_images(refusal, chat, part):
     messages = [user("a"), assistant("b"), {"role": "user", "content": [text("c"), part]}]
     with pytest.raises(RequestRejected) as caught:
         Conversation(chat).prepare(messages)
-    where = "messages[2].content[1]"
+    where = "prompt[2].content[1]"
     assert (caught.value.code, caught.value.param) == ("images_not_supported", where)
     assert caught.value.message == f"{where}: {refusal}"
     assert chat.image_refusal == refusal
@@ -279,12 +280,12 @@ def test_parts_that_are_no_images():
     for part in [PART, {"type": "image"}, {"type": "image", "image": b"PNG"}, {"type": "audio"}, "a", None]:
         with pytest.raises(RequestRejected) as caught:
             Conversation(CHAT).prepare([{"role": "user", "content": [part]}])
-        message = "messages[0].content[0] must be a text part, or an image part with an Image"
+        message = "prompt[0].content[0] must be a text part, or an image part with an Image"
         assert (caught.value.message, caught.value.code) == (message, "invalid_value")
     for content in [b"a", None, 5]:
-        with pytest.raises(RequestRejected, match="must be a string or a list of text parts"):
+        with pytest.raises(RequestRejected, match="must be a string or a list of parts, got"):
             Conversation(CHAT).prepare([{"role": "user", "content": content}])
-    with pytest.raises(RequestRejected, match=r"messages\[0\]\.content\[1\]\.text is no valid Unicode"):
+    with pytest.raises(RequestRejected, match=r"prompt\[0\]\.content\[1\]\.text is no valid Unicode"):
         Conversation(CHAT).prepare([user(image(), "\ud800")])
 
 

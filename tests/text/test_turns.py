@@ -136,5 +136,5 @@ def test_token_ids_are_not_dropped():
 
 def test_a_bad_message_is_named_by_its_place():
     talk, _ = conversation(1)
-    with pytest.raises(RequestRejected, match=r"messages\[0\].role"):
+    with pytest.raises(RequestRejected, match=r"prompt\[0\].role"):
         talk.prepare([{"role": "king", "content": "x"}], 10)

@@ -22,9 +22,10 @@ from trioengine.core.lifecycle import Phase
 from trioengine.core.messages import AddMessage
 from trioengine.core.outcome import Cause
 from trioengine.core.overflow import prompt_limit
+from trioengine.core.prompt_places import PromptPlaces
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.text.answer import Answer
-from trioengine.text.conversation import Prepared, least_prompt, prompt_length
+from trioengine.text.conversation import Prepared, Prompt, least_prompt, prompt_length
 
 if TYPE_CHECKING:
     from trioengine.actors.engine_state import EngineState
@@ -89,27 +90,41 @@ class Admission:
         if self._is_over:
             return
         (prompt, generation.prompt), (media, generation.media) = (generation.prompt, None), (generation.media, ())
-        conversation = self._session.conversation
-        drops = self._session.overflow == "drop_oldest_turns"
-        limit = self._engine.limits.max_model_len
-        conversation.check_length(least_prompt(prompt) if drops else prompt, limit)
-        prompt, sources = self._engine.take_images(prompt, media)
-        del media
-        if sources:
-            prompt = put_images(prompt, await self._images.admit(sources))
-            conversation.check_length(least_prompt(prompt) if drops else prompt, limit)
-        most = prompt_limit(limit, generation.params.max_tokens) if drops else None
-        ratio = self._session.retention_ratio
-        if prompt_length(prompt) + conversation.size > self._engine.ports.thread_threshold:
-            prepared = await self._engine.ports.run_in_thread(conversation.prepare, prompt, most, ratio)
-        else:
-            await trio.lowlevel.checkpoint()
-            prepared = conversation.prepare(prompt, most, ratio)
-        self._check(prepared, generation.params)
-        self._images.pin(prepared.images)
-        generation.prepared = prepared
+        places = PromptPlaces.of(prompt, media)
+        with places.naming():
+            self._check_length(prompt)
+            prompt, sources = self._engine.take_images(prompt, media)
+            del media
+            if sources:
+                prompt = put_images(prompt, await self._images.admit(sources))
+                self._check_length(prompt)
+            prepared = await self._prepared(prompt)
+            self._check(prepared, generation.params)
+        images = [dataclasses.replace(image, name=places.name(image.name)) for image in prepared.images]
+        self._images.pin(images)
+        generation.prepared = dataclasses.replace(prepared, images=tuple(images))
         model = self._engine.model
         generation.answer = Answer(model.tokenizer, generation.params, model.eos_token_ids)
+
+    @property
+    def _drops_turns(self) -> bool:
+        return self._session.overflow == "drop_oldest_turns"
+
+    def _check_length(self, prompt: Prompt) -> None:
+        least = least_prompt(prompt) if self._drops_turns else prompt
+        self._session.conversation.check_length(least, self._engine.limits.max_model_len)
+
+    async def _prepared(self, prompt: Prompt) -> Prepared:
+        conversation, ports = self._session.conversation, self._engine.ports
+        limit = prompt_limit(self._engine.limits.max_model_len, self._generation.params.max_tokens)
+        prepare = partial(
+            conversation.prepare, prompt, limit if self._drops_turns else None, self._session.retention_ratio
+        )
+        if prompt_length(prompt) + conversation.size > ports.thread_threshold:
+            prepared: Prepared = await ports.run_in_thread(prepare)
+            return prepared
+        await trio.lowlevel.checkpoint()
+        return prepare()
 
     def _check(self, prepared: Prepared, params: SamplingParams) -> None:
         limit = self._engine.limits.max_model_len

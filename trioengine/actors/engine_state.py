@@ -130,7 +130,7 @@ class EngineState:
         return statistics_of(self.gate, self._supervisor, self.payloads, self._worker_counts, kv_blocks_total)
 
     def take_images(
-        self, prompt: Any, media: Sequence[Media] = (), *, where: str = "messages"
+        self, prompt: Any, media: Sequence[Media] = (), *, where: str = "prompt"
     ) -> tuple[Any, list[ImageSource]]:
         """A prompt without its images, and these, to be admitted.
 

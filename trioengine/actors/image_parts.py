@@ -16,7 +16,7 @@ _PLAIN = (str, bytes, bytearray, memoryview)  # sequences, but not of messages o
 
 
 def take_images(
-    prompt: Any, media: Sequence[Media] = (), *, max_bytes: int, where: str = "messages"
+    prompt: Any, media: Sequence[Media] = (), *, max_bytes: int, where: str = "prompt"
 ) -> tuple[Any, list[ImageSource]]:
     """The prompt with a source in the place of each image that has no payload yet, and these sources.
 
@@ -86,5 +86,8 @@ def _with_media(prompt: Any, images: list[dict[str, Any]]) -> list[Any]:
         raise RequestRejected("invalid_value", "media: images need a text or chat messages as prompt", param="media")
     *others, last = prompt
     content = last.get("content")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
-    return [*others, {**last, "content": [*images, *parts]}]
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if isinstance(content, _PLAIN) or not isinstance(content, Sequence):
+        return list(prompt)  # it will be refused for this content
+    return [*others, {**last, "content": [*images, *content]}]

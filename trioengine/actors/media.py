@@ -39,7 +39,7 @@ Media: TypeAlias = BytesLike | str | Path | PillowImage
 
 @dataclass(slots=True)
 class ImageSource:
-    """One image of a request. `where` names its part for error messages: media[0], messages[1].content[0]."""
+    """One image of a request. `where` names its part for error messages: media[0], prompt[1].content[0]."""
 
     where: str
     num_bytes: int  # of the payload, at most

@@ -148,7 +148,7 @@ class Readable(AsyncOnly, abc.ABC, Generic[S], refuses=("for",)):
     def completion(self) -> Completion:
         """The answer, once there is an outcome, partial if it was aborted; raises the error of a failed request."""
         if self.outcome is None:
-            raise RuntimeError("the generation has no outcome yet")
+            raise RuntimeError("the generation has no outcome yet: read it to its end, or `await generation.result()`")
         if self.outcome.error is not None:
             raise copy(self.outcome.error)
         return self._answer(self.outcome)

@@ -9,14 +9,14 @@ from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from trioengine.blocking.loop import Loop
-from trioengine.core.errors import ConnectionLost, EngineError, ModelError
+from trioengine.core.errors import ConnectionLost, EngineError, ModelError, RequestRejected, TransitionFailed
 from trioengine.core.restricted import Restricted
 
 P = ParamSpec("P")
 T = TypeVar("T")
 H = TypeVar("H", bound="Handle")
 SHORTENED = (EngineError, KeyboardInterrupt)  # any other exception is a bug, and needs its frames
-_HOLDS_ITS_CAUSE = (ConnectionLost, ModelError)  # the message has the reason: a network or a file, no bug
+_HOLDS_ITS_CAUSE = (ConnectionLost, ModelError, RequestRejected, TransitionFailed)  # a network or a file, no bug
 
 logger = logging.getLogger("trioengine")
 

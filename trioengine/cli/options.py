@@ -63,7 +63,7 @@ _HELP = {
     "admin_key": "A key for the operators' routes, and for all others; may be given several times.",
     "allowed_origin": "A site whose pages may ask, as https://example.com; may be given several times.",
     "weights_dir": "Where the checkpoints lie that an operator may name to /update_weights.",
-    "insecure": "Serve all clients of all machines without a key.",
+    "insecure": "Serve other machines without a key, all of them.",
     "shutdown_timeout": "Seconds that requests have after the first SIGTERM or SIGINT.",
     "max_connections": "Connections at a time; an idle one makes room for more, or they are answered with 503.",
     "max_sessions_per_key": "WebSockets and requests of a key at a time; more are answered with 429.",

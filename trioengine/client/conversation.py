@@ -9,6 +9,7 @@ from copy import copy
 from trioengine.actors.changes import Changes
 from trioengine.client.media import has_images
 from trioengine.client.posts import Posts
+from trioengine.client.problems import placed
 from trioengine.client.prompt import MAX_EVENT, MAX_IMAGE_EVENT, Message, item_of, rendered
 from trioengine.core.errors import EngineError, RequestRejected
 
@@ -21,7 +22,7 @@ class Conversation:
         self._item_ids: list[str] = []  # of these
         self._posts = posts
         self._ids = itertools.count(1)
-        self._unconfirmed: dict[str, str] = {}  # events of the history that was given, and their places in it
+        self._unconfirmed: set[str] = set()  # events of the history that was given
         self._refusal: EngineError | None = None  # the server's, of one of these
         self._changes = Changes()  # of these two
 
@@ -69,7 +70,7 @@ class Conversation:
         """These messages, whose events were prepared, are all of it."""
         self.delete(self._item_ids)
         self.messages, self._item_ids = list(messages), list(events)
-        self._unconfirmed = {f"create_{id}": f"history[{index}]" for index, id in enumerate(events)}
+        self._unconfirmed = {f"create_{id}" for id in events}
         self._refusal = None
         self.create(events)
         self._changes.notify()
@@ -77,10 +78,25 @@ class Conversation:
     def answered(self, event_id: object, error: EngineError | None = None) -> None:
         """The server has done what this event asks for, or refuses it."""
         self._posts.answered(event_id)
-        place = self._unconfirmed.pop(event_id, None) if isinstance(event_id, str) else None
-        if place is not None:
-            self._refusal = self._refusal or _placed(error, place)
+        if isinstance(event_id, str) and event_id in self._unconfirmed:
+            self._unconfirmed.remove(event_id)
+            self._refusal = self._refusal or (error and self._of_history(error, event_id.removeprefix("create_")))
             self._changes.notify()
+
+    def _of_history(self, error: EngineError, item_id: str) -> EngineError:
+        """An error about this item, with the place in the history."""
+        renamed = self.named(error, item_id)
+        if renamed is not error or not isinstance(error, RequestRejected):
+            return renamed
+        place = f"history[{self._item_ids.index(item_id)}]"
+        return RequestRejected(error.code, f"{place}: {error.message}", param=place)
+
+    def named(self, error: EngineError, item_id: str) -> EngineError:
+        """The server's error about this item; if it is one of the conversation's, with the place in the history."""
+        if item_id not in self._item_ids:
+            return error
+        index = self._item_ids.index(item_id)
+        return placed(error, f"history[{index}]", self.messages[index])
 
     async def confirmed(self) -> None:
         """Wait until the server has the history that it was given. Raises why it refuses it, until it is replaced."""
@@ -88,10 +104,3 @@ class Conversation:
             await self._changes.wait()
         if self._refusal is not None:
             raise copy(self._refusal)
-
-
-def _placed(error: EngineError | None, place: str) -> EngineError | None:
-    """The error with the place of the message that it is about."""
-    if isinstance(error, RequestRejected):
-        return RequestRejected(error.code, f"{place}: {error.message}", param=place)
-    return error

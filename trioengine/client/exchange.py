@@ -16,9 +16,9 @@ from trioengine.client.conversation import Conversation
 from trioengine.client.generation import Generation, Stage
 from trioengine.client.outcomes import length_of, outcome_of, usage_of
 from trioengine.client.posts import Posts
-from trioengine.client.problems import error_of
+from trioengine.client.problems import error_of, placed
 from trioengine.client.prompt import Message, rendered
-from trioengine.core.errors import EngineError
+from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause, Outcome
 
@@ -120,14 +120,22 @@ class Exchange:
         if generation is None or event_id is None:
             return
         if event_id == generation.ask_id:
-            generation.problem = error_of(problem)
+            generation.problem = self._named(generation, error_of(problem), problem.get("param"))
             if generation.stage is Stage.ASKED:  # it is not even begun
                 self._refused(generation, generation.spoiled or generation.problem)
         elif generation.outcome is not None or generation.spoiled is not None:
             return  # it is over, or another message was refused before
         elif event_id in {f"create_{id}" for id in generation.item_ids}:
-            generation.spoiled = error_of(problem)
+            generation.spoiled = self._named(generation, error_of(problem), event_id.removeprefix("create_"))
             self._cancel(generation)
+
+    def _named(self, generation: Generation, error: EngineError, item_id: object) -> EngineError:
+        """An error about this item, with the place by the call's arguments, or in the history."""
+        if item_id not in generation.item_ids:
+            return self._conversation.named(error, item_id) if isinstance(item_id, str) else error
+        index = generation.item_ids.index(item_id)
+        named = placed(error, f"prompt[{index}]", generation.messages[index])
+        return generation.places.rejection(named) if isinstance(named, RequestRejected) else named
 
     def _done(self, generation: Generation, response: dict[str, Any]) -> None:
         if generation.spoiled is not None:

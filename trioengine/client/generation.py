@@ -14,6 +14,7 @@ from trioengine.core.completion import Chunk, Completion
 from trioengine.core.errors import EngineError, TimedOut
 from trioengine.core.messages import Usage
 from trioengine.core.outcome import Cause, Outcome
+from trioengine.core.prompt_places import PromptPlaces
 from trioengine.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Generation(Readable["Session"]):
         self.stage = Stage.NONE
         self.messages: list[Message] = []
         self.item_ids: list[str] = []  # of these
+        self.places = PromptPlaces.of(prompt, media)
         self.answer_id: str | None = None  # the item of the answer
         self.ask_id = ""  # the event that asked for the response
         self.problem: EngineError | None = None  # what an error event said of it

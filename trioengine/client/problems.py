@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from trioengine.core.errors import (
 )
 from trioengine.core.outcome import Cause
 
+_IN_ITEM = re.compile(r"item(?:\.| '[^']*': )content\[(\d+)\](?:\.\w+)*")  # at the beginning of an error's message
 GOING_AWAY, TRY_AGAIN_LATER = 1001, 1013
 _HEADER = ", in the header Authorization: Bearer KEY"  # which a client makes of its `api_key`
 
@@ -100,6 +102,14 @@ def _retry_after(problem: Mapping[str, Any]) -> float:
         return number(problem.get("retry_after"), 0, MAX_SECONDS, above=True)
     except ValueError:  # it is no time to wait
         return 1.0
+
+
+def placed(error: EngineError, name: str, message: Mapping[str, Any]) -> EngineError:
+    """A server's error about the item of a message, with the place in the message, which has this name."""
+    if not isinstance(error, RequestRejected) or (found := _IN_ITEM.match(error.message)) is None:
+        return error
+    place = f"{name}.content" + ("" if isinstance(message["content"], str) else f"[{found[1]}]")
+    return RequestRejected(error.code, place + error.message[found.end() :], param=place)
 
 
 def _param(param: object) -> str | None:

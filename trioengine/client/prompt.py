@@ -8,8 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from trioengine.client.media import Media, image_part, media_parts
-from trioengine.core.arguments import check_role
+from trioengine.core.arguments import check_content, check_role, kind_of
+from trioengine.core.bounds import brief
 from trioengine.core.errors import RequestRejected
+from trioengine.core.image import VISION_MODEL
 from trioengine.core.image_part import image_url
 from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
@@ -31,7 +33,7 @@ def chat_messages(prompt: object, name: str, media: Sequence[Media] = ()) -> lis
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}] if prompt else []
     if isinstance(prompt, (bytes, bytearray, memoryview)) or not isinstance(prompt, Sequence):
-        raise _invalid(name, f"must be a string or messages, got {type(prompt).__name__}")
+        raise _invalid(name, f"must be a string or messages, got {kind_of(prompt)}")
     if not prompt and name == "prompt":
         raise RequestRejected("empty_prompt", "prompt is empty", param=name)
     messages = [_message(entry, f"{name}[{index}]") for index, entry in enumerate(prompt)]
@@ -48,14 +50,15 @@ def _message(entry: object, name: str) -> Message:
     for key in entry:
         if key not in ("role", "content"):
             raise _invalid(f"{name}.{key!s:.40}", "cannot be sent: a message has role and content")
-    return {"role": entry["role"], "content": _content(entry.get("content"), f"{name}.content")}
+    check_content(name, entry)
+    return {"role": entry["role"], "content": _content(entry["content"], f"{name}.content")}
 
 
 def _content(content: object, name: str) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, (bytes, bytearray, memoryview)):
-        raise _invalid(name, "must be a string or a list of parts")
+        raise _invalid(name, f"must be a string or a list of parts, got {brief(content)}")
     parts = [_part(part, f"{name}[{index}]") for index, part in enumerate(content)]
     if any(part["type"] != "text" for part in parts):
         return parts
@@ -112,7 +115,8 @@ def response_fields(params: SamplingParams, overflow: Overflow) -> dict[str, Any
 def check_sizes(events: Iterable[str], *, takes_images: bool) -> None:
     """Raise RequestRejected for an image that is too large for a server whose model takes none."""
     if not takes_images and any(len(text) > MAX_EVENT for text in events):
-        raise RequestRejected("images_not_supported", "prompt: the server's model takes no images", param="prompt")
+        message = f"prompt: the server's model takes no images; {VISION_MODEL} does"
+        raise RequestRejected("images_not_supported", message, param="prompt")
 
 
 def rendered(name: str, event_id: str, fields: Mapping[str, Any], limit: int = MAX_EVENT) -> str:

@@ -63,6 +63,17 @@ def check_role(name: str, message: Mapping[str, Any], roles: Iterable[str]) -> N
         raise rejected(f"{name}.role", f"must be one of {', '.join(known)}, got {brief(message['role'])}")
 
 
+def kind_of(prompt: object) -> str:
+    """The type of what is no prompt, and a remedy where it is a single message."""
+    return type(prompt).__name__ + ("; put a message into a list" if isinstance(prompt, Mapping) else "")
+
+
+def check_content(name: str, message: Mapping[str, Any]) -> None:
+    """Raise RequestRejected unless the message of this name has a content."""
+    if "content" not in message:
+        raise rejected(f"{name}.content", f"is missing: the message has {brief(list(message))}")
+
+
 def check_seconds(timeout: object) -> float:
     """Return the timeout. Raises RequestRejected unless it is a number from 0, infinity among them."""
     try:

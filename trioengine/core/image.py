@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 BytesLike: TypeAlias = bytes | bytearray | memoryview
+VISION_MODEL = "HuggingFaceTB/SmolVLM-256M-Instruct"  # one that takes images, for the errors of those that take none
 
 
 class ImageFormat(enum.StrEnum):

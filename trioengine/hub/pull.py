@@ -26,6 +26,7 @@ from pathlib import Path
 
 from trioengine.core.child_environment import child_environment
 from trioengine.core.errors import ModelError
+from trioengine.core.image import VISION_MODEL
 from trioengine.hub.fetch_failure import hub_failure, pip_failure
 from trioengine.hub.home import expanded, shown, trioengine_home
 from trioengine.hub.known_models import KNOWN_MODELS, KnownModel
@@ -76,7 +77,7 @@ def located(model: str) -> Path | None:
     names = ", ".join(sorted(KNOWN_MODELS))
     raise ModelError(
         f"unknown model {shown(model)}: MODEL may be a known name ({names}), a .gguf file, a directory with "
-        "config.json and safetensors, or a Hugging Face hub id (org/name)"
+        f"config.json and safetensors, or a Hugging Face hub id (org/name, as {VISION_MODEL})"
     )
 
 

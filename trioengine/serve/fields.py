@@ -12,6 +12,7 @@ from trioengine.serve.problem import ClientError
 
 _SHOWN = 120  # characters of a name
 _SHOWN_VALUE = 80
+_LISTED = 8  # names, at most
 _MAX_METADATA = 16
 
 
@@ -95,7 +96,10 @@ def _rule(allowed: tuple[Any, ...]) -> str:
 
 
 def unknown(kind: str, name: str, names: Collection[str], prefix: str = "") -> ClientError:
-    """The error of a field or parameter, with the nearest of the known `names`; the prefix is the way to it."""
+    """The error of a field or parameter, with the nearest of the known `names`, or all; the prefix is the way to it."""
     param = (prefix + name)[:_SHOWN]
-    message = f"unknown {kind} {param!r}{did_you_mean(name, names, prefix)}"
+    hint = did_you_mean(name, names, prefix)
+    if not hint and 0 < len(names) <= _LISTED:
+        hint = f"; the {kind}s are {', '.join(sorted(names))}"
+    message = f"unknown {kind} {param!r}{hint}"
     return ClientError("unsupported_parameter", message, param=param)

@@ -166,7 +166,7 @@ async def serve(
         with _listening_on(host, port):
             await trio.socket.getaddrinfo(host, port)  # a name that is none has another error
         problem = f"{host} is reachable from other machines, and there is no key"
-        raise InvalidConfig.of("host", f"{problem}: give an --api-key, or --insecure to serve them, whoever they are")
+        raise InvalidConfig.of("host", f"{problem}: give an --api-key, or --insecure to serve all of them")
     warn_of_short_keys(serve_config)
     engine = Engine(config, ports=ports, on_progress=on_progress, on_load=on_load)
     server = Server(engine, serve_config)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
-from trioengine.core.arguments import check_role
+from trioengine.core.arguments import check_content, check_role
+from trioengine.core.bounds import brief
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image_part import is_image_part
 from trioengine.text.content_format import text_part
@@ -50,9 +51,10 @@ def _message(message: Message, name: str, image_refusal: str) -> Message:
     if not isinstance(message, Mapping):
         raise RequestRejected("invalid_value", f"{name} must be a message, got {type(message).__name__}", param=name)
     check_role(name, message, ROLES)
+    check_content(name, message)
     fields: dict[str, Any] = {**message, "content": None}
     _check(fields, name)
-    return {**copied(fields), "content": _content(message.get("content"), f"{name}.content", image_refusal)}
+    return {**copied(fields), "content": _content(message["content"], f"{name}.content", image_refusal)}
 
 
 def _check(value: object, name: str, depth: int = 0) -> None:
@@ -90,7 +92,8 @@ def _content(content: object, name: str, image_refusal: str) -> str | list[dict[
         _check_unicode(content, name)
         return content
     if isinstance(content, BYTES) or not isinstance(content, Sequence):
-        raise RequestRejected("invalid_value", f"{name} must be a string or a list of text parts", param=name)
+        problem = f"must be a string or a list of parts, got {brief(content)}"
+        raise RequestRejected("invalid_value", f"{name} {problem}", param=name)
     parts = [_part(part, f"{name}[{index}]", image_refusal) for index, part in enumerate(content)]
     return parts if any(map(is_image_part, parts)) else "".join([part["text"] for part in parts])
 

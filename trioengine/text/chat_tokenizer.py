@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trioengine.core.errors import ModelError, RequestRejected
+from trioengine.core.image import VISION_MODEL
 from trioengine.core.image_part import is_image_part
 from trioengine.core.image_processing import ImageProcessing
 from trioengine.core.messages import TokenIds
@@ -130,7 +131,7 @@ class ChatTokenizer:
 
 def _image_refusal(template: ChatTemplate | None, images: ImageProcessing | None, model: str) -> str:
     if images is None:
-        return f"{model} takes no images"
+        return f"{model} takes no images; {VISION_MODEL} does"
     if template is not None and not prints_images(template, images.image_token):
         return f"the chat template of {model} takes no images"
     return ""

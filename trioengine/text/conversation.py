@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
 
+from trioengine.core.arguments import kind_of
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image_part import Image
 from trioengine.core.messages import TokenIds, token_ids
@@ -128,7 +129,7 @@ class Conversation:
             raise RequestRejected(
                 "mixed_prompts", "prompt: the session holds raw token ids, and takes no messages", param="prompt"
             )
-        turns = Turns.of((*self._messages, *self._checked(prompt, "messages")))
+        turns = Turns.of((*self._messages, *self._checked(prompt, "prompt")))
         return self._without(turns, 0) if limit is None else self._fitted(turns, limit, ratio)
 
     def _fitted(self, turns: Turns, limit: int, ratio: float) -> Prepared:
@@ -174,7 +175,7 @@ class Conversation:
     def _name(self, part: ImagePart) -> str:
         """The place of an image's part; the conversation's own messages are the history."""
         index = part.message - len(self._messages)
-        message = f"messages[{index}]" if index >= 0 else f"history[{part.message}]"
+        message = f"prompt[{index}]" if index >= 0 else f"history[{part.message}]"
         return f"{message}.content[{part.part}]"
 
     def _checked(self, messages: Sequence[Message], name: str) -> tuple[Message, ...]:
@@ -285,7 +286,7 @@ def _check_type(prompt: object) -> None:
     if isinstance(prompt, BYTES) or not isinstance(prompt, Sequence):
         raise RequestRejected(
             "invalid_value",
-            f"prompt must be a string, messages or token ids, got {type(prompt).__name__}",
+            f"prompt must be a string, messages or token ids, got {kind_of(prompt)}",
             param="prompt",
         )
 

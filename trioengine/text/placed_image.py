@@ -23,7 +23,7 @@ class TileSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """An image of a prompt; `name` is the place of its part for error messages: messages[0].content[1]."""
+    """An image of a prompt; `name` is the place of its part for error messages: prompt[0].content[1]."""
 
     image: Image
     name: str

@@ -33,7 +33,7 @@ class Protocol(enum.Enum):
 
 
 HELP = {  # of the flags
-    "base_url": "The server; a /v1 at its end is as good as none.",
+    "base_url": "The server, with or without /v1 at the end.",
     "backend": "openai: HTTP and server-sent events; realtime: WebSocket.",
     "endpoint": f"The path; {CHAT}, {COMPLETIONS} or, for realtime, {REALTIME}.",
     "model": "What the server calls its model; without it, the first that it lists.",

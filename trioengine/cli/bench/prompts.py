@@ -26,7 +26,7 @@ _WORD = re.compile(r" [a-z]+")
 class Length(enum.Enum):
     """How long the prompts are."""
 
-    TOKENS = "tokens of the default model"
+    TOKENS = "the default model's tokens"
     WORDS = "words: the default model's tokenizer is not there (trioengine pull)"
 
 

@@ -118,10 +118,7 @@ class _Answer:
                             self._held.give_all_back()
                         yield generation
         except RequestRejected as exc:
-            if exc.param != "prompt":
-                raise
-            message = exc.message.replace("prompt", "messages", 1)
-            raise RequestRejected(exc.code, message, param="messages") from None
+            raise _of_messages(exc) from None
 
     @property
     def _ids(self) -> Iterator[str]:
@@ -152,6 +149,14 @@ class _Reader:
         if delta:
             self._body.send_now(delta)
         return True
+
+
+def _of_messages(error: RequestRejected) -> RequestRejected:
+    """The error of a prompt by the client's name for it."""
+    if not error.message.startswith("prompt"):
+        return error
+    param = None if error.param is None else error.param.replace("prompt", "messages", 1)
+    return RequestRejected(error.code, error.message.replace("prompt", "messages", 1), param=param)
 
 
 def _finished(generation: Generation) -> Completion:

@@ -25,6 +25,8 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {  # what these may say: nothing else is
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "reasoning_effort": ("none",),
     "service_tier": ("auto", "default"),
     "store": (False,),
 }

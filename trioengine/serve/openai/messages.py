@@ -12,7 +12,11 @@ from trioengine.serve.fields import as_served, check_fixed, known_fields, shown,
 from trioengine.serve.problem import ClientError
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # and the templates'
-_FIXED: Mapping[str, tuple[Any, ...]] = {"tool_calls": ([],), "annotations": ([],)}  # in answers that come back
+_FIXED: Mapping[str, tuple[Any, ...]] = {  # in answers that come back, but for names
+    "tool_calls": ([],),
+    "annotations": ([],),
+    "name": (),
+}
 IMAGE = "image_url"  # the type of an image's part, and the field that has its URL
 _FIELDS = frozenset({"role", "content", *_FIXED})
 
@@ -57,9 +61,11 @@ def _message(value: object, where: str, refusal: str) -> dict[str, Any]:
 def _content(value: object, where: str, refusal: str) -> str | list[Mapping[str, Any]]:
     if isinstance(value, str):
         return text_of(value, where)
+    if value is None:
+        raise ClientError("missing_parameter", f"{where} is missing", param=where)
     if not isinstance(value, Sequence) or not value:
         code = "invalid_value" if isinstance(value, list) else "invalid_type"
-        raise ClientError(code, f"{where} must be a string or a list of parts", param=where)
+        raise ClientError(code, f"{where} must be a string or a list of parts, got {shown(value)}", param=where)
     parts = [_part(part, f"{where}[{index}]", refusal) for index, part in enumerate(value)]
     if any(part["type"] == IMAGE for part in parts):
         return parts

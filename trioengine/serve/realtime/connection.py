@@ -323,5 +323,8 @@ class RealtimeConnection:
         active = self._responder.active if response_id is None else self._active
         response = next((response for response in active if response_id in (None, response.id)), None)
         if response is None:
-            raise ClientError("response_cancel_not_active", "there is no such active response", param="response_id")
+            problem = (
+                "the conversation has no active response" if response_id is None else "no active response has this id"
+            )
+            raise ClientError("response_cancel_not_active", problem, param="response_id")
         return response

@@ -90,8 +90,8 @@ class Item:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing in it to answer."""
-        return not (self.text or self.has_images)
+        """Whether it is an answer without text, which is not part of prompts."""
+        return self.role is Role.ASSISTANT and not self.text
 
     @property
     def size(self) -> int:
@@ -172,7 +172,9 @@ def parse_item(fields: object, where: str = "item") -> Item:
     check_fixed(item, _FIXED, where)
     content, param = item.get("content"), f"{where}.content"
     if not isinstance(content, list) or not 1 <= len(content) <= MAX_PARTS:
-        raise ClientError("invalid_value", f"{param} must be a list of 1 to {MAX_PARTS} parts", param=param)
+        problem = f"{len(content)} parts" if isinstance(content, list) else shown(content)
+        message = f"{param} must be a list of 1 to {MAX_PARTS} parts, got {problem}"
+        raise ClientError("invalid_value", message, param=param)
     parts = [_part(part, _PART_TYPES[role], f"{param}[{index}]") for index, part in enumerate(content)]
     id, param = item.get("id"), f"{where}.id"
     if id is None:

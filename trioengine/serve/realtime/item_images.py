@@ -14,7 +14,7 @@ from trioengine.serve.realtime.client_events import ClientEvent, ItemCreate, Res
 from trioengine.serve.realtime.item import Item, ItemReference
 
 TIMEOUT = 10.0  # seconds that an event waits for room; those behind it wait, too
-_PLACE = re.compile(r"(history|messages)\[(\d+)\]\.")  # at the beginning of an error's message
+_PLACE = re.compile(r"(history|prompt)\[(\d+)\]\.")  # at the beginning of an error's message
 
 
 async def keep_images(engine: Engine, event: ClientEvent, model: str) -> AbstractContextManager[object]:
@@ -59,7 +59,7 @@ def naming_item(error: RequestRejected, item_ids: Sequence[str | None], num_hist
     place = _PLACE.match(error.message)
     if place is None:
         return error
-    index = int(place[2]) + (num_history if place[1] == "messages" else 0)
+    index = int(place[2]) + (num_history if place[1] == "prompt" else 0)
     item_id = item_ids[index] if index < len(item_ids) else None
     if item_id is None:
         return error

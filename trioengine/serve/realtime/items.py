@@ -23,7 +23,7 @@ from trioengine.text.turns import Turns
 
 
 def chat_messages(items: Iterable[Item], instructions: str) -> tuple[list[dict[str, Any]], list[str | None]]:
-    """Items as chat messages, after the instructions, and the items' ids; an empty item is left out."""
+    """Items as chat messages, after the instructions, and the items' ids; an empty answer is left out."""
     shown = [item for item in items if not item.is_empty]
     messages = [item.message for item in shown]
     ids: list[str | None] = [item.id for item in shown]
