@@ -16,7 +16,8 @@ from websockets.sync.server import serve
 from trioengine.cli.answering import write_answer
 from trioengine.cli.app import run
 from trioengine.cli.json_line import json_line
-from trioengine.core.completion import Chunk
+from trioengine.core.completion import Chunk, Completion
+from trioengine.core.messages import FinishReason, Usage
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\x08\u202e\u2067\rred\n"
 HARMLESS = r"\x1b]0;title\x07\x1b[2J\x9b31m\x08\u202e\u2067red"
@@ -106,7 +107,7 @@ def test_an_error_of_a_hostile_server(capsys):
 class Said:
     """A generation with one chunk."""
 
-    completion = type("Completion", (), {"cause": None})
+    completion = Completion(1, EVIL, (), None, FinishReason.STOP, None, Usage(1, 1, 0))
 
     async def __aenter__(self):
         return self
