@@ -5,24 +5,11 @@ from functools import partial
 
 import pytest
 import trio
+from misuses import awaited, entered, entered_by_async_with, iterated, iterated_over_by_async_for
 from sides import SIDES
 
 from trioengine import Engine, EngineConfig, InvalidConfig, connect, open_engine
 from trioengine.actors.ports import Ports
-
-
-async def awaited(thing):
-    await thing
-
-
-async def entered(thing):
-    with thing:
-        pass
-
-
-async def iterated(thing):
-    for _ in thing:
-        pass
 
 
 @pytest.mark.parametrize("way", [awaited, entered])
@@ -60,16 +47,6 @@ async def test_a_generation_is_read_by_async_for(autojump_clock, side, way):
     async with SIDES[side]() as api, api.open_session() as session:
         with pytest.raises(TypeError, match=f"a generation cannot be {way.__name__}.*: {form}"):
             await way(session.generate("x"))
-
-
-async def entered_by_async_with(thing):
-    async with thing:
-        pass
-
-
-async def iterated_over_by_async_for(thing):
-    async for _ in thing:
-        pass
 
 
 @pytest.mark.parametrize("side", SIDES)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from blocking_engines import simulated
+from misuses import awaited, entered_by_async_with, iterated_over_by_async_for
 
 from trioengine import (
     ConnectionLost,
@@ -132,20 +133,6 @@ def test_a_bug_keeps_its_frames(engine):
     with pytest.raises(ZeroDivisionError) as caught:
         engine.loop.call_sync(crash)
     assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "crash"
-
-
-async def awaited(thing):
-    await thing
-
-
-async def entered_by_async_with(thing):
-    async with thing:
-        pass
-
-
-async def iterated_over_by_async_for(thing):
-    async for _ in thing:
-        pass
 
 
 @pytest.mark.parametrize("way", [awaited, entered_by_async_with, iterated_over_by_async_for])

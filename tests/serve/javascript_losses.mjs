@@ -1,17 +1,10 @@
 // Run by test_javascript.py in node, beside servers that it kills and starts: a conversation that outlives its connection.
 
-import { createInterface } from "node:readline";
 import { connect } from "../../docs/trioengine.mjs";
+import { order } from "./javascript_orders.mjs";
 
 const GREEDY = { temperature: 0, max_output_tokens: 40 };
 const LONG = { temperature: 0, max_output_tokens: 400, ignore_eos: true };
-const lines = createInterface({ input: process.stdin })[Symbol.asyncIterator]();
-
-/** Ask the test to do this, and wait until it is done. */
-async function order(command) {
-  console.log(JSON.stringify({ order: command }));
-  await lines.next();
-}
 
 async function thrown(promise) {
   try {

@@ -1,18 +1,11 @@
 // Run by test_javascript.py in node, beside a server whose room for bytes it takes and gives back.
 
-import { createInterface } from "node:readline";
 import { connect } from "../../docs/trioengine.mjs";
+import { order } from "./javascript_orders.mjs";
 
 const GREEDY = { temperature: 0, max_output_tokens: 40 };
 const LONG = "y".repeat(2000);
 const BIAS = Object.fromEntries(Array.from({ length: 200 }, (_, index) => [`${index + 20}`, 0.5]));
-const lines = createInterface({ input: process.stdin })[Symbol.asyncIterator]();
-
-/** Ask the test to do this, and wait until it is done. */
-async function order(command) {
-  console.log(JSON.stringify({ order: command }));
-  await lines.next();
-}
 
 async function thrown(promise) {
   try {
