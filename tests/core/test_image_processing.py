@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trioengine.core.image_processing import MAX_EDGE, ImageGrid, ImageProcessing
@@ -38,6 +38,7 @@ EDGES = st.integers(1, 100_000)
 
 
 @given(EDGES, EDGES, st.integers(1, 600), st.integers(1, 6000), st.booleans())
+@example(1, 249, 1, 249, True)
 def test_any_image(width, height, tile, edge, splits):
     """Tiles fill the resized image, an image token stands for each token of a tile, and the tiles are bounded."""
     images = processing(tile, edge, splits)

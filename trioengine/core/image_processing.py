@@ -100,14 +100,14 @@ def _bounded(width: int, height: int) -> Size:
 
 
 def _whole_tiles(width: int, height: int, tile: int) -> Size:
-    """Both edges are multiples of `tile`, the longer one the next, and the other one follows it."""
+    """Both edges are multiples of `tile`, at least one: the longer edge the next, and the other one follows it."""
     ratio = width / height
     if width >= height:
         wide = _next_multiple(width, tile)
         return wide, _next_multiple(int(wide / ratio), tile)
     high = _next_multiple(height, tile)
-    return _next_multiple(int(high * ratio), tile), high
+    return _next_multiple(int(high * ratio), tile), high  # int() may give 0: 249 * (1 / 249) is less than 1
 
 
 def _next_multiple(value: int, of: int) -> int:
-    return math.ceil(value / of) * of
+    return max(math.ceil(value / of), 1) * of
