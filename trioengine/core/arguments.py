@@ -148,4 +148,5 @@ def checked_call(
 
     checked: Any = functools.wraps(function)(call_async if inspect.iscoroutinefunction(function) else call)
     checked.__name__ = name
+    checked.__qualname__ = function.__qualname__.removesuffix(function.__name__) + name  # that of its coroutines, too
     return cast("Callable[P, R]", checked)
