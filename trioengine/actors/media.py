@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from trioengine.actors.ports import SealedBytes
@@ -141,22 +142,31 @@ def _file_source(path: Path, where: str) -> ImageSource:
                 while chunk := file.read(CHUNK_SIZE):
                     yield chunk
         except OSError as exc:
-            raise _unreadable(path, where, exc) from exc
+            raise unreadable(path, where, exc) from exc
 
     def open_() -> tuple[ImageInfo, Iterator[BytesLike]]:
         try:
             with path.open("rb") as file:
                 return read_header(file.read(CHUNK_SIZE), where=where), chunks()
         except OSError as exc:
-            raise _unreadable(path, where, exc) from exc
+            raise unreadable(path, where, exc) from exc
 
+    return ImageSource(where, file_size(path, where), open_)
+
+
+def file_size(path: Path, where: str) -> int:
+    """Bytes. Raises RequestRejected if it is not a regular file: to open a pipe blocks until it has a writer."""
     try:
-        return ImageSource(where, path.stat().st_size, open_)
+        status = path.stat()
+        if not S_ISREG(status.st_mode):
+            raise ValueError("Not a regular file")
     except (OSError, ValueError) as exc:
-        raise _unreadable(path, where, exc) from exc
+        raise unreadable(path, where, exc) from exc
+    return status.st_size
 
 
-def _unreadable(path: Path, where: str, error: Exception) -> RequestRejected:
+def unreadable(path: Path, where: str, error: Exception) -> RequestRejected:
+    """The refusal of a file, with the reason."""
     reason = getattr(error, "strerror", None) or str(error)
     return RequestRejected.at(where, "invalid_value", f"cannot read {brief(str(path))}: {reason}")
 
