@@ -323,7 +323,7 @@ async def test_a_session_that_ends_while_its_history_is_copied(autojump_clock):
                 await session.__aenter__()
 
         nursery.start_soon(enter)
-        while not engine.sealing.value == 0:
+        while engine.sealing.value != 0:
             await trio.lowlevel.checkpoint()
         await trio.lowlevel.checkpoint()
         session.end()
