@@ -24,6 +24,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineOverloaded, FinishReason, RequestRejected, SessionEnded, TimedOut
 from trioengine.actors.media import source_of
+from trioengine.actors.payload import PayloadBudget
 from trioengine.client.media import image_part
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
@@ -232,6 +233,18 @@ async def test_what_is_larger_than_the_budget_is_refused_at_once(autojump_clock)
         with pytest.raises(RequestRejected, match="the engine takes at most") as caught:
             await engine.generate("What?", EIGHT, media=[PICTURE, OTHER], wait=True)
         assert caught.value.code == "too_large"
+
+
+@pytest.mark.parametrize(
+    ("payload_memory", "max_payloads", "reason"),
+    [(SIZE, 2, f"requests hold {SIZE} of {SIZE} bytes"), (2 * SIZE, 1, "requests hold 1 of 1 images")],
+)
+def test_the_error_names_the_bound_that_is_reached(payload_memory, max_payloads, reason):
+    budget = PayloadBudget(payload_memory, max_payloads)
+    reservation = budget.reserve_now(SIZE, 1)
+    with pytest.raises(EngineOverloaded, match=f"have to wait: {reason}$"):
+        budget.reserve_now(SIZE, 1)
+    reservation.give_back()
 
 
 async def test_a_request_waits_for_room(autojump_clock):
