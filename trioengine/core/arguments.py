@@ -64,7 +64,7 @@ def check_role(name: str, message: Mapping[str, Any], roles: Iterable[str]) -> N
 
 
 def kind_of(prompt: object) -> str:
-    """The type of what is no prompt, and a remedy where it is a single message."""
+    """The type of a bad prompt, with a remedy for a single message."""
     return type(prompt).__name__ + ("; put a message into a list" if isinstance(prompt, Mapping) else "")
 
 
