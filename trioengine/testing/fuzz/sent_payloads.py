@@ -19,7 +19,7 @@ from trioengine.testing.simulation import Simulation
 
 
 class SentPayloads:
-    """Those of one engine."""
+    """The payloads that one engine sends."""
 
     def __init__(self, simulation: Simulation, crashes: list[Exception]) -> None:
         self._simulation = simulation
