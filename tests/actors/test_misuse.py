@@ -81,3 +81,12 @@ def test_an_engine_takes_no_more_threads_than_the_machine_can_run():
 def test_an_engine_is_made_of_a_configuration():
     with pytest.raises(InvalidConfig, match=r"^config must be an EngineConfig, got 'toy'; .*open_engine\(\.\.\.\)"):
         Engine("toy")
+
+
+@pytest.mark.parametrize("name", ["generate", "ask"])
+@pytest.mark.parametrize("side", SIDES)
+async def test_a_forgotten_await_names_the_call(autojump_clock, side, name):
+    async with SIDES[side]() as api:
+        with pytest.warns(RuntimeWarning, match=rf"coroutine '\w+\.{name}' was never awaited") as warnings:
+            getattr(api, name)("x")
+        assert len(warnings) == 1

@@ -1,6 +1,7 @@
 """Images in requests: right answers, refusals, and the budget."""
 
 import base64
+import os
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +24,8 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineOverloaded, FinishReason, RequestRejected, SessionEnded, TimedOut
 from trioengine.actors.media import source_of
+from trioengine.actors.payload import PayloadBudget
+from trioengine.client.media import image_part
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.simulation import SealFailure
@@ -169,6 +172,15 @@ def test_a_file_that_goes_while_it_is_read_is_refused(tmp_path):
         list(chunks)
 
 
+@pytest.mark.parametrize("read", [partial(source_of, where="media[0]"), partial(image_part, where="media[0]")])
+def test_what_is_no_file_is_refused_before_it_is_opened(tmp_path, read):
+    """To open a pipe blocks until it has a writer."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    for path in (pipe, tmp_path):
+        with pytest.raises(RequestRejected, match=r"^media\[0\]: cannot read .*: Not a regular file$"):
+            read(path)
+
+
 @pytest.mark.parametrize("failure", SealFailure)
 async def test_bytes_that_cannot_be_sealed_overload_the_engine(autojump_clock, failure):
     async with engine_for_images() as (engine, simulation):
@@ -221,6 +233,18 @@ async def test_what_is_larger_than_the_budget_is_refused_at_once(autojump_clock)
         with pytest.raises(RequestRejected, match="the engine takes at most") as caught:
             await engine.generate("What?", EIGHT, media=[PICTURE, OTHER], wait=True)
         assert caught.value.code == "too_large"
+
+
+@pytest.mark.parametrize(
+    ("payload_memory", "max_payloads", "reason"),
+    [(SIZE, 2, f"requests hold {SIZE} of {SIZE} bytes"), (2 * SIZE, 1, "requests hold 1 of 1 images")],
+)
+def test_the_error_names_the_bound_that_is_reached(payload_memory, max_payloads, reason):
+    budget = PayloadBudget(payload_memory, max_payloads)
+    reservation = budget.reserve_now(SIZE, 1)
+    with pytest.raises(EngineOverloaded, match=f"have to wait: {reason}$"):
+        budget.reserve_now(SIZE, 1)
+    reservation.give_back()
 
 
 async def test_a_request_waits_for_room(autojump_clock):
@@ -300,6 +324,36 @@ async def test_a_session_that_ends_while_its_history_waits_for_room(autojump_clo
         assert entered.is_set() and engine.statistics().rejected == 1
         simulation.worker.payloads.by_hand = False
         simulation.worker.receive_payloads()
+
+
+async def test_a_session_that_ends_while_its_history_is_copied(autojump_clock):
+    """The thread is waited for."""
+    async with engine_for_images() as (engine, simulation), trio.open_nursery() as nursery:
+        session = engine.open_session(history=[content_of(PICTURE)])
+
+        async def enter():
+            with pytest.raises(SessionEnded):
+                await session.__aenter__()
+
+        nursery.start_soon(enter)
+        while engine.sealing.value != 0:
+            await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint()
+        session.end()
+        await wait_all_tasks_blocked()
+        assert engine.statistics().rejected == 1 and not simulation.memfds
+
+
+@pytest.mark.parametrize("call", ["generate", "keep_images", "open_session"])
+async def test_the_turn_to_copy_images_is_awaited_until_the_deadline(autojump_clock, call):
+    async with engine_for_images() as (engine, _), engine.sealing:
+        with trio.fail_after(2), pytest.raises(TimedOut, match="timed out after 1 s"):
+            if call == "generate":
+                await engine.generate("What?", EIGHT, media=[PICTURE], timeout=1)
+            elif call == "keep_images":
+                await engine.keep_images([content_of(PICTURE)], timeout=1)
+            else:
+                await engine.open_session(history=[content_of(PICTURE)], timeout=1).__aenter__()
 
 
 async def test_a_small_image_does_not_overtake_large_ones_that_wait(autojump_clock):

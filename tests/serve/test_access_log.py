@@ -41,16 +41,17 @@ def id_in(data):
 
 
 async def test_a_line_for_each_request(autojump_clock, clients, log):
-    targets = ("/health", "/nothing?a=secret", "/version?a=secret", "/v1/realtime")
+    targets = ("/health", "/nothing?a=secret", "/version?a=secret", "/version?secret", "/v1/realtime")
     data = await clients.http(b"".join(map(get, targets)))
     assert [(line.method, line.path, line.status) for line in lines(log)] == [
         ("GET", "/health", 200),
         ("GET", "/nothing", 404),
         ("GET", "/version", 400),
+        ("GET", "/version", 400),
         ("GET", "/v1/realtime", 426),
     ]
     assert lines(log)[0].getMessage() == "GET /health 200 0.0 ms"
-    assert len({line.request_id for line in lines(log)}) == 4
+    assert len({line.request_id for line in lines(log)}) == 5
     assert id_in(data) == lines(log)[0].request_id
     assert "secret" not in log.text
 

@@ -10,6 +10,7 @@ import pytest
 import trio
 from trio._core import _run
 
+from trioengine.actors.asynchronous import whole_answer
 from trioengine.testing.sim_loop import Livelock, SimLoop
 
 
@@ -93,6 +94,20 @@ def test_tasks_that_wait_are_cancelled_at_the_end_also_behind_a_shield():
     loop.settle()
     assert "stubborn" in loop.stacks() and "sleep_forever" in loop.stacks()
     loop.close()
+
+
+@pytest.mark.parametrize("is_task", [False, True])
+def test_the_stack_of_a_whole_answer_is_complete(loop, is_task):
+    @whole_answer
+    async def ask():
+        await trio.sleep_forever()
+
+    async def caller():
+        await ask()
+
+    loop.start_soon(ask if is_task else caller, name="caller")
+    loop.settle()
+    assert "in ask\n" in loop.stacks()
 
 
 def test_a_loop_that_is_given_up_leaves_nothing_behind():

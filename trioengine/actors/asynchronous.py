@@ -10,11 +10,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
-import trio
-
+from trioengine.actors.nursery import check_trio
 from trioengine.core.restricted import Restricted
 
-_NO_TRIO = "this runs under trio (trio.run); in a notebook or under asyncio use trioengine.blocking"
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -76,8 +74,7 @@ class Opening(AsyncOnly, AbstractAsyncContextManager[T], Generic[T]):
 
     async def __aenter__(self) -> T:
         """Raises RuntimeError outside of trio."""
-        if not trio.lowlevel.in_trio_task():
-            raise RuntimeError(_NO_TRIO)
+        check_trio()
         return await self._inner.__aenter__()
 
     async def __aexit__(

@@ -43,11 +43,9 @@ class RequestImages:
         """
         if not sources:
             return []
-        ports, size = self._engine.ports, sum(source.num_bytes for source in sources)
+        size = sum(source.num_bytes for source in sources)
         with self._making(await self._reserve(size, len(sources))) as reservation:
-            async with self._engine.sealing:
-                images = await ports.finish_in_thread(seal_images, sources, ports.seal, self._engine.secret)
-            return self._make(reservation, sources, images)
+            return self._make(reservation, sources, await self._seal(sources))
 
     def admit_now(self, sources: Sequence[ImageSource]) -> list[Payload]:
         """As `admit`, but in this step: it blocks for some 3 ms for each 10 MB, and waits for no room."""
@@ -88,6 +86,17 @@ class RequestImages:
         """Give the pins back: the request is committed, and its link has pins of its own; or it is refused."""
         while self._pinned:
             self._pinned.pop().unpin()
+
+    async def _seal(self, sources: Sequence[ImageSource]) -> list[SealedImage]:
+        """Copy the images in turn. Raises TimedOut if the deadline passes before that begins."""
+        engine = self._engine
+        with trio.move_on_at(self._deadline.at):
+            async with engine.sealing:
+                images: list[SealedImage] = await engine.ports.finish_in_thread(
+                    seal_images, sources, engine.ports.seal, engine.secret
+                )
+                return images
+        raise self._deadline.passed("while waiting: images of other requests are copied")
 
     async def _reserve(self, num_bytes: int, count: int) -> Reservation:
         budget = self._engine.payloads

@@ -48,12 +48,12 @@ class Incarnation:
         self.process = process
         self.ready_at = math.inf  # on trio's clock
         self.reason: str | None = None  # why we killed it
-        self.fatal: Fatal | None = None  # what it said last
+        self.fatal: Fatal | None = None  # its last message, if it is that
         self.is_retiring = False
         self._engine = engine
         self._config = engine.config
         self._last_progress = trio.current_time()
-        self._progress = 0  # as its last PONG said
+        self._progress = 0  # as in its last PONG
         self._is_loading = True
         self._pong: trio.Event | None = None  # set: the PING was answered
         self._pinged = math.inf  # when the PING was posted that is not answered
@@ -84,7 +84,7 @@ class Incarnation:
 
     @property
     def ready(self) -> bool:
-        """Whether it has said READY."""
+        """Whether it has sent READY."""
         return self.ready_at < math.inf
 
     @property
@@ -98,14 +98,14 @@ class Incarnation:
         return trio.current_time() - self._pinged < self._config.unresponsive_timeout / 2
 
     def kill(self, reason: str) -> None:
-        """End it; the first reason is the one that is told."""
+        """End it; the first reason counts."""
         if self.reason is None:
             self.reason = reason
             logger.warning("worker %d is killed: %s", self.process.pid, reason)
         self.process.kill()
 
     def end(self) -> None:
-        """Write what is posted, ask it to exit, then tell it to, then kill it; at once where it is not ready yet."""
+        """Write the posted messages, send SHUTDOWN, then SIGTERM, then SIGKILL; SIGKILL at once if it is not ready."""
         self._told_to_end.set()
 
     def loss(self, exit_code: int | None) -> EngineError:
@@ -156,7 +156,7 @@ class Incarnation:
             await self._kill_unless_dead("it takes no payloads")
 
     async def _kill_unless_dead(self, reason: str) -> None:
-        """Kill it, unless it is about to die or was told to end."""
+        """Kill it, unless it is about to die or `end` was called."""
         with trio.move_on_after(LAST_FRAMES_TIMEOUT):
             await self._dead.wait()
         if not self._dead.is_set() and not self._told_to_end.is_set():
@@ -202,7 +202,7 @@ class Incarnation:
     def _on_pong(self, message: Pong) -> None:
         if message.activity is Activity.STEPPING and message.seconds > self._config.step_timeout:
             self.kill(f"one step takes longer than {self._config.step_timeout:g} s")
-        if self.ready:  # before, LOADING tells
+        if self.ready:  # before that, LOADING has the progress
             self._is_loading = message.activity is Activity.LOADING
             if message.progress != self._progress:
                 self._progress, self._last_progress = message.progress, trio.current_time()

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from trioengine.actors.image_file import file_size, unreadable
 from trioengine.actors.ports import SealedBytes
 from trioengine.core.bounds import brief
 from trioengine.core.data_url import parse_data_url
@@ -141,24 +142,16 @@ def _file_source(path: Path, where: str) -> ImageSource:
                 while chunk := file.read(CHUNK_SIZE):
                     yield chunk
         except OSError as exc:
-            raise _unreadable(path, where, exc) from exc
+            raise unreadable(path, where, exc) from exc
 
     def open_() -> tuple[ImageInfo, Iterator[BytesLike]]:
         try:
             with path.open("rb") as file:
                 return read_header(file.read(CHUNK_SIZE), where=where), chunks()
         except OSError as exc:
-            raise _unreadable(path, where, exc) from exc
+            raise unreadable(path, where, exc) from exc
 
-    try:
-        return ImageSource(where, path.stat().st_size, open_)
-    except (OSError, ValueError) as exc:
-        raise _unreadable(path, where, exc) from exc
-
-
-def _unreadable(path: Path, where: str, error: Exception) -> RequestRejected:
-    reason = getattr(error, "strerror", None) or str(error)
-    return RequestRejected.at(where, "invalid_value", f"cannot read {brief(str(path))}: {reason}")
+    return ImageSource(where, file_size(path, where), open_)
 
 
 def _is_pillow_image(media: Any) -> bool:

@@ -8,6 +8,12 @@ from contextlib import asynccontextmanager
 import trio
 
 
+def check_trio() -> None:
+    """Raise RuntimeError outside of trio."""
+    if not trio.lowlevel.in_trio_task():
+        raise RuntimeError("this runs under trio (trio.run); in a notebook or under asyncio use trioengine.blocking")
+
+
 @asynccontextmanager
 async def open_unwrapped_nursery() -> AsyncIterator[trio.Nursery]:
     """`trio.open_nursery`, but one exception (be it raised by several tasks) is not wrapped in the nursery's group.
@@ -15,10 +21,7 @@ async def open_unwrapped_nursery() -> AsyncIterator[trio.Nursery]:
     Cancellations beside it do not count: what failed is told, whether or not the scope was left anyway. A group that
     the body itself raised stays a group, and the exception keeps its cause and its context.
     """
-    if not trio.lowlevel.in_trio_task():
-        raise RuntimeError(
-            "trioengine runs under trio (trio.run); in a notebook or under asyncio use trioengine.blocking"
-        )
+    check_trio()
     try:
         async with trio.open_nursery() as nursery:
             yield nursery

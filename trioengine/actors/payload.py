@@ -126,7 +126,7 @@ class PayloadBudget:
 
     @property
     def bytes_in_flight(self) -> int:
-        """Of payloads that are being made, are prepared for, or are on their way to the worker."""
+        """Of payloads that are being made, are on their way to the worker, or are those of suspended requests."""
         reserved = sum(reservation.num_bytes for reservation in self._reservations)
         return reserved + sum(payload.num_bytes for payload in self._payloads if payload.is_pinned)
 
@@ -155,10 +155,12 @@ class PayloadBudget:
         return self.reserve(num_bytes, count)
 
     def _check_room(self, num_bytes: int, count: int) -> None:
-        pinned = sum(payload.is_pinned for payload in self._payloads)
         in_flight = self.bytes_in_flight
-        if in_flight + num_bytes > self.max_bytes or pinned + self._num_reserved + count > self.max_count:
-            raise _full(num_bytes, f"{in_flight} of {self.max_bytes} bytes are on their way to the worker")
+        if in_flight + num_bytes > self.max_bytes:
+            raise _full(num_bytes, f"requests hold {in_flight} of {self.max_bytes} bytes")
+        num_in_flight = sum(payload.is_pinned for payload in self._payloads) + self._num_reserved
+        if num_in_flight + count > self.max_count:
+            raise _full(num_bytes, f"requests hold {num_in_flight} of {self.max_count} images")
 
     def _check_size(self, num_bytes: int, count: int) -> None:
         if num_bytes > self.max_bytes:
@@ -169,7 +171,7 @@ class PayloadBudget:
             raise RequestRejected("too_large", f"{count} images, and the engine takes at most {self.max_count} at once")
 
     def _make_room(self) -> None:
-        """Drop what is kept, the least recently used first, until the budget is kept."""
+        """Drop kept payloads, the least recently used first, until all fit the budget."""
         excess_bytes = self.bytes_in_flight + self.bytes_kept - self.max_bytes
         excess = len(self._payloads) + self._num_reserved - self.max_count
         for payload in [payload for payload in self._payloads if not payload.is_pinned]:

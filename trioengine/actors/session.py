@@ -119,7 +119,10 @@ class Session(SessionState):
         return self
 
     async def _open(self) -> None:
-        """Take a session slot. Raises the refusal, or RequestRejected for a bad history; cancelled, it has no slot."""
+        """Take a session slot; cancelled, it has none.
+
+        Raises the refusal, RequestRejected for a bad history, and SessionEnded if it was ended meanwhile.
+        """
         with self._engine.opening(self):
             await self._gate.admit(self._gate.sessions, self._begin, wait=self._wait, deadline=self._deadline)
         images = RequestImages(self._engine, wait=self._wait, deadline=self._deadline)
@@ -127,6 +130,8 @@ class Session(SessionState):
             history, sources = self._engine.take_images(self._initial_history, where="history")
             self._initial_history = None
             history = put_images(history, await images.admit(sources))
+            if self.end_cause is not None:  # a thread that copies images is not cancelled
+                raise self._ended()
             self._conversation = Conversation(self._engine.tokenizer, history)
             self.hold_payloads()
         except BaseException:

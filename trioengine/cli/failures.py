@@ -42,7 +42,7 @@ def exit_code(error: BaseException, stderr: Stderr) -> int:
 
 
 def _discard_output() -> None:
-    """What is left in the buffer goes nowhere, or the interpreter complains at its exit."""
+    """Discard the rest of the buffer, which the interpreter would fail to write at its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

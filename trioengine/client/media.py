@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from trioengine.core.bounds import brief
+from trioengine.actors.image_file import file_size, unreadable
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image import BytesLike
 from trioengine.core.image_header import check_size, read_header
@@ -77,12 +77,11 @@ def _encoded(media: Media, where: str) -> BytesLike:
 
 
 def _read(path: Path, where: str) -> bytes:
+    file_size(path, where)
     try:
         return path.read_bytes()
-    except (OSError, ValueError) as exc:
-        reason = getattr(exc, "strerror", None) or str(exc)
-        problem = f"{where}: cannot read {brief(str(path))}: {reason}"
-        raise RequestRejected("invalid_value", problem, param=where) from exc
+    except OSError as exc:
+        raise unreadable(path, where, exc) from exc
 
 
 def has_images(message: Mapping[str, Any]) -> bool:

@@ -64,7 +64,7 @@ def check_role(name: str, message: Mapping[str, Any], roles: Iterable[str]) -> N
 
 
 def kind_of(prompt: object) -> str:
-    """The type of what is no prompt, and a remedy where it is a single message."""
+    """The type of a bad prompt, with a remedy for a single message."""
     return type(prompt).__name__ + ("; put a message into a list" if isinstance(prompt, Mapping) else "")
 
 
@@ -148,4 +148,5 @@ def checked_call(
 
     checked: Any = functools.wraps(function)(call_async if inspect.iscoroutinefunction(function) else call)
     checked.__name__ = name
+    checked.__qualname__ = function.__qualname__.removesuffix(function.__name__) + name  # that of its coroutines, too
     return cast("Callable[P, R]", checked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
@@ -79,8 +80,9 @@ def merged_params(params: SamplingParams | None, options: Mapping[str, Any]) -> 
 
 
 def sampling_checked(function: Callable[P, R], name: str | None = None) -> Callable[P, R]:
-    """The function under this name, which raises UnknownArgument for a keyword that is no sampling parameter either."""
+    """The function under this name. It raises UnknownArgument unless a keyword is a parameter of it or of sampling."""
     known = [*parameters_of(function), *_names(SamplingParams)]
+    function = inspect.unwrap(function)  # another name of one that is checked already is checked once
     return checked_call(function, name or function.__name__, known, _REQUEST_KEYWORDS)
 
 

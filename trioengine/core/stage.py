@@ -1,4 +1,4 @@
-"""How far an incarnation has come, and in which stages each message may be sent."""
+"""The stages of an incarnation, and those in which each message may be sent."""
 
 from __future__ import annotations
 
@@ -32,27 +32,28 @@ from trioengine.core.messages import (
 
 
 class Stage(enum.Enum):
-    """How far an incarnation has come."""
+    """A stage of an incarnation."""
 
     NEW = "new"
     CONFIGURED = "configured"
     READY = "ready"
-    FAILED = "failed"  # FATAL was said
+    FAILED = "failed"  # FATAL was sent
 
 
 _ALIVE = frozenset({Stage.NEW, Stage.CONFIGURED, Stage.READY})
-_CROSSING = frozenset({Stage.FAILED})  # what we say may cross FATAL on the way; nothing follows FATAL from the worker
+_CROSSING = frozenset({Stage.FAILED})  # our message may cross FATAL on the way; the worker sends none after FATAL
+_SERVING = frozenset({Stage.READY}) | _CROSSING
 STAGES: dict[type, frozenset[Stage]] = {
     Configure: frozenset({Stage.NEW}),
-    AddSession: frozenset({Stage.READY}) | _CROSSING,
-    AddMessage: frozenset({Stage.READY}) | _CROSSING,
-    StopSession: frozenset({Stage.READY}) | _CROSSING,
-    EndSession: frozenset({Stage.READY}) | _CROSSING,
-    Audit: frozenset({Stage.READY}) | _CROSSING,
+    AddSession: _SERVING,
+    AddMessage: _SERVING,
+    StopSession: _SERVING,
+    EndSession: _SERVING,
+    Audit: _SERVING,
     Ping: _ALIVE | _CROSSING,
-    Sleep: frozenset({Stage.READY}) | _CROSSING,
-    Wake: frozenset({Stage.READY}) | _CROSSING,
-    UpdateWeights: frozenset({Stage.READY}) | _CROSSING,
+    Sleep: _SERVING,
+    Wake: _SERVING,
+    UpdateWeights: _SERVING,
     Shutdown: _ALIVE | _CROSSING,
     Loading: frozenset({Stage.CONFIGURED}),
     Ready: frozenset({Stage.CONFIGURED}),

@@ -24,7 +24,8 @@ _USABLE = re.compile(rb"(?:(?![][(){}<>=\"'`])[!-~]){1,128}")  # in a line of th
 _UNREADABLE = Request("-", "-", "", ())
 _MAX_PATH = 200  # characters
 _MAX_MESSAGE = 400
-_QUOTED = re.compile(r"(, got | says: ).*", re.DOTALL)  # the end of a message that quotes a value of the request
+_QUOTED = re.compile(r"(, got | says: |(?<=unknown parameter) ').*", re.DOTALL)  # the end of a message that quotes the
+# request: a value, or a name in its query
 
 
 def request_id(request: Request) -> str:

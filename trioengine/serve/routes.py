@@ -34,7 +34,7 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What answers at a path, by method, and the names of the parameters in its query."""
+    """The handlers of a path, by method, and the names of the parameters in its query."""
 
     handlers: Mapping[str, Handler]
     role: Role = Role.USER

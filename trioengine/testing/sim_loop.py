@@ -11,13 +11,16 @@ that does not want to end takes three more, in `_give_up`.)
 
 from __future__ import annotations
 
+import gc
+import inspect
 import itertools
 import math
 import traceback
 import zlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import hypothesis  # noqa: F401 -- its import makes trio sort runnable tasks before it shuffles them
@@ -213,6 +216,20 @@ def _tasks_below(nursery: trio.Nursery) -> list[trio.lowlevel.Task]:
 
 
 def _stack(task: trio.lowlevel.Task) -> str:
-    frames = traceback.StackSummary.extract(iter(list(task.iter_await_frames())))
+    frames = traceback.StackSummary.extract(_frames(task.coro))
     ours = [frame for frame in frames if not frame.filename.startswith(_TRIO)]
     return "".join(traceback.format_list(ours))
+
+
+def _frames(awaited: Any) -> Iterator[tuple[FrameType, int]]:
+    """The frames of a coroutine and of all that it awaits; `Task.iter_await_frames` ends at a whole answer's `Call`."""
+    while awaited is not None:
+        for kind, awaits in (("cr", "await"), ("gi", "yieldfrom"), ("ag", "await")):
+            if hasattr(awaited, f"{kind}_frame"):
+                if (frame := getattr(awaited, f"{kind}_frame")) is not None:
+                    yield frame, frame.f_lineno
+                awaited = getattr(awaited, f"{kind}_{awaits}")
+                break
+        else:  # an iterator that Python has made of one of these
+            found = gc.get_referents(awaited)
+            awaited = next((each for each in found if inspect.iscoroutine(each) or inspect.isasyncgen(each)), None)

@@ -55,7 +55,7 @@ GAUGES: Mapping[str, Count] = {
     ),
     "num_sessions": Count("Sessions that have a slot", lambda counts: counts.sessions),
     "payload_bytes_inflight": Count(
-        "Bytes of images that are prepared, or on their way to the worker",
+        "Bytes of images that are prepared, on their way to the worker, or of a suspended request",
         lambda counts: counts.payload_bytes_inflight,
     ),
     "payload_bytes_kept": Count("Bytes of images kept for later turns", lambda counts: counts.payload_bytes_kept),

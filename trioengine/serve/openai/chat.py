@@ -152,7 +152,7 @@ class _Reader:
 
 
 def _of_messages(error: RequestRejected) -> RequestRejected:
-    """The error of a prompt by the client's name for it."""
+    """The error with `messages`, as the client calls them, in place of `prompt`."""
     if not error.message.startswith("prompt"):
         return error
     param = None if error.param is None else error.param.replace("prompt", "messages", 1)

@@ -76,7 +76,7 @@ class Items:
         """The item of this id. Raises ClientError."""
         item = self._items.get(id) if isinstance(id, str) else None
         if item is None:
-            raise ClientError("item_not_found", f"{param}: there is no item {shown(id)}", param=param)
+            raise ClientError("item_not_found", f"{param}: item {shown(id)} not found", param=param)
         return item
 
     def add(self, item: Item, previous: object = None) -> str | None:

@@ -95,6 +95,6 @@ class FollowedResponse:
 
     def _is_failed_by_an_image(self, code: str) -> bool:
         """Whether it has one that it must fail for; the error names the item that has it."""
-        if self.asked.input is not None:  # its items have ids that nobody told the client
+        if self.asked.input is not None:  # the client has no ids of its items
             return is_failed(code, self._turns, self._troubles.dropped)
         return is_failed(code, [("user", self._contents.get(self.error["param"], ""))], self._troubles.dropped)

@@ -16,7 +16,7 @@ from trioengine.text.placed_image import image_parts
 
 
 class ConversationImages:
-    """Those of the connections of one server, as their items and responses say."""
+    """The images of one server's connections, by their items and responses."""
 
     def __init__(self) -> None:
         self._connections: list[RealtimeConnection] = []  # that are not over
@@ -39,7 +39,7 @@ class ConversationImages:
         return watched
 
     def check(self, kept: Iterable[KeptImages]) -> None:
-        """After every rule: what is kept is what there is in conversations, and in responses that are not over.
+        """After every rule: the kept images are those of conversations, and of responses that are not over.
 
         A connection that is about to end may have let go of its responses' images.
         """

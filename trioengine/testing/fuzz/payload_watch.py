@@ -46,7 +46,7 @@ class PayloadWatch:
         self._needs: dict[trio.lowlevel.Task, tuple[int, int]] = {}  # bytes and descriptors, of those in the line
         self._requests: WeakSet[RequestImages] = WeakSet()
 
-    # ---- what is watched ------------------------------------------------------------------------------------------
+    # ---- watched calls -------------------------------------------------------------------------------------------
 
     @property
     def watches(self) -> tuple[Watch, ...]:
@@ -100,7 +100,7 @@ class PayloadWatch:
         return watched
 
     def of_making(self, making: Any) -> Any:
-        """For `RequestImages._making`: there is memory for all images, unless the system was told to have none."""
+        """For `RequestImages._making`: there is memory for all images, unless the test has made seals fail."""
 
         @contextmanager
         def watched(images: RequestImages, reservation: Reservation) -> Iterator[Reservation]:

@@ -18,7 +18,7 @@ _SHAPES = {
     "one": (8, 8, 1),
     "two": (8, 8, 2),  # of the same size
     "wide": (16, 4, 3),  # two tiles
-    "dot": (4, 4, 5),  # so small that descriptors are what is short
+    "dot": (4, 4, 5),  # so small that descriptors run out first
     UNREADABLE: (8, 4, 255),  # by the worker
     HUGE: (16, 11, 4),  # larger than the whole budget
 }

@@ -38,7 +38,7 @@ class PicturesEnvironment(Environment):
             self._make_room()
 
     def _make_room(self) -> None:
-        """For who bounds more than payloads: there will be pictures."""
+        """Prepare bounds other than those of payloads: there will be pictures."""
 
     @precondition(lambda self: self.worker is not None and self.worker.has_images)
     @recorded(what=st.sampled_from(("receive", "decode")))
@@ -71,7 +71,7 @@ class PicturesEnvironment(Environment):
             self._harm()
             self.worker.fail_send()
 
-    # ---- what is looked at ----------------------------------------------------------------------------------------
+    # ---- checks ---------------------------------------------------------------------------------------------------
 
     @property
     def is_well(self) -> bool:

@@ -176,7 +176,7 @@ class RealtimeClient(SimulatedClient):
                 response.error = error
 
     def _check_refused(self, code: str, contents: list[Content]) -> None:
-        """What has pictures is refused where one of them is bad, or where there is no room for them."""
+        """An event with pictures is refused where one of them is bad, or where there is no room for them."""
         if any(pictures_of(content) for content in contents) and code not in _REFUSALS:
             is_bad = any(is_refused(code, content) for content in contents)
             assert is_bad or self._troubles.excuse(code), f"{contents} is refused by {code}"

@@ -19,7 +19,7 @@ from trioengine.testing.simulation import Simulation
 
 
 class SentPayloads:
-    """Those of one engine."""
+    """The payloads that one engine sends."""
 
     def __init__(self, simulation: Simulation, crashes: list[Exception]) -> None:
         self._simulation = simulation
@@ -29,7 +29,7 @@ class SentPayloads:
         self._latest_id = 0
         self._passed: list[SimulatedPayload] = []  # descriptors that the engine has passed
 
-    # ---- what is watched ------------------------------------------------------------------------------------------
+    # ---- watched calls -------------------------------------------------------------------------------------------
 
     @property
     def watches(self) -> tuple[Watch, ...]:
@@ -66,7 +66,7 @@ class SentPayloads:
         return watched
 
     def of_consumption(self, on_consumed: Any) -> Any:
-        """For `Link.on_consumed`: once, of what is on its way."""
+        """For `Link.on_consumed`: once for each payload on its way."""
 
         def watched(link: Link, message: PayloadConsumed) -> None:
             if self._on_their_way.pop(message.payload, None) is not link:
