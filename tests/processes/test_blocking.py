@@ -57,7 +57,7 @@ def test_errors_are_those_of_the_engine(engine):
     assert caught.value.completion.cause == "timeout"
     generation = session.generate("hello", max_tokens=3, ignore_eos=True)
     assert generation.result().text
-    with pytest.raises(RuntimeError, match="entered once"):
+    with pytest.raises(RuntimeError, match="read once"):
         generation.result()
 
 

@@ -96,6 +96,16 @@ def test_the_reason_in_a_message_is_not_shown_again_as_its_cause(call):
     shown = "".join(traceback.format_exception(caught.value))
     assert shown.count("Traceback (most recent call last)") == 1
     assert "site-packages" not in shown
+    assert caught.value.__context__ is None  # IPython shows no cell error where it finds an exception group
+
+
+def test_a_generation_is_read_once(engine):
+    generation = engine.open_session().generate("x", max_tokens=4)
+    assert "".join(chunk.text for chunk in generation) == generation.completion.text
+    for read_again in (lambda: list(generation), generation.result):
+        with pytest.raises(RuntimeError, match="is read once: its `completion` is the answer") as caught:
+            read_again()
+        assert len(traceback.extract_tb(caught.value.__traceback__)) <= 4
 
 
 def test_a_bug_behind_an_error_keeps_its_frames(engine):

@@ -333,7 +333,19 @@ async def test_pages_of_allowed_origins_may_read(autojump_clock):
             data = await clients.http(get("/version", f"Origin: {origin}", bearer(KEY)))
             assert b"access-control" not in data
             assert b"vary: origin\r\n" in data
-    async with open_clients() as clients:
-        data = await clients.http(get("/version", "Origin: http://localhost:3000"))
-        assert data.startswith(b"HTTP/1.1 200 ")
-        assert b"access-control" not in data
+
+
+async def test_without_a_key_pages_of_this_machine_may_read(autojump_clock, clients):
+    page = "http://127.0.0.1:8081"
+    for path, status in (("/version", 200), ("/nothing", 404)):
+        data = await clients.http(get(path, f"Origin: {page}"))
+        assert status_and_body(data)[0] == status
+        assert f"access-control-allow-origin: {page}\r\nvary: origin".encode() in _without_exposed(data)
+    data = await clients.http(get("/version", f"Origin: {page}", *PREFLIGHT, method="OPTIONS"))
+    assert b"access-control-allow-methods: GET, HEAD\r\n" in data
+    for origin in ("https://evil.org", "null"):
+        assert b"access-control" not in await clients.http(get("/version", f"Origin: {origin}"))
+
+
+def _without_exposed(data):
+    return data.replace(b"access-control-expose-headers: x-request-id, retry-after\r\n", b"")

@@ -40,7 +40,7 @@ def shortened(error: BaseException) -> BaseException:
     logger.debug("the whole traceback of %s", type(error).__name__, exc_info=error)
     cause: BaseException | None = error
     while isinstance(cause, SHORTENED):
-        cause.__traceback__ = None
+        cause.__traceback__ = cause.__context__ = None  # IPython shows no cell error for a context that is a group
         if isinstance(cause, _HOLDS_ITS_CAUSE):
             cause.__cause__ = None
         cause = cause.__cause__

@@ -49,13 +49,15 @@ class Generation(Handle, refuses=("with", "next")):
         return super().__repr__() if self._is_asked else f"<Generation not asked: {self._usage}>"
 
     def __iter__(self) -> Iterator[Chunk]:
-        """Ask, and give the answer in chunks. Raises as the asynchronous Generation does."""
+        """Ask, and give the answer in chunks, once. Raises as the asynchronous Generation does."""
         try:
             yield from self._chunks()
         except SHORTENED as error:
             raise shortened(error) from error.__cause__
 
     def _chunks(self) -> Iterator[Chunk]:
+        if self._is_asked:
+            raise RuntimeError("a generation is read once: its `completion` is the answer; generate again to ask again")
         self._is_asked = True
         chunks: SimpleQueue[Chunk | None] = SimpleQueue()
         with self.loop.running(self._read, chunks.put) as task:

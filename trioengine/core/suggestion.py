@@ -16,6 +16,7 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {  # names of other interfaces, and ou
     "max_tokens": ("max_output_tokens",),
     "messages": ("prompt", "history"),
     "n_predict": ("max_tokens", "max_output_tokens"),
+    "prompt": ("messages",),
     "repeat_penalty": ("repetition_penalty",),
     "sampling_params": ("params",),
     "stop_sequences": ("stop",),
@@ -30,11 +31,12 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def _meant(name: str, known: Collection[str]) -> str | None:
-    """The only known name that begins with it, or the nearest."""
+    """The name that another interface's stands for, the only known name that begins with it, or the nearest."""
+    aliases = _aliases_of(known)
     longer = [other for other in known if other.startswith(name)] if len(name) >= _BEGINNING else []
-    if len(longer) == 1:
+    if len(longer) == 1 and name not in aliases:
         return longer[0]
-    names = _aliases_of(known) | {other: other for other in known}
+    names = aliases | {other: other for other in known}
     nearest = difflib.get_close_matches(name, sorted(names), n=1, cutoff=_LIKENESS)
     return names[nearest[0]] if nearest else None
 

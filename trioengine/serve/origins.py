@@ -1,7 +1,8 @@
 """From where a request may come: the names of this server, and the web pages that may ask it.
 
 Without a key only loopback names are served, so that no web page can reach the engine by DNS. With one, a page may ask
-if it is this server's own, or of a site that is allowed: those get the headers of CORS, too.
+if it is this server's own. Pages of a site that is allowed, and without a key those of this machine, get the headers of
+CORS, too.
 """
 
 from __future__ import annotations
@@ -74,12 +75,10 @@ class Origins:
 
     def headers(self, request: Request) -> tuple[tuple[bytes, bytes], ...]:
         """What every response to this request says to browsers."""
-        if not self._allowed:
-            return ()
         vary = (b"vary", b"origin")
         origin = self._allowed_origin(request)
         if origin is None:
-            return (vary,)
+            return (vary,) if self._allowed else ()
         exposed = (b"access-control-expose-headers", b"x-request-id, retry-after")
         return ((b"access-control-allow-origin", origin), exposed, vary)
 
@@ -99,7 +98,9 @@ class Origins:
 
     def _allowed_origin(self, request: Request) -> bytes | None:
         origin = request.header(b"origin")
-        return origin if origin in self._allowed else None
+        if origin is None or origin in self._allowed:
+            return origin
+        return origin if self._loopback_only and is_loopback(name_of_origin(origin)) else None
 
 
 def _refused_host(hosts: list[bytes]) -> Refusal:
