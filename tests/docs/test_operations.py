@@ -61,7 +61,7 @@ def test_the_recipes_install_the_torch_that_the_package_needs():
     requirements = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]["dependencies"]
     (torch,) = (requirement for requirement in requirements if requirement.startswith("torch"))
     assert f'$TORCH_OPTIONS "{torch}"' in (DOCS / "Containerfile").read_text()
-    assert f".venv/bin/pip install '{torch}' --index-url" in (DOCS.parent / "README.md").read_text()
+    assert f".venv/bin/pip install $TORCH_OPTIONS '{torch}'" in (DOCS.parent / "README.md").read_text()
 
 
 def test_variables_that_the_recipes_set_are_options(monkeypatch):
