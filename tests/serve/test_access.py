@@ -340,12 +340,9 @@ async def test_without_a_key_pages_of_this_machine_may_read(autojump_clock, clie
     for path, status in (("/version", 200), ("/nothing", 404)):
         data = await clients.http(get(path, f"Origin: {page}"))
         assert status_and_body(data)[0] == status
-        assert f"access-control-allow-origin: {page}\r\nvary: origin".encode() in _without_exposed(data)
+        assert f"access-control-allow-origin: {page}\r\n".encode() in data
+        assert b"vary: origin\r\n" in data
     data = await clients.http(get("/version", f"Origin: {page}", *PREFLIGHT, method="OPTIONS"))
     assert b"access-control-allow-methods: GET, HEAD\r\n" in data
     for origin in ("https://evil.org", "null"):
         assert b"access-control" not in await clients.http(get("/version", f"Origin: {origin}"))
-
-
-def _without_exposed(data):
-    return data.replace(b"access-control-expose-headers: x-request-id, retry-after\r\n", b"")

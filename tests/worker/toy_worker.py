@@ -151,7 +151,7 @@ class SeeingRunner(CountingRunner):
             picture.features[number] = picture.tiles[number]
         sampled = super().execute(output)
         seen = [piece.tile.picture.features[0] for entry in output.scheduled for piece in entry.tile_pieces]
-        return [SampledToken(token.request, sum(seen)) for token in sampled] if seen else sampled  # type: ignore[arg-type]
+        return [SampledToken(token.request, sum(seen)) for token in sampled] if seen else sampled
 
     @staticmethod
     def _decode(data: memoryview, info: ImageInfo) -> DecodedImage:

@@ -98,7 +98,7 @@ class ImageMachine(SessionMachine):
         encoder_cache_memory=st.integers(0, 4),
     )
     def start(self, **limits: object) -> None:
-        self.limits = Limits(vocab_size=VOCAB_SIZE, max_model_len=40, **limits)  # type: ignore[arg-type]
+        self.limits = Limits(vocab_size=VOCAB_SIZE, max_model_len=40, **limits)
         assert self.limits.tile is not None
         self.tile = self.limits.tile
         self.runner = CheckingRunner(self.limits)
@@ -108,7 +108,7 @@ class ImageMachine(SessionMachine):
         self.runner.step_loop = self.step_loop
         self.num_leaves: dict[int, int] = {}  # of the line, by request
         waiters = self.step_loop._scheduler._waiters
-        self.decode_later, waiters.decode = waiters.decode, self.leave_the_line  # type: ignore[method-assign]
+        self.decode_later, waiters.decode = waiters.decode, self.leave_the_line
         self.mirrors = {}
         self.last_session = self.last_request = self.last_payload = 0
         self.largest = 0  # tiles of one prompt

@@ -101,7 +101,7 @@ def _keep_too_much(pictures: Pictures, picture: Picture) -> None:
         _keep_too_much,
     ],
 )
-def test_integrity_notices(harm) -> None:  # type: ignore[no-untyped-def]
+def test_integrity_notices(harm):
     bench, pictures, picture = decoded()
     bench.step_loop.check_integrity()
     harm(pictures, picture)
