@@ -20,7 +20,9 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat():
         user.type(b"/reset\r")
         user.until(b"The conversation is forgotten.")
         user.until(b"\n> ")
-        user.type(b"half a line" + CTRL_C)
+        user.type(b"half a line")
+        user.until(b"half a line")  # the editor shows it in a thread of its own, beside the notice
+        user.type(CTRL_C)
         user.until(b"\n(press Ctrl+C again, or /bye, to leave)\r\n> half a line")
         user.type(CTRL_C)
         assert user.process.wait(PATIENCE) == 130
