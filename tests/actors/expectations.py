@@ -3,8 +3,8 @@
 import itertools
 
 from trioengine import EngineConfig, SamplingParams
-from trioengine.actors.changes import Changes
 from trioengine.actors.observer import Observer
+from trioengine.aio.nursery import Notifier
 from trioengine.core.messages import AddMessage, AddSession, EndSession, StopSession
 from trioengine.testing import toy_answer
 
@@ -59,7 +59,7 @@ class Steps(Observer):
     """Tells of every step of the worker."""
 
     def __init__(self):
-        self.changes = Changes()
+        self.changes = Notifier()
 
     def step(self, num_tokens):
         self.changes.notify()

@@ -5,8 +5,8 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineClosed, EngineConfig, EngineOverloaded, FinishReason, InvariantError, TimedOut
-from trioengine.actors.deadline import NEVER, deadline_after
 from trioengine.actors.gate import Gate
+from trioengine.aio.deadline import NEVER, deadline_after
 from trioengine.core.ledger import Stand
 from trioengine.core.lifecycle import PowerEvent
 

@@ -13,7 +13,7 @@ from loopback import on_loopback
 from pictures import PICTURE
 
 from trioengine import EngineConfig, blocking, connect, open_engine
-from trioengine.actors.nursery import open_unwrapped_nursery
+from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.serve import ServeConfig, serve
 from trioengine.testing import Simulation
 from trioengine.testing.simulation import IMAGE_LIMITS

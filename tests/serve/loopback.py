@@ -6,7 +6,7 @@ from functools import partial
 import trio
 
 from trioengine import EngineConfig
-from trioengine.actors.nursery import open_unwrapped_nursery
+from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.serve import ServeConfig, serve
 from trioengine.testing import Simulation
 from trioengine.testing.simulated_worker import Behaviour

@@ -18,7 +18,7 @@ import trio
 from clients import first_token
 
 from trioengine import EngineConfig
-from trioengine.actors.nursery import open_unwrapped_nursery
+from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.serve import ServeConfig, serve
 from trioengine.serve.openai.chat_request import _FIELDS
 from trioengine.testing import Simulation, toy_answer

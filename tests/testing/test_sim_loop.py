@@ -10,7 +10,7 @@ import pytest
 import trio
 from trio._core import _run
 
-from trioengine.actors.asynchronous import whole_answer
+from trioengine.aio.calls import whole_answer
 from trioengine.testing.sim_loop import Livelock, SimLoop
 
 

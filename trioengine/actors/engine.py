@@ -10,17 +10,17 @@ from typing import Any, Unpack
 
 import trio
 
-from trioengine.actors.asynchronous import opens, whole_answer
-from trioengine.actors.deadline import deadline_after
 from trioengine.actors.engine_state import EngineState, as_lost
 from trioengine.actors.generation import Completion, Generation
 from trioengine.actors.invariants import check_books
 from trioengine.actors.media import Media
-from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.ports import Ports
 from trioengine.actors.power_change import Level, ModeName, Weights
 from trioengine.actors.session import Session
 from trioengine.actors.states import States
+from trioengine.aio.calls import opens, whole_answer
+from trioengine.aio.deadline import deadline_after
+from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.core.arguments import check_callback, check_flag, check_request, check_seconds, names_checked
 from trioengine.core.bounds import brief, counted
 from trioengine.core.config import EngineConfig

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 import trio
 
 from trioengine.actors.auditor import Auditor
-from trioengine.actors.deadline import deadline_after
 from trioengine.actors.gate import Gate
 from trioengine.actors.image_parts import put_images, take_images
 from trioengine.actors.images import RequestImages
@@ -34,6 +33,7 @@ from trioengine.actors.states import PowerState
 from trioengine.actors.statistics import Statistics, statistics_of
 from trioengine.actors.supervisor import Supervisor
 from trioengine.actors.worker_counts import WorkerCounts
+from trioengine.aio.deadline import deadline_after
 from trioengine.core.arguments import names_checked
 from trioengine.core.config import EngineConfig, WorkerConfig
 from trioengine.core.errors import (

@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import trio
 
-from trioengine.actors.changes import Changes
-from trioengine.actors.deadline import NEVER, Deadline
 from trioengine.actors.link import Link
 from trioengine.actors.waiting_line import NOT_NOW, WaitingLine, waits_for
+from trioengine.aio.deadline import NEVER, Deadline
+from trioengine.aio.nursery import Notifier
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, InvariantError
 from trioengine.core.ledger import Ledger, Stand
@@ -43,7 +43,7 @@ class Gate:
         self.is_trying = False  # requests that may have killed a worker, one by one, and nobody beside them
         self.num_pending = 0  # sleeps and updates that are asked for, and not done
         self._config = config
-        self._changes = Changes()
+        self._changes = Notifier()
         self._last_id = 0
 
     def mint(self) -> int:

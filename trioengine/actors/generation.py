@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trioengine.actors.deadline import Deadline
 from trioengine.actors.media import Media
 from trioengine.actors.readable import Readable
 from trioengine.actors.request_times import RequestTimes
+from trioengine.aio.deadline import Deadline
 from trioengine.core.completion import Chunk as Chunk
 from trioengine.core.completion import Completion as Completion
 from trioengine.core.ledger import Stand

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from trioengine.actors.deadline import NEVER, Deadline
 from trioengine.actors.media import ImageSource, SealedImage, seal_images
 from trioengine.actors.payload import Payload, Reservation
 from trioengine.actors.waiting_line import waits_for
+from trioengine.aio.deadline import NEVER, Deadline
 from trioengine.core.errors import EngineOverloaded, RequestRejected
 from trioengine.core.image_part import Image
 from trioengine.core.messages import ImageInput, token_ids

@@ -9,9 +9,9 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 import trio
 
-from trioengine.actors.asynchronous import AsyncOnly
-from trioengine.actors.changes import Changes
-from trioengine.actors.deadline import Deadline
+from trioengine.aio.calls import AsyncOnly
+from trioengine.aio.deadline import Deadline
+from trioengine.aio.nursery import Notifier
 from trioengine.core.arguments import check_flag, check_label, check_wait
 from trioengine.core.completion import Chunk, Completion
 from trioengine.core.errors import TimedOut
@@ -88,7 +88,7 @@ class Readable(AsyncOnly, abc.ABC, Generic[S], refuses=("for",)):
         self.entering = trio.CancelScope()  # an abort ends the waiting and preparing
         self._session = session
         self._request_id: int | None = None
-        self._changes = Changes()  # of what is unread, and of the outcome
+        self._changes = Notifier()  # of what is unread, and of the outcome
         self._is_being_read = False
         self._entered = False
         self._may_have_more = False  # from when it is entered, unless that fails

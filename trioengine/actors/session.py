@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 import trio
 
 from trioengine.actors.admission import Admission
-from trioengine.actors.asynchronous import whole_answer
-from trioengine.actors.deadline import NEVER, Deadline, deadline_after
 from trioengine.actors.generation import Generation
 from trioengine.actors.image_parts import put_images
 from trioengine.actors.images import RequestImages
 from trioengine.actors.media import Media
 from trioengine.actors.session_state import SessionState
+from trioengine.aio.calls import whole_answer
+from trioengine.aio.deadline import NEVER, Deadline, deadline_after
 from trioengine.core.arguments import check_history, check_label, check_wait
 from trioengine.core.completion import Completion
 from trioengine.core.errors import EngineClosed, EngineError, SessionBusy, SessionEnded

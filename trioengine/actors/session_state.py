@@ -10,12 +10,12 @@ from contextlib import suppress
 from copy import copy
 from typing import TYPE_CHECKING
 
-from trioengine.actors.asynchronous import AsyncOnly
 from trioengine.actors.generation import Generation
 from trioengine.actors.images import RequestImages, find_dropped, image_inputs, payload_of
 from trioengine.actors.link import Link
 from trioengine.actors.payload import Payload
 from trioengine.actors.worker_session import Posting, WorkerSession
+from trioengine.aio.calls import AsyncOnly
 from trioengine.core.errors import EngineError, RequestRejected, SamplingFailed
 from trioengine.core.ledger import Stand
 from trioengine.core.lifecycle import Action, Attachment, Event, Phase, SessionLifecycle

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from trioengine.actors.changes import Changes
+from trioengine.aio.nursery import Notifier
 from trioengine.core.lifecycle import Power
 from trioengine.core.tag import Tag
 
@@ -34,7 +34,7 @@ class States:
 
     def __init__(self, listeners: set[States], now: Callable[[], PowerState]) -> None:
         self._unread: deque[PowerState] = deque(maxlen=MAX_UNREAD)
-        self._changes = Changes()
+        self._changes = Notifier()
         self._listeners = listeners
         self._now = now
         self._is_over = False

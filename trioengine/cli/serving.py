@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from trioengine.actors.engine import Engine
-from trioengine.actors.nursery import open_unwrapped_nursery
+from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.cli.logs import configure_logs, log_what_python_prints
 from trioengine.cli.worker_log import logged_workers
 from trioengine.core.config import EngineConfig

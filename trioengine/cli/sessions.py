@@ -11,8 +11,8 @@ import trio
 
 from trioengine.actors.engine import Engine, open_engine
 from trioengine.actors.generation import Generation
-from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.session import Session
+from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.cli.complaints import complain
 from trioengine.cli.progress import progress_bars
 from trioengine.client.address import Address

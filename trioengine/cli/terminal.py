@@ -11,7 +11,7 @@ from functools import partial
 
 import trio
 
-from trioengine.actors.nursery import open_unwrapped_nursery
+from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.cli import keys
 from trioengine.cli.complaints import complain
 from trioengine.core.errors import RequestRejected

@@ -10,8 +10,8 @@ from functools import partial
 
 import trio
 
-from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.ports import Ports, spawn_worker
+from trioengine.aio.nursery import open_unwrapped_nursery
 
 logger = logging.getLogger("trioengine.worker")
 END_TIMEOUT = 1.0  # seconds to read the last lines of a worker that has ended

@@ -8,10 +8,10 @@ from typing import Any, Unpack
 
 import trio
 
-from trioengine.actors.asynchronous import opens, whole_answer
-from trioengine.actors.deadline import Deadline, deadline_after
-from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.waiting_line import waits_for
+from trioengine.aio.calls import opens, whole_answer
+from trioengine.aio.deadline import Deadline, deadline_after
+from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.client.address import Address, Endpoint
 from trioengine.client.connection import Connection
 from trioengine.client.generation import Generation

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Sequence
 from copy import copy
 
-from trioengine.actors.changes import Changes
+from trioengine.aio.nursery import Notifier
 from trioengine.client.media import has_images
 from trioengine.client.posts import Posts
 from trioengine.client.problems import placed
@@ -24,7 +24,7 @@ class Conversation:
         self._ids = itertools.count(1)
         self._unconfirmed: set[str] = set()  # events of the history that was given
         self._refusal: EngineError | None = None  # the server's, of one of these
-        self._changes = Changes()  # of these two
+        self._changes = Notifier()  # of these two
 
     def prepared(self, messages: Sequence[Message]) -> dict[str, str]:
         """The events that make items of these messages, by the items' ids. Raises RequestRejected; posts nothing."""

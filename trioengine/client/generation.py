@@ -6,8 +6,8 @@ import enum
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trioengine.actors.deadline import Deadline
 from trioengine.actors.readable import Readable
+from trioengine.aio.deadline import Deadline
 from trioengine.client.media import Media
 from trioengine.client.prompt import Message
 from trioengine.core.completion import Chunk, Completion

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from trioengine.actors.changes import Changes
+from trioengine.aio.nursery import Notifier
 from trioengine.client.websocket import WebSocket
 
 WINDOW = 32  # a server closes the connection at 64
@@ -16,7 +16,7 @@ class Posts:
     def __init__(self) -> None:
         self._unsent: deque[tuple[str, str | None]] = deque()
         self._unanswered: set[str] = set()
-        self._changes = Changes()
+        self._changes = Notifier()
 
     def put(self, text: str, awaited: str | None = None) -> None:
         """Send this; `awaited` is the event's id if `answered` will be called with it."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import trio
 
-from trioengine.actors.asynchronous import AsyncOnly, whole_answer
-from trioengine.actors.deadline import NEVER, Deadline, deadline_after
+from trioengine.aio.calls import AsyncOnly, whole_answer
+from trioengine.aio.deadline import NEVER, Deadline, deadline_after
 from trioengine.client.connection import Connection
 from trioengine.client.conversation import Conversation
 from trioengine.client.exchange import Exchange

@@ -20,7 +20,7 @@ from wsproto.events import (
 )
 from wsproto.utilities import ProtocolError
 
-from trioengine.actors.changes import Changes
+from trioengine.aio.nursery import Notifier
 
 MAX_MESSAGE = 64 << 20  # characters
 MAX_REFUSAL = 1 << 20  # bytes
@@ -53,7 +53,7 @@ class WebSocket:
         self._protocol = WSConnection(ConnectionType.CLIENT)
         self._events: deque[Event] = deque()
         self._unsent: deque[bytes] = deque()
-        self._changes = Changes()
+        self._changes = Notifier()
         self._pong = trio.Event()
 
     async def shake_hands(self, host: str, target: str, headers: list[tuple[bytes, bytes]]) -> None:

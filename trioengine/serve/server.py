@@ -12,8 +12,8 @@ from typing import Any
 import trio
 
 from trioengine.actors.engine import Engine
-from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.ports import Ports
+from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.core.bounds import brief
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, InvalidConfig

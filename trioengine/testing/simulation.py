@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import trio
 
 from trioengine.actors.engine import Engine, open_engine
-from trioengine.actors.nursery import open_unwrapped_nursery
 from trioengine.actors.ports import Ports, WorkerProcess
+from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import WorkerLost
 from trioengine.core.image import BytesLike

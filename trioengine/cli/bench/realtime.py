@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import trio
 
-from trioengine.actors.nursery import open_unwrapped_nursery
+from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.cli.bench.config import BenchConfig
 from trioengine.cli.bench.http_client import Address, BackendError, refusal
 from trioengine.cli.bench.sample import Stopwatch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import trio
 
-from trioengine.actors.changes import Changes
+from trioengine.aio.nursery import Notifier
 from trioengine.serve.problem import ClientError
 from trioengine.serve.realtime.answering import Answering, failing
 from trioengine.serve.realtime.response import Response
@@ -20,7 +20,7 @@ class Beside:
         self._label = label
         self._nursery: trio.Nursery | None = None
         self._active: list[Response] = []
-        self._changes = Changes()
+        self._changes = Notifier()
 
     @property
     def active(self) -> tuple[Response, ...]:

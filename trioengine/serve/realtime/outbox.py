@@ -11,7 +11,7 @@ import trio
 from trio_websocket import ConnectionClosed
 from wsproto.events import TextMessage
 
-from trioengine.actors.changes import Changes
+from trioengine.aio.nursery import Notifier
 from trioengine.serve.byte_budget import Held
 from trioengine.serve.problem import Problem
 from trioengine.serve.websocket import AcceptedWebSocket
@@ -47,7 +47,7 @@ class Outbox:
         self._unsent: deque[TextMessage] = deque()  # of long ones the parts
         self._size = 0  # characters, which are ASCII, of these and of what is being sent
         self._sequence_number = 0
-        self._changes = Changes()
+        self._changes = Notifier()
 
     def put(self, name: str, **fields: Any) -> None:
         """Send the event of this type when its turn has come."""

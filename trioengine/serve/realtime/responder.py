@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 
-from trioengine.actors.changes import Changes
 from trioengine.actors.session import Session
+from trioengine.aio.nursery import Notifier
 from trioengine.core.outcome import Cause
 from trioengine.serve.problem import ClientError
 from trioengine.serve.realtime.answering import Answering, failing
@@ -20,7 +20,7 @@ class Responder:
         self._label = label
         self._active: Response | None = None
         self._session: Session | None = None
-        self._changes = Changes()
+        self._changes = Notifier()
 
     @property
     def active(self) -> tuple[Response, ...]:

@@ -1,4 +1,4 @@
-"""A nursery out of which a single exception comes as it is."""
+"""Nurseries that raise one exception as it is, and a broadcast wake-up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_trio() -> None:
 async def open_unwrapped_nursery() -> AsyncIterator[trio.Nursery]:
     """`trio.open_nursery`, but one exception (be it raised by several tasks) is not wrapped in the nursery's group.
 
-    Cancellations beside it do not count: what failed is told, whether or not the scope was left anyway. A group that
+    Cancellations beside it do not count: the failure is raised whether or not the scope was left anyway. A group that
     the body itself raised stays a group, and the exception keeps its cause and its context.
     """
     check_trio()
@@ -36,3 +36,22 @@ async def open_unwrapped_nursery() -> AsyncIterator[trio.Nursery]:
         finally:
             error.__context__ = context
             del error, failures, group  # no cycle through this frame
+
+
+class Notifier:
+    """A broadcast wake-up: `while not condition: await changed.wait()`; a change calls `notify` in the same step."""
+
+    __slots__ = ("_next",)
+
+    def __init__(self) -> None:
+        self._next = trio.Event()
+
+    def notify(self) -> None:
+        """Wake every task that waits."""
+        self._next.set()
+
+    async def wait(self) -> None:
+        """Wait until the next `notify`."""
+        if self._next.is_set():
+            self._next = trio.Event()
+        await self._next.wait()

@@ -1,0 +1,1 @@
+"""Helpers for trio that the engine, its servers and its clients share."""
