@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from trioengine.actors.generation import Generation
-from trioengine.actors.image_parts import put_images
-from trioengine.actors.images import RequestImages, image_inputs
+from trioengine.actors.images import RequestImages, image_inputs, put_images
 from trioengine.actors.waiting_line import NOT_NOW, waits_for
 from trioengine.actors.worker_session import Posting
 from trioengine.core.errors import EngineError, FrameTooLarge, RequestRejected, TimedOut

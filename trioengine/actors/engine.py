@@ -10,9 +10,9 @@ from typing import Any, Unpack
 
 import trio
 
+from trioengine.actors.audit import check_books
 from trioengine.actors.engine_state import EngineState, as_lost
 from trioengine.actors.generation import Completion, Generation
-from trioengine.actors.invariants import check_books
 from trioengine.actors.media import Media
 from trioengine.actors.ports import Ports
 from trioengine.actors.power_change import Level, ModeName, Weights

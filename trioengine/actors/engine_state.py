@@ -14,11 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import trio
 
-from trioengine.actors.auditor import Auditor
+from trioengine.actors.audit import Auditor
 from trioengine.actors.gate import Gate
-from trioengine.actors.image_parts import put_images, take_images
-from trioengine.actors.images import RequestImages
-from trioengine.actors.kept_images import KeptImages
+from trioengine.actors.images import KeptImages, RequestImages, put_images, take_images
 from trioengine.actors.link import Link
 from trioengine.actors.media import ImageSource, Media
 from trioengine.actors.observer import Observer
@@ -26,13 +24,12 @@ from trioengine.actors.payload import PayloadBudget
 from trioengine.actors.ports import Ports
 from trioengine.actors.power import PowerActor
 from trioengine.actors.power_change import Weights
-from trioengine.actors.replays import Replays
+from trioengine.actors.recovery import Replays
 from trioengine.actors.session import Session
 from trioengine.actors.sessions import Sessions
 from trioengine.actors.states import PowerState
-from trioengine.actors.statistics import Statistics, statistics_of
+from trioengine.actors.statistics import Statistics, WorkerCounts, statistics_of
 from trioengine.actors.supervisor import Supervisor
-from trioengine.actors.worker_counts import WorkerCounts
 from trioengine.aio.deadline import deadline_after
 from trioengine.core.arguments import names_checked
 from trioengine.core.config import EngineConfig, WorkerConfig

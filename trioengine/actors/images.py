@@ -1,22 +1,23 @@
-"""The images of a request on its way in: room for them, their payloads, and pins until the link has its own."""
+"""The images of a request: found in the prompt, admitted as payloads, put back, and kept while they are needed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import trio
 
-from trioengine.actors.media import ImageSource, SealedImage, seal_images
+from trioengine.actors.media import ImageSource, Media, SealedImage, seal_images, source_of, source_of_url
 from trioengine.actors.payload import Payload, Reservation
 from trioengine.actors.waiting_line import waits_for
 from trioengine.aio.deadline import NEVER, Deadline
 from trioengine.core.errors import EngineOverloaded, RequestRejected
-from trioengine.core.image_part import Image
+from trioengine.core.image_part import Image, image_url, is_image_part
 from trioengine.core.messages import ImageInput, token_ids
-from trioengine.text.placed_image import PlacedImage
+from trioengine.text.placed_image import PlacedImage, image_parts
 
 if TYPE_CHECKING:
     from trioengine.actors.engine_state import EngineState
@@ -160,3 +161,117 @@ def _image_input(placed: PlacedImage, payload: Payload, cache_salt: str, payload
         num_bytes=payload.num_bytes,
         tiles=token_ids(span.start for span in placed.spans),
     )
+
+
+T = TypeVar("T")
+_URL_FIELDS = {"image_url": "image_url.url", "input_image": "image_url"}  # by the part's type
+_PLAIN = (str, bytes, bytearray, memoryview)  # sequences, but not of messages or of parts
+
+
+def take_images(
+    prompt: Any, media: Sequence[Media] = (), *, max_bytes: int, where: str = "prompt"
+) -> tuple[Any, list[ImageSource]]:
+    """The prompt with a source in the place of each image that has no payload yet, and these sources.
+
+    `media` go before the text of the last message. `max_bytes` bounds each image of a client. Raises RequestRejected
+    for what cannot be an image.
+    """
+    if not isinstance(media, Sequence) or isinstance(media, _PLAIN):
+        raise RequestRejected("invalid_value", f"media must be a list, got {type(media).__name__}", param="media")
+    if media:
+        prompt = _with_media(prompt, [{"type": "image", "image": image} for image in media])
+    sources: list[ImageSource] = []
+
+    def take(part: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+        source = _source_of(part, max_bytes, where)
+        if source is None:
+            return part
+        sources.append(source)
+        return {"type": "image", "image": source}
+
+    return _mapped(prompt, where, take), sources
+
+
+def put_images(prompt: Any, payloads: Sequence[Payload]) -> Any:
+    """What `take_images` gave, with an image part for each payload where its source was."""
+    rest = iter(payloads)
+
+    def put(part: Mapping[str, Any], _: str) -> Mapping[str, Any]:
+        if not isinstance(part.get("image"), ImageSource):
+            return part
+        payload = next(rest)
+        return Image(payload.info, payload).part
+
+    return _mapped(prompt, "", put) if payloads else prompt
+
+
+def _mapped(prompt: Any, where: str, change: Callable[[Mapping[str, Any], str], Mapping[str, Any]]) -> Any:
+    """The prompt with every part of a message's content changed; itself where no content has parts."""
+    if isinstance(prompt, _PLAIN) or not isinstance(prompt, Sequence):
+        return prompt
+    changed: dict[int, Mapping[str, Any]] = {}
+    for index, message in enumerate(prompt):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, Sequence) and not isinstance(content, _PLAIN):
+            parts = [
+                change(part, f"{where}[{index}].content[{number}]") if isinstance(part, Mapping) else part
+                for number, part in enumerate(content)
+            ]
+            changed[index] = {**message, "content": parts}
+    return [changed.get(index, message) for index, message in enumerate(prompt)] if changed else prompt
+
+
+def _source_of(part: Mapping[str, Any], max_bytes: int, where: str) -> ImageSource | None:
+    if is_image_part(part):
+        return None
+    if part.get("type") == "image" and "image" in part:
+        return source_of(part["image"], where)
+    url = image_url(part, where)
+    return None if url is None else source_of_url(url, max_bytes, f"{where}.{_URL_FIELDS[part['type']]}")
+
+
+def _with_media(prompt: Any, images: list[dict[str, Any]]) -> list[Any]:
+    """The prompt as messages, the last of which begins with these images."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": [*images, {"type": "text", "text": prompt}]}]
+    is_chat = isinstance(prompt, Sequence) and not isinstance(prompt, _PLAIN) and prompt
+    if not is_chat or not isinstance(prompt[-1], Mapping):
+        raise RequestRejected("invalid_value", "media: images need a text or chat messages as prompt", param="media")
+    *others, last = prompt
+    content = last.get("content")
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if isinstance(content, _PLAIN) or not isinstance(content, Sequence):
+        return list(prompt)  # it will be refused for this content
+    return [*others, {**last, "content": [*images, *content]}]
+
+
+class KeptImages:
+    """Chat messages, and a hold on the images in them; leaving its `with` block, or `release`, gives that back.
+
+    Held images are kept as long as there is room for them, and a request whose image was dropped is refused.
+    """
+
+    __slots__ = ("_payloads", "messages")
+
+    def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raises RequestRejected for an Image that no engine has made."""
+        self.messages = messages
+        found = image_parts(message for message in messages if isinstance(message, Mapping))
+        self._payloads = [payload_of(part.image) for part in found]
+        for payload in self._payloads:
+            payload.hold()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Hold them no more; harmless when they were released."""
+        payloads, self._payloads = self._payloads, []
+        for payload in payloads:
+            payload.release()

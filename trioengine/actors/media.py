@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from trioengine.actors.image_file import file_size, unreadable
 from trioengine.actors.ports import SealedBytes
 from trioengine.core.bounds import brief
 from trioengine.core.data_url import parse_data_url
@@ -179,3 +179,20 @@ def _pillow_opener(image: PillowImage, where: str) -> Callable[[], tuple[ImageIn
         return info, chunks
 
     return open_
+
+
+def file_size(path: Path, where: str) -> int:
+    """Bytes. Raises RequestRejected if it is not a regular file: to open a pipe blocks until it has a writer."""
+    try:
+        status = path.stat()
+        if not S_ISREG(status.st_mode):
+            raise ValueError("Not a regular file")
+    except (OSError, ValueError) as exc:
+        raise unreadable(path, where, exc) from exc
+    return status.st_size
+
+
+def unreadable(path: Path, where: str, error: Exception) -> RequestRejected:
+    """The refusal of a file, with the reason."""
+    reason = getattr(error, "strerror", None) or str(error)
+    return RequestRejected.at(where, "invalid_value", f"cannot read {brief(str(path))}: {reason}")

@@ -21,7 +21,7 @@ from trioengine.actors.closure import Closure
 from trioengine.actors.gate import Gate
 from trioengine.actors.link import Link
 from trioengine.actors.power_change import Leniency, Mode, PowerChange, Weights, leniency_of, level_of, path_of, tags_of
-from trioengine.actors.replays import Replays
+from trioengine.actors.recovery import Replays
 from trioengine.actors.sessions import Sessions
 from trioengine.actors.states import PowerState, States
 from trioengine.core.errors import ModelError, TransitionFailed

@@ -15,8 +15,7 @@ import trio
 
 from trioengine.actors.admission import Admission
 from trioengine.actors.generation import Generation
-from trioengine.actors.image_parts import put_images
-from trioengine.actors.images import RequestImages
+from trioengine.actors.images import RequestImages, put_images
 from trioengine.actors.media import Media
 from trioengine.actors.session_state import SessionState
 from trioengine.aio.calls import whole_answer

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from trioengine.actors.image_file import file_size, unreadable
+from trioengine.actors.media import file_size, unreadable
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image import BytesLike
 from trioengine.core.image_header import check_size, read_header

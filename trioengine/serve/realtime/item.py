@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from trioengine.actors.kept_images import KeptImages
+from trioengine.actors.images import KeptImages
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image_part import image_url
 from trioengine.serve.byte_budget import size_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trioengine.actors.generation import Completion, Generation
-from trioengine.actors.kept_images import KeptImages
+from trioengine.actors.images import KeptImages
 from trioengine.actors.session import Session
 from trioengine.core.messages import FinishReason, Usage
 from trioengine.core.outcome import Cause

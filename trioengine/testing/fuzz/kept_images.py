@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from trioengine.actors.images import payload_of
-from trioengine.actors.kept_images import KeptImages
+from trioengine.actors.images import KeptImages, payload_of
 from trioengine.actors.payload import Payload
 from trioengine.serve.realtime.connection import RealtimeConnection
 from trioengine.serve.realtime.response import ResponseStatus

@@ -8,10 +8,10 @@ from collections.abc import Set as AbstractSet
 
 import trio
 
-from trioengine.actors import invariants
+from trioengine.actors import audit
 from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Generation
-from trioengine.actors.replays import MAX_RESUMES
+from trioengine.actors.recovery import MAX_RESUMES
 from trioengine.actors.session import Session
 from trioengine.core.errors import (
     EngineAsleep,
@@ -41,7 +41,7 @@ GOING = (Phase.PREPARING, Phase.RUNNING, Phase.SUSPENDED)  # a request that nobo
 def check_books(engine: Engine) -> None:
     """At rest: the counters balance and agree with the sessions, and nobody waits for a slot that is free."""
     engine.gate.check()
-    invariants.check_books(engine.gate.ledger, engine._sessions)
+    audit.check_books(engine.gate.ledger, engine._sessions)
     crashed = [session for session in engine._sessions if session.end_cause is Cause.ERROR]
     assert not crashed, f"a bug of the engine's ended {crashed}"
 

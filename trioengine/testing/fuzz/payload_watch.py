@@ -15,8 +15,7 @@ from weakref import WeakSet
 import trio
 
 from trioengine.actors.engine import Engine
-from trioengine.actors.images import MAX_WAIT, RequestImages, payload_of
-from trioengine.actors.kept_images import KeptImages
+from trioengine.actors.images import MAX_WAIT, KeptImages, RequestImages, payload_of
 from trioengine.actors.payload import Payload, PayloadBudget, Reservation
 from trioengine.core.errors import EngineOverloaded, RequestRejected
 from trioengine.testing.fuzz.machine import Watch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trioengine.actors.link import Link
-from trioengine.actors.replays import Replays
+from trioengine.actors.recovery import Replays
 from trioengine.actors.session_state import SessionState
 from trioengine.testing.mutants.mutant import Mutant, replaced
 
