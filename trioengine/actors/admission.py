@@ -1,186 +1,214 @@
-"""The admission of a request: reserve, prepare, commit.
+"""Admission: the way in, of a session (`open_session`) and of a request (`admit`: reserve, prepare, commit).
 
-To reserve and to commit are single synchronous steps of the session; the gate is asked in each. Between them the prompt
-is prepared, which changes nothing: whoever leaves there gives a slot back, and the worker never hears of it.
+Reserving and committing are single synchronous steps; the gate decides in each. Between them the prompt is prepared,
+which changes nothing: a caller that leaves there gives its slot back, and the worker never gets the request.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import trio
 
-from trioengine.actors.generation import Generation
-from trioengine.actors.images import RequestImages, image_inputs, put_images
+from trioengine.actors.images import RequestImages, put_images
+from trioengine.actors.request import Request
+from trioengine.actors.runtime import Runtime
+from trioengine.actors.session_actor import SessionActor
 from trioengine.actors.waiting_line import NOT_NOW, waits_for
-from trioengine.actors.worker_session import Posting
-from trioengine.core.errors import EngineError, FrameTooLarge, RequestRejected, TimedOut
+from trioengine.core.errors import EngineError, RequestRejected, TimedOut
 from trioengine.core.lifecycle import Phase
-from trioengine.core.messages import AddMessage
 from trioengine.core.outcome import Cause
 from trioengine.core.overflow import prompt_limit
 from trioengine.core.prompt_places import PromptPlaces
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.text.answer import Answer
-from trioengine.text.conversation import Prepared, Prompt, least_prompt, prompt_length
+from trioengine.text.conversation import Conversation, Prepared, Prompt, least_prompt, prompt_length
 
-if TYPE_CHECKING:
-    from trioengine.actors.engine_state import EngineState
-    from trioengine.actors.session import Session
+# ---- a session ------------------------------------------------------------------------------------------------------
 
 
-class Admission:
+async def open_session(runtime: Runtime, session: SessionActor) -> None:
+    """Take a session slot, and make the conversation; cancelled, the session has no slot.
+
+    Raises the refusal, RequestRejected for a bad history, and SessionEnded if the session was ended meanwhile.
+    """
+    gate = runtime.gate
+    with runtime.sessions.opening(session):
+        await gate.admit(gate.sessions, partial(runtime.adopt, session), wait=session.wait, deadline=session.deadline)
+    images = RequestImages(runtime.images, wait=session.wait, deadline=session.deadline)
+    try:
+        history, sources = runtime.take_images(session.history, where="history")
+        session.history = None
+        history = put_images(history, await images.admit(sources))
+        if session.end_cause is not None:  # a thread that copies images is not cancelled
+            raise session.ended_error()
+        session.begin(Conversation(runtime.tokenizer, history))
+    except BaseException:
+        session.end()
+        raise
+    finally:
+        images.unpin()
+
+
+# ---- a request ------------------------------------------------------------------------------------------------------
+
+
+class _Entry(NamedTuple):
     """One request on its way in."""
 
-    def __init__(self, engine: EngineState, session: Session, generation: Generation) -> None:
-        self._engine = engine
-        self._gate = engine.gate
-        self._session = session
-        self._generation = generation
-        self._images = RequestImages(engine, wait=generation.wait, deadline=generation.deadline)
-
-    async def run(self) -> None:
-        """Raises why the request is refused. An abort on the way ends this early, without an error."""
-        session, generation, has_ended = self._session, self._generation, False
-        with generation.entering:
-            try:
-                await self._reserve()
-                await self._prepare()
-                await self._commit()
-            except TimedOut as exc:
-                session.abort_request(generation, Cause.TIMEOUT)
-                exc.completion = generation.completion
-                raise
-            except Exception as exc:
-                if generation.outcome is not None and isinstance(exc, EngineError):
-                    return  # it was aborted before it was refused
-                session.refuse(generation, exc)
-                raise
-            except BaseException:
-                has_ended = generation.outcome is None and session.end_cause is not None  # the session, in the line
-                session.abort_request(generation, session.end_cause or Cause.CLIENT)
-                raise
-            finally:
-                self._images.unpin()
-        if has_ended:
-            session.check_idle()
-
-    async def _reserve(self) -> None:
-        """Wait for a slot, as far as asked to, and take it. Raises TimedOut if the deadline passes first."""
-        session, generation = self._session, self._generation
-        await session.open_for_request()
-        with trio.move_on_at(generation.deadline.at):
-            while session.phase is Phase.STOPPING and session.generation is not None:
-                await session.generation.settled.wait()
-        if session.phase is Phase.STOPPING:
-            session.abort_request(generation, Cause.TIMEOUT)
-        reserve = partial(session.reserve, generation)
-        await self._gate.admit(self._gate.requests, reserve, wait=generation.wait, deadline=generation.deadline)
+    runtime: Runtime
+    session: SessionActor
+    request: Request
+    images: RequestImages
 
     @property
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the request was aborted on the way."""
-        return self._session.generation is not self._generation
+        return self.session.request is not self.request
 
-    async def _prepare(self) -> None:
-        generation = self._generation
-        if self._is_over:
-            return
-        (prompt, generation.prompt), (media, generation.media) = (generation.prompt, None), (generation.media, ())
-        places = PromptPlaces.of(prompt, media)
-        with places.naming():
-            self._check_length(prompt)
-            prompt, sources = self._engine.take_images(prompt, media)
-            del media
-            if sources:
-                prompt = put_images(prompt, await self._images.admit(sources))
-                self._check_length(prompt)
-            prepared = await self._prepared(prompt)
-            self._check(prepared, generation.params)
-        images = [dataclasses.replace(image, name=places.name(image.name)) for image in prepared.images]
-        self._images.pin(images)
-        generation.prepared = dataclasses.replace(prepared, images=tuple(images))
-        model = self._engine.model
-        generation.answer = Answer(model.tokenizer, generation.params, model.eos_token_ids)
 
-    @property
-    def _drops_turns(self) -> bool:
-        return self._session.overflow == "drop_oldest_turns"
+async def admit(runtime: Runtime, session: SessionActor, request: Request) -> None:
+    """Submit a request. Raises the refusal; an abort on the way ends this early, without an error.
 
-    def _check_length(self, prompt: Prompt) -> None:
-        least = least_prompt(prompt) if self._drops_turns else prompt
-        self._session.conversation.check_length(least, self._engine.limits.max_model_len)
-
-    async def _prepared(self, prompt: Prompt) -> Prepared:
-        conversation, ports = self._session.conversation, self._engine.ports
-        limit = prompt_limit(self._engine.limits.max_model_len, self._generation.params.max_tokens)
-        prepare = partial(
-            conversation.prepare, prompt, limit if self._drops_turns else None, self._session.retention_ratio
-        )
-        if prompt_length(prompt) + conversation.size > ports.thread_threshold:
-            prepared: Prepared = await ports.run_in_thread(prepare)
-            return prepared
-        await trio.lowlevel.checkpoint()
-        return prepare()
-
-    def _check(self, prepared: Prepared, params: SamplingParams) -> None:
-        limit = self._engine.limits.max_model_len
-        if len(prepared.token_ids) >= limit:
-            raise RequestRejected(
-                "context_length_exceeded",
-                f"prompt: {len(prepared.token_ids)} tokens leave no room for an answer in a context of {limit}",
-                param="prompt",
+    Cancelled, the request is aborted.
+    """
+    request.times.begin()
+    session.waiting[request] = None
+    try:
+        await _admit(
+            _Entry(
+                runtime, session, request, RequestImages(runtime.images, wait=request.wait, deadline=request.deadline)
             )
-        vocab_size = self._engine.limits.vocab_size
-        for name in ("stop_token_ids", "logit_bias"):
-            for token_id in getattr(params, name):
-                if token_id >= vocab_size:
-                    raise RequestRejected(
-                        "invalid_value",
-                        f"{name}: token {token_id} is beyond the vocabulary of {vocab_size}",
-                        param=name,
-                    )
-
-    async def _commit(self) -> None:
-        try:
-            self._commit_now()
-        except NOT_NOW as exc:
-            if not waits_for(exc, self._generation.wait):
-                raise
-            await self._gate.commits.wait(self._commit_now)
-
-    def _commit_now(self) -> None:
-        if self._is_over:
-            return
-        link, prepared = self._gate.committing_link(), self._generation.prepared
-        assert prepared is not None, "commit follows prepare"
-        try:
-            posting = Posting.of(link, self._message(prepared), prepared.images)
-        except FrameTooLarge as exc:
-            raise RequestRejected("too_large", str(exc), param="prompt") from exc
-        self._session.commit(self._generation, posting)
-
-    def _message(self, prepared: Prepared) -> AddMessage:
-        session_id = self._session.id
-        assert session_id is not None, "commit follows reserve"
-        base = self._session.worker_session.base(prepared.token_ids)
-        return AddMessage(
-            session=session_id,
-            request=self._generation.request_id,
-            base=base,
-            token_ids=prepared.token_ids[base:],
-            params=self._resolved(self._generation.params, len(prepared.token_ids)),
-            eos_token_ids=tuple(self._engine.model.eos_token_ids),
-            images=image_inputs(prepared.images, self._generation.params.cache_salt, self._gate.mint),
         )
+    finally:
+        del session.waiting[request]
 
-    def _resolved(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """With max_tokens within the context, and a seed."""
-        room = self._engine.limits.max_model_len - num_prompt_tokens
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        seed = self._engine.ports.mint_seed() if params.seed is None else params.seed
-        return dataclasses.replace(
-            params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens), seed=seed, stop=()
+
+async def _admit(entry: _Entry) -> None:
+    session, request, has_ended = entry.session, entry.request, False
+    with request.entering:
+        try:
+            await _reserve(entry)
+            if not entry.is_over:
+                await _prepare(entry)
+            await _commit(entry)
+        except TimedOut as exc:
+            session.abort_request(request, Cause.TIMEOUT)
+            exc.completion = request.result()
+            raise
+        except Exception as exc:
+            if request.outcome is not None and isinstance(exc, EngineError):
+                return  # it was aborted before it was refused
+            session.refuse(request, exc)
+            raise
+        except BaseException:
+            has_ended = request.outcome is None and session.end_cause is not None  # the session, in the line
+            session.abort_request(request, session.end_cause or Cause.CLIENT)
+            raise
+        finally:
+            entry.images.unpin()
+    if has_ended:
+        session.check_idle()
+
+
+async def _reserve(entry: _Entry) -> None:
+    """Wait for a slot, as far as the caller allows, and take it. Raises TimedOut if the deadline passes first."""
+    session, request, gate = entry.session, entry.request, entry.runtime.gate
+    if session.opens_with_request:
+        await open_session(entry.runtime, session)
+    with trio.move_on_at(request.deadline.at):
+        while session.phase is Phase.STOPPING and session.request is not None:
+            await session.request.settled.wait()
+    if session.phase is Phase.STOPPING:
+        session.abort_request(request, Cause.TIMEOUT)
+    await gate.admit(gate.requests, partial(session.reserve, request), wait=request.wait, deadline=request.deadline)
+
+
+async def _prepare(entry: _Entry) -> None:
+    """Copy the images, render and tokenize the prompt, and check that it fits."""
+    runtime, request = entry.runtime, entry.request
+    (prompt, request.prompt), (media, request.media) = (request.prompt, None), (request.media, ())
+    places = PromptPlaces.of(prompt, media)
+    with places.naming():
+        _check_length(entry, prompt)
+        prompt, sources = runtime.take_images(prompt, media)
+        del media
+        if sources:
+            prompt = put_images(prompt, await entry.images.admit(sources))
+            _check_length(entry, prompt)
+        prepared = await _prepared(entry, prompt)
+        _check(runtime, prepared, request.params)
+    images = [dataclasses.replace(image, name=places.name(image.name)) for image in prepared.images]
+    entry.images.pin(images)
+    request.prepared = dataclasses.replace(prepared, images=tuple(images))
+    model = runtime.model
+    request.eos_token_ids = tuple(model.eos_token_ids)
+    request.output = Answer(model.tokenizer, request.params, model.eos_token_ids)
+
+
+def _check_length(entry: _Entry, prompt: Prompt) -> None:
+    least = least_prompt(prompt) if entry.session.overflow == "drop_oldest_turns" else prompt
+    entry.session.conversation.check_length(least, entry.runtime.limits.max_model_len)
+
+
+async def _prepared(entry: _Entry, prompt: Prompt) -> Prepared:
+    session, ports = entry.session, entry.runtime.ports
+    limit = None
+    if session.overflow == "drop_oldest_turns":
+        limit = prompt_limit(entry.runtime.limits.max_model_len, entry.request.params.max_tokens)
+    conversation = session.conversation
+    prepare = partial(conversation.prepare, prompt, limit, session.retention_ratio)
+    if prompt_length(prompt) + conversation.size > ports.thread_threshold:
+        prepared: Prepared = await ports.run_in_thread(prepare)
+        return prepared
+    await trio.lowlevel.checkpoint()
+    return prepare()
+
+
+def _check(runtime: Runtime, prepared: Prepared, params: SamplingParams) -> None:
+    """Raise RequestRejected for a prompt without room for an answer, and for token ids beyond the vocabulary."""
+    limit, vocab_size = runtime.limits.max_model_len, runtime.limits.vocab_size
+    if len(prepared.token_ids) >= limit:
+        raise RequestRejected(
+            "context_length_exceeded",
+            f"prompt: {len(prepared.token_ids)} tokens leave no room for an answer in a context of {limit}",
+            param="prompt",
         )
+    for name in ("stop_token_ids", "logit_bias"):
+        for token_id in getattr(params, name):
+            if token_id >= vocab_size:
+                problem = f"{name}: token {token_id} is beyond the vocabulary of {vocab_size}"
+                raise RequestRejected("invalid_value", problem, param=name)
+
+
+async def _commit(entry: _Entry) -> None:
+    """Post the request; while there is no worker for it, wait for one as far as the caller allows."""
+    commit, gate = partial(_commit_now, entry), entry.runtime.gate
+    try:
+        commit()
+    except NOT_NOW as exc:
+        if not waits_for(exc, entry.request.wait):
+            raise
+        await gate.commits.wait(commit)
+    entry.runtime.effects.drain()
+
+
+def _commit_now(entry: _Entry) -> None:
+    if entry.is_over:
+        return
+    link, request = entry.runtime.gate.committing_link(), entry.request
+    request.resolved = _resolved(entry.runtime, request)
+    entry.session.commit(request, link)
+
+
+def _resolved(runtime: Runtime, request: Request) -> SamplingParams:
+    """The parameters with max_tokens within the context, and a seed."""
+    params = request.params
+    room = runtime.limits.max_model_len - request.num_prompt_tokens
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    seed = runtime.ports.mint_seed() if params.seed is None else params.seed
+    return dataclasses.replace(
+        params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens), seed=seed, stop=()
+    )

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import trio
 
 from trioengine.actors.link import Link
+from trioengine.actors.sessions import Sessions
 from trioengine.core.errors import InvariantError, WorkerLost
 from trioengine.core.ledger import Ledger
 from trioengine.core.messages import Audit, Audited
@@ -69,15 +69,11 @@ class Auditor:
             audit.answered.set()
 
 
-if TYPE_CHECKING:
-    from trioengine.actors.sessions import Sessions
-
-
 def check_books(ledger: Ledger, sessions: Sessions) -> None:
     """The counters agree with the sessions themselves."""
     if ledger.sessions != len(sessions):
         raise InvariantError(f"{ledger.sessions} session slots are taken, by {len(sessions)} sessions")
-    in_flight = sum(session.generation is not None for session in sessions)
+    in_flight = sum(session.request is not None for session in sessions)
     if ledger.in_flight != in_flight:
         raise InvariantError(f"{ledger.in_flight} requests are counted in flight, sessions hold {in_flight}")
 

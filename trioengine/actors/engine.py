@@ -11,21 +11,24 @@ from typing import Any, Unpack
 import trio
 
 from trioengine.actors.audit import check_books
-from trioengine.actors.engine_state import EngineState, as_lost
-from trioengine.actors.generation import Completion, Generation
+from trioengine.actors.images import KeptImages, RequestImages, put_images
 from trioengine.actors.media import Media
 from trioengine.actors.ports import Ports
 from trioengine.actors.power_change import Level, ModeName, Weights
+from trioengine.actors.runtime import Runtime
 from trioengine.actors.session import Session
-from trioengine.actors.states import States
+from trioengine.actors.states import PowerState, States
+from trioengine.actors.statistics import Statistics, statistics_of
 from trioengine.aio.calls import opens, whole_answer
 from trioengine.aio.deadline import deadline_after
 from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.core.arguments import check_callback, check_flag, check_request, check_seconds, names_checked
 from trioengine.core.bounds import brief, counted
+from trioengine.core.completion import Completion
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvalidConfig, ModelError
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
+from trioengine.core.messages import Ready
 from trioengine.core.options import EngineOptions, SamplingOptions, merged_config, merged_params, sampling_checked
 from trioengine.core.outcome import Cause, check_cause
 from trioengine.core.overflow import Overflow
@@ -35,11 +38,11 @@ from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.conversation import Prompt
 
 
-class Engine(EngineState):
+class Engine:
     """Runs a model: `async with open_engine(config) as engine`, or `nursery.start(Engine(config).run)`.
 
-    `on_progress(done, total)` is told, in bytes, how far a download of the model has come; it runs in a thread.
-    `on_load(done, total)` is told how far each worker has come with loading the weights; it must not block.
+    `on_progress(done, total)` reports, in bytes, how far a download of the model has come; it runs in a thread.
+    `on_load(done, total)` reports how far each worker has come with loading the weights; it must not block.
     """
 
     def __init__(
@@ -55,16 +58,51 @@ class Engine(EngineState):
             raise InvalidConfig.of("config", problem)
         check_callback("on_progress", on_progress)
         check_callback("on_load", on_load)
-        super().__init__(EngineConfig() if config is None else config, Ports() if ports is None else ports, on_load)
-        self.config.check_cores(self.ports.num_cores)
+        self.config = EngineConfig() if config is None else config
+        self._runtime = Runtime(self.config, Ports() if ports is None else ports, on_load)
+        self.config.check_cores(self._runtime.ports.num_cores)
         self._on_progress = on_progress
         self._closing = trio.Event()
         self._finding = trio.CancelScope()  # the model, which may take a download
 
     def __repr__(self) -> str:
-        ledger = self.gate.ledger
+        ledger = self._runtime.gate.ledger
         counts = f"{counted(ledger.sessions, 'session')}, {counted(ledger.in_flight, 'request')}"
         return f"<Engine {self.config.model!r} {self.state}: {counts}>"
+
+    # ---- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> Power:
+        """The engine's state: it admits requests while it is `awake`."""
+        return self._runtime.gate.power
+
+    @property
+    def power(self) -> PowerState:
+        """The engine's state, with the level of its sleep, the tags that sleep, and the version of its weights."""
+        return self._runtime.power.state
+
+    @property
+    def weights(self) -> Weights:
+        """The weights that the model has, or will have when it wakes."""
+        return self._runtime.power.weights
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """`encode`, `decode` and `apply_chat_template`. EngineOverloaded until the model's files are read."""
+        return self._runtime.tokenizer
+
+    @property
+    def limits(self) -> Ready:
+        """The model as its worker runs it: context, KV blocks, dtype, device. EngineOverloaded until it is READY."""
+        return self._runtime.limits
+
+    def statistics(self) -> Statistics:
+        """The counts at this moment; the worker's as it reported them last."""
+        runtime = self._runtime
+        return statistics_of(
+            runtime.gate, runtime.supervisor, runtime.images.budget, runtime.worker_counts, runtime.kv_blocks_total
+        )
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -76,65 +114,60 @@ class Engine(EngineState):
         `worker_shutdown_timeout`.
         """
         task_status.started(self)
+        runtime = self._runtime
         try:
             with self._finding:
-                path = await self._find_model()
+                path = await runtime.ports.find_model(self.config.model, self._on_progress)
+                await runtime.read_model(path)
             if self._closing.is_set():
                 return
             async with open_unwrapped_nursery() as services:
-                self._power.weights = Weights(str(path), 1)
+                runtime.power.weights = Weights(str(path), 1)
                 services.start_soon(self._supervise)
                 try:
-                    async with trio.open_nursery() as self._nursery:
-                        self._nursery.start_soon(self._power.run)
+                    async with trio.open_nursery() as sessions:
+                        runtime.nursery = sessions
+                        sessions.start_soon(runtime.power.run)
                         try:
                             await self._closing.wait()
-                        finally:  # before the nursery is: nothing is admitted that could not be adopted
-                            self.gate.change_power(PowerEvent.CLOSE)
-                        self._nursery.cancel_scope.cancel()
+                        finally:  # before the nursery closes: nothing is admitted that could not be adopted
+                            runtime.gate.change_power(PowerEvent.CLOSE)
+                        sessions.cancel_scope.cancel()
                 finally:
                     try:
-                        self._sessions.end_all(Cause.SHUTDOWN)
+                        runtime.sessions.end_all(Cause.SHUTDOWN)
                     finally:  # in any case: the supervisor is shielded
-                        self._supervisor.shut_down()
+                        runtime.supervisor.shut_down()
         except Exception as exc:
-            self.gate.failure = exc
+            runtime.gate.failure = exc
             raise
         finally:
-            self.gate.change_power(PowerEvent.CLOSE)
-
-    async def _find_model(self) -> Path:
-        path = await self.ports.find_model(self.config.model, self._on_progress)
-        self._model = model = await self.ports.run_in_thread(self.ports.read_model, path)
-        self.config.check_context(model.context_length)
-        self._tokenizer = ChatTokenizer(
-            model.tokenizer, model.chat_template, model.images, f"model {self.config.model!r}"
-        )
-        return path
+            runtime.gate.change_power(PowerEvent.CLOSE)
 
     async def _supervise(self) -> None:
         try:
-            await self._supervisor.run()
+            await self._runtime.supervisor.run()
         except EngineError as exc:
-            self.gate.failure = exc
-            self.replays.give_up_all(as_lost(exc))
+            self._runtime.give_up(exc)
             raise
 
     def close(self) -> None:
         """End the engine: sessions are ended, requests in flight are aborted. Harmless when closed."""
         self._closing.set()
         self._finding.cancel()
-        self.gate.change_power(PowerEvent.CLOSE)
+        self._runtime.gate.change_power(PowerEvent.CLOSE)
 
     async def ready(self) -> None:
         """Wait until requests are admitted, also for the end of a sleep. Raises why, if that will never be.
 
         A worker whose process is dead, or was sent SIGKILL, is not waited on: its successor is.
         """
-        while not (self.gate.is_awake and self._supervisor.is_alive):
-            if self.gate.power in (Power.DRAINING, Power.CLOSED):
-                raise copy(self.gate.failure or EngineClosed(f"the engine is {self.gate.power.value}"))
-            await self.gate.changed()
+        while not (self._runtime.gate.is_awake and self._runtime.supervisor.is_alive):
+            if self._runtime.gate.power in (Power.DRAINING, Power.CLOSED):
+                raise copy(
+                    self._runtime.gate.failure or EngineClosed(f"the engine is {self._runtime.gate.power.value}")
+                )
+            await self._runtime.gate.changed()
 
     # ---- what users call ------------------------------------------------------------------------------------------
 
@@ -163,7 +196,10 @@ class Engine(EngineState):
         `overflow` raises RequestRejected here.
         """
         deadline = deadline_after(timeout)
-        return Session(self, label=label, history=history, wait=wait, overflow=overflow, deadline=deadline)
+        return Session(
+            self._runtime,
+            self._runtime.new_session(label=label, history=history, wait=wait, overflow=overflow, deadline=deadline),
+        )
 
     @whole_answer
     @sampling_checked
@@ -179,17 +215,16 @@ class Engine(EngineState):
         **options: Unpack[SamplingOptions],
     ) -> Completion:
         """One answer, in a session of its own. Errors and keywords as in Session.generate."""
-        deadline, params = deadline_after(timeout), merged_params(params, options)
-        session = Session(self, label=label, history=None, wait=wait, deadline=deadline, opens_with_request=True)
-        generation = Generation(
-            session, prompt, params, media=media, keep_partial=False, deadline=deadline, wait=wait, label=label
+        state = self._runtime.new_session(wait=wait, deadline=deadline_after(timeout), opens_with_request=True)
+        generation = Session(self._runtime, state).generate(
+            prompt, merged_params(params, options), media=media, timeout=timeout, wait=wait, label=label
         )
         del prompt, media  # this frame lives as long as the answer takes, and must not keep an image
         try:
             async with generation:
                 return await generation.result()
         finally:
-            session.end()
+            state.end()
 
     ask = whole_answer(sampling_checked(generate, "ask"))
 
@@ -200,7 +235,7 @@ class Engine(EngineState):
         Returns how many this call aborts: 0 where there is none, or where all were aborted before or have an outcome.
         A finish that is on its way wins.
         """
-        return self._sessions.abort(check_request(request), Cause.CLIENT)
+        return self._runtime.sessions.abort(check_request(request), Cause.CLIENT)
 
     @names_checked
     def abort_all(self, cause: Cause = Cause.ABORT_ALL, *, keep_waiting: bool = False) -> int:
@@ -211,8 +246,8 @@ class Engine(EngineState):
         """
         cause = check_cause(cause)
         keeps = check_flag("keep_waiting", keep_waiting)
-        num_waiting = 0 if keeps else self._sessions.abort_waiting(cause)  # before a slot is theirs
-        return num_waiting + self._sessions.abort_all(cause)
+        num_waiting = 0 if keeps else self._runtime.sessions.abort_waiting(cause)  # before a slot is theirs
+        return num_waiting + self._runtime.sessions.abort_all(cause)
 
     @names_checked
     async def drain(self, timeout: float | None = None) -> bool:
@@ -223,12 +258,12 @@ class Engine(EngineState):
         an update is aborted at once. Cancelled, the engine goes on draining.
         """
         seconds = math.inf if timeout is None else check_seconds(timeout)
-        causes = self.gate.ledger.abort_causes
+        causes = self._runtime.gate.ledger.abort_causes
         before = causes[Cause.SHUTDOWN]
-        is_changing = not self.needs.runs_requests or self.gate.num_pending
-        self.gate.change_power(PowerEvent.DRAIN)
+        is_changing = not self._runtime.needs.runs_requests or self._runtime.gate.num_pending
+        self._runtime.gate.change_power(PowerEvent.DRAIN)
         if is_changing:
-            self._sessions.abort_phase(Phase.SUSPENDED, Cause.SHUTDOWN)
+            self._runtime.sessions.abort_phase(Phase.SUSPENDED, Cause.SHUTDOWN)
         with trio.move_on_after(seconds):
             await self._quiet()
             return causes[Cause.SHUTDOWN] == before
@@ -238,8 +273,32 @@ class Engine(EngineState):
         return False
 
     async def _quiet(self) -> None:
-        while self.gate.ledger.in_flight:
-            await self.gate.changed()
+        while self._runtime.gate.ledger.in_flight:
+            await self._runtime.gate.changed()
+
+    @names_checked
+    async def keep_images(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        where: str = "messages",
+        timeout: float | None = None,
+        wait: bool | None = None,
+    ) -> KeptImages:
+        """These messages with an Image in the place of each image's bytes, for later requests of any session.
+
+        The bytes are copied out of this process's memory, and kept until they are released, as long as there is room.
+        Errors name the part that they are about: `where`, the message's index, and the part's. Raises RequestRejected
+        for a value that is not an image and where the model takes none, EngineOverloaded where there is no room,
+        TimedOut after `timeout` seconds. Cancelled, nothing is kept. `wait` as in Session.generate.
+        """
+        images = RequestImages(self._runtime.images, wait=wait, deadline=deadline_after(timeout))
+        prompt, sources = self._runtime.take_images(messages, where=where)
+        del messages  # whose bytes need not be there while they are copied
+        try:
+            return KeptImages(put_images(prompt, await images.admit(sources)))
+        finally:
+            images.unpin()
 
     @names_checked
     async def sleep(
@@ -261,7 +320,7 @@ class Engine(EngineState):
         engine loads or drains, or to level 1 from level 2. Where the engine sleeps at this level, it only ends, with
         `abort`, what was kept. Cancelled, the caller does not wait any more, and the engine falls asleep all the same.
         """
-        await self._power.sleep(level, mode, timeout, keep_waiting=keep_waiting).wait()
+        await self._runtime.power.sleep(level, mode, timeout, keep_waiting=keep_waiting).wait()
 
     @names_checked
     async def wake(self, tags: TagName | Collection[TagName] | None = None, *, reload: bool = True) -> None:
@@ -273,7 +332,7 @@ class Engine(EngineState):
         Raises RequestRejected for an unknown tag, and TransitionFailed when it fails: then all sleeps as it did before.
         Cancelled, the caller does not wait any more, and the engine wakes all the same.
         """
-        await self._power.wake(tags, reload=check_flag("reload", reload)).wait()
+        await self._runtime.power.wake(tags, reload=check_flag("reload", reload)).wait()
 
     @names_checked
     async def update_weights(self, path: str | Path, *, mode: ModeName = "abort", timeout: float | None = None) -> None:
@@ -286,16 +345,16 @@ class Engine(EngineState):
         Raises RequestRejected for an unknown mode, and TransitionFailed when it fails: then the old weights stay.
         Cancelled, the caller does not wait any more, and the weights are updated all the same.
         """
-        await self._power.update_weights(path, mode, timeout).wait()
+        await self._runtime.power.update_weights(path, mode, timeout).wait()
 
     def states(self) -> States:
         """`with engine.states() as states: async for state in states`: the state now, then each that follows."""
-        return self._power.states()
+        return self._runtime.power.states()
 
     @property
     def is_responsive(self) -> bool:
         """False while a worker hangs: it has not answered for half of `unresponsive_timeout`, and will be killed."""
-        current = self._supervisor.current
+        current = self._runtime.supervisor.current
         return current is None or current.is_responsive
 
     @names_checked
@@ -307,10 +366,10 @@ class Engine(EngineState):
         dies meanwhile. Asleep without a worker, the engine's own books are verified.
         """
         seconds = check_seconds(timeout)
-        self.gate.check()
-        check_books(self.gate.ledger, self._sessions)
-        self.payloads.check()
-        link, power = self.gate.link, self.gate.power
+        self._runtime.gate.check()
+        check_books(self._runtime.gate.ledger, self._runtime.sessions)
+        self._runtime.images.budget.check()
+        link, power = self._runtime.gate.link, self._runtime.gate.power
         if power is Power.CLOSED:
             raise EngineClosed("the engine is closed")
         if link is None and power is Power.ASLEEP:
@@ -319,7 +378,7 @@ class Engine(EngineState):
             raise EngineOverloaded("there is no worker to ask", code=power.value)
         if power in (Power.WAKING, Power.UPDATING):
             raise EngineOverloaded("the worker may be loading weights", code=power.value)
-        await self._auditor.audit(link, self.gate.mint(), self._sessions.attached, seconds)
+        await self._runtime.auditor.audit(link, self._runtime.gate.mint(), self._runtime.sessions.attached, seconds)
 
 
 @opens("engine")
@@ -347,7 +406,7 @@ async def open_engine(
             yield engine
             engine.close()
     except BaseExceptionGroup as group:
-        if engine.gate.failure is not None and group.split(EngineError)[1] is None:
-            failure = engine.gate.failure
+        if engine._runtime.gate.failure is not None and group.split(EngineError)[1] is None:
+            failure = engine._runtime.gate.failure
             raise copy(failure) if isinstance(failure, ModelError) else failure from failure.__cause__
         raise

@@ -15,22 +15,28 @@ from collections.abc import Callable
 
 import trio
 
+from trioengine.actors.effects import Effects
 from trioengine.actors.link import Link
 from trioengine.actors.waiting_line import NOT_NOW, WaitingLine, waits_for
 from trioengine.aio.deadline import NEVER, Deadline
 from trioengine.aio.nursery import Notifier
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, InvariantError
-from trioengine.core.ledger import Ledger, Stand
+from trioengine.core.ledger import Ledger
 from trioengine.core.lifecycle import Power, PowerEvent, next_power
-from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Cause
+
+
+class PowerChanged:
+    """Effect: the engine's state, or the number of pending sleeps and updates, has changed."""
 
 
 class Gate:
-    """Admits sessions and requests while the engine is awake and within its limits."""
+    """Admits sessions and requests while the engine is awake and within its limits.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Every method that may let a caller in line go on adds an effect for it, or serves the line, and drains the effects.
+    """
+
+    def __init__(self, config: EngineConfig, effects: Effects) -> None:
         self.power = Power.LOADING
         self.ledger = Ledger()
         self.retry_after = 1.0  # seconds; what a refused caller is told while the worker restarts
@@ -39,10 +45,10 @@ class Gate:
         self.sessions = WaitingLine()  # for a session slot
         self.requests = WaitingLine()  # for a request slot
         self.commits = WaitingLine()  # with a request slot, for a worker
-        self.on_power: Callable[[], object] = lambda: None  # the power has changed
-        self.is_trying = False  # requests that may have killed a worker, one by one, and nobody beside them
+        self.is_quarantining = False  # suspects of a worker's death run alone: nothing is admitted beside them
         self.num_pending = 0  # sleeps and updates that are asked for, and not done
         self._config = config
+        self._effects = effects
         self._changes = Notifier()
         self._last_id = 0
 
@@ -51,31 +57,31 @@ class Gate:
         self._last_id += 1
         return self._last_id
 
-    # ---- changes: each serves whoever waited for it ---------------------------------------------------------------
+    # ---- changes --------------------------------------------------------------------------------------------------
 
     def change_power(self, event: PowerEvent) -> None:
+        """Take the transition of the power table."""
         self.power = next_power(self.power, event)
-        self.on_power()
-        self._serve()
+        self._change(0)
 
     def begin_pending(self) -> None:
-        """A sleep or an update is asked for: those in a line that do not wait for its end are refused."""
-        self.num_pending += 1
-        self._serve()
+        """A sleep or an update is requested: callers in a line that do not wait for its end are refused."""
+        self._change(1)
 
     def end_pending(self) -> None:
-        """It is done, or has failed."""
-        self.num_pending -= 1
-        self._serve()
+        """The sleep or update is done, or has failed."""
+        self._change(-1)
 
-    def _serve(self) -> None:
+    def _change(self, pending: int) -> None:
+        self.num_pending += pending
+        self._effects.add(PowerChanged())
+        self._effects.drain()
+
+    def serve(self) -> None:
+        """Let the callers in line go on, or refuse them, as the engine's state has become."""
         for line in (self.commits, self.sessions, self.requests):
             line.serve()
         self.notify()
-
-    def notify(self) -> None:
-        """Wake who waits in `changed`."""
-        self._changes.notify()
 
     def free_session(self) -> None:
         """Give a session slot back."""
@@ -83,11 +89,14 @@ class Gate:
         self.sessions.serve()
         self.notify()
 
-    def settle(self, stand: Stand, finish_reason: FinishReason, cause: Cause | None = None) -> None:
-        """Enter a request's outcome in the books, and give its slot back."""
-        self.ledger.settle(stand, finish_reason, cause)
+    def serve_requests(self) -> None:
+        """A request slot is free."""
         self.requests.serve()
         self.notify()
+
+    def notify(self) -> None:
+        """Wake the tasks that wait in `changed`."""
+        self._changes.notify()
 
     async def changed(self) -> None:
         """Wait until a slot is given back, a session is detached, or the power changes."""
@@ -132,7 +141,7 @@ class Gate:
         """The link for a request that was admitted: a draining engine still runs it. Raises as `admit_request`."""
         if self.power is Power.CLOSED:
             self._check_open()
-        if self.link is None or self.is_trying or not (self.is_awake or self.power is Power.DRAINING):
+        if self.link is None or self.is_quarantining or not (self.is_awake or self.power is Power.DRAINING):
             raise self._not_awake()
         return self.link
 

@@ -1,201 +1,301 @@
-"""A generation: one request as its reader sees it, in chunks that merge what was not read yet."""
+"""A generation: one request as its reader sees it, in chunks that merge the unread part of the answer.
+
+`Generation` is the reader's handle, the same for an engine in this process and for a client. `ReadableRequest` is the
+record behind it, which the engine and the client each complete.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import abc
+from collections.abc import Awaitable, Callable
+from copy import copy
+from types import TracebackType
+from typing import Self
 
-from trioengine.actors.media import Media
-from trioengine.actors.readable import Readable
-from trioengine.actors.request_times import RequestTimes
+import trio
+
+from trioengine.aio.calls import AsyncOnly
 from trioengine.aio.deadline import Deadline
-from trioengine.core.completion import Chunk as Chunk
-from trioengine.core.completion import Completion as Completion
-from trioengine.core.ledger import Stand
-from trioengine.core.messages import FinishReason, Logprobs, TokensRow, Usage
+from trioengine.aio.nursery import Notifier
+from trioengine.core.arguments import check_flag, check_label, check_wait
+from trioengine.core.completion import Chunk, Completion
+from trioengine.core.errors import TimedOut
 from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.text.answer import Answer
-from trioengine.text.conversation import Prepared, Prompt
 
-if TYPE_CHECKING:
-    from trioengine.actors.session import Session
+_NOT_ENTERED = "the generation was not entered: use `async with session.generate(...)`"
 
 
-@dataclass(slots=True)
-class Losses:
-    """Deaths of the worker with the request in flight."""
-
-    resumed: int = 0  # how often it went on after one
-    deaths: int = 0  # that count against it
-    deaths_alone: int = 0  # while it was tried alone
-    num_tokens: int = -1  # that it had at the last one
-    is_new: bool = False  # it has not gone on since the last one
-
-
-class Generation(Readable["Session"]):
-    """One request: `async with session.generate(...) as generation: async for chunk in generation`.
-
-    Entering reserves, prepares and posts the request; what is refused is raised there, and TimedOut if the timeout
-    passes on the way. Iterating ends normally for stop, length and abort; after the last delta it raises the typed
-    error of a failed request, and TimedOut for a request that its timeout has aborted. Leaving before
-    the outcome aborts the request: its turn is taken back at once (`keep_partial` keeps what came until then), and
-    leaving waits until the worker has let go of it, or the timeout passes. When the scope is cancelled, leaving does
-    the same but does not wait. Cancelling a read loses nothing: the next read goes on.
-    """
+class ReadableRequest(abc.ABC):
+    """The record of one request, as far as its reader needs it. Everything here is synchronous."""
 
     __slots__ = (
-        "_logprobs",
-        "_num_texts_read",
-        "_num_tokens_read",
-        "_offer",
-        "abort_cause",
-        "answer",
-        "losses",
-        "media",
-        "prepared",
-        "prompt",
-        "resolved",
-        "stand",
-        "times",
-        "usage",
-        "weight_versions",
+        "__weakref__",
+        "_sink",
+        "changed",
+        "deadline",
+        "entering",
+        "id",
+        "keep_partial",
+        "label",
+        "outcome",
+        "params",
+        "settled",
+        "wait",
     )
 
     def __init__(
         self,
-        session: Session,
-        prompt: Prompt,
         params: SamplingParams,
         *,
-        media: Sequence[Media] = (),
         keep_partial: bool,
         deadline: Deadline,
         wait: bool | None,
-        label: str | None = None,
+        label: str | None,
     ) -> None:
-        super().__init__(session, params, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label)
-        self.prompt: Any = prompt  # of any type, until it is prepared; then it is dropped, as the media are
-        self.media = media
-        # The session's part: it alone writes these.
-        self.stand = Stand.PREPARING
-        self.prepared: Prepared | None = None
-        self.answer: Answer | None = None
-        self.abort_cause = Cause.CLIENT
-        self.resolved: SamplingParams | None = None  # as the worker was told
-        self.usage: Usage | None = None  # of its first attachment that got a token
-        self.weight_versions: list[int] = []
-        self.losses = Losses()
-        self.times = RequestTimes(session.observers)
-        self._logprobs: list[Logprobs] = []  # one a token, if asked for
-        self._num_tokens_read = 0  # of the answer
-        self._num_texts_read = 0
-        self._offer: Callable[[], bool] = _decline
+        self.label = check_label(label)
+        self.params = params
+        self.keep_partial = check_flag("keep_partial", keep_partial)
+        self.deadline = deadline
+        self.wait = check_wait(wait)
+        self.id: int | None = None
+        self.outcome: Outcome | None = None
+        self.settled = trio.Event()  # the worker has finished with the request, and its slot is free
+        self.entering = trio.CancelScope()  # of the task that enters: an abort ends its wait and its preparation
+        self.changed = Notifier()  # of the unread part and of the outcome
+        self._sink: Callable[[], bool] = _decline
+
+    # ---- supplied by the engine's and the client's records ----------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def progress(self) -> str:
+        """The state of a request without an outcome, in a word."""
+
+    @property
+    @abc.abstractmethod
+    def has_unread(self) -> bool: ...
+
+    @abc.abstractmethod
+    def read_nowait(self) -> Chunk:
+        """Take the unread part as one chunk."""
+
+    @abc.abstractmethod
+    def read_text_nowait(self) -> str:
+        """Take the unread part as its text alone; its tokens count as read."""
+
+    @abc.abstractmethod
+    def completion(self, outcome: Outcome) -> Completion:
+        """The answer as it is with this outcome."""
+
+    @abc.abstractmethod
+    def abort(self, cause: Cause) -> bool:
+        """Abort the request if it has no outcome. Returns whether this call aborts it."""
+
+    @abc.abstractmethod
+    def leave(self) -> None:
+        """The reader goes: without an outcome the request is aborted, and its turn taken back or kept in part, now."""
+
+    # ---- shared -----------------------------------------------------------------------------------------------------
+
+    def is_called(self, name: int | str) -> bool:
+        """Whether this is the request's id or its label."""
+        return name == (self.label if isinstance(name, str) else self.id)
+
+    def set_sink(self, take: Callable[[], bool]) -> None:
+        """Until there is an outcome, call `take` in the step in which something can be read, in place of a wake-up.
+
+        It must not wait. It returns True if it has read; False wakes the reader. An exception in it ends the session
+        as a crash does.
+        """
+        if self.outcome is None:
+            self._sink = take
+
+    def notify_reader(self) -> None:
+        """Give the reader the rows that were received."""
+        if not self._sink():
+            self.changed.notify()
+
+    def set_outcome(self, outcome: Outcome) -> None:
+        """Set the outcome unless there is one, and wake the reader."""
+        self._sink = _decline
+        if self.outcome is None:
+            self.outcome = outcome
+        self.changed.notify()
+
+    def set_settled(self) -> None:
+        """The worker has finished with the request, or never gets it."""
+        self.entering.cancel()
+        self.settled.set()
+
+    @property
+    def is_timed_out(self) -> bool:
+        """Whether its timeout has ended the request."""
+        return self.outcome is not None and self.outcome.cause is Cause.TIMEOUT
+
+    def timed_out(self) -> TimedOut:
+        """The error of a request that its timeout has ended."""
+        return self.deadline.passed_by(self.result())
+
+    def result(self) -> Completion:
+        """The answer. Raises the error of a failed request, and RuntimeError if there is no outcome."""
+        if self.outcome is None:
+            raise RuntimeError("the generation has no outcome yet: read it to its end, or `await generation.result()`")
+        if self.outcome.error is not None:
+            raise copy(self.outcome.error)
+        return self.completion(self.outcome)
+
+
+class Generation(AsyncOnly, refuses=("for",)):
+    """One request: `async with session.generate(...) as generation: async for chunk in generation`.
+
+    Entering reserves, prepares and posts the request. It raises the refusal, and TimedOut if the timeout passes on the
+    way. Iterating ends normally for stop, length and abort; after the last delta it raises the typed error of a failed
+    request, and TimedOut for a request that its timeout has aborted. Leaving before the outcome aborts the request: its
+    turn is taken back at once (`keep_partial` keeps the text that was received), and leaving waits until the worker
+    has finished with it, or the timeout passes. When the scope is cancelled, leaving does the same but does not wait.
+    Cancelling a read loses nothing: the next read goes on. Reading before entering raises RuntimeError, unless there is
+    an outcome (a request may be aborted before it is entered); while another task enters, reading waits. Over a
+    network connection chunks and completion have no token ids and no logprobs: a server does not send them.
+    """
+
+    __slots__ = ("__weakref__", "_enter", "_entered", "_is_being_read", "_may_have_more", "_state")
+
+    _noun = "a generation"
+    _usage = (
+        "use `async with session.generate(...) as generation` to read it in chunks by `async for`, "
+        "or `await session.ask(...)` for the whole answer"
+    )
+
+    def __init__(self, state: ReadableRequest, enter: Callable[[], Awaitable[None]]) -> None:
+        self._state = state
+        self._enter = enter  # submits the request; raises the refusal
+        self._entered = False
+        self._may_have_more = False  # from entering on, unless that fails
+        self._is_being_read = False
+
+    def __repr__(self) -> str:
+        state = self._state
+        id = f" {state.id}" if state.id is not None else ""
+        label = f" {state.label!r}" if state.label is not None else ""
+        return f"<Generation{id}{label} {self._progress}>"
 
     @property
     def _progress(self) -> str:
-        return self.stand.value
-
-    def _answer(self, outcome: Outcome) -> Completion:
-        answer = self.answer
-        ids = tuple(answer.token_ids) if answer is not None else ()
-        prompt_tokens = len(self.prepared.token_ids) if self.prepared is not None else 0
-        cached_tokens = self.usage.cached_tokens if self.usage is not None else 0
-        times = (self.usage.queue_time, self.usage.prefill_time) if self.usage is not None else (0.0, 0.0)
-        return Completion(
-            request_id=self.request_id,
-            text=answer.text if answer is not None else "",
-            token_ids=ids,
-            logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
-            finish_reason=outcome.finish_reason,
-            cause=outcome.cause,
-            usage=Usage(prompt_tokens, len(ids), cached_tokens, *times),
-            resumed=self.losses.resumed,
-            weight_versions=tuple(self.weight_versions),
-            dropped_turns=self.prepared.dropped_turns if self.prepared is not None else 0,
-        )
+        if self._state.outcome is not None:
+            return self._state.outcome.finish_reason.value
+        if not self._entered:
+            return "not entered"
+        if not self._may_have_more:
+            return "refused"
+        return "in line" if self._state.id is None else self._state.progress
 
     @property
-    def _has_unread(self) -> bool:
-        answer = self.answer
-        return answer is not None and (
-            self._num_tokens_read < len(answer.token_ids) or self._num_texts_read < len(answer.texts)
-        )
+    def request_id(self) -> int:
+        """The engine's number of the request or, over a connection, the client's. RuntimeError before it has one."""
+        if self._state.id is None:
+            raise RuntimeError(_NOT_ENTERED)
+        return self._state.id
 
-    def take(self) -> Chunk:
-        first = self._num_tokens_read
-        text = self.take_text()
-        ids = tuple(self.answer.token_ids[first:]) if self.answer is not None else ()
-        return Chunk(text, ids, tuple(self._logprobs[first:]) if self.params.logprobs is not None else None)
+    @property
+    def label(self) -> str | None:
+        """The caller's name for the request."""
+        return self._state.label
 
-    def take_text(self) -> str:
-        """What is unread, as its text alone: its tokens are read with it."""
-        answer = self.answer
-        if answer is None:
-            return ""
-        texts = answer.texts[self._num_texts_read :]
-        self._num_tokens_read, self._num_texts_read = len(answer.token_ids), len(answer.texts)
-        return "".join(texts)
+    @property
+    def params(self) -> SamplingParams:
+        """The sampling parameters as they were given."""
+        return self._state.params
 
-    def offer_to(self, take: Callable[[], bool]) -> None:
-        """Until there is an outcome, call this in the step in which something came to be read: nobody need be woken.
+    @property
+    def outcome(self) -> Outcome | None:
+        """The finish reason, with the cause of an abort and the error of a failure; None while the request goes on."""
+        return self._state.outcome
 
-        It must not wait. True: it has called `take`; False: the reader is to be woken. An exception in it ends the
-        session as a crash does.
+    @property
+    def completion(self) -> Completion:
+        """The answer, once there is an outcome, partial if it was aborted; raises the error of a failed request."""
+        return self._state.result()
+
+    def abort(self) -> bool:
+        """Abort the request; harmless when it has an outcome. A finish that is on its way wins.
+
+        Returns whether this call aborts it: False where it has an outcome, or was aborted before.
         """
-        if self.outcome is None:
-            self._offer = take
+        return self._state.abort(Cause.CLIENT)
 
-    # ---- what the session tells it; synchronous ---------------------------------------------------------------
+    async def result(self) -> Completion:
+        """Read to the end and return the whole answer. Raises the typed error of a failed request, and TimedOut."""
+        async for _ in self:
+            pass
+        return self.completion
 
-    def receive(self, row: TokensRow, now: float) -> Outcome | None:
-        """Take a row's tokens into the answer. The outcome, if it is the last row, or completes a stop string."""
-        answer = self.answer
-        assert answer is not None, "rows come after the commit"
-        if row.finish_reason is not FinishReason.ABORT:
-            self.times.on_tokens(now, row.usage, are_first=not answer.token_ids)
-        if row.finish_reason is None:
-            stopped = answer.feed(row.token_ids)
-        else:
-            stopped = answer.finish(row.token_ids, ended_by_token=row.finish_reason is FinishReason.STOP)
-        if row.logprobs is not None:  # those of the tokens that were taken
-            self._logprobs.extend(row.logprobs[: len(answer.token_ids) - len(self._logprobs)])
-        if stopped:
-            return Outcome(FinishReason.STOP)
-        if row.finish_reason is FinishReason.ABORT:
-            return Outcome(FinishReason.ABORT, self.abort_cause)
-        return Outcome(row.finish_reason) if row.finish_reason is not None else None
+    async def wait_settled(self) -> None:
+        """Wait until the worker has finished with the request, and its slot is free."""
+        await self._state.settled.wait()
 
-    def tell_reader(self) -> None:
-        """Rows were received."""
-        if not self._offer():
-            self._changes.notify()
+    def set_sink(self, take: Callable[[], bool]) -> None:
+        """Until there is an outcome, call `take` in the step in which something can be read, in place of a wake-up.
 
-    def decide(self, outcome: Outcome) -> None:
-        """The first outcome is the outcome, which the reader is told of itself."""
-        self._offer = _decline
-        super().decide(outcome)
+        It must not wait. It returns True if it has read by `read_nowait` or `read_text_nowait`; False wakes the reader.
+        """
+        self._state.set_sink(take)
 
-    @property
-    def num_tokens(self) -> int:
-        """That were delivered."""
-        return len(self.answer.token_ids) if self.answer is not None else 0
+    def read_nowait(self) -> Chunk:
+        """Take the unread part as one chunk, empty if there is none."""
+        return self._state.read_nowait()
 
-    def note_weights(self, version: int) -> None:
-        """Tokens came that were computed with these."""
-        if not self.weight_versions or self.weight_versions[-1] != version:
-            self.weight_versions.append(version)
+    def read_text_nowait(self) -> str:
+        """Take the unread part as its text alone; its tokens count as read."""
+        return self._state.read_text_nowait()
 
-    def flush(self) -> None:
-        """No more rows will come: what a stop string or a character held back belongs to the tokens that came."""
-        if self.answer is not None:
-            self.answer.flush()
+    async def __aenter__(self) -> Self:
+        if self._entered:
+            raise RuntimeError("a generation is entered once")
+        self._entered = self._may_have_more = True
+        try:
+            await self._enter()
+            if self._state.is_timed_out:
+                raise self._state.timed_out()
+        except BaseException:
+            self._may_have_more = False
+            self._state.changed.notify()
+            raise
+        return self
 
-    def tell_times(self) -> None:
-        """It ran to its end: the observers hear how long it took."""
-        assert self.prepared is not None and self.answer is not None, "rows come after the commit"
-        self.times.finish(len(self.prepared.token_ids), len(self.answer.token_ids))
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        state = self._state
+        state.leave()
+        if not state.settled.is_set() and (exc is None or isinstance(exc, Exception)):
+            with trio.move_on_at(state.deadline.at):
+                await state.settled.wait()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._is_being_read:
+            raise trio.BusyResourceError("another task reads this generation")
+        state = self._state
+        self._is_being_read = True
+        try:
+            if state.has_unread or state.outcome is not None:
+                await trio.lowlevel.checkpoint()
+            while not state.has_unread and state.outcome is None:
+                if not self._may_have_more:
+                    raise RuntimeError(_NOT_ENTERED)
+                await state.changed.wait()
+        finally:
+            self._is_being_read = False
+        if state.has_unread:
+            return state.read_nowait()
+        if state.outcome is not None and state.outcome.error is not None:
+            raise copy(state.outcome.error)
+        if state.is_timed_out:
+            raise state.timed_out()
+        raise StopAsyncIteration
 
 
 def _decline() -> bool:

@@ -6,32 +6,42 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import trio
 
 from trioengine.actors.media import ImageSource, Media, SealedImage, seal_images, source_of, source_of_url
-from trioengine.actors.payload import Payload, Reservation
+from trioengine.actors.payload import Payload, PayloadBudget, Reservation
+from trioengine.actors.ports import Ports
 from trioengine.actors.waiting_line import waits_for
 from trioengine.aio.deadline import NEVER, Deadline
+from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineOverloaded, RequestRejected
-from trioengine.core.image_part import Image, image_url, is_image_part
+from trioengine.core.image_part import MAX_IMAGE_BYTES, Image, image_url, is_image_part
 from trioengine.core.messages import ImageInput, token_ids
 from trioengine.text.placed_image import PlacedImage, image_parts
 
-if TYPE_CHECKING:
-    from trioengine.actors.engine_state import EngineState
-
 MAX_WAIT = 60.0  # seconds for room in the budget, whatever the request's own timeout
+
+
+class ImageStore:
+    """The images of one engine: room for them, and the means to copy them out of this process's memory."""
+
+    def __init__(self, config: EngineConfig, ports: Ports) -> None:
+        self.budget = PayloadBudget(config.payload_memory, ports.max_payloads())
+        self.max_bytes = min(config.payload_memory, MAX_IMAGE_BYTES)  # of one image
+        self.copying = trio.Semaphore(1)  # images are copied one request after the other: the cores are for answers
+        self.secret = ports.mint_secret()  # keys the digests of images
+        self.ports = ports
 
 
 class RequestImages:
     """The images of one request, pinned until `unpin`."""
 
-    __slots__ = ("__weakref__", "_deadline", "_engine", "_pinned", "_wait")
+    __slots__ = ("__weakref__", "_deadline", "_pinned", "_store", "_wait")
 
-    def __init__(self, engine: EngineState, *, wait: bool | None = False, deadline: Deadline = NEVER) -> None:
-        self._engine = engine
+    def __init__(self, store: ImageStore, *, wait: bool | None = False, deadline: Deadline = NEVER) -> None:
+        self._store = store
         self._wait = wait
         self._deadline = deadline
         self._pinned: list[Payload] = []
@@ -53,8 +63,8 @@ class RequestImages:
         if not sources:
             return []
         size = sum(source.num_bytes for source in sources)
-        with self._making(self._engine.payloads.reserve_now(size, len(sources))) as reservation:
-            return self._make(reservation, sources, seal_images(sources, self._engine.ports.seal, self._engine.secret))
+        with self._making(self._store.budget.reserve_now(size, len(sources))) as reservation:
+            return self._make(reservation, sources, seal_images(sources, self._store.ports.seal, self._store.secret))
 
     @contextmanager
     def _making(self, reservation: Reservation) -> Iterator[Reservation]:
@@ -90,17 +100,17 @@ class RequestImages:
 
     async def _seal(self, sources: Sequence[ImageSource]) -> list[SealedImage]:
         """Copy the images in turn. Raises TimedOut if the deadline passes before that begins."""
-        engine = self._engine
+        store = self._store
         with trio.move_on_at(self._deadline.at):
-            async with engine.sealing:
-                images: list[SealedImage] = await engine.ports.finish_in_thread(
-                    seal_images, sources, engine.ports.seal, engine.secret
+            async with store.copying:
+                images: list[SealedImage] = await store.ports.finish_in_thread(
+                    seal_images, sources, store.ports.seal, store.secret
                 )
                 return images
         raise self._deadline.passed("while waiting: images of other requests are copied")
 
     async def _reserve(self, num_bytes: int, count: int) -> Reservation:
-        budget = self._engine.payloads
+        budget = self._store.budget
         try:
             return budget.reserve_now(num_bytes, count)
         except EngineOverloaded as exc:
@@ -117,7 +127,7 @@ class RequestImages:
 
     async def _wait_for_room(self, num_bytes: int, count: int) -> Reservation | None:
         """Return None if it is too late. A waiter that leaves without room may have left some for those behind."""
-        budget, reservations = self._engine.payloads, []
+        budget, reservations = self._store.budget, []
 
         def reserve() -> None:
             reservations.append(budget.reserve(num_bytes, count))

@@ -5,53 +5,39 @@ from __future__ import annotations
 import logging
 import math
 import signal
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
 
 import trio
 
 from trioengine.actors.link import Link
 from trioengine.actors.ports import WorkerProcess
-from trioengine.core.config import WorkerConfig
+from trioengine.core.config import EngineConfig, WorkerConfig
 from trioengine.core.errors import EngineError, ModelError, RemoteProtocolError, WorkerLost
-from trioengine.core.messages import (
-    Activity,
-    Configure,
-    Fatal,
-    FatalCode,
-    Loading,
-    Message,
-    PayloadConsumed,
-    Ping,
-    Pong,
-    Ready,
-    Shutdown,
-    Slept,
-    Updated,
-    Woken,
-)
-
-if TYPE_CHECKING:
-    from trioengine.actors.engine_state import EngineState
+from trioengine.core.messages import Activity, Configure, Fatal, FatalCode, Message, Ping, Pong, Shutdown
 
 logger = logging.getLogger("trioengine")
 LAST_FRAMES_TIMEOUT = 0.2  # seconds, from the worker's death
 TERMINATE_TIMEOUT = 1.0  # seconds from SIGTERM to SIGKILL, within the shutdown's deadline
 FORGET_AFTER = 300.0  # seconds of an incarnation's life, after which the deaths before it do not count
+Dispatch: TypeAlias = Callable[["Incarnation", Message], None]
 KILL_TIMEOUT = 1.0  # seconds from SIGKILL to giving it up, beyond that deadline; the kernel may delay a death
 
 
 class Incarnation:
     """A worker process, and the link to it."""
 
-    def __init__(self, engine: EngineState, process: WorkerProcess) -> None:
+    def __init__(self, config: EngineConfig, process: WorkerProcess, dispatch: Dispatch) -> None:
+        """`dispatch` handles every message of the worker. It calls `on_pong`, `on_loading`, `on_ready` and `on_fatal`."""
         self.link = Link(process)
         self.process = process
         self.ready_at = math.inf  # on trio's clock
         self.reason: str | None = None  # why we killed it
         self.fatal: Fatal | None = None  # its last message, if it is that
         self.is_retiring = False
-        self._engine = engine
-        self._config = engine.config
+        self._config = config
+        self._dispatch = dispatch
         self._last_progress = trio.current_time()
         self._progress = 0  # as in its last PONG
         self._is_loading = True
@@ -143,7 +129,7 @@ class Incarnation:
 
     async def _read(self) -> None:
         try:
-            await self.link.read(self._route)
+            await self.link.read(partial(self._dispatch, self))
         except RemoteProtocolError as exc:
             self.kill(f"it broke the protocol: {exc}")
         self._end_of_stream.set()
@@ -162,24 +148,17 @@ class Incarnation:
         if not self._dead.is_set() and not self._told_to_end.is_set():
             self.kill(reason)
 
-    def _route(self, message: Message) -> None:
-        match message:
-            case Pong():
-                self._on_pong(message)
-            case Loading():
-                self._last_progress = trio.current_time()
-                self._engine.on_loading(message)
-            case Ready():
-                self.ready_at, self._is_loading = trio.current_time(), False
-                self._engine.on_ready(message, self.link)
-            case Fatal():
-                self.fatal = message
-            case Slept() | Woken() | Updated():
-                self.link.answer(message)
-            case PayloadConsumed():
-                self.link.on_consumed(message)
-            case _:
-                self._engine.on_message(message)
+    def on_loading(self) -> None:
+        """LOADING: the worker makes progress."""
+        self._last_progress = trio.current_time()
+
+    def on_ready(self) -> None:
+        """READY: the worker takes sessions, or sleeps as it was configured."""
+        self.ready_at, self._is_loading = trio.current_time(), False
+
+    def on_fatal(self, message: Fatal) -> None:
+        """FATAL: the worker's last message."""
+        self.fatal = message
 
     async def _watch(self) -> None:
         """One PING at a time; no answer, no progress while loading, or an endless step is death."""
@@ -199,7 +178,8 @@ class Incarnation:
                 self.kill(f"no progress for {self._config.startup_timeout:g} s while it {doing}")
                 return
 
-    def _on_pong(self, message: Pong) -> None:
+    def on_pong(self, message: Pong) -> None:
+        """PONG: the reply to the last PING, with the worker's activity."""
         if message.activity is Activity.STEPPING and message.seconds > self._config.step_timeout:
             self.kill(f"one step takes longer than {self._config.step_timeout:g} s")
         if self.ready:  # before that, LOADING has the progress

@@ -13,7 +13,7 @@ by id, and so gives each of them back once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import trio
 
@@ -38,36 +38,36 @@ class Link:
         self._payloads: dict[int, Payload] = {}  # handed over, and not consumed
         self._unsent: deque[int] = deque()
         self._handed_over = trio.Event()
-        self._answer: Answer | None = None
-        self._answered = trio.Event()
+        self._reply: Answer | None = None
+        self._replied = trio.Event()
 
-    def post(self, message: Message, encoded: bytes | None = None) -> None:
-        """Queue a message. Raises LocalProtocolError, FrameTooLarge among them, and changes nothing then.
-
-        `encoded` is what `encode` gave for it; who asked that first meets no FrameTooLarge here.
-        """
-        self._outbox.append(self.connection.send(message, encoded))
+    def post(self, message: Message) -> None:
+        """Queue a message. Raises LocalProtocolError, FrameTooLarge included, and changes nothing then."""
+        self._outbox.append(self.connection.send(message))
         self._posted.set()
 
-    def encode(self, message: AddMessage) -> bytes:
-        """Raises FrameTooLarge if `post` would, whatever the order of messages says."""
-        return self.connection.encode(message)
+    def post_with(self, message: Message, payloads: Sequence[Payload]) -> None:
+        """Post a message, and pass the payloads of its images, if it has any."""
+        self.post(message)
+        if isinstance(message, AddMessage):
+            for image, payload in zip(message.images, payloads, strict=True):
+                self.hand_over(image.payload, payload)
 
     async def ask(self, change: Change) -> Answer | None:
-        """Post it and wait for the answer; None when the worker is lost. One at a time; cancelled, it stays posted."""
+        """Post the message and wait for the reply; None when the worker is lost. One at a time; cancelled, it stays posted."""
         self.post(change)
-        self._answer, self._answered = None, trio.Event()
-        await self._answered.wait()
-        return self._answer
+        self._reply, self._replied = None, trio.Event()
+        await self._replied.wait()
+        return self._reply
 
-    def answer(self, message: Answer) -> None:
-        """What was asked is done, or has failed."""
-        self._answer = message
-        self._answered.set()
+    def on_reply(self, message: Answer) -> None:
+        """Deliver the worker's reply to `ask`."""
+        self._reply = message
+        self._replied.set()
 
     def lose(self) -> None:
         """The worker is dead: nothing will be answered, and no payload consumed."""
-        self._answered.set()
+        self._replied.set()
         self._unsent.clear()
         while self._payloads:
             self._payloads.popitem()[1].unpin()
@@ -115,8 +115,8 @@ class Link:
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 return  # the worker is dead or about to be; the supervisor learns it by the pidfd
 
-    async def read(self, route: Callable[[Message], None]) -> None:
-        """Service: hand every message to `route` until the end of the stream. Raises RemoteProtocolError."""
+    async def read(self, dispatch: Callable[[Message], None]) -> None:
+        """Service: hand every message to `dispatch` until the end of the stream. Raises RemoteProtocolError."""
         while True:
             try:
                 data = await self.process.receive_stream.receive_some(READ_SIZE)
@@ -126,4 +126,4 @@ class Link:
                 return
             self.connection.receive_data(data)
             while (message := self.connection.next_message()) is not None:
-                route(message)
+                dispatch(message)

@@ -13,7 +13,6 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import trio
 
@@ -21,9 +20,10 @@ from trioengine.actors.closure import Closure
 from trioengine.actors.gate import Gate
 from trioengine.actors.link import Link
 from trioengine.actors.power_change import Leniency, Mode, PowerChange, Weights, leniency_of, level_of, path_of, tags_of
-from trioengine.actors.recovery import Replays
+from trioengine.actors.recovery import Recovery
 from trioengine.actors.sessions import Sessions
 from trioengine.actors.states import PowerState, States
+from trioengine.actors.supervisor import Supervisor
 from trioengine.core.errors import ModelError, TransitionFailed
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
 from trioengine.core.memory import Memory, WeightsState
@@ -32,9 +32,6 @@ from trioengine.core.outcome import Cause
 from trioengine.core.power_order import Answer
 from trioengine.core.tag import Tag, sorted_tags
 from trioengine.core.worker_needs import WorkerNeeds, worker_needs
-
-if TYPE_CHECKING:
-    from trioengine.actors.supervisor import Supervisor
 
 logger = logging.getLogger("trioengine")
 DO_NOT_WAKE = "the weights are updated, but do not wake"
@@ -51,7 +48,7 @@ class PowerActor:
         self,
         gate: Gate,
         sessions: Sessions,
-        replays: Replays,
+        recovery: Recovery,
         supervisor: Supervisor,
         check_model: Callable[[str], Awaitable[None]],
     ) -> None:
@@ -59,7 +56,7 @@ class PowerActor:
         self.memory = Memory()
         self._gate = gate
         self._sessions = sessions
-        self._replays = replays
+        self._recovery = recovery
         self._supervisor = supervisor
         self._check_model = check_model
         self._queue: deque[PowerChange] = deque()  # the first one is being made
@@ -68,8 +65,7 @@ class PowerActor:
         self._waits_for_worker = False  # for a change that is made asleep, or in place of one that retires
         self._is_over = False
         self._listeners: set[States] = set()
-        self._told = self.state
-        gate.on_power = self._publish
+        self._published = self.state
 
     @property
     def state(self) -> PowerState:
@@ -91,10 +87,11 @@ class PowerActor:
         """For a listener that hears of each change."""
         return States(self._listeners, lambda: self.state)
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
+        """Put the state to every listener, if it has changed."""
         state = self.state
-        if state != self._told:
-            self._told = state
+        if state != self._published:
+            self._published = state
             for listener in self._listeners:
                 listener.put(state)
 
@@ -281,7 +278,7 @@ class PowerActor:
         if leniency.mode is not Mode.KEEP and not self.memory.asleep:
             self._queue[0].num_aborted += self._sessions.abort_all(Cause.SLEEP)
         num_detached = self._sessions.detach_all()
-        self._replays.forget_suspects()
+        self._recovery.forget_suspects()
         counts = (self._queue[0].num_aborted, ledger.suspended, num_detached)
         self._queue[0].log("requests aborted: %d, suspended: %d; sessions detached: %d", *counts)
         while self._sessions.any_on_worker:
@@ -316,8 +313,8 @@ class PowerActor:
         """The engine is awake again; or it restarts: it has no worker, or one that tries suspects."""
         link = self._gate.link
         if link is not None:
-            self._replays.resume(link)
-        is_awake = link is not None and not self._replays.has_suspects
+            self._recovery.resume(link)
+        is_awake = link is not None and not self._recovery.has_suspects
         self._gate.change_power(event if is_awake else PowerEvent.LEFT_ALONE)
 
     async def _link(self, expected: Power) -> Link:

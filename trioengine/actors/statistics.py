@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from trioengine.actors.gate import Gate
+from trioengine.actors.payload import PayloadBudget
+from trioengine.actors.supervisor import Supervisor
 from trioengine.core.lifecycle import Power
 from trioengine.core.messages import Audited, FinishReason, Tokens, WorkerStatistics
 from trioengine.core.outcome import Cause
-
-if TYPE_CHECKING:
-    from trioengine.actors.gate import Gate
-    from trioengine.actors.payload import PayloadBudget
-    from trioengine.actors.statistics import WorkerCounts
-    from trioengine.actors.supervisor import Supervisor
 
 
 @dataclass(frozen=True, slots=True)

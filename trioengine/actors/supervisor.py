@@ -7,31 +7,57 @@ shutdown.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import NamedTuple
 
 import trio
 
-from trioengine.actors.incarnation import Incarnation
+from trioengine.actors.gate import Gate
+from trioengine.actors.incarnation import Dispatch, Incarnation
+from trioengine.actors.ports import Ports
+from trioengine.core.config import EngineConfig, WorkerConfig
 from trioengine.core.errors import EngineError, ModelError, WorkerLost
-
-if TYPE_CHECKING:
-    from trioengine.actors.engine_state import EngineState, Settlement
+from trioengine.core.worker_needs import WorkerNeeds
 
 logger = logging.getLogger("trioengine")
 LOSS_FIELDS = ("worker_pid", "requests_resumed", "requests_failed", "deaths", "max_restarts")  # of its log record
 
 
+class Settlement(NamedTuple):
+    """The consequences of a worker's death."""
+
+    counts_against_worker: bool  # and not against a request
+    num_resumed: int  # requests that go on with the next worker
+    num_failed: int  # requests
+
+
 class Supervisor:
     """Keeps one incarnation running until the shutdown."""
 
-    def __init__(self, engine: EngineState) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        ports: Ports,
+        gate: Gate,
+        *,
+        needs: Callable[[], WorkerNeeds],
+        worker_config: Callable[[], WorkerConfig],
+        dispatch: Dispatch,
+        on_lost: Callable[[EngineError], Settlement],
+    ) -> None:
+        """`on_lost` settles or suspends everything in flight, in one step; `dispatch` handles a worker's messages."""
         self.incarnations = 0
         self.restarts = 0  # of these, in place of one that was lost
         self.retired = 0
         self.current: Incarnation | None = None
         self.last_loss: EngineError | None = None
-        self._engine = engine
-        self._config = engine.config
+        self._config = config
+        self._ports = ports
+        self._gate = gate
+        self._needs = needs
+        self._worker_config = worker_config
+        self._dispatch = dispatch
+        self._on_lost = on_lost
         self._deaths = 0  # in a row, of workers that delivered no token
         self._shutdown = trio.Event()
         self._scope = trio.CancelScope(shield=True)
@@ -42,7 +68,7 @@ class Supervisor:
             self._shutdown.set()
             if self.current is not None:
                 self.current.end()
-            self._engine.gate.notify()
+            self._gate.notify()
             self._scope.deadline = trio.current_time() + self._config.worker_shutdown_timeout
 
     def retire(self) -> None:
@@ -80,15 +106,15 @@ class Supervisor:
                         raise
                     self._log_loss(exc, self._on_worker_lost(exc), None)
                 lost = not retired
-                if self._engine.needs.is_wanted and not (retired or self._shutdown.is_set()):
+                if self._needs().is_wanted and not (retired or self._shutdown.is_set()):
                     await self._back_off()
-                while not (self._engine.needs.is_wanted or self._shutdown.is_set()):
-                    await self._engine.gate.changed()
+                while not (self._needs().is_wanted or self._shutdown.is_set()):
+                    await self._gate.changed()
 
     def _on_worker_lost(self, error: EngineError) -> Settlement:
         self.last_loss = error
-        settlement = self._engine.on_worker_lost(error)
-        counts = settlement.counts_against_worker and self._engine.needs.is_indispensable
+        settlement = self._on_lost(error)
+        counts = settlement.counts_against_worker and self._needs().is_indispensable
         self._deaths += counts
         return settlement._replace(counts_against_worker=counts)
 
@@ -105,10 +131,10 @@ class Supervisor:
     @property
     def _gives_up(self) -> bool:
         """Whether too many workers have died in a row for another one to be started."""
-        return self._engine.needs.is_wanted and self._deaths >= self._config.max_restarts
+        return self._needs().is_wanted and self._deaths >= self._config.max_restarts
 
     def _next_step(self, settlement: Settlement) -> str:
-        if not self._engine.needs.is_wanted:
+        if not self._needs().is_wanted:
             return "the next worker starts when it is needed"
         if self._gives_up:
             return f"giving up after {self._deaths} deaths in a row"
@@ -118,12 +144,12 @@ class Supervisor:
 
     async def _run_incarnation(self) -> bool:
         """Whether the worker was told to retire."""
-        process = await self._engine.ports.spawn_worker()
-        incarnation = self.current = Incarnation(self._engine, process)
+        process = await self._ports.spawn_worker()
+        incarnation = self.current = Incarnation(self._config, process, self._dispatch)
         if self._shutdown.is_set():
             incarnation.end()
         try:
-            await incarnation.run(self._engine.worker_config())
+            await incarnation.run(self._worker_config())
         finally:
             self.current = None
             error = incarnation.loss(process.reap())
@@ -135,7 +161,7 @@ class Supervisor:
         if incarnation.is_retiring or self._shutdown.is_set():
             return incarnation.is_retiring
         is_first = self.incarnations == 1 and not incarnation.ready
-        if is_first or (isinstance(error, ModelError) and self._engine.needs.is_indispensable):
+        if is_first or (isinstance(error, ModelError) and self._needs().is_indispensable):
             raise error
         self._log_loss(error, settlement, process.pid)
         return False
@@ -146,6 +172,6 @@ class Supervisor:
             raise WorkerLost(f"the worker died {self._deaths} times without delivering a token; {last}") from last
         delays = self._config.restart_delays
         delay = delays[min(max(self._deaths - 1, 0), len(delays) - 1)]
-        self._engine.gate.retry_after = delay + 1.0
+        self._gate.retry_after = delay + 1.0
         with trio.move_on_after(delay):
             await self._shutdown.wait()

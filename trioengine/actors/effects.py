@@ -1,0 +1,42 @@
+"""Effects: the consequences of a transition for the rest of the engine, carried out after it, in one loop.
+
+A session or a gate never calls another one. Its transition changes its own state and the ledger, and adds effects; the
+stimulus that caused the transition (a call of a user, a message of the worker, a death, a deadline) then calls `drain`.
+Carrying out an effect may cause further transitions, whose effects join the end of the queue. So no transition runs
+inside another one, the order is that of the queue, and nothing is left to do when a stimulus returns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+
+class Effects:
+    """The queue of effects of one engine, and the loop that carries them out. Synchronous; the step of the stimulus."""
+
+    __slots__ = ("_carry_out", "_is_draining", "_queue")
+
+    def __init__(self, carry_out: Callable[[object], None]) -> None:
+        """`carry_out` handles one effect; it must not raise."""
+        self._carry_out = carry_out
+        self._queue: deque[object] = deque()
+        self._is_draining = False
+
+    def add(self, effect: object) -> None:
+        self._queue.append(effect)
+
+    def drain(self) -> None:
+        """Carry out every effect, those that arise meanwhile included; nothing if that is going on already."""
+        if self._is_draining or not self._queue:
+            return
+        self._is_draining = True
+        try:
+            while self._queue:
+                self._carry_out(self._queue.popleft())
+        finally:
+            self._is_draining = False
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._queue

@@ -1,0 +1,201 @@
+"""The engine's record of one request: the one place of its state, its prompt, its answer and its counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trioengine.actors.generation import ReadableRequest
+from trioengine.actors.images import image_inputs
+from trioengine.actors.media import Media
+from trioengine.actors.request_times import RequestTimes
+from trioengine.aio.deadline import Deadline
+from trioengine.core.completion import Chunk, Completion
+from trioengine.core.ledger import Stand
+from trioengine.core.messages import AddMessage, FinishReason, Logprobs, TokensRow, Usage
+from trioengine.core.outcome import Cause, Outcome
+from trioengine.core.sampling_params import SamplingParams
+from trioengine.text.answer import Answer
+from trioengine.text.conversation import Prepared, Prompt
+
+
+@dataclass(slots=True)
+class RecoveryRecord:
+    """The deaths of workers that had the request in flight."""
+
+    resumed: int = 0  # times that the request went on after one
+    deaths: int = 0  # that count against it
+    deaths_alone: int = 0  # while it was probed alone
+    num_tokens: int = -1  # of its answer at the last one
+    is_new: bool = False  # it has not gone on since the last one
+
+
+class Request(ReadableRequest):
+    """A request of a session. Its session alone changes it; its reader, the Generation, only takes the unread part.
+
+    `state` is where it stands among those in flight; `outcome` is decided once, and may come before the worker has
+    finished with the request (`settled`).
+    """
+
+    __slots__ = (
+        "_abort",
+        "_leave",
+        "_logprobs",
+        "_num_texts_read",
+        "_num_tokens_read",
+        "abort_cause",
+        "eos_token_ids",
+        "media",
+        "output",
+        "prepared",
+        "prompt",
+        "recovery",
+        "resolved",
+        "state",
+        "times",
+        "usage",
+        "weight_versions",
+    )
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        times: RequestTimes,
+        abort: Callable[[Request, Cause], bool],
+        leave: Callable[[Request], None],
+        media: Sequence[Media] = (),
+        keep_partial: bool = False,
+        deadline: Deadline,
+        wait: bool | None = None,
+        label: str | None = None,
+    ) -> None:
+        super().__init__(params, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label)
+        self.prompt: Any = prompt  # of any type; dropped when the request is prepared, as the media are
+        self.media = media
+        self.state = Stand.PREPARING
+        self.prepared: Prepared | None = None
+        self.output: Answer | None = None
+        self.resolved: SamplingParams | None = None  # with max_tokens and a seed, as the worker gets them
+        self.eos_token_ids: tuple[int, ...] = ()  # of the model
+        self.usage: Usage | None = None  # of the first attachment that produced a token
+        self.weight_versions: list[int] = []
+        self.recovery = RecoveryRecord()
+        self.abort_cause = Cause.CLIENT
+        self.times = times
+        self._abort = abort
+        self._leave = leave
+        self._logprobs: list[Logprobs] = []  # one a token, if asked for
+        self._num_tokens_read = 0
+        self._num_texts_read = 0
+
+    # ---- the reader's side ------------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> str:
+        return self.state.value
+
+    @property
+    def has_unread(self) -> bool:
+        output = self.output
+        return output is not None and (
+            self._num_tokens_read < len(output.token_ids) or self._num_texts_read < len(output.texts)
+        )
+
+    def read_nowait(self) -> Chunk:
+        first = self._num_tokens_read
+        text = self.read_text_nowait()
+        ids = tuple(self.output.token_ids[first:]) if self.output is not None else ()
+        return Chunk(text, ids, tuple(self._logprobs[first:]) if self.params.logprobs is not None else None)
+
+    def read_text_nowait(self) -> str:
+        output = self.output
+        if output is None:
+            return ""
+        texts = output.texts[self._num_texts_read :]
+        self._num_tokens_read, self._num_texts_read = len(output.token_ids), len(output.texts)
+        return "".join(texts)
+
+    def abort(self, cause: Cause) -> bool:
+        return self._abort(self, cause)
+
+    def leave(self) -> None:
+        self._leave(self)
+
+    def completion(self, outcome: Outcome) -> Completion:
+        assert self.id is not None, "a request with an outcome has its id"
+        output, prepared, usage = self.output, self.prepared, self.usage
+        ids = tuple(output.token_ids) if output is not None else ()
+        cached_tokens = usage.cached_tokens if usage is not None else 0
+        times = (usage.queue_time, usage.prefill_time) if usage is not None else (0.0, 0.0)
+        return Completion(
+            request_id=self.id,
+            text=output.text if output is not None else "",
+            token_ids=ids,
+            logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
+            finish_reason=outcome.finish_reason,
+            cause=outcome.cause,
+            usage=Usage(self.num_prompt_tokens, len(ids), cached_tokens, *times),
+            resumed=self.recovery.resumed,
+            weight_versions=tuple(self.weight_versions),
+            dropped_turns=prepared.dropped_turns if prepared is not None else 0,
+        )
+
+    # ---- the session's side -----------------------------------------------------------------------------------------
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt; 0 before it is prepared."""
+        return len(self.prepared.token_ids) if self.prepared is not None else 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer."""
+        return len(self.output.token_ids) if self.output is not None else 0
+
+    def message(self, session: int, base: int, mint: Callable[[], int]) -> AddMessage:
+        """ADD_MESSAGE of the prompt and the delivered part of the answer, after the first `base` tokens."""
+        prepared, output, params = self.prepared, self.output, self.resolved
+        assert self.id is not None and prepared is not None and output is not None and params is not None
+        ids = prepared.token_ids[base:]
+        ids.extend(output.token_ids)
+        return AddMessage(
+            session=session,
+            request=self.id,
+            base=base,
+            token_ids=ids,
+            params=params,
+            eos_token_ids=self.eos_token_ids,
+            num_output=len(output.token_ids),
+            images=image_inputs(prepared.images, params.cache_salt, mint),
+        )
+
+    def receive(self, row: TokensRow, now: float) -> Outcome | None:
+        """Take a row's tokens into the answer. Returns the outcome if the row ends it, or completes a stop string."""
+        output = self.output
+        assert output is not None, "rows come after the commit"
+        finish_reason = row.finish_reason
+        if finish_reason is not FinishReason.ABORT:
+            self.times.on_tokens(now, row.usage, are_first=not output.token_ids)
+        if finish_reason is None:
+            stopped = output.feed(row.token_ids)
+        else:
+            stopped = output.finish(row.token_ids, ended_by_token=finish_reason is FinishReason.STOP)
+        if row.logprobs is not None:  # of the tokens that were taken
+            self._logprobs.extend(row.logprobs[: len(output.token_ids) - len(self._logprobs)])
+        if stopped:
+            return Outcome(FinishReason.STOP)
+        if finish_reason is None:
+            return None
+        return Outcome(finish_reason, self.abort_cause if finish_reason is FinishReason.ABORT else None)
+
+    def add_weights(self, version: int) -> None:
+        """Record the version of the weights that computed the tokens from here on."""
+        if not self.weight_versions or self.weight_versions[-1] != version:
+            self.weight_versions.append(version)
+
+    def finish_times(self) -> None:
+        """Report a request that ran to its own end to the observers."""
+        self.times.finish(self.num_prompt_tokens, self.num_tokens)

@@ -1,0 +1,344 @@
+"""The runtime of an engine: its parts, one dispatcher for the worker's messages, and one handler for all effects.
+
+Everything that happens to an engine comes in one of four ways: a call of a user, a message of the worker (`dispatch`),
+the death of a worker (`_on_worker_lost`), or a deadline that a session's task keeps. Each is one synchronous step: it
+causes transitions, and drains the effects that they added (`_carry_out`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import trio
+
+from trioengine.actors.audit import Auditor
+from trioengine.actors.effects import Effects
+from trioengine.actors.gate import Gate, PowerChanged
+from trioengine.actors.images import ImageStore, take_images
+from trioengine.actors.incarnation import Incarnation
+from trioengine.actors.media import ImageSource, Media
+from trioengine.actors.observer import Observer
+from trioengine.actors.ports import Ports
+from trioengine.actors.power import PowerActor
+from trioengine.actors.recovery import Recovery
+from trioengine.actors.session_actor import (
+    AnswerBegan,
+    Post,
+    RequestSettled,
+    SessionActor,
+    SessionDetached,
+    SessionFreed,
+)
+from trioengine.actors.sessions import Sessions
+from trioengine.actors.statistics import WorkerCounts
+from trioengine.actors.supervisor import Settlement, Supervisor
+from trioengine.aio.deadline import NEVER, Deadline
+from trioengine.core.config import EngineConfig, WorkerConfig
+from trioengine.core.errors import (
+    EngineError,
+    EngineOverloaded,
+    ModelError,
+    RemoteProtocolError,
+    RequestRejected,
+    WorkerLost,
+)
+from trioengine.core.lifecycle import Phase, Power, PowerEvent
+from trioengine.core.messages import (
+    Audited,
+    Fatal,
+    Loading,
+    Message,
+    PayloadConsumed,
+    Pong,
+    Ready,
+    RequestFailed,
+    SessionEnded,
+    Slept,
+    Tokens,
+    Updated,
+    Woken,
+)
+from trioengine.core.overflow import Overflow
+from trioengine.core.tag import sorted_tags
+from trioengine.core.worker_needs import WorkerNeeds
+from trioengine.hub.model_files import ModelInfo
+from trioengine.text.chat_tokenizer import ChatTokenizer
+
+logger = logging.getLogger("trioengine")
+Part = TypeVar("Part")
+
+
+class Runtime:
+    """The parts of one engine, and the steps that involve several of them."""
+
+    def __init__(self, config: EngineConfig, ports: Ports, on_load: Callable[[int, int], None] | None) -> None:
+        self.config = config
+        self.ports = ports
+        self.observers: list[Observer] = []  # one that is added observes from then on
+        self.effects = Effects(self._carry_out)
+        self.gate = Gate(config, self.effects)
+        self.images = ImageStore(config, ports)
+        self.sessions = Sessions(self.effects)
+        self.recovery = Recovery(config, self.gate, self.sessions)
+        self.supervisor = Supervisor(
+            config,
+            ports,
+            self.gate,
+            needs=lambda: self.needs,
+            worker_config=self._worker_config,
+            dispatch=self.dispatch,
+            on_lost=self._on_worker_lost,
+        )
+        self.power = PowerActor(self.gate, self.sessions, self.recovery, self.supervisor, self._check_model)
+        self.auditor = Auditor()
+        self.worker_counts = WorkerCounts()
+        self.nursery: trio.Nursery | None = None  # of the sessions' tasks
+        self._on_load = on_load
+        self._model: ModelInfo | None = None
+        self._tokenizer: ChatTokenizer | None = None
+        self._limits: Ready | None = None
+
+    # ---- the model ------------------------------------------------------------------------------------------------
+
+    async def read_model(self, path: Path) -> None:
+        """Read the model's files. Raises ModelError, and InvalidConfig for a `max_model_len` beyond its context."""
+        self._model = model = await self.ports.run_in_thread(self.ports.read_model, path)
+        self.config.check_context(model.context_length)
+        name = f"model {self.config.model!r}"
+        self._tokenizer = ChatTokenizer(model.tokenizer, model.chat_template, model.images, name)
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model's files: tokenizer, chat template, limits. EngineOverloaded until they are read."""
+        return _loaded(self._model)
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """The tokenizer and the chat template. EngineOverloaded until the model's files are read."""
+        return _loaded(self._tokenizer)
+
+    @property
+    def limits(self) -> Ready:
+        """The last READY of a worker. EngineOverloaded until the first one."""
+        return _loaded(self._limits)
+
+    @property
+    def kv_blocks_total(self) -> int:
+        return self._limits.kv_blocks_total if self._limits is not None else 0
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model takes images; False until its files are read."""
+        return self._tokenizer is not None and not self._tokenizer.image_refusal
+
+    def take_images(
+        self, prompt: Any, media: Sequence[Media] = (), *, where: str = "prompt"
+    ) -> tuple[Any, list[ImageSource]]:
+        """Split a prompt into one without images and the images' sources, which are still to be admitted.
+
+        Raises RequestRejected for a value that cannot be an image, and where the model takes none.
+        """
+        prompt, sources = take_images(prompt, media, max_bytes=self.images.max_bytes, where=where)
+        if sources and (refusal := self.tokenizer.image_refusal):
+            raise RequestRejected.at(sources[0].where, "images_not_supported", refusal)
+        return prompt, sources
+
+    async def _check_model(self, path: str) -> None:
+        """Raise ModelError where the files at a path cannot be the same model with other weights."""
+        found, own = await self.ports.run_in_thread(self.ports.read_model, Path(path)), self.model
+        for name in ("model_type", "vocab_size"):
+            has, wants = getattr(found, name), getattr(own, name)
+            if has != wants:
+                raise ModelError(f"{path}: {name} is {has}, the model's is {wants}")
+
+    # ---- sessions -------------------------------------------------------------------------------------------------
+
+    def new_session(
+        self,
+        *,
+        label: str | None = None,
+        history: Sequence[Mapping[str, Any]] | None = None,
+        wait: bool | None = None,
+        overflow: Overflow = "refuse",
+        deadline: Deadline = NEVER,
+        opens_with_request: bool = False,
+    ) -> SessionActor:
+        """A session without a slot."""
+        return SessionActor(
+            self.gate,
+            self.effects,
+            self.images,
+            self.observers,
+            label=label,
+            history=history,
+            wait=wait,
+            overflow=overflow,
+            deadline=deadline,
+            opens_with_request=opens_with_request,
+        )
+
+    def adopt(self, session: SessionActor) -> None:
+        """Take a session slot for a session, and start its task."""
+        assert self.nursery is not None, "sessions are admitted while the nursery is open"
+        session.id = self.gate.admit_session()
+        self.sessions.add(session)
+        self.nursery.start_soon(session.run, name=f"session-{session.id}")
+
+    # ---- effects --------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, effect: object) -> None:
+        """Carry out one effect. The books are balanced already: first recovery learns of it, then callers in line."""
+        match effect:
+            case Post(session, link, message, payloads):
+                session.attempt(link.post_with, message, payloads)
+            case AnswerBegan(session, request, has_tokens):
+                if has_tokens:
+                    request.add_weights(self.power.weights.version)
+                    self.supervisor.reset_deaths()
+                self.recovery.on_progress(session, request)
+            case RequestSettled(session, request):
+                self.recovery.on_progress(session, request)
+                self.gate.serve_requests()
+            case SessionDetached(session):
+                self.recovery.on_detached(session)
+                self.gate.notify()
+            case SessionFreed(session):
+                self.sessions.remove(session)
+                self.gate.free_session()
+                session.released.set()
+            case PowerChanged():
+                self.power.publish()
+                self.gate.serve()
+            case _:
+                raise AssertionError(f"no handler for {effect}")
+
+    # ---- the worker -----------------------------------------------------------------------------------------------
+
+    @property
+    def needs(self) -> WorkerNeeds:
+        """The worker that the engine needs at this moment."""
+        return self.power.needs
+
+    def _worker_config(self) -> WorkerConfig:
+        """The configuration of a worker that starts now."""
+        path, version = self.power.weights
+        limits = self._limits
+        asleep = sorted_tags(self.needs.asleep)
+        config = replace(self.config.for_worker(path), weight_version=version, asleep=asleep)
+        if limits is None:
+            return config
+        return replace(config, kv_blocks=limits.kv_blocks_total, max_model_len=limits.max_model_len)  # as they were
+
+    def dispatch(self, incarnation: Incarnation, message: Message) -> None:
+        """Handle a message of the worker, in one step."""
+        match message:
+            case Tokens():
+                self._on_tokens(message)
+            case RequestFailed():
+                session = self.sessions[message.session]
+                session.attempt(session.on_failed, message)
+            case SessionEnded():
+                self.worker_counts.on_statistics(message.statistics)
+                session = self.sessions[message.session]
+                session.attempt(session.on_ended)
+            case PayloadConsumed():
+                incarnation.link.on_consumed(message)
+            case Pong():
+                incarnation.on_pong(message)
+            case Loading():
+                incarnation.on_loading()
+                if self._on_load is not None:
+                    self._on_load(message.done, message.total)
+            case Ready():
+                incarnation.on_ready()
+                self._on_ready(message, incarnation)
+            case Slept() | Woken() | Updated():
+                incarnation.link.on_reply(message)
+            case Audited():
+                self.worker_counts.on_audited(message)
+                self.auditor.on_audited(message)
+            case Fatal():
+                incarnation.on_fatal(message)
+            case _:
+                raise AssertionError(f"no handler for {type(message).__name__}")
+        self.effects.drain()
+
+    def _on_tokens(self, message: Tokens) -> None:
+        """The rows of a step: first all of them, then their consequences, then the readers, who may take a while."""
+        if (num_tokens := self.worker_counts.on_tokens(message)) > 0:
+            for observer in self.observers:
+                observer.step(num_tokens)
+        now = trio.current_time()
+        rows = [(self.sessions[row.session], row) for row in message.rows]
+        requests = [session.request for session, _ in rows]
+        for session, row in rows:
+            try:
+                session.on_row(row, now)
+            except Exception as exc:
+                session.crash(exc)
+        self.effects.drain()
+        for (session, _), request in zip(rows, requests, strict=True):
+            if request is not None:
+                try:
+                    request.notify_reader()
+                except Exception as exc:
+                    session.crash(exc)
+
+    def _on_ready(self, limits: Ready, incarnation: Incarnation) -> None:
+        version = self.power.weights.version
+        if limits.weight_version != version:
+            raise RemoteProtocolError(f"READY with weights {limits.weight_version}, not {version}")
+        self._limits = limits
+        self.gate.link = incarnation.link
+        if self.needs.runs_requests:
+            self.recovery.resume(incarnation.link)
+        if not self.recovery.has_suspects:
+            self.gate.change_power(PowerEvent.READY)
+        self.effects.drain()
+        self.gate.notify()
+        state = "ready" if self.gate.power is Power.AWAKE else f"a worker has started ({self.gate.power.value})"
+        logger.info("%s: %s on %s, %s kernels", state, self.config.model, limits.device, limits.kernels)
+        asked, has = self.config.max_model_len, limits.max_model_len
+        if asked is not None and asked > has:
+            hint = "kv_cache_memory makes it larger"
+            logger.warning("max_model_len is %d, but the KV cache holds %d tokens; %s", asked, has, hint)
+
+    def _on_worker_lost(self, error: EngineError) -> Settlement:
+        """The incarnation is dead and reaped: settle or suspend everything that was in flight on it, in one step."""
+        self.gate.link = None
+        running = self.sessions.running
+        self.worker_counts.on_worker_lost()
+        if self.gate.power is not Power.CLOSED:
+            self.gate.change_power(PowerEvent.WORKER_LOST)
+        lost = as_lost(error)
+        for session in self.sessions:
+            session.attempt(session.on_worker_lost)
+        self.effects.drain()
+        suspended = [session for session in running if session.phase is Phase.SUSPENDED]
+        self.auditor.on_worker_lost(lost)
+        num_suspended = len(self.sessions.suspended)
+        counts = self.recovery.on_worker_lost(suspended, lost)
+        self.effects.drain()
+        num_resumed = len(self.sessions.suspended)
+        return Settlement(counts, num_resumed, num_suspended - num_resumed)
+
+    def give_up(self, error: EngineError) -> None:
+        """No worker can be kept running: fail what is suspended."""
+        self.gate.failure = error
+        self.recovery.give_up_all(as_lost(error))
+        self.effects.drain()
+
+
+def as_lost(error: EngineError) -> WorkerLost:
+    """The error of the requests that failed with the worker."""
+    return error if isinstance(error, WorkerLost) else WorkerLost(str(error))
+
+
+def _loaded(part: Part | None) -> Part:
+    if part is None:
+        raise EngineOverloaded("the model is not loaded yet", code="loading")
+    return part

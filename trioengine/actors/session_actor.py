@@ -1,0 +1,573 @@
+"""A session as an actor: its conversation, its one request at a time, and its life on the worker.
+
+The table in `core.lifecycle` decides; this class carries its actions out. All transitions are synchronous. They change
+the session, its request and the ledger; everything that concerns others (messages to the worker, slots that are free)
+is added to the engine's effects. Every public method that a user, a reader or the session's task calls drains them;
+methods for the worker's messages leave that to the dispatcher, which drains once for all rows of a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import trio
+
+from trioengine.actors.effects import Effects
+from trioengine.actors.gate import Gate
+from trioengine.actors.images import ImageStore, RequestImages, find_dropped, payload_of
+from trioengine.actors.link import Link
+from trioengine.actors.observer import Observer
+from trioengine.actors.payload import Payload
+from trioengine.actors.request import Request
+from trioengine.aio.deadline import NEVER, Deadline
+from trioengine.core.arguments import check_history, check_label, check_wait
+from trioengine.core.errors import EngineClosed, EngineError, RequestRejected, SamplingFailed, SessionBusy, SessionEnded
+from trioengine.core.ledger import Stand
+from trioengine.core.lifecycle import Action, Attachment, Event, Phase, SessionLifecycle
+from trioengine.core.messages import (
+    SAMPLING_FAILED,
+    AddMessage,
+    AddSession,
+    EndSession,
+    FinishReason,
+    Message,
+    RequestFailed,
+    StopSession,
+    TokenIds,
+    TokensRow,
+    token_ids,
+)
+from trioengine.core.outcome import Cause, Outcome
+from trioengine.core.overflow import Overflow, check_overflow
+from trioengine.text.conversation import Conversation
+
+logger = logging.getLogger("trioengine")
+_NOT_ENTERED = "the session was not entered: use `async with engine.open_session()`"
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Effect: post a message to the worker that holds the session, and pass the payloads of its images."""
+
+    session: SessionActor
+    link: Link
+    message: Message
+    payloads: tuple[Payload, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerBegan:
+    """Effect: the first row of an attachment came, with tokens if the request still wanted some."""
+
+    session: SessionActor
+    request: Request
+    has_tokens: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSettled:
+    """Effect: the request is over for the worker as well; its slot is free."""
+
+    session: SessionActor
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class SessionDetached:
+    """Effect: the worker has let go of the session."""
+
+    session: SessionActor
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFreed:
+    """Effect: the session has ended, and the worker has let go of it; its slot is free."""
+
+    session: SessionActor
+
+
+class SessionActor:
+    """The state of one session, its transitions, and its task."""
+
+    __slots__ = (
+        "__weakref__",
+        "_conversation",
+        "_effects",
+        "_gate",
+        "_held",
+        "_lifecycle",
+        "_link",
+        "_observers",
+        "_payloads",
+        "_stop_posted_at",
+        "_suspended_images",
+        "_wake",
+        "deadline",
+        "end_cause",
+        "entered",
+        "history",
+        "id",
+        "label",
+        "opening",
+        "opens_with_request",
+        "overflow",
+        "released",
+        "request",
+        "retention_ratio",
+        "wait",
+        "waiting",
+    )
+
+    def __init__(
+        self,
+        gate: Gate,
+        effects: Effects,
+        images: ImageStore,
+        observers: Sequence[Observer],
+        *,
+        label: str | None,
+        history: Sequence[Mapping[str, Any]] | None,
+        wait: bool | None,
+        overflow: Overflow = "refuse",
+        deadline: Deadline = NEVER,
+        opens_with_request: bool = False,
+    ) -> None:
+        self.id: int | None = None  # minted when the session gets its slot
+        self.label = check_label(label)
+        self.overflow = check_overflow(overflow)  # of the requests that follow, as the next
+        self.retention_ratio = 1.0  # of the limit, to which a chat over it is shortened
+        self.history = check_history(history)  # to begin with; None once the session is open
+        self.wait = check_wait(wait)
+        self.deadline = deadline  # of the admission
+        self.opens_with_request = opens_with_request  # by its one request, and is not entered by a user
+        self.entered = False
+        self.opening = trio.CancelScope()  # abort_all, a sleep and the end cut the wait for a slot short
+        self.request: Request | None = None  # in flight, until it is settled
+        self.waiting: dict[Request, None] = {}  # requests on their way in, in their order
+        self.end_cause: Cause | None = None
+        self.released = trio.Event()
+        self._gate = gate
+        self._effects = effects
+        self._observers = observers
+        self._lifecycle = SessionLifecycle()
+        self._conversation: Conversation | None = None
+        self._link: Link | None = None  # to the worker that holds the session
+        self._held: TokenIds = token_ids()  # known to be held there
+        self._stop_posted_at: float | None = None  # STOP or END, on trio's clock, until the worker has followed
+        self._payloads: tuple[Payload, ...] = ()  # held: of the conversation, and of the request in flight
+        self._suspended_images = RequestImages(images)  # pinned while the request is suspended
+        self._wake = trio.Event()  # for the task: a request has a deadline, or the end has come
+
+    def __repr__(self) -> str:
+        label = f" {self.label!r}" if self.label is not None else ""
+        if self.id is None:
+            return f"<Session{label} {'without a slot' if self.entered else 'not entered'}>"
+        return f"<Session {self.id}{label} {self.phase.value} {self._lifecycle.attachment.value}>"
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        return self._lifecycle.phase
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the worker holds the session; END_SESSION may be on its way."""
+        return self._lifecycle.attachment is not Attachment.DETACHED
+
+    @property
+    def is_open_on_worker(self) -> bool:
+        """Whether the worker holds the session, and no END_SESSION was posted."""
+        return self._lifecycle.attachment is Attachment.ATTACHED
+
+    @property
+    def is_detaching(self) -> bool:
+        """Whether END_SESSION is posted and not answered: the session takes no request meanwhile."""
+        return self._lifecycle.attachment is Attachment.DETACHING
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the session was entered to the end."""
+        return self._conversation is not None
+
+    @property
+    def conversation(self) -> Conversation:
+        """The committed turns. Raises RuntimeError before the session is entered."""
+        if self._conversation is None:
+            raise RuntimeError(_NOT_ENTERED)
+        return self._conversation
+
+    @property
+    def requests(self) -> list[Request]:
+        """The request in flight, and those on their way in."""
+        in_flight = [] if self.request is None or self.request in self.waiting else [self.request]
+        return [*in_flight, *self.waiting]
+
+    def check_idle(self) -> None:
+        """Raise SessionEnded or SessionBusy, unless the session could run a request."""
+        self.check_open()
+        if self.phase is not Phase.IDLE:
+            raise SessionBusy(f"the session is busy: its request is {self.phase.value}; await its answer, or abort it")
+
+    def check_open(self) -> None:
+        """Raise RuntimeError before the session has a slot, SessionEnded or EngineClosed once it has ended."""
+        if self.id is None:
+            raise RuntimeError(_NOT_ENTERED)
+        if self.end_cause is not None:
+            raise self.ended_error()
+
+    def ended_error(self) -> EngineError:
+        """The error of a session that has ended."""
+        cause = self.end_cause
+        assert cause is not None, "it has ended"
+        if cause is Cause.SHUTDOWN:
+            return EngineClosed("the engine is closed")
+        return SessionEnded(f"the session has ended ({cause.value}): open another one", cause=cause.value)
+
+    # ---- its beginning, its task and its end ------------------------------------------------------------------------
+
+    def begin(self, conversation: Conversation) -> None:
+        """The session is open."""
+        self._conversation = conversation
+        self.hold_payloads()
+
+    async def run(self) -> None:
+        """The session's task: it keeps the request's deadline, and its scope is the session's life."""
+        try:
+            while self.end_cause is None:
+                request = self.request
+                deadline = math.inf if request is None or request.outcome is not None else request.deadline.at
+                with trio.move_on_at(deadline) as scope:
+                    await self._wake.wait()
+                if scope.cancelled_caught and request is not None:
+                    self.abort_request(request, Cause.TIMEOUT)
+                    self.leave(request)  # decided now: a finish on its way is too late
+                if self.end_cause is None:
+                    self._wake = trio.Event()
+        except Exception as exc:
+            self.crash(exc)
+        finally:
+            self.end(Cause.SHUTDOWN)
+
+    def end(self, cause: Cause = Cause.CLIENT) -> None:
+        """End the session; harmless when it has ended. Posts END_SESSION in the same step if the worker holds it.
+
+        A task that is entering it gets SessionEnded.
+        """
+        if self.id is None:
+            self._end_opening(cause)
+            return
+        if self.end_cause is None:
+            self.end_cause = cause
+        if self.request is not None:
+            self._cut_short(self.request, cause)
+        self._apply(Event.END)
+        self.hold_payloads()
+        self._wake.set()
+        self.opening.cancel()  # it may wait for room for the images in its history
+        for request in self.waiting:
+            request.entering.cancel()
+        self._effects.drain()
+
+    def _end_opening(self, cause: Cause) -> None:
+        if self.entered and not self.opens_with_request:
+            self.end_cause = cause
+            self.opening.cancel()
+
+    def crash(self, error: Exception) -> None:
+        """End this session, as an error, for a bug in its handling; no other session is affected."""
+        logger.error("session %s crashed and ends", self.id, exc_info=error)
+        if self.request is not None:
+            failure = EngineError(f"the session crashed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self.request.set_outcome(Outcome(FinishReason.ERROR, error=failure))
+        self.end(Cause.ERROR)
+
+    def attempt(self, transition: Callable[..., None], *args: object) -> None:
+        """Call a transition of this session; an exception in it is a bug, and ends the session."""
+        try:
+            transition(*args)
+        except Exception as exc:
+            self.crash(exc)
+
+    # ---- a request on its way in ------------------------------------------------------------------------------------
+
+    def reserve(self, request: Request) -> None:
+        """Take a request slot. Raises the reason if there is none for this request."""
+        if request.outcome is not None:
+            return  # aborted while it waited
+        self.check_idle()
+        request.id = self._gate.admit_request()
+        self.request = request
+        self._apply(Event.RESERVE)
+        if request.deadline.at < math.inf:
+            self._wake.set()
+
+    def commit(self, request: Request, link: Link) -> None:
+        """Hand the prepared request to the worker."""
+        assert request.prepared is not None, "commit follows prepare"
+        self._attach(Event.COMMIT, request, link, _common_prefix(self._held, request.prepared.token_ids))
+
+    def refuse(self, request: Request, error: Exception) -> None:
+        """The request gets no slot, or its preparation failed."""
+        if self.request is request and self.phase is Phase.PREPARING:
+            typed = copy(error) if isinstance(error, EngineError) else EngineError(f"preparing failed: {error!r}")
+            # a copy: the error itself has a traceback, whose frames have the request, and the bytes of a bad image
+            request.set_outcome(Outcome(FinishReason.ERROR, error=typed))
+            self._apply(Event.REFUSE)
+            self._effects.drain()
+        elif request.outcome is None:
+            self._gate.ledger.reject()
+
+    # ---- aborts -----------------------------------------------------------------------------------------------------
+
+    def abort_request(self, request: Request, cause: Cause) -> bool:
+        """Abort this request if it has no outcome yet; a finish on its way wins, and the first cause.
+
+        Returns whether this call aborts it: False where it has an outcome, or was aborted before.
+        """
+        if request.outcome is not None:
+            return False
+        if self.request is request:
+            is_first = self.phase in (Phase.PREPARING, Phase.RUNNING, Phase.SUSPENDED)
+            if is_first:
+                request.abort_cause = cause
+            self._apply(Event.ABORT)
+            self._effects.drain()
+            return is_first
+        request.id = self._gate.mint()
+        request.set_outcome(Outcome(FinishReason.ABORT, cause))
+        if request in self.waiting:  # else it was not entered: the ledger does not have it
+            self._gate.ledger.leave_line(cause)
+        request.set_settled()
+        return True
+
+    def abort_waiting(self, cause: Cause) -> int:
+        """Abort everything that waits for a slot: requests, and the session's own opening. Returns how many requests."""
+        if self.id is None:
+            self._end_opening(cause)
+        waiting = [request for request in self.waiting if request is not self.request]
+        return sum(self.abort_request(request, cause) for request in waiting)
+
+    def leave(self, request: Request) -> None:
+        """The reader goes: without an outcome the turn is taken back (or kept in part) at once."""
+        if self.request is not request or request.outcome is not None:
+            return
+        self._cut_short(request, request.abort_cause)
+        self._apply(Event.ABORT)
+        self._effects.drain()
+
+    # ---- messages of the worker; the dispatcher drains --------------------------------------------------------------
+
+    def on_row(self, row: TokensRow, now: float) -> None:
+        """A row of a step, received at `now`."""
+        self._held.extend(row.token_ids)
+        request = self._in_flight()
+        is_first = request.state is not Stand.RUNNING  # of this attachment
+        if is_first:
+            self._begin_answer(request, row)
+        if request.outcome is None:
+            if request.usage is None:
+                request.usage = row.usage
+            if (outcome := request.receive(row, now)) is not None:
+                self._conclude(request, outcome)
+                if row.finish_reason is None and self.phase in (Phase.RUNNING, Phase.SUSPENDED):
+                    self._apply(Event.ABORT)
+        if row.finish_reason is not None:
+            self._finish()
+
+    def _begin_answer(self, request: Request, row: TokensRow) -> None:
+        if request.state is Stand.WAITING:
+            self._move(request, Stand.RUNNING)
+        self._effects.add(AnswerBegan(self, request, len(row.token_ids) > 0 and request.outcome is None))
+
+    def on_failed(self, message: RequestFailed) -> None:
+        """REQUEST_FAILED."""
+        is_ours = message.code == SAMPLING_FAILED
+        error = SamplingFailed(message.message) if is_ours else RequestRejected(message.code, message.message)
+        self._in_flight().set_outcome(Outcome(FinishReason.ERROR, error=error))
+        self._finish()
+
+    def _finish(self) -> None:
+        """The worker has finished with the request; after an END_SESSION, SESSION_ENDED follows."""
+        if self.is_open_on_worker:
+            self._report_stop()
+        self._apply(Event.FINISH)
+
+    def on_ended(self) -> None:
+        """SESSION_ENDED: the worker has dropped everything of the session."""
+        self._drop_attachment()
+        self._apply(Event.SESSION_ENDED)
+        self._effects.add(SessionDetached(self))
+
+    def on_worker_lost(self) -> None:
+        """The incarnation is dead. A request in flight is suspended, unless it was being aborted; the history stays."""
+        self._apply(Event.WORKER_LOST)
+        self._drop_attachment()
+
+    # ---- requests that outlive an attachment ------------------------------------------------------------------------
+
+    def detach(self) -> None:
+        """Take the session off the worker; a request in flight is suspended."""
+        self._apply(Event.DETACH)
+
+    def resume(self, link: Link) -> None:
+        """Let the suspended request go on: the worker computes the prompt and the delivered part of the answer again.
+
+        The request fails if an image of its prompt was dropped meanwhile.
+        """
+        request = self._in_flight()
+        assert request.prepared is not None, "it was committed"
+        if (dropped := find_dropped(request.prepared.images)) is not None:
+            self.give_up(dropped)
+            return
+        self._attach(Event.RESUME, request, link, 0)
+        self._suspended_images.unpin()
+
+    def give_up(self, error: EngineError) -> None:
+        """Fail the suspended request."""
+        self._in_flight().set_outcome(Outcome(FinishReason.ERROR, error=error))
+        self._apply(Event.GIVE_UP)
+
+    # ---- transitions ------------------------------------------------------------------------------------------------
+
+    def _attach(self, event: Event, request: Request, link: Link, num_held: int) -> None:
+        assert self.id is not None, "only a session with a slot has transitions"
+        self._link = link
+        self._apply(event, request.message(self.id, num_held, self._gate.mint))
+        self.hold_payloads()
+        self._move(request, Stand.WAITING)
+
+    def _apply(self, event: Event, message: AddMessage | None = None) -> None:
+        assert self.id is not None, "only a session with a slot has transitions"
+        for action in self._lifecycle.apply(event):
+            match action:
+                case Action.POST_ADD_SESSION:
+                    self._post(AddSession(self.id))
+                    self._held = token_ids()
+                case Action.POST_ADD_MESSAGE:
+                    assert message is not None, "only a commit and a resumption post a message"
+                    self._post_message(message)
+                case Action.POST_STOP_SESSION:
+                    request_id = self._in_flight().id
+                    assert request_id is not None, "a request in flight has its id"
+                    self._post_stop(StopSession(self.id, request_id))
+                case Action.POST_END_SESSION:
+                    self._post_stop(EndSession(self.id))
+                case Action.FREE_SESSION:
+                    self._effects.add(SessionFreed(self))
+                case Action.SUSPEND:
+                    self._suspend()
+                case _:
+                    self._settle()
+
+    def _post(self, message: Message, payloads: tuple[Payload, ...] = ()) -> None:
+        assert self._link is not None, "the table posts only while attached"
+        self._effects.add(Post(self, self._link, message, payloads))
+
+    def _post_message(self, message: AddMessage) -> None:
+        prepared = self._in_flight().prepared
+        assert prepared is not None, "commit follows prepare"
+        self._post(message, tuple(payload_of(placed.image) for placed in prepared.images))
+        self._held = self._held[: message.base]
+        self._held.extend(message.token_ids)
+
+    def _post_stop(self, message: Message) -> None:
+        self._post(message)
+        if self._stop_posted_at is None:  # an END after a STOP does not begin anew
+            self._stop_posted_at = trio.current_time()
+
+    def _drop_attachment(self) -> None:
+        self._report_stop()
+        self._link = None
+        self._held = token_ids()
+
+    def _report_stop(self) -> None:
+        """Report to the observers how long the worker took to follow a STOP_SESSION or END_SESSION."""
+        if self._stop_posted_at is not None:
+            seconds = trio.current_time() - self._stop_posted_at
+            self._stop_posted_at = None
+            for observer in self._observers:
+                observer.session_stopped(seconds)
+
+    def _suspend(self) -> None:
+        """The request waits for a worker, and its images with it: they are not dropped to make room for others."""
+        request = self._in_flight()
+        self._move(request, Stand.SUSPENDED)
+        assert request.prepared is not None, "it was committed"
+        with suppress(RequestRejected):  # one was dropped before: refused when the request would go on
+            self._suspended_images.pin(request.prepared.images)
+
+    def _settle(self) -> None:
+        """The request is over for the worker as well; without an outcome it was aborted."""
+        request = self._in_flight()
+        self._suspended_images.unpin()
+        self._cut_short(request, request.abort_cause)
+        outcome = request.outcome
+        assert outcome is not None, "just decided"
+        if outcome.is_complete:
+            request.finish_times()
+        self.request = None
+        self.hold_payloads()
+        self._gate.ledger.settle(request.state, outcome.finish_reason, outcome.cause)
+        request.set_settled()
+        self._effects.add(RequestSettled(self, request))
+
+    def _move(self, request: Request, state: Stand) -> None:
+        self._gate.ledger.move(request.state, state)
+        request.state = state
+
+    def _in_flight(self) -> Request:
+        assert self.request is not None, "every state with a request in the table has its request"
+        return self.request
+
+    def _cut_short(self, request: Request, cause: Cause) -> None:
+        """Abort a request without an outcome now, with the part of the answer that was received."""
+        if request.outcome is not None:
+            return
+        if request.output is not None:
+            request.output.flush()  # a stop string or a character held text back that belongs to tokens that came
+        self._conclude(request, Outcome(FinishReason.ABORT, cause))
+
+    def _conclude(self, request: Request, outcome: Outcome) -> None:
+        """Set the outcome, and commit the turn unless it is taken back."""
+        prepared, output = request.prepared, request.output
+        is_kept = outcome.finish_reason is not FinishReason.ABORT or request.keep_partial
+        if is_kept and prepared is not None and output is not None and output.token_ids:
+            self.conversation.commit(prepared, output.token_ids, output.text)
+        request.set_outcome(outcome)
+
+    # ---- images -----------------------------------------------------------------------------------------------------
+
+    def hold_payloads(self) -> None:
+        """Hold the payloads of the conversation and of the request in flight, and no others; none after the end."""
+        prepared = self.request.prepared if self.request is not None else None
+        in_flight = prepared.images if prepared is not None else ()
+        committed = self._conversation.images if self._conversation is not None else ()
+        if not (self._payloads or in_flight or committed):
+            return
+        is_over = self.phase is Phase.ENDED
+        images = () if is_over else (*committed, *(placed.image for placed in in_flight))
+        before, self._payloads = self._payloads, tuple(dict.fromkeys(map(payload_of, images)))
+        for payload in self._payloads:
+            payload.hold()
+        for payload in before:
+            payload.release()
+
+
+def _common_prefix(left: TokenIds, right: TokenIds) -> int:
+    """How many tokens the two begin with in common."""
+    length = min(len(left), len(right))
+    if left[:length] == right[:length]:
+        return length
+    low, high = 0, length  # left[:low] is common, left[:high] is not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if left[low:middle] == right[low:middle] else (low, middle)
+    return low
