@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from trioengine.core.errors import ModelError
-from trioengine.hub.home import trioengine_home
-from trioengine.hub.known_models import KNOWN_MODELS, SMOLLM2
+from trioengine.hub.known_models import KNOWN_MODELS, SMOLLM2, trioengine_home
 from trioengine.hub.pull import located, pull, resolve
 
 # ---- names and paths -----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from trioengine import SamplingParams
 from trioengine.core.messages import token_ids
 from trioengine.testing import toy_model
-from trioengine.text.answer import Answer
+from trioengine.text.output import Answer
 
 BYTES = toy_model().tokenizer  # a token is a byte
 

@@ -15,7 +15,7 @@ from trioengine.testing.toy_model import toy_model
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.conversation import Conversation
-from trioengine.text.template_budget import Budget, TemplateTooCostly
+from trioengine.text.template_operations import Budget, TemplateTooCostly
 
 TEXT = ("Lorem ipsum dolor sit amet, \n" * 150)[:4096]
 CALL = {"id": "x1", "function": {"name": "f", "arguments": {"a": [1, {"b": "ü"}]}}}

@@ -9,7 +9,7 @@ from trioengine.core.messages import token_ids
 from trioengine.testing import toy_model
 from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.conversation import Conversation, least_prompt
-from trioengine.text.turns import Turns
+from trioengine.text.messages import Turns
 
 TOY = toy_model()
 CHAT = ChatTokenizer(TOY.tokenizer, TOY.chat_template)

@@ -24,8 +24,8 @@ from trioengine.core.outcome import Cause
 from trioengine.core.overflow import prompt_limit
 from trioengine.core.prompt_places import PromptPlaces
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.text.answer import Answer
 from trioengine.text.conversation import Prepared, Prompt, least_prompt, prompt_length
+from trioengine.text.output import Answer
 
 if TYPE_CHECKING:
     from trioengine.actors.engine_state import EngineState

@@ -16,8 +16,8 @@ from trioengine.core.ledger import Stand
 from trioengine.core.messages import FinishReason, Logprobs, TokensRow, Usage
 from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.text.answer import Answer
 from trioengine.text.conversation import Prepared, Prompt
+from trioengine.text.output import Answer
 
 if TYPE_CHECKING:
     from trioengine.actors.session import Session
