@@ -7,8 +7,7 @@ import tracemalloc
 import pytest
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from known_templates import KNOWN
-from template_pieces import EXPRESSIONS, STATEMENTS
+from known_templates import EXPRESSIONS, KNOWN, STATEMENTS
 
 from trioengine.core.errors import ModelError, RequestRejected
 from trioengine.testing.toy_model import toy_model

@@ -47,14 +47,14 @@ def resolve(model: str, progress: Progress | None = None) -> Path:
     `model` is a known name (in any case), a path, or a Hugging Face hub id. `progress(done_bytes, total_bytes)` is
     called during the download of a known model; what it raises ends the download and is passed on. Raises ModelError.
     """
-    path = located(model)
+    path = locate(model)
     if path is not None:
         return path
     known = KNOWN_MODELS.get(model.lower())
     return _from_hub(model) if known is None else pull(known, progress)
 
 
-def located(model: str) -> Path | None:
+def locate(model: str) -> Path | None:
     """Where `model` lies, as in `resolve`; None for a known name or a hub id. Raises ModelError for what is neither."""
     if not model:
         raise ModelError("the model's name is empty")  # and not the directory that we are in

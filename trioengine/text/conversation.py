@@ -260,7 +260,7 @@ def check_length(prompt: Prompt, limit: int, tokenizer: ChatTokenizer) -> None:
         )
 
 
-def least_prompt(prompt: Prompt) -> Prompt:
+def newest_turn(prompt: Prompt) -> Prompt:
     """The part of a prompt that is there also when its oldest turns are dropped."""
     return Turns.of(prompt).newest if _is_chat(prompt) else prompt
 

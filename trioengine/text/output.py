@@ -9,7 +9,7 @@ from trioengine.core.sampling_params import SamplingParams
 from trioengine.text.tokenizer import Detokenizer, Tokenizer
 
 
-class Answer:
+class OutputText:
     """Makes text of tokens: `token_ids` are those taken, `texts` what they added one after another."""
 
     __slots__ = ("_detokenizer", "_end_token_ids", "_matcher", "_min_tokens", "texts", "token_ids")
