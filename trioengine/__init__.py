@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from trioengine.core.messages import Usage as Usage
     from trioengine.core.outcome import Cause as Cause
     from trioengine.core.sampling_params import SamplingParams as SamplingParams
-    from trioengine.text.chat_message import ChatMessage as ChatMessage
     from trioengine.text.conversation import Prompt as Prompt
+    from trioengine.text.messages import ChatMessage as ChatMessage
 
 __version__ = "0.1.0"
 
@@ -80,7 +80,7 @@ _HOMES = {
     "Usage": "trioengine.core.messages",
     "Cause": "trioengine.core.outcome",
     "SamplingParams": "trioengine.core.sampling_params",
-    "ChatMessage": "trioengine.text.chat_message",
+    "ChatMessage": "trioengine.text.messages",
     "Prompt": "trioengine.text.conversation",
 }
 

@@ -21,7 +21,7 @@ from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.printable import printable
-from trioengine.hub.model_files import read_model
+from trioengine.hub.model_info import read_model
 from trioengine.worker.runner.model_runner import TorchModelRunner
 from trioengine.worker.vision.tiles import read_tiles
 

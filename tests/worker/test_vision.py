@@ -12,7 +12,7 @@ from torch_driver import load, needs_compiler, reference
 from trioengine.core.errors import InvariantError
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.hub.model_files import read_model
+from trioengine.hub.model_info import read_model
 from trioengine.worker.runner.batch import EmbeddedRows, make_batch
 from trioengine.worker.scheduling.output import ScheduledSequence, SchedulerOutput
 from trioengine.worker.scheduling.sequence import Sequence

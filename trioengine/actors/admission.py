@@ -24,8 +24,8 @@ from trioengine.core.outcome import Cause
 from trioengine.core.overflow import prompt_limit
 from trioengine.core.prompt_places import PromptPlaces
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.text.answer import Answer
-from trioengine.text.conversation import Prepared, Prompt, least_prompt, prompt_length
+from trioengine.text.conversation import Prepared, Prompt, newest_turn, prompt_length
+from trioengine.text.output import OutputText
 
 if TYPE_CHECKING:
     from trioengine.actors.engine_state import EngineState
@@ -104,14 +104,14 @@ class Admission:
         self._images.pin(images)
         generation.prepared = dataclasses.replace(prepared, images=tuple(images))
         model = self._engine.model
-        generation.answer = Answer(model.tokenizer, generation.params, model.eos_token_ids)
+        generation.answer = OutputText(model.tokenizer, generation.params, model.eos_token_ids)
 
     @property
     def _drops_turns(self) -> bool:
         return self._session.overflow == "drop_oldest_turns"
 
     def _check_length(self, prompt: Prompt) -> None:
-        least = least_prompt(prompt) if self._drops_turns else prompt
+        least = newest_turn(prompt) if self._drops_turns else prompt
         self._session.conversation.check_length(least, self._engine.limits.max_model_len)
 
     async def _prepared(self, prompt: Prompt) -> Prepared:

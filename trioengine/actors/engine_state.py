@@ -49,7 +49,7 @@ from trioengine.core.lifecycle import Phase, Power, PowerEvent
 from trioengine.core.messages import Audited, Loading, Message, Ready, RequestFailed, SessionEnded, Tokens
 from trioengine.core.tag import sorted_tags
 from trioengine.core.worker_needs import WorkerNeeds
-from trioengine.hub.model_files import ModelInfo
+from trioengine.hub.model_info import ModelInfo
 from trioengine.text.chat_tokenizer import ChatTokenizer
 
 logger = logging.getLogger("trioengine")

@@ -16,8 +16,8 @@ from trioengine.core.ledger import Stand
 from trioengine.core.messages import FinishReason, Logprobs, TokensRow, Usage
 from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.text.answer import Answer
 from trioengine.text.conversation import Prepared, Prompt
+from trioengine.text.output import OutputText
 
 if TYPE_CHECKING:
     from trioengine.actors.session import Session
@@ -81,7 +81,7 @@ class Generation(Readable["Session"]):
         # The session's part: it alone writes these.
         self.stand = Stand.PREPARING
         self.prepared: Prepared | None = None
-        self.answer: Answer | None = None
+        self.answer: OutputText | None = None
         self.abort_cause = Cause.CLIENT
         self.resolved: SamplingParams | None = None  # as the worker was told
         self.usage: Usage | None = None  # of its first attachment that got a token

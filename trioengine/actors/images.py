@@ -16,7 +16,7 @@ from trioengine.aio.deadline import NEVER, Deadline
 from trioengine.core.errors import EngineOverloaded, RequestRejected
 from trioengine.core.image_part import Image
 from trioengine.core.messages import ImageInput, token_ids
-from trioengine.text.placed_image import PlacedImage
+from trioengine.text.chat_tokenizer import PlacedImage
 
 if TYPE_CHECKING:
     from trioengine.actors.engine_state import EngineState

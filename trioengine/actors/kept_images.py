@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from trioengine.actors.images import payload_of
-from trioengine.text.placed_image import image_parts
+from trioengine.text.chat_tokenizer import image_parts
 
 
 class KeptImages:

@@ -28,7 +28,7 @@ import trioengine
 from trioengine.core.child_environment import child_environment
 from trioengine.core.errors import EngineError, WorkerLost
 from trioengine.core.image import BytesLike
-from trioengine.hub.model_files import ModelInfo, read_model
+from trioengine.hub.model_info import ModelInfo, read_model
 from trioengine.hub.pull import resolve
 
 T = TypeVar("T")

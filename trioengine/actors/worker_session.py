@@ -12,7 +12,7 @@ from trioengine.actors.link import Link
 from trioengine.actors.observer import Observer
 from trioengine.actors.payload import Payload
 from trioengine.core.messages import AddMessage, AddSession, EndSession, StopSession, TokenIds, token_ids
-from trioengine.text.placed_image import PlacedImage
+from trioengine.text.chat_tokenizer import PlacedImage
 
 
 @dataclass(frozen=True, slots=True)

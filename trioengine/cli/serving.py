@@ -18,7 +18,7 @@ from trioengine.cli.worker_log import logged_workers
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError
 from trioengine.core.serve_config import ServeConfig
-from trioengine.hub.pull import located
+from trioengine.hub.pull import locate
 from trioengine.serve.descriptors import raise_limit
 from trioengine.serve.huge_pages import use_huge_pages
 from trioengine.serve.server import serve
@@ -39,7 +39,7 @@ def serve_until_told(
     if log_json:
         log_what_python_prints()
     raise_limit()
-    located(config.model)  # what can be no model is refused before anything listens
+    locate(config.model)  # what can be no model is refused before anything listens
     trio.run(_serve_with_log, config, serve_config, nullcontext() if log_json else _bars())
 
 

@@ -21,7 +21,7 @@ from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import WorkerLost
 from trioengine.core.image import BytesLike
-from trioengine.hub.model_files import ModelInfo
+from trioengine.hub.model_info import ModelInfo
 from trioengine.testing.simulated_payload import SimulatedMemfd
 from trioengine.testing.simulated_worker import Behaviour, SimulatedWorker
 from trioengine.testing.toy_model import VOCAB_SIZE, read_toy_model

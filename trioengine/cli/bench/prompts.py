@@ -11,9 +11,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from trioengine.hub.home import trioengine_home
-from trioengine.hub.known_models import SMOLLM2
-from trioengine.hub.model_files import read_model
+from trioengine.hub.known_models import SMOLLM2, trioengine_home
+from trioengine.hub.model_info import read_model
 from trioengine.text.tokenizer import Tokenizer
 
 _PLAIN = """

@@ -11,8 +11,7 @@ from typing import Any
 
 from trioengine.cli.doctor.part import Part, Problem, fatal, warning
 from trioengine.core.errors import ModelError
-from trioengine.hub.home import trioengine_home
-from trioengine.hub.known_models import KNOWN_MODELS, SMOLLM2, KnownModel
+from trioengine.hub.known_models import KNOWN_MODELS, SMOLLM2, KnownModel, trioengine_home
 
 _CHUNK = 1 << 20
 _HOME = "TRIOENGINE_HOME"

@@ -20,7 +20,7 @@ from trioengine.serve.log_fields import REQUEST_ID, about
 from trioengine.serve.problem import problem_of
 from trioengine.serve.realtime.item_images import naming_item
 from trioengine.serve.realtime.response import Response
-from trioengine.text.conversation import check_length, least_prompt
+from trioengine.text.conversation import check_length, newest_turn
 
 logger = logging.getLogger("trioengine")
 
@@ -53,7 +53,7 @@ class Answering:
         with about(REQUEST_ID, response.id):
             messages, truncation = response.order.messages, response.order.truncation
             session.overflow, session.retention_ratio = truncation.overflow, truncation.retention_ratio
-            needed = messages if session.overflow == "refuse" else least_prompt(messages)
+            needed = messages if session.overflow == "refuse" else newest_turn(messages)
             check_length(needed, self.engine.limits.max_model_len, self.engine.tokenizer)  # before they are copied
             extension, params = _extension(session, messages), salted(response.order.params, self._cache_salt)
             generation = session.generate(extension, params, keep_partial=True, wait=False)

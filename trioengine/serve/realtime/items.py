@@ -19,7 +19,7 @@ from trioengine.serve.realtime.item import (
     size_of_parts,
 )
 from trioengine.serve.realtime.outbox import EVENT_FACTOR
-from trioengine.text.turns import Turns
+from trioengine.text.messages import Turns
 
 
 def chat_messages(items: Iterable[Item], instructions: str) -> tuple[list[dict[str, Any]], list[str | None]]:

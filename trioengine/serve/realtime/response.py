@@ -18,7 +18,7 @@ from trioengine.serve.realtime.item import Item, ItemStatus, Role
 from trioengine.serve.realtime.items import Items, num_turns, size_of_messages
 from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox, new_id
 from trioengine.serve.realtime.truncation import Truncation
-from trioengine.text.turns import Turns
+from trioengine.text.messages import Turns
 
 
 class ResponseStatus(enum.Enum):

@@ -12,7 +12,7 @@ from trioengine.actors.payload import Payload
 from trioengine.serve.realtime.connection import RealtimeConnection
 from trioengine.serve.realtime.response import ResponseStatus
 from trioengine.testing.fuzz.machine import Watch
-from trioengine.text.placed_image import image_parts
+from trioengine.text.chat_tokenizer import image_parts
 
 
 class ConversationImages:

@@ -7,14 +7,14 @@ import sys
 import torch
 
 from trioengine.core.errors import ModelError
-from trioengine.hub.llama_config import LlamaConfig
+from trioengine.hub.model_config import TextConfig
 from trioengine.worker.kernels.compiler import CompilerMissing, KernelsUnavailable
 from trioengine.worker.kernels.kernels import Kernels
 from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.kernels.torch_kernels import TorchKernels
 
 
-def choose_kernels(name: str, model: LlamaConfig, dtype: torch.dtype, device: torch.device, block_size: int) -> Kernels:
+def choose_kernels(name: str, model: TextConfig, dtype: torch.dtype, device: torch.device, block_size: int) -> Kernels:
     """`auto`: native on a CPU with a compiler, else torch. ModelError: `native` is asked for, and cannot be had."""
     if name == "torch" or (name == "auto" and device.type != "cpu"):
         return TorchKernels(model.num_heads)

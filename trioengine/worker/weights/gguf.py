@@ -10,7 +10,7 @@ import torch
 
 from trioengine.core.errors import ModelError
 from trioengine.core.gguf import GGUFTensor
-from trioengine.hub.checkpoint_header import map_file, read_gguf
+from trioengine.hub.checkpoint import map_file, read_gguf
 from trioengine.worker.models.llama_gguf import from_gguf_layout
 from trioengine.worker.quantization.four_bit import FourBitWeight, read_four_bit
 from trioengine.worker.quantization.gguf import dequantize_gguf

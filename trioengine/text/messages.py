@@ -1,16 +1,16 @@
-"""Chat messages: what they may hold, checked and copied as they come in."""
+"""Chat messages: their types, their checks, and the turns of a conversation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias, TypedDict, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, Self, TypeAlias, TypedDict, get_args
 
 from trioengine.core.arguments import check_content, check_role
 from trioengine.core.bounds import brief
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image_part import is_image_part
-from trioengine.text.content_format import text_part
-from trioengine.text.turns import Message
+from trioengine.text.chat_template import text_part
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -115,3 +115,42 @@ def _part(part: object, name: str, image_refusal: str) -> dict[str, Any]:
 def _check_image(part: object, name: str, image_refusal: str) -> None:
     if image_refusal and isinstance(part, Mapping) and part.get("type") in _IMAGE_TYPES:
         raise RequestRejected("images_not_supported", f"{name}: {image_refusal}", param=name)
+
+
+Message: TypeAlias = Mapping[str, Any]
+
+_LEADING = ("system", "developer")
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """The messages of a chat, and the indices at which their turns begin."""
+
+    messages: tuple[Message, ...]
+    starts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, messages: Sequence[Message]) -> Self:
+        roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
+        first = next((index for index, role in enumerate(roles) if role not in _LEADING), len(roles))
+        starts = [index for index, role in enumerate(roles) if index == first or (index > first and role == "user")]
+        return cls(tuple(messages), tuple(starts))
+
+    @property
+    def most(self) -> int:
+        """How many turns can be dropped: all but the newest."""
+        return max(len(self.starts) - 1, 0)
+
+    def dropped(self, count: int) -> range:
+        """The indices of the messages of the oldest `count` turns."""
+        return range(self.starts[0], self.starts[count]) if count else range(0)
+
+    def without(self, count: int) -> tuple[Message, ...]:
+        """The messages without the oldest `count` turns."""
+        dropped = self.dropped(count)
+        return self.messages[: dropped.start] + self.messages[dropped.stop :] if dropped else self.messages
+
+    @property
+    def newest(self) -> tuple[Message, ...]:
+        """The messages that are never dropped."""
+        return self.without(self.most)

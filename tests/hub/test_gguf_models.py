@@ -9,8 +9,7 @@ import pytest
 
 from trioengine.core.errors import ModelError
 from trioengine.hub.known_models import SMOLLM2
-from trioengine.hub.model_files import ModelFormat, read_model
-from trioengine.hub.model_info import ModelInfo
+from trioengine.hub.model_info import ModelFormat, ModelInfo, read_model
 
 
 def test_smollm2(smollm2):

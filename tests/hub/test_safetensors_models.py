@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from trioengine.core.errors import ModelError
-from trioengine.hub.model_files import ModelFormat, read_model
-from trioengine.hub.model_info import ModelInfo
+from trioengine.hub.model_info import ModelFormat, ModelInfo, read_model
 from trioengine.text.tokenizer import Tokenizer
 
 CONFIG = {

@@ -6,14 +6,14 @@ from hypothesis import strategies as st
 from trioengine import SamplingParams
 from trioengine.core.messages import token_ids
 from trioengine.testing import toy_model
-from trioengine.text.answer import Answer
+from trioengine.text.output import OutputText
 
 BYTES = toy_model().tokenizer  # a token is a byte
 
 
 def read(text, **params):
     """The text, and whether a stop string was completed."""
-    answer = Answer(BYTES, SamplingParams(max_tokens=100, **params), ())
+    answer = OutputText(BYTES, SamplingParams(max_tokens=100, **params), ())
     for token_id in text.encode():
         if answer.feed(token_ids([token_id])):
             return answer.text, True

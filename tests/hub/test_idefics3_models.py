@@ -9,9 +9,9 @@ import pytest
 
 from trioengine.core.errors import ModelError
 from trioengine.core.image_processing import ImageProcessing
-from trioengine.hub.fields import Fields
 from trioengine.hub.idefics3_config import VisionConfig, config_from_hf
-from trioengine.hub.model_files import read_model
+from trioengine.hub.model_config import Fields
+from trioengine.hub.model_info import read_model
 
 DATA = Path(__file__).parents[1] / "data"
 HALF = (0.5, 0.5, 0.5)

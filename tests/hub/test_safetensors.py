@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from trioengine.core.errors import ModelError
-from trioengine.hub.safetensors_header import MAX_HEADER, StoredTensor, read_header
+from trioengine.hub.safetensors import MAX_HEADER, StoredTensor, read_header
 
 
 def safetensors(header, data=b"", *, length=None):

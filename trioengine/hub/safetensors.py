@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 
 from trioengine.core.bounds import MAX_INT64, brief
 from trioengine.core.errors import ModelError
-from trioengine.hub.fields import open_file, parse_json
+from trioengine.hub.model_config import open_file, parse_json
 
 MAX_HEADER = 4 << 20  # bytes; a model of 16,384 tensors has 2 MB
 MAX_DIMENSIONS = 8
