@@ -20,7 +20,7 @@ from trioengine import (
     connect,
 )
 from trioengine.client.address import Address
-from trioengine.client.posts import WINDOW
+from trioengine.client.connection import WINDOW
 from trioengine.core.outcome import Cause
 
 

@@ -19,8 +19,8 @@ from wsproto.events import (
 )
 
 from trioengine import ConnectionLost, EngineAsleep, EngineClosed, EngineOverloaded, RequestRejected, TimedOut, connect
+from trioengine.aio.websocket import MAX_MESSAGE
 from trioengine.client.connection import CLOSE_TIMEOUT, CONNECT_TIMEOUT, PING_INTERVAL
-from trioengine.client.websocket import MAX_MESSAGE
 
 
 class ScriptedServer:
@@ -279,7 +279,7 @@ async def test_unknown_events_are_ignored(autojump_clock, scripted):
 
 
 async def test_a_message_that_never_ends(autojump_clock, scripted, monkeypatch):
-    monkeypatch.setattr("trioengine.client.websocket.MAX_MESSAGE", 100)
+    monkeypatch.setattr("trioengine.aio.websocket.MAX_MESSAGE", 100)
     assert MAX_MESSAGE > 1 << 20
     client, server = scripted
 

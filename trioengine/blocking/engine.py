@@ -18,8 +18,7 @@ import trioengine.actors.engine
 import trioengine.actors.session
 import trioengine.client.client
 from trioengine.actors.statistics import Statistics
-from trioengine.blocking.border import SHORTENED, Handle, awaited, opened, posted, shortened, shortens
-from trioengine.blocking.loop import Loop
+from trioengine.blocking.loop import SHORTENED, Handle, Loop, awaited, opened, posted, shortened, shortens
 from trioengine.core.arguments import names_checked
 from trioengine.core.completion import Chunk, Completion
 from trioengine.core.config import EngineConfig

@@ -15,7 +15,7 @@ from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.client.address import Address, Endpoint
 from trioengine.client.connection import Connection
 from trioengine.client.generation import Generation
-from trioengine.client.media import Media
+from trioengine.client.prompt import Media
 from trioengine.client.session import Session
 from trioengine.core.arguments import check_callback, check_request, names_checked
 from trioengine.core.bounds import brief, counted, is_key

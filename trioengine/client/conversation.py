@@ -7,10 +7,9 @@ from collections.abc import Collection, Sequence
 from copy import copy
 
 from trioengine.aio.nursery import Notifier
-from trioengine.client.media import has_images
-from trioengine.client.posts import Posts
+from trioengine.client.connection import Posts
 from trioengine.client.problems import placed
-from trioengine.client.prompt import MAX_EVENT, MAX_IMAGE_EVENT, Message, item_of, rendered
+from trioengine.client.prompt import MAX_EVENT, MAX_IMAGE_EVENT, Message, has_images, item_of, rendered
 from trioengine.core.errors import EngineError, RequestRejected
 
 

@@ -16,10 +16,8 @@ from trioengine.aio.calls import AsyncOnly, whole_answer
 from trioengine.aio.deadline import NEVER, Deadline, deadline_after
 from trioengine.client.connection import Connection
 from trioengine.client.conversation import Conversation
-from trioengine.client.exchange import Exchange
-from trioengine.client.generation import Generation
-from trioengine.client.media import Media, is_long
-from trioengine.client.prompt import Message, chat_messages, check_sizes, response_fields
+from trioengine.client.generation import Exchange, Generation
+from trioengine.client.prompt import Media, Message, chat_messages, check_sizes, is_long, response_fields
 from trioengine.core.arguments import check_history, check_label, check_wait
 from trioengine.core.completion import Completion
 from trioengine.core.errors import EngineError, SessionBusy, SessionEnded, TimedOut

@@ -11,10 +11,10 @@ from urllib.parse import quote
 import trio
 
 from trioengine.aio.nursery import open_unwrapped_nursery
+from trioengine.aio.websocket import Closed, Rejected, WebSocket
 from trioengine.cli.bench.config import BenchConfig
 from trioengine.cli.bench.http_client import Address, BackendError, refusal
 from trioengine.cli.bench.sample import Stopwatch
-from trioengine.client.websocket import Closed, Rejected, WebSocket
 
 CLOSE_TIMEOUT = 5.0  # seconds
 
