@@ -1,319 +1,480 @@
-"""A generation over a connection: one request as its reader sees it, like the engine's."""
+"""One request over a connection: the reader's handle, and its state.
+
+A Request goes through the stages NONE, ASKED, CREATED, ADMITTED and back to NONE. Every change is one synchronous
+method: the session and the reader call some, the server's events others. Events for the server are put into the posts
+in the same step. `outcome` is decided once, by whichever comes first: the server's response.done, the reader who
+leaves, the deadline, or the end of the session. From then on the turn is committed or taken back. The request is
+settled when the server has finished the response, too, or never began it; then the session takes its next request.
+"""
 
 from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from copy import copy
+from types import TracebackType
+from typing import Any, Self
 
 import trio
 
-from trioengine.actors.readable import Readable
 from trioengine.actors.waiting_line import NOT_NOW, waits_for
+from trioengine.aio.calls import AsyncOnly
 from trioengine.aio.deadline import Deadline
-from trioengine.client.connection import Posts
+from trioengine.aio.nursery import Notifier
 from trioengine.client.conversation import Conversation
-from trioengine.client.problems import error_of, length_of, outcome_of, placed, usage_of
+from trioengine.client.problems import length_of, outcome_of, placed, usage_of
 from trioengine.client.prompt import Media, Message, rendered
+from trioengine.core.arguments import check_flag, check_label, check_wait
 from trioengine.core.completion import Chunk, Completion
-from trioengine.core.errors import EngineError, RequestRejected, TimedOut
+from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.messages import FinishReason, Usage
 from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.prompt_places import PromptPlaces
 from trioengine.core.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from trioengine.client.session import Session
+_NOT_ENTERED = "the generation was not entered: use `async with session.generate(...)`"
+
+
+class Generation(AsyncOnly, refuses=("for",)):
+    """One request: `async with session.generate(...) as generation: async for chunk in generation`.
+
+    Entering asks the server. It raises the server's refusal, and TimedOut if the timeout passes first. Iterating ends
+    normally for stop, length and abort; after the last delta it raises the typed error of a failed request, and
+    TimedOut for a request that its timeout has aborted. Leaving before the outcome aborts the request: its turn is
+    taken back at once (`keep_partial` keeps the text received so far), and leaving waits until the server has released
+    the request, or the timeout passes. When the scope is cancelled, leaving does the same but does not wait. Cancelling
+    a read loses nothing: the next read continues. Reading before entering raises RuntimeError, unless the request has
+    an outcome; while another task enters, reading waits. Chunks and completion have no token ids and no logprobs,
+    because the server does not send them.
+    """
+
+    _noun = "a generation"
+    _usage = (
+        "use `async with session.generate(...) as generation` to read it in chunks by `async for`, "
+        "or `await session.ask(...)` for the whole answer"
+    )
+
+    def __init__(self, state: Request, enter: Callable[[Request], Awaitable[None]]) -> None:
+        self._state = state
+        self._enter = enter  # asks the server; raises the refusal
+        self._entered = False
+        self._may_have_more = False  # True from entering on, unless that fails
+        self._is_being_read = False
+
+    def __repr__(self) -> str:
+        state = self._state
+        id = f" {state.id}" if state.id is not None else ""
+        label = f" {state.label!r}" if state.label is not None else ""
+        return f"<Generation{id}{label} {self._progress}>"
+
+    @property
+    def _progress(self) -> str:
+        if self._state.outcome is not None:
+            return self._state.outcome.finish_reason.value
+        if not self._entered:
+            return "not entered"
+        if not self._may_have_more:
+            return "refused"
+        if self._state.id is None:
+            return "in line"
+        return "waiting" if self._state.stage is Stage.NONE else self._state.stage.value
+
+    @property
+    def label(self) -> str | None:
+        """The caller's name for the request."""
+        return self._state.label
+
+    @property
+    def params(self) -> SamplingParams:
+        """The sampling parameters."""
+        return self._state.params
+
+    @property
+    def request_id(self) -> int:
+        """The client's number of the request. Raises RuntimeError before the request is entered or aborted."""
+        if self._state.id is None:
+            raise RuntimeError(_NOT_ENTERED)
+        return self._state.id
+
+    @property
+    def response_id(self) -> str | None:
+        """The server's id of the response; None until the server has begun it."""
+        return self._state.response_id
+
+    @property
+    def completion(self) -> Completion:
+        """The answer, once there is an outcome; partial if it was aborted. Raises the error of a failed request."""
+        outcome = self._state.outcome
+        if outcome is None:
+            raise RuntimeError("the generation has no outcome yet: read it to its end, or `await generation.result()`")
+        if outcome.error is not None:
+            raise copy(outcome.error)
+        return self._state.completion(outcome)
+
+    def abort(self) -> bool:
+        """Abort the request; a finish that is on its way wins. Harmless once there is an outcome.
+
+        Returns whether this call aborts it: False if it has an outcome, or was aborted before.
+        """
+        return self._state.abort(Cause.CLIENT)
+
+    async def result(self) -> Completion:
+        """Read to the end and return the whole answer. Raises the typed error of a failed request, and TimedOut."""
+        async for _ in self:
+            pass
+        return self.completion
+
+    async def __aenter__(self) -> Self:
+        if self._entered:
+            raise RuntimeError("a generation is entered once")
+        self._entered = self._may_have_more = True
+        try:
+            await self._enter(self._state)
+            self._state.check_timeout()
+        except BaseException:
+            self._may_have_more = False
+            self._state.changes.notify()
+            raise
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        state = self._state
+        state.withdraw()
+        if not state.settled.is_set() and (exc is None or isinstance(exc, Exception)):
+            with trio.move_on_at(state.deadline.at):
+                await state.settled.wait()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._is_being_read:
+            raise trio.BusyResourceError("another task reads this generation")
+        state = self._state
+        self._is_being_read = True
+        try:
+            if state.has_unread or state.outcome is not None:
+                await trio.lowlevel.checkpoint()
+            while not state.has_unread and state.outcome is None:
+                if not self._may_have_more:
+                    raise RuntimeError(_NOT_ENTERED)
+                await state.changes.wait()
+        finally:
+            self._is_being_read = False
+        if state.has_unread:
+            return Chunk(state.take_unread(), ())
+        if state.outcome is not None and state.outcome.error is not None:
+            raise copy(state.outcome.error)
+        state.check_timeout()
+        raise StopAsyncIteration
+
+
+class Requests:
+    """All unsettled requests of one client, in the order in which they were entered; mints their ids."""
+
+    def __init__(self) -> None:
+        self._ids = itertools.count(1)
+        self._unsettled: dict[Request, None] = {}
+
+    def mint(self) -> int:
+        return next(self._ids)
+
+    def add(self, request: Request) -> None:
+        self._unsettled[request] = None
+
+    def discard(self, request: Request) -> None:
+        self._unsettled.pop(request, None)
+
+    def abort(self, name: int | str) -> int:
+        """Abort the request with this id, or every request with this label. Returns how many this call aborts."""
+        named = [each for each in self._unsettled if name == (each.label if isinstance(name, str) else each.id)]
+        return sum(request.abort(Cause.CLIENT) for request in named)
 
 
 class Stage(enum.Enum):
-    """Where its response stands, as the server says."""
+    """The stage of a request at the server."""
 
-    NONE = "none"  # nothing is asked, or what was asked is over
+    NONE = "none"  # not asked, or over
     ASKED = "asked"
     CREATED = "created"
     ADMITTED = "admitted"  # the engine has taken the request
 
 
-class Generation(Readable["Session"]):
-    """One request: `async with session.generate(...) as generation: async for chunk in generation`.
-
-    Entering asks the server; what is refused is raised there, and TimedOut if the timeout passes on the way. Iterating
-    ends normally for stop, length and abort; after the last delta it raises the typed error of a failed request, and
-    TimedOut for a request that its timeout has aborted. Leaving before the outcome aborts the request:
-    its turn is taken back at once (`keep_partial` keeps what came until then), and leaving waits until the server has
-    let go of it, or the timeout passes. When the scope is cancelled, leaving does the same but does not wait.
-    Cancelling a read loses nothing: the next read goes on. Chunks and completion have no token ids and no logprobs:
-    these are not sent.
-    """
+class Request:
+    """The state of one request."""
 
     def __init__(
         self,
-        session: Session,
         prompt: object,
         params: SamplingParams,
         *,
         media: Sequence[Media] = (),
-        keep_partial: bool,
+        keep_partial: bool = False,
         deadline: Deadline,
         wait: bool | None,
-        label: str | None = None,
+        label: str | None,
+        conversation: Conversation,
+        requests: Requests,
     ) -> None:
-        super().__init__(session, params, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label)
-        self.prompt: Any = prompt  # until it is sent, as the media
+        self.id: int | None = None
+        self.label = check_label(label)
+        self.params = params
+        self.deadline = deadline
+        self.prompt: Any = prompt  # None after preparation, as the media
         self.media = media
-        self.response_id: str | None = None  # the server's
-        # The session's part: it alone writes these.
+        self.changes = Notifier()  # of the stage, the unread text and the outcome
+        self.entering = trio.CancelScope()  # cancelled when the request is settled
+        self.opening: trio.CancelScope | None = None  # of a session that is opened for this request only
         self.stage = Stage.NONE
-        self.messages: list[Message] = []
-        self.item_ids: list[str] = []  # of these
-        self.places = PromptPlaces.of(prompt, media)
-        self.answer_id: str | None = None  # the item of the answer
-        self.ask_id = ""  # the event that asked for the response
-        self.problem: EngineError | None = None  # what an error event said of it
-        self.refusal: EngineError | None = None  # why the engine does not take it
-        self.spoiled: EngineError | None = None  # why its prompt is not what it should be
-        self.abort_cause: Cause | None = None
-        self.cancel_sent = False
-        self.is_kept = False
-        self.usage = Usage(0, 0, 0)
-        self.dropped_turns = 0
+        self.outcome: Outcome | None = None
+        self.settled = trio.Event()
+        self.response_id: str | None = None  # the server's
+        self.is_kept = False  # whether its turn is committed
+        self._keep_partial = check_flag("keep_partial", keep_partial)
+        self._wait = check_wait(wait)
+        self._places = PromptPlaces.of(prompt, media)
+        self._conversation = conversation
+        self._posts = conversation.posts
+        self._requests = requests
+        self._messages: list[Message] = []
+        self._item_ids: list[str] = []  # of the messages
+        self._answer_id: str | None = None  # the item of the answer
+        self._ask_id = ""  # the event that asked for the response
+        self._problem: EngineError | None = None  # in an error event about the response
+        self._refusal: EngineError | None = None  # the engine has not taken the request
+        self._bad_message: EngineError | None = None  # the first refusal of a message of the prompt
+        self._abort_cause: Cause | None = None
+        self._cancel_sent = False
+        self._usage = Usage(0, 0, 0)
+        self._dropped_turns = 0
         self._pieces: list[str] = []  # of the answer
-        self._unread: list[str] = []  # of these
+        self._num_read = 0  # of the pieces
+
+    # ---- read by the handle and the session -----------------------------------------------------------------------
 
     @property
-    def _progress(self) -> str:
-        return "waiting" if self.stage is Stage.NONE else self.stage.value
+    def has_unread(self) -> bool:
+        return self._num_read < len(self._pieces)
 
-    def take_id(self, ids: Iterator[int]) -> None:
-        """Take the next one, unless it has one."""
-        if self._request_id is None:
-            self.request_id = next(ids)
-
-    def timed_out(self) -> TimedOut:
-        if self.refusal is None:
-            return super().timed_out()
-        error = self.deadline.passed(f"while waiting: {self.refusal}", self.completion)
-        error.__cause__ = self.refusal
-        return error
+    def take_unread(self) -> str:
+        """The text received since the last call."""
+        text, self._num_read = "".join(self._pieces[self._num_read :]), len(self._pieces)
+        return text
 
     @property
     def text(self) -> str:
-        """What came until now, read or not."""
-        if len(self._pieces) > 1:
-            self._pieces = ["".join(self._pieces)]
-        return self._pieces[0] if self._pieces else ""
+        """The text received so far, read or not."""
+        return "".join(self._pieces)
 
-    def _answer(self, outcome: Outcome) -> Completion:
-        return Completion(
-            self.request_id,
-            self.text,
-            (),
-            None,
-            outcome.finish_reason,
-            outcome.cause,
-            self.usage,
-            dropped_turns=self.dropped_turns,
-        )
+    def completion(self, outcome: Outcome) -> Completion:
+        """The answer with this outcome."""
+        assert self.id is not None, "aborting and entering take an id"
+        reason, cause = outcome.finish_reason, outcome.cause
+        return Completion(self.id, self.text, (), None, reason, cause, self._usage, dropped_turns=self._dropped_turns)
 
-    @property
-    def _has_unread(self) -> bool:
-        return bool(self._unread)
-
-    def take(self) -> Chunk:
-        text, self._unread = "".join(self._unread), []
-        return Chunk(text, ())
-
-    # ---- what the session tells it; synchronous -------------------------------------------------------------------
+    def check_timeout(self) -> None:
+        """Raise TimedOut if the timeout has aborted the request."""
+        if self.outcome is None or self.outcome.cause is not Cause.TIMEOUT:
+            return
+        completion = self.completion(self.outcome)
+        if self._refusal is None:
+            raise self.deadline.passed_by(completion)
+        raise self.deadline.passed(f"while waiting: {self._refusal}", completion) from self._refusal
 
     @property
     def is_stopping(self) -> bool:
-        """Whether it was told to end; the server may not have heard of it."""
-        return self.outcome is not None or self.abort_cause is not None
-
-    def receive(self, text: str) -> None:
-        if self.outcome is None and self.spoiled is None and text:
-            self._pieces.append(text)
-            self._unread.append(text)
-            self._changes.notify()
-
-    def notify(self) -> None:
-        """Its stage has changed."""
-        self._changes.notify()
-
-    async def answered(self) -> None:
-        """Wait until the server has said whether the engine takes the request."""
-        while self.stage is not Stage.NONE and (self.stage is not Stage.ADMITTED or self.spoiled is not None):
-            await self._changes.wait()
-
-
-class Exchange:
-    """One request at a time, and the conversation that its turn becomes a part of."""
-
-    def __init__(self, posts: Posts, conversation: Conversation) -> None:
-        self.generation: Generation | None = None  # until it is settled
-        self._posts = posts
-        self._conversation = conversation
-        self._ids = itertools.count(1)  # of events
+        """Whether it was aborted or has an outcome; the server may not know yet."""
+        return self.outcome is not None or self._abort_cause is not None
 
     # ---- the session's calls --------------------------------------------------------------------------------------
 
-    def begin(self, generation: Generation, messages: list[Message], events: dict[str, str]) -> None:
-        """Make this the request, and post the items of its prompt, which were prepared."""
-        self.generation = generation
-        generation.messages, generation.item_ids = messages, list(events)
+    def register(self) -> None:
+        """Give the request an id, and let the client's `abort` find it until it is settled."""
+        self._take_id()
+        if not self.settled.is_set():
+            self._requests.add(self)
+
+    def post_prompt(self, messages: list[Message], events: dict[str, str]) -> None:
+        """Post the prepared items of the prompt."""
+        self._messages, self._item_ids = messages, list(events)
         self._conversation.create(events)
 
-    async def ask(self, generation: Generation, fields: dict[str, Any], events: dict[str, str]) -> None:
-        """Post the request, and wait until the engine takes it, refuses it, or it is aborted."""
+    async def ask(self, fields: dict[str, Any], events: dict[str, str]) -> None:
+        """Post the request, and wait until the engine takes or refuses it, or it is aborted."""
         while True:
-            generation.ask_id, generation.response_id = f"ask_{next(self._ids)}", None
-            generation.problem = generation.refusal = generation.spoiled = None
-            generation.stage, generation.cancel_sent = Stage.ASKED, False
-            self._posts.put(rendered("response.create", generation.ask_id, {"response": fields}))
-            await generation.answered()
-            refusal = generation.refusal
+            self._ask_id, self.response_id = self._posts.mint("ask"), None
+            self._problem = self._refusal = self._bad_message = None
+            self.stage, self._cancel_sent = Stage.ASKED, False
+            self._posts.put(rendered("response.create", self._ask_id, {"response": fields}))
+            while self.stage is not Stage.NONE and (self.stage is not Stage.ADMITTED or self._bad_message is not None):
+                await self.changes.wait()
+            refusal = self._refusal
             if refusal is None:
                 return
-            if not (isinstance(refusal, NOT_NOW) and waits_for(refusal, generation.wait)):
-                self._conclude(generation, Outcome(FinishReason.ERROR, error=refusal))
-                self._settle(generation)
+            if not (isinstance(refusal, NOT_NOW) and waits_for(refusal, self._wait)):
+                self._finish(Outcome(FinishReason.ERROR, error=refusal))
                 return
-            if generation.spoiled is None:
+            if self._bad_message is None:
                 await trio.sleep(refusal.retry_after)
-            else:  # all of the prompt goes again, so that it is in order
-                self._conversation.delete(generation.item_ids)
+            else:  # post the whole prompt again, to keep its order
+                self._conversation.delete(self._item_ids)
                 await trio.sleep(refusal.retry_after)
                 self._conversation.create(events)
 
-    def abort(self, generation: Generation, cause: Cause) -> bool:
-        """Abort the request if it has no outcome yet. Returns whether this call aborts it."""
-        if generation.is_stopping:
+    def abort(self, cause: Cause) -> bool:
+        """Abort the request if it has no outcome yet; the first cause counts. Returns whether this call aborts it."""
+        self._take_id()
+        if self.is_stopping:
             return False
-        generation.abort_cause = cause
-        self._cancel(generation)
+        self._abort_cause = cause
+        self._cancel()
         return True
 
-    def leave(self, generation: Generation) -> None:
-        """The reader goes: without an outcome, the turn is taken back (or kept in part) at once."""
-        if not generation.settled.is_set():
-            self._conclude(generation, Outcome(FinishReason.ABORT, generation.abort_cause or Cause.CLIENT))
-            self._cancel(generation)
+    def withdraw(self) -> None:
+        """Decide the outcome now, as aborted, without the server: the turn is taken back, or kept in part."""
+        if not self.settled.is_set():
+            self._decide(Outcome(FinishReason.ABORT, self._abort_cause or Cause.CLIENT))
+            self._cancel()
 
     def end(self, outcome: Outcome) -> None:
-        """End the request with this outcome, or as aborted if it was aborted before."""
-        if self.generation is not None:
-            cause = self.generation.abort_cause
-            self._conclude(self.generation, outcome if cause is None else Outcome(FinishReason.ABORT, cause))
-            self._settle(self.generation)
+        """Finish with this outcome, or as aborted if it was aborted before: the session is over."""
+        self._finish(outcome if self._abort_cause is None else Outcome(FinishReason.ABORT, self._abort_cause))
 
-    def _cancel(self, generation: Generation) -> None:
-        """Cancel the request at the server, or end it here if it was not posted."""
-        if generation.stage is Stage.NONE:
-            self._conclude(generation, Outcome(FinishReason.ABORT, generation.abort_cause or Cause.CLIENT))
-            self._settle(generation)
-        elif not generation.cancel_sent:
-            generation.cancel_sent = True
-            self._posts.put(rendered("response.cancel", f"cancel_{next(self._ids)}", {}))
+    def drop_turn(self) -> None:
+        """Delete the answer when the server has finished it; the session deletes the rest of the turn."""
+        self.is_kept = False
+
+    async def expire(self) -> None:
+        """Abort and withdraw the request at its deadline. Returns when it is settled."""
+        if self.deadline.at == math.inf:
+            return
+        with trio.move_on_at(self.deadline.at):
+            await self.settled.wait()
+            return
+        self.abort(Cause.TIMEOUT)
+        self.withdraw()  # without the server, which may not answer; a finish on its way is too late
+        self.entering.cancel()
+
+    def _take_id(self) -> None:
+        if self.id is None:
+            self.id = self._requests.mint()
+
+    def _cancel(self) -> None:
+        """Cancel the request at the server, or finish it here if it was not posted."""
+        if self.stage is Stage.NONE:
+            self._finish(Outcome(FinishReason.ABORT, self._abort_cause or Cause.CLIENT))
+        elif not self._cancel_sent:
+            self._cancel_sent = True
+            self._posts.put(rendered("response.cancel", self._posts.mint("cancel"), {}))
 
     # ---- the server's events --------------------------------------------------------------------------------------
 
-    def hear(self, event: dict[str, Any]) -> None:
-        """Take an event of the server."""
-        generation = self.generation
+    def on_event(self, event: dict[str, Any]) -> None:
+        """Process an event about the response."""
         match event["type"]:
-            case "response.created" if generation is not None:
-                generation.stage, generation.response_id = Stage.CREATED, event["response"]["id"]
-            case "response.output_item.added" if generation is not None:
-                generation.stage, generation.answer_id = Stage.ADMITTED, event["item"]["id"]
-                generation.notify()
-            case "response.output_text.delta" if generation is not None:
-                generation.receive(event["delta"])
-            case "response.done" if generation is not None:
-                self._done(generation, event["response"])
-            case "conversation.item.done":
-                self._conversation.answered(f"create_{event['item']['id']}")
-            case "conversation.item.deleted":
-                self._conversation.answered(f"delete_{event['item_id']}")
-            case "error":
-                self._complained(event["error"])
+            case "response.output_text.delta":
+                if self.outcome is None and self._bad_message is None and event["delta"]:
+                    self._pieces.append(event["delta"])
+                    self.changes.notify()
+            case "response.created":
+                self.stage, self.response_id = Stage.CREATED, event["response"]["id"]
+            case "response.output_item.added":
+                self.stage, self._answer_id = Stage.ADMITTED, event["item"]["id"]
+                self.changes.notify()
+            case "response.done":
+                self._on_done(event["response"])
 
-    def _complained(self, problem: dict[str, Any]) -> None:
-        event_id, generation = problem.get("event_id"), self.generation
-        self._conversation.answered(event_id, error_of(problem))
-        if generation is None or event_id is None:
+    def on_error(self, event_id: object, error: EngineError, item_id: object) -> None:
+        """Process an error about the event with this id, and perhaps about the item `item_id`."""
+        if event_id == self._ask_id:
+            self._problem = self._with_place(error, item_id)
+            if self.stage is Stage.ASKED:  # the response was not created
+                self._on_refusal(self._bad_message or self._problem)
+        elif self.outcome is not None or self._bad_message is not None:
+            return  # over, or an earlier message was refused
+        elif event_id in {f"create_{id}" for id in self._item_ids}:
+            self._bad_message = self._with_place(error, str(event_id).removeprefix("create_"))
+            self._cancel()
+
+    def _with_place(self, error: EngineError, item_id: object) -> EngineError:
+        """The error about this item, with its place in the call's arguments or in the history."""
+        if item_id not in self._item_ids:
+            return self._conversation.with_place(error, item_id) if isinstance(item_id, str) else error
+        index = self._item_ids.index(item_id)
+        named = placed(error, f"prompt[{index}]", self._messages[index])
+        return self._places.rejection(named) if isinstance(named, RequestRejected) else named
+
+    def _on_done(self, response: dict[str, Any]) -> None:
+        if self._bad_message is not None:
+            self._on_refusal(self._bad_message)
             return
-        if event_id == generation.ask_id:
-            generation.problem = self._named(generation, error_of(problem), problem.get("param"))
-            if generation.stage is Stage.ASKED:  # it is not even begun
-                self._refused(generation, generation.spoiled or generation.problem)
-        elif generation.outcome is not None or generation.spoiled is not None:
-            return  # it is over, or another message was refused before
-        elif event_id in {f"create_{id}" for id in generation.item_ids}:
-            generation.spoiled = self._named(generation, error_of(problem), event_id.removeprefix("create_"))
-            self._cancel(generation)
-
-    def _named(self, generation: Generation, error: EngineError, item_id: object) -> EngineError:
-        """An error about this item, with the place by the call's arguments, or in the history."""
-        if item_id not in generation.item_ids:
-            return self._conversation.named(error, item_id) if isinstance(item_id, str) else error
-        index = generation.item_ids.index(item_id)
-        named = placed(error, f"prompt[{index}]", generation.messages[index])
-        return generation.places.rejection(named) if isinstance(named, RequestRejected) else named
-
-    def _done(self, generation: Generation, response: dict[str, Any]) -> None:
-        if generation.spoiled is not None:
-            self._refused(generation, generation.spoiled)
-            return
-        if not generation.is_timed_out:  # the error has its completion
-            generation.usage, generation.dropped_turns = usage_of(response), response.get("dropped_turns", 0)
-        outcome = outcome_of(response, generation.abort_cause, generation.problem)
+        if self.outcome is None or self.outcome.cause is not Cause.TIMEOUT:  # TimedOut holds its completion already
+            self._usage, self._dropped_turns = usage_of(response), response.get("dropped_turns", 0)
+        outcome = outcome_of(response, self._abort_cause, self._problem)
         if outcome.error is not None:
-            self._refused(generation, outcome.error)
+            self._on_refusal(outcome.error)
             return
-        self._over(generation, outcome)
-        if generation.is_kept and generation.answer_id is not None and length_of(response) > len(generation.text):
-            self._conversation.truncate(generation.answer_id, len(generation.text))
-        if generation.is_kept:
+        self._on_over(outcome)
+        if self.is_kept:
+            if self._answer_id is not None and length_of(response) > len(self.text):
+                self._conversation.truncate(self._answer_id, len(self.text))
             self._conversation.drop(response.get("dropped_item_ids", ()))
 
-    def _refused(self, generation: Generation, error: EngineError) -> None:
-        if generation.spoiled is not None and generation.answer_id is not None:
-            self._conversation.delete([generation.answer_id])
-            generation.answer_id = None
-        if generation.answer_id is None and not generation.is_stopping:
-            generation.stage, generation.refusal = Stage.NONE, error
-            generation.notify()
-        elif generation.abort_cause is not None:
-            self._over(generation, Outcome(FinishReason.ABORT, generation.abort_cause))
+    def _on_refusal(self, error: EngineError) -> None:
+        """The server has ended the response with this error: a refusal if the engine has not taken the request."""
+        if self._bad_message is not None and self._answer_id is not None:
+            self._conversation.delete([self._answer_id])
+            self._answer_id = None
+        if self._answer_id is None and not self.is_stopping:
+            self.stage, self._refusal = Stage.NONE, error
+            self.changes.notify()
+        elif self._abort_cause is not None:
+            self._on_over(Outcome(FinishReason.ABORT, self._abort_cause))
         else:
-            self._over(generation, Outcome(FinishReason.ERROR, error=error))
+            self._on_over(Outcome(FinishReason.ERROR, error=error))
 
-    def _over(self, generation: Generation, outcome: Outcome) -> None:
-        """The server is done with the response."""
-        generation.stage = Stage.NONE
-        self._conclude(generation, outcome)
-        if generation.answer_id is not None and not generation.is_kept:
-            self._conversation.delete([generation.answer_id])
-        self._settle(generation)
+    def _on_over(self, outcome: Outcome) -> None:
+        """The server has finished the response."""
+        self.stage = Stage.NONE
+        self._decide(outcome)
+        if self._answer_id is not None and not self.is_kept:
+            self._conversation.delete([self._answer_id])
+        self._settle()
 
     # ---- the outcome ----------------------------------------------------------------------------------------------
 
-    def _conclude(self, generation: Generation, outcome: Outcome) -> None:
-        """Decide the outcome, if that is not done, and with it whether the turn is committed."""
-        if generation.outcome is not None:
-            return
-        is_partial = outcome.finish_reason is FinishReason.ABORT and generation.keep_partial and generation.text != ""
-        generation.is_kept = is_partial or outcome.is_complete
-        if generation.is_kept and generation.answer_id is not None:
-            messages = [*generation.messages, {"role": "assistant", "content": generation.text}]
-            self._conversation.commit(messages, [*generation.item_ids, generation.answer_id])
-        else:
-            self._conversation.delete(generation.item_ids)
-        generation.decide(outcome)
+    @property
+    def is_refused(self) -> bool:
+        """Whether it failed before the engine took it."""
+        return self.outcome is not None and self.outcome.error is not None and self._answer_id is None
 
-    def _settle(self, generation: Generation) -> None:
-        if self.generation is generation:
-            self.generation = None
-        generation.settle()
+    def _finish(self, outcome: Outcome) -> None:
+        self._decide(outcome)
+        self._settle()
+
+    def _decide(self, outcome: Outcome) -> None:
+        """Set the outcome unless one is set, and commit the turn or take it back."""
+        if self.outcome is not None:
+            return
+        text = self.text
+        is_partial = outcome.finish_reason is FinishReason.ABORT and self._keep_partial and text != ""
+        self.is_kept = is_partial or outcome.is_complete
+        if self.is_kept and self._answer_id is not None:
+            messages = [*self._messages, {"role": "assistant", "content": text}]
+            self._conversation.commit(messages, [*self._item_ids, self._answer_id])
+        else:
+            self._conversation.delete(self._item_ids)
+        self.outcome = outcome
+        self.changes.notify()
+
+    def _settle(self) -> None:
+        """The server has released the request, or never had it."""
+        self._requests.discard(self)
+        self.entering.cancel()
+        if self.opening is not None:
+            self.opening.cancel()
+        self.settled.set()

@@ -97,7 +97,7 @@ async def idle_sessions(address: Address, path: str, count: int) -> AsyncIterato
 
 async def _say_goodbye(websocket: WebSocket) -> None:
     """And wait for the answer, in vain at most for CLOSE_TIMEOUT."""
-    websocket.say_goodbye()
+    websocket.close()
     with trio.move_on_after(CLOSE_TIMEOUT), suppress(Closed):
         while True:
             await websocket.read()
