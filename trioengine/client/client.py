@@ -12,8 +12,9 @@ from trioengine.aio.deadline import deadline_after
 from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.client.address import Address, Endpoint
 from trioengine.client.connection import Connections
-from trioengine.client.generation import Generation, Requests
+from trioengine.client.generation import Generation
 from trioengine.client.prompt import Media
+from trioengine.client.request import Request, Requests
 from trioengine.client.session import Session, SessionState
 from trioengine.core.arguments import check_callback, check_request, names_checked
 from trioengine.core.bounds import brief, counted, is_key
@@ -87,7 +88,17 @@ class Client:
         """One answer, in a session of its own. Errors, keywords, timeout, wait and label as in Session.generate."""
         deadline, params = deadline_after(timeout), merged_params(params, options)
         state = SessionState(self._connections, self._requests, label=label, wait=wait, deadline=deadline)
-        request = state.request_to_open_with(prompt, params, media=media, wait=wait, label=label)
+        request = Request(
+            prompt,
+            params,
+            media=media,
+            deadline=deadline,
+            wait=wait,
+            label=label,
+            conversation=state.conversation,
+            requests=self._requests,
+            opening=state.opening,
+        )
         generation = Generation(request, state.enter)
         self._requests.add(request)
         try:

@@ -16,9 +16,10 @@ from trioengine.aio.calls import AsyncOnly, whole_answer
 from trioengine.aio.deadline import NEVER, Deadline, deadline_after
 from trioengine.client.connection import Connection, Connections
 from trioengine.client.conversation import Conversation
-from trioengine.client.generation import Generation, Request, Requests
+from trioengine.client.generation import Generation
 from trioengine.client.problems import error_of
 from trioengine.client.prompt import Media, Message, chat_messages, check_sizes, is_long, response_fields
+from trioengine.client.request import Request, Requests
 from trioengine.core.arguments import check_history, check_label, check_wait
 from trioengine.core.completion import Completion
 from trioengine.core.errors import EngineError, SessionBusy, SessionEnded, TimedOut
@@ -110,8 +111,16 @@ class Session(AsyncOnly):
         EngineClosed or ConnectionLost when the session is over, and RequestRejected for a bad prompt.
         """
         deadline, params = deadline_after(timeout), merged_params(params, options)
-        request = self._state.request(
-            prompt, params, media=media, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label
+        request = Request(
+            prompt,
+            params,
+            media=media,
+            keep_partial=keep_partial,
+            deadline=deadline,
+            wait=wait,
+            label=label,
+            conversation=self._state.conversation,
+            requests=self._state.requests,
         )
         return Generation(request, self._state.enter)
 
@@ -177,11 +186,11 @@ class SessionState:
         self.conversation = Conversation(self.connection.posts)
         self._overflow = check_overflow(overflow)
         self._connections = connections
-        self._requests = requests
+        self.requests = requests
         self._initial_history = check_history(history)
         self._wait = check_wait(wait)
         self._deadline = deadline  # of opening
-        self._opening = trio.CancelScope()  # cancelled by the end of the session
+        self.opening = trio.CancelScope()  # cancelled by the end of the session
         self._loss: EngineError | None = None
         self._request: Request | None = None  # the latest that was posted
         self._entering: dict[Request, None] = {}  # requests that are being entered, in their order
@@ -196,9 +205,9 @@ class SessionState:
         history = [] if self._initial_history is None else chat_messages(self._initial_history, "history")
         events = self.conversation.prepared(history)
         try:
-            with self._opening:
+            with self.opening:
                 await self._connect(history, events)
-            if self._opening.cancelled_caught:
+            if self.opening.cancelled_caught:
                 if self._loss is None:
                     self.end()  # the request that it is opened for was aborted, or the session has ended already
                 self._check_alive()
@@ -242,49 +251,11 @@ class SessionState:
         """Finish the request in flight with this outcome, and let the calls that wait raise the reason of the end."""
         if self._in_flight is not None:
             self._in_flight.end(outcome)
-        self._opening.cancel()
+        self.opening.cancel()
         for request in self._entering:
             request.entering.cancel()
 
     # ---- requests -------------------------------------------------------------------------------------------------
-
-    def request(
-        self,
-        prompt: object,
-        params: SamplingParams,
-        *,
-        media: Sequence[Media],
-        keep_partial: bool = False,
-        deadline: Deadline,
-        wait: bool | None,
-        label: str | None,
-    ) -> Request:
-        """A request of this session, not entered yet."""
-        return Request(
-            prompt,
-            params,
-            media=media,
-            keep_partial=keep_partial,
-            deadline=deadline,
-            wait=wait,
-            label=label,
-            conversation=self.conversation,
-            requests=self._requests,
-        )
-
-    def request_to_open_with(
-        self,
-        prompt: object,
-        params: SamplingParams,
-        *,
-        media: Sequence[Media],
-        wait: bool | None,
-        label: str | None,
-    ) -> Request:
-        """The one request that this session is opened for: its abort ends the opening."""
-        request = self.request(prompt, params, media=media, deadline=self._deadline, wait=wait, label=label)
-        request.opening = self._opening
-        return request
 
     async def enter(self, request: Request) -> None:
         """Post the request when its turn has come; return when the engine has taken it, or it was aborted.
