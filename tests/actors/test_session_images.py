@@ -21,7 +21,7 @@ from pictures import png
 
 from trioengine import EngineOverloaded, FinishReason, RequestRejected
 from trioengine.actors.media import source_of
-from trioengine.client.media import image_part
+from trioengine.client.prompt import image_part
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulation import SealFailure
 from trioengine.testing.toy_vision import DamagedPicture, ToyPicture

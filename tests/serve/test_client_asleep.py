@@ -52,8 +52,8 @@ async def test_who_waits_may_leave(autojump_clock, remote, clients, how):
                 with pytest.raises(TimedOut) if how == "timeout" else nullcontext():
                     async with waiting:
                         pass
-        assert waiting.outcome.finish_reason is FinishReason.ABORT
-        assert waiting.outcome.cause is (Cause.TIMEOUT if how == "timeout" else Cause.CLIENT)
+        assert waiting.completion.finish_reason is FinishReason.ABORT
+        assert waiting.completion.cause is (Cause.TIMEOUT if how == "timeout" else Cause.CLIENT)
         assert session.history == []
         await clients.engine.wake()
         async with session.generate("again", GREEDY) as generation:

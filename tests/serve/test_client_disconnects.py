@@ -40,7 +40,7 @@ async def test_a_connection_that_breaks_in_the_middle_of_an_answer(autojump_cloc
                     text += chunk.text
         broken = "the connection to the server broke off: the server died, or the network failed"
         assert (lost.value.code, str(lost.value)) == (1006, broken)
-        assert text == generation.text
+        assert text == generation._state.text
         assert reference(clients, [user("hello")], 400, ignore_eos=True).startswith(text)
         with pytest.raises(ConnectionLost):
             _ = generation.completion

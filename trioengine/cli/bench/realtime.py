@@ -11,10 +11,10 @@ from urllib.parse import quote
 import trio
 
 from trioengine.aio.nursery import open_unwrapped_nursery
+from trioengine.aio.websocket import Closed, Rejected, WebSocket
 from trioengine.cli.bench.config import BenchConfig
 from trioengine.cli.bench.http_client import Address, BackendError, refusal
 from trioengine.cli.bench.sample import Stopwatch
-from trioengine.client.websocket import Closed, Rejected, WebSocket
 
 CLOSE_TIMEOUT = 5.0  # seconds
 
@@ -97,7 +97,7 @@ async def idle_sessions(address: Address, path: str, count: int) -> AsyncIterato
 
 async def _say_goodbye(websocket: WebSocket) -> None:
     """And wait for the answer, in vain at most for CLOSE_TIMEOUT."""
-    websocket.say_goodbye()
+    websocket.close()
     with trio.move_on_after(CLOSE_TIMEOUT), suppress(Closed):
         while True:
             await websocket.read()

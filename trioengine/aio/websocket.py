@@ -104,7 +104,7 @@ class WebSocket:
         """Say it when its turn has come; nothing is said after a goodbye."""
         self._put(TextMessage(text))
 
-    def say_goodbye(self) -> None:
+    def close(self) -> None:
         self._put(CloseConnection(code=1000))
 
     async def write(self) -> None:
