@@ -134,9 +134,9 @@ def chat(
     twice where a line is awaited, ends the chat. Each line of a pipe that is not empty is a message. When a server is
     lost, a chat on a terminal connects again with the next message; a chat of a pipe fails.
     """
-    from trioengine.cli.keys import hidden_on_terminal
+    from trioengine.cli.keys import hide_keys
 
-    with hidden_on_terminal():  # from here on: the imports take a part of a second
+    with hide_keys():  # from here on: the imports take a part of a second
         from trioengine.cli.chatting import hold_chat
         from trioengine.cli.sessions import local_session, remote_session
 
@@ -260,7 +260,7 @@ def fuzz(
     On a simulated worker; exit code 1 if there is one.
     """
     try:
-        from trioengine.cli import fuzzing
+        from trioengine.cli.fuzzing import run as run_fuzz
     except ModuleNotFoundError as exc:
         if exc.name != "hypothesis":
             raise
@@ -278,4 +278,4 @@ def fuzz(
         "machine": machine,
         "keep": keep,
     }
-    return fuzzing.run({name: value for name, value in options.items() if value is not None})
+    return run_fuzz({name: value for name, value in options.items() if value is not None})

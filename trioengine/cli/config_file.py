@@ -28,7 +28,7 @@ class ConfigFile:
         return f"config file {self.path}: {self.spelling[name]}"
 
 
-def read(path: Path, kinds: Mapping[str, Any]) -> ConfigFile:
+def read_config_file(path: Path, kinds: Mapping[str, Any]) -> ConfigFile:
     """A file for a command with options of these names and types.
 
     Raises InvalidConfig, which names the file and the key; a value for an option of text is not shown, as it may be a

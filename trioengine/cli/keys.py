@@ -18,7 +18,7 @@ def on_terminal() -> bool:
 
 
 @contextmanager
-def hidden_on_terminal() -> Iterator[None]:
+def hide_keys() -> Iterator[None]:
     """Keys are kept and not shown in the body, if standard input and output are a terminal.
 
     They are not mixed with an answer, and the editor of the next line gets and shows all of them, Ctrl+D as well.
@@ -26,26 +26,26 @@ def hidden_on_terminal() -> Iterator[None]:
     if not on_terminal():
         yield
         return
-    with unchanged():
+    with restore_terminal():
         _change(off=termios.ECHO | termios.ICANON)
         yield
 
 
 @contextmanager
-def kept_at_interrupt() -> Iterator[None]:
+def keep_keys_at_interrupt() -> Iterator[None]:
     """Ctrl+C in the body does not discard the keys that were typed and not yet read."""
-    with unchanged():
+    with restore_terminal():
         _change(on=termios.NOFLSH)
         yield
 
 
-def show(*, edited_by_terminal: bool) -> None:
+def show_keys(*, edited_by_terminal: bool) -> None:
     """Show the keys from now on: for an editor of lines in this process, or for the terminal's own."""
     _change(on=termios.ECHO | (termios.ICANON if edited_by_terminal else 0))
 
 
 @contextmanager
-def unchanged() -> Iterator[None]:
+def restore_terminal() -> Iterator[None]:
     """After the body the terminal has the settings that it had before."""
     settings = termios.tcgetattr(STDIN)
     try:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import typer
 from typer.models import OptionInfo
 
-from trioengine.cli import config_file
+from trioengine.cli.config_file import read_config_file
 from trioengine.cli.bench.config import HELP as LOAD_HELP
 from trioengine.cli.bench.config import BenchConfig
 from trioengine.cli.panels import panel_of
@@ -192,7 +192,7 @@ def _config_option(parameters: list[inspect.Parameter]) -> inspect.Parameter:
 
     def read(context: typer.Context, path: Path | None) -> None:
         if path is not None:
-            context.obj = config_file.read(path, kinds)
+            context.obj = read_config_file(path, kinds)
             context.default_map = dict(context.obj.values)
 
     option = typer.Option(

@@ -12,7 +12,7 @@ from functools import partial
 import trio
 
 from trioengine.aio.nursery import open_unwrapped_nursery
-from trioengine.cli import keys
+from trioengine.cli.keys import keep_keys_at_interrupt, restore_terminal, show_keys
 from trioengine.cli.complaints import complain
 from trioengine.core.errors import RequestRejected
 
@@ -51,7 +51,7 @@ class Terminal:
         self._prompt = prompt
         try:
             async with stopped_by_interrupt(self._warn, most=1):
-                with keys.unchanged():
+                with restore_terminal():
                     line = await trio.to_thread.run_sync(_input, prompt, draft, abandon_on_cancel=True)
                 is_read = True
         except EOFError:
@@ -78,7 +78,7 @@ class Terminal:
 def _input(prompt: str, draft: str) -> str:
     """A line, which begins with the draft."""
     editor = sys.modules.get("readline")
-    keys.show(edited_by_terminal=editor is None)
+    show_keys(edited_by_terminal=editor is None)
     if editor is None:
         return input(f"({draft})\n{prompt}" if draft else prompt)
     editor.set_startup_hook(partial(editor.insert_text, draft))
@@ -106,7 +106,7 @@ async def stopped_by_interrupt(stop: Callable[[], object], most: float = math.in
                 ends.append(number)
                 nursery.cancel_scope.cancel()
 
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals, keys.kept_at_interrupt():
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals, keep_keys_at_interrupt():
         async with open_unwrapped_nursery() as nursery:
             nursery.start_soon(obey)
             yield
