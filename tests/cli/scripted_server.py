@@ -5,7 +5,7 @@ import json
 import trio
 from trio.testing import memory_stream_pair
 
-from trioengine.cli.bench.http_client import Address
+from trioengine.cli.http_client import Address
 
 EVENT_STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 DONE = b"data: [DONE]\n\n"

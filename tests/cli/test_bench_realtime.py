@@ -9,11 +9,9 @@ from trio.testing import memory_stream_pair
 
 from trioengine import EngineError
 from trioengine.cli.bench.config import BenchConfig
-from trioengine.cli.bench.http_client import Address
-from trioengine.cli.bench.load import run_load
-from trioengine.cli.bench.prompts import Length, Prompts
-from trioengine.cli.bench.sample import End
+from trioengine.cli.bench.load import End, Length, Prompts, run_load
 from trioengine.cli.bench.serve import measure
+from trioengine.cli.http_client import Address
 from trioengine.core.serve_config import ServeConfig
 from trioengine.serve import Server
 from trioengine.testing import simulated_engine

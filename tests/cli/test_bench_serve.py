@@ -9,14 +9,10 @@ from scripted_server import DONE, ScriptedServer, answer, plain, sse, text_event
 
 from trioengine import EngineError
 from trioengine.cli.bench.config import BenchConfig
-from trioengine.cli.bench.departure import Departure, Moment
-from trioengine.cli.bench.figures import figures
-from trioengine.cli.bench.http_client import Address
-from trioengine.cli.bench.load import plan
-from trioengine.cli.bench.prompts import Length, Prompts
-from trioengine.cli.bench.report import ServerSide, as_object, print_table
-from trioengine.cli.bench.sample import End
+from trioengine.cli.bench.load import Departure, End, Length, Moment, Prompts, plan
+from trioengine.cli.bench.report import ServerSide, as_object, figures, print_table
 from trioengine.cli.bench.serve import measure
+from trioengine.cli.http_client import Address
 
 PROMPTS = Prompts([" a", " b"], Length.WORDS)
 WARM_UP = answer(0.1)

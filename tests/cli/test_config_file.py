@@ -7,7 +7,7 @@ import pytest
 
 from trioengine import EngineConfig
 from trioengine.cli.app import run
-from trioengine.cli.config_file import read_config_file
+from trioengine.cli.sources import read_config_file
 from trioengine.core.serve_config import ServeConfig
 
 
@@ -37,7 +37,7 @@ def served(monkeypatch):
     def note(config, serve_config, **how):
         seen.append((config, serve_config, how))
 
-    monkeypatch.setattr("trioengine.cli.serving.serve_until_told", note)
+    monkeypatch.setattr("trioengine.cli.serve.serve_until_told", note)
 
     def served(*arguments):
         assert run(["serve", *arguments]) == 0

@@ -9,11 +9,9 @@ import sys
 
 import pytest
 
-from trioengine.cli.doctor import machine, model_cache
-from trioengine.cli.doctor.examination import examine
+from trioengine.cli.doctor import checks, examine, machine
+from trioengine.cli.doctor.checks import Part, Severity, fatal, versions, warning, worker
 from trioengine.cli.doctor.machine import Machine
-from trioengine.cli.doctor.part import Part, Severity, fatal, warning
-from trioengine.cli.doctor.software import versions, worker
 from trioengine.hub.known_models import SMOLLM2
 from trioengine.worker.probe import MARK
 
@@ -113,7 +111,7 @@ def home(tmp_path, monkeypatch):
 
 
 def test_a_model_that_is_not_there_yet(home):
-    part = model_cache.model_cache()
+    part = checks.model_cache()
     assert part.facts["models"][SMOLLM2.name]["size_bytes"] is None
     assert [problem.severity for problem in part.problems] == [Severity.WARNING]
     assert part.problems[0].message.endswith(" is not there yet: the first start fetches 93 MB")  # as README says
@@ -125,7 +123,7 @@ def test_a_model_that_is_damaged(home):
     path = home / SMOLLM2.location
     path.parent.mkdir(parents=True)
     path.write_bytes(b"x")
-    part = model_cache.model_cache()
+    part = checks.model_cache()
     assert part.facts["models"][SMOLLM2.name] == {"path": str(path), "size_bytes": 1, "sha256_ok": False}
     assert messages(part) == [(Severity.FATAL, f"{path} is damaged: its checksum is wrong")]
 
@@ -141,16 +139,16 @@ def test_a_model_that_is_whole(home, monkeypatch):
         def hexdigest(self):
             return SMOLLM2.sha256
 
-    monkeypatch.setattr(model_cache.hashlib, "sha256", Digest)
-    assert model_cache.model_cache().problems == ()
+    monkeypatch.setattr(checks.hashlib, "sha256", Digest)
+    assert checks.model_cache().problems == ()
 
 
 def test_no_place_for_a_model(home, monkeypatch):
-    usage = model_cache.shutil.disk_usage(home.parent)._replace(free=1 << 20)
-    monkeypatch.setattr(model_cache.shutil, "disk_usage", lambda path: usage)
-    monkeypatch.setattr(model_cache.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(model_cache.os, "access", lambda path, mode: False)
-    found = messages(model_cache.model_cache())
+    usage = checks.shutil.disk_usage(home.parent)._replace(free=1 << 20)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks.os, "access", lambda path, mode: False)
+    found = messages(checks.model_cache())
     assert [severity for severity, _ in found] == [Severity.WARNING, *[Severity.FATAL] * 3]
     assert f"{home} cannot be written" in found[2][1]
 
@@ -162,7 +160,7 @@ def test_versions():
 
 
 def test_a_package_that_is_missing(monkeypatch):
-    monkeypatch.setattr("trioengine.cli.doctor.software.PACKAGES", ("no-such-package", "torch"))
+    monkeypatch.setattr("trioengine.cli.doctor.checks.PACKAGES", ("no-such-package", "torch"))
     assert messages(versions()) == [(Severity.FATAL, "the package no-such-package is not installed")]
 
 
@@ -234,7 +232,7 @@ def test_it_works_without_the_packages_that_it_looks_for(tmp_path):
     names = ("torch", "trio", "tokenizers", "h11", "msgpack", "numpy", "rich", "gguf", "trio_websocket")
     (tmp_path / "sitecustomize.py").write_text(WITHOUT.format(names=names))
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "trioengine.cli", "doctor", "--json"]
+    command = [sys.executable, "-m", "trioengine", "doctor", "--json"]
     ended = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=False
     )
@@ -245,7 +243,7 @@ def test_it_works_without_the_packages_that_it_looks_for(tmp_path):
 
 
 def test_on_this_machine(smollm2):
-    command = [sys.executable, "-m", "trioengine.cli", "doctor", "--json"]
+    command = [sys.executable, "-m", "trioengine", "doctor", "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     said = json.loads(ended.stdout)
     assert (ended.returncode, ended.stderr, said["works"]) == (0, "", True)

@@ -103,7 +103,7 @@ def test_options_are_in_panels(capsys):
         panel = title or panel
         panels.setdefault(panel, []).extend([option] if option else [])
     titles = ["Arguments", "Options", "Model", "Batching and cache", "Network", "Security", "Limits", "Worker"]
-    assert list(panels) == titles, "a new option needs a panel in cli/panels.py"
+    assert list(panels) == titles, "a new option needs a panel in cli/help.py"
     assert {"api-key", "admin-key", "insecure"} <= set(panels["Security"])
     assert {"host", "port"} <= set(panels["Network"])
     assert {"device", "dtype"} <= set(panels["Model"])

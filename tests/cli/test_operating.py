@@ -8,8 +8,8 @@ from operated import served
 from trio.testing import memory_stream_pair
 
 from trioengine.cli.app import run
-from trioengine.cli.bench.http_client import Address
-from trioengine.cli.operating import _ask, _sentence
+from trioengine.cli.http_client import Address
+from trioengine.cli.operate import _ask, _sentence
 from trioengine.core.errors import ConnectionLost
 from trioengine.core.lifecycle import Power
 
@@ -199,6 +199,6 @@ async def test_another_server(answer, message):
 @pytest.mark.parametrize("command", ["status", "sleep", "wake"])
 def test_without_connect_it_is_the_local_server(monkeypatch, command):
     asked = []
-    monkeypatch.setattr("trioengine.cli.operating.operate", lambda url, *arguments, **how: asked.append(url))
+    monkeypatch.setattr("trioengine.cli.operate.operate", lambda url, *arguments, **how: asked.append(url))
     assert run([command]) == 0
     assert asked == ["http://127.0.0.1:8000"]

@@ -12,23 +12,26 @@ from typing import Annotated, Literal
 import typer
 
 from trioengine import __version__
-from trioengine.cli.arguments import (
+from trioengine.cli.bench import bench_app
+from trioengine.cli.errors import Stderr, exit_code
+from trioengine.cli.help import CommandGroup, PanelCommand
+from trioengine.cli.options import (
+    ENGINE_OPTIONS,
     HELP_FLAGS,
     LOCAL_SERVER,
     MODEL_HELP,
+    SAMPLING_OPTIONS,
+    SERVE_OPTIONS,
     AdminKey,
     Connect,
     Json,
     Model,
     ModelOption,
+    build,
     require_command,
+    with_options,
 )
-from trioengine.cli.bench_app import bench_app
-from trioengine.cli.failures import exit_code
-from trioengine.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, SERVE_OPTIONS, build, with_options
-from trioengine.cli.panels import CommandGroup, PanelCommand
 from trioengine.cli.sources import typed, words
-from trioengine.cli.stderr import Stderr
 from trioengine.core.config import DEFAULT_MODEL, EngineConfig
 from trioengine.core.errors import InvalidConfig
 from trioengine.core.sampling_params import SamplingParams
@@ -85,7 +88,7 @@ def serve(
     **fields: object,
 ) -> None:
     """Serve a model over WebSocket and HTTP, until SIGINT or SIGTERM."""
-    from trioengine.cli.serving import serve_until_told
+    from trioengine.cli.serve import serve_until_told
 
     config, serve_config = build(EngineConfig, fields, model=model), build(ServeConfig, fields)
     serve_until_told(config, serve_config, log_level=log_level, log_json=log_json)
@@ -100,8 +103,8 @@ def generate(
     **fields: object,
 ) -> None:
     """Print one answer."""
-    from trioengine.cli.answering import print_answer
-    from trioengine.cli.standard_input import read_all
+    from trioengine.cli.chat import read_all
+    from trioengine.cli.generate import print_answer
 
     prompt = read_all().removesuffix("\n") if prompt == "-" else prompt
     params = build(SamplingParams, fields)
@@ -134,11 +137,11 @@ def chat(
     twice where a line is awaited, ends the chat. Each line of a pipe that is not empty is a message. When a server is
     lost, a chat on a terminal connects again with the next message; a chat of a pipe fails.
     """
-    from trioengine.cli.keys import hide_keys
+    from trioengine.cli.tty import hide_keys
 
     with hide_keys():  # from here on: the imports take a part of a second
-        from trioengine.cli.chatting import hold_chat
-        from trioengine.cli.sessions import local_session, remote_session
+        from trioengine.cli.chat import hold_chat
+        from trioengine.cli.chat_session import local_session, remote_session
 
         params = build(SamplingParams, fields)
         if connect is not None:
@@ -169,7 +172,7 @@ def sleep(
 
     Waits until it has.
     """
-    from trioengine.cli.operating import operate
+    from trioengine.cli.operate import operate
 
     operate(connect, admin_key, "POST", "/sleep", {"level": level, "mode": mode, "timeout": timeout}, as_json=json)
 
@@ -192,7 +195,7 @@ def wake(
 
     Waits until it has.
     """
-    from trioengine.cli.operating import operate
+    from trioengine.cli.operate import operate
 
     given = {"tags": tags or None, "reload": None if reload else "false"}
     operate(connect, admin_key, "POST", "/wake_up", given, as_json=json)
@@ -202,7 +205,7 @@ def wake(
 @with_options()
 def status(connect: Connect = LOCAL_SERVER, admin_key: AdminKey = None, json: Json = False) -> None:
     """Print whether a server's engine is awake, and its weights."""
-    from trioengine.cli.operating import operate
+    from trioengine.cli.operate import operate
 
     operate(connect, admin_key, "GET", "/is_sleeping", {}, as_json=json)
 
@@ -227,7 +230,7 @@ def doctor(json: Json = False) -> int:
 
     Prints its hardware and software, and the problems; exit code 1 if it cannot work.
     """
-    from trioengine.cli.doctor.examination import examine, looks
+    from trioengine.cli.doctor import examine, looks
 
     return examine(looks(), as_json=json)
 
@@ -260,7 +263,7 @@ def fuzz(
     On a simulated worker; exit code 1 if there is one.
     """
     try:
-        from trioengine.cli.fuzzing import run as run_fuzz
+        from trioengine.cli.fuzz import run as run_fuzz
     except ModuleNotFoundError as exc:
         if exc.name != "hypothesis":
             raise

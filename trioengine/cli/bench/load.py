@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import enum
+import math
 import random
+import re
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import trio
 
-from trioengine.cli.bench.arrivals import arrivals
-from trioengine.cli.bench.backend import Backend
 from trioengine.cli.bench.config import BenchConfig
-from trioengine.cli.bench.departure import Departure, departures
-from trioengine.cli.bench.http_client import BackendError
-from trioengine.cli.bench.prompts import Prompts
-from trioengine.cli.bench.sample import Sample, Stopwatch
+from trioengine.cli.http_client import BackendError
+from trioengine.hub.home import trioengine_home
+from trioengine.hub.known_models import SMOLLM2
+from trioengine.hub.model_files import read_model
+from trioengine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +93,196 @@ async def run_load(backend: Backend, jobs: Sequence[Job], max_concurrency: int |
     await load.run(jobs)
     samples = tuple(load.samples[index] for index in range(len(jobs)))
     return Run(trio.current_time() - began, samples, load.peak)
+
+
+class Backend(Protocol):
+    """A way to ask a server."""
+
+    async def ask(self, prompt: str, watch: Stopwatch) -> None:
+        """One request with its answer, told to `watch` as it goes on. Cancelled, its connection is closed at once.
+
+        Raises BackendError when it fails.
+        """
+        ...
+
+
+_PLAIN = """
+air arm art bad bag bed big bit box boy bus buy car cat cold cup cut dark day deep dog door down dry ear east eat egg
+end eye face far fast fat fish five fly food foot four full game girl give gold good green hair half hand hard hat
+"""
+_WORD = re.compile(r" [a-z]+")
+
+
+class Length(enum.Enum):
+    """How long the prompts are."""
+
+    TOKENS = "the default model's tokens"
+    WORDS = "words: the default model's tokenizer is not there (trioengine pull)"
+
+
+class Prompts:
+    """A vocabulary to draw prompts from."""
+
+    def __init__(self, words: Sequence[str], length: Length) -> None:
+        self.length = length
+        self._words = words
+
+    @classmethod
+    def find(cls) -> Prompts:
+        """By the default model's tokenizer if its file is on this machine; blocks for less than a second."""
+        path: Path = trioengine_home() / SMOLLM2.location
+        if not path.is_file():
+            return cls([f" {word}" for word in _PLAIN.split()], Length.WORDS)
+        model = read_model(path)
+        return cls(_single_tokens(model.tokenizer, model.vocab_size), Length.TOKENS)
+
+    def draw(self, rng: random.Random, length: int) -> str:
+        """A prompt of `length` tokens, or words."""
+        return "".join(rng.choices(self._words, k=length))
+
+
+def _single_tokens(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
+    """Words that stay one token each, whatever they stand beside."""
+    words = (tokenizer.decode([id]) for id in range(vocab_size))
+    return [word for word in words if _WORD.fullmatch(word) and len(tokenizer.encode(word)) == 1]
+
+
+def arrivals(rng: random.Random, num_prompts: int, rate: float, burstiness: float) -> list[float]:
+    """Seconds from the beginning, ascending; all 0 where the rate is infinite.
+
+    The gaps are gamma distributed with the shape `burstiness`: with 1, a Poisson process. As in vLLM they are scaled so
+    that the last request begins after `num_prompts / rate`, whatever the seed.
+    """
+    if rate == math.inf:
+        return [0.0] * num_prompts
+    at, times = 0.0, []
+    for _ in range(num_prompts):
+        at += rng.gammavariate(burstiness, 1.0)
+        times.append(at)
+    scale = num_prompts / rate / at if at else 0.0
+    return [time * scale for time in times]
+
+
+PATIENCE = 1.0  # seconds that a client which leaves before the first token waits for it, at most
+
+
+class Moment(enum.Enum):
+    """When a client leaves."""
+
+    AT_ONCE = enum.auto()  # its request is sent: where the server is busy, it is queued
+    BEFORE_THE_FIRST = enum.auto()  # after some time, or at the first piece of text if that comes earlier
+    IN_THE_MIDDLE = enum.auto()  # after some pieces of text
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A client leaves at `moment`; at the latest when it has that many pieces of text."""
+
+    moment: Moment
+    seconds: float = 0.0
+    texts: int = 1
+
+
+def departures(rng: random.Random, num_prompts: int, percent: float, output_len: int) -> list[Departure | None]:
+    """For each request, when its client leaves; None: it stays. Exactly that share leaves, rounded."""
+    leavers = set(rng.sample(range(num_prompts), round(num_prompts * percent / 100)))
+    return [_departure(rng, output_len) if index in leavers else None for index in range(num_prompts)]
+
+
+def _departure(rng: random.Random, output_len: int) -> Departure:
+    match rng.choice(list(Moment)):
+        case Moment.BEFORE_THE_FIRST:
+            return Departure(Moment.BEFORE_THE_FIRST, seconds=rng.uniform(0, PATIENCE))
+        case Moment.IN_THE_MIDDLE:
+            return Departure(Moment.IN_THE_MIDDLE, texts=rng.randint(1, max(1, output_len - 1)))
+        case moment:
+            return Departure(moment)
+
+
+class End(enum.Enum):
+    """How a request ended."""
+
+    COMPLETED = "completed"
+    LEFT = "left"  # its client did, as it was told to
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Times in seconds, by vLLM's definitions.
+
+    TTFT: from the beginning, before there is a connection, to the first piece of text. ITL: between two pieces of text.
+    E2EL: to the last event. TPOT: what a token after the first took on average.
+    """
+
+    end: End
+    began: float  # since the run began
+    ttft: float  # 0 if there was no text
+    itl: tuple[float, ...]
+    e2el: float
+    prompt_tokens: int
+    output_tokens: int
+    error: str | None = None
+
+    @property
+    def tpot(self) -> float:
+        """0 for an answer of one token."""
+        return (self.e2el - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
+
+
+class Stopwatch:
+    """What a backend tells of a request as it goes on, within `scope`, which is cancelled when the client leaves."""
+
+    def __init__(self, departure: Departure | None = None) -> None:
+        self.scope = trio.CancelScope()
+        self._departure = departure
+        self._began = trio.current_time()
+        self._texts: list[float] = []  # when each piece came
+        self._last = self._began
+        self._usage: tuple[int, int] | None = None
+
+    def sent(self) -> None:
+        """The request is on its way."""
+        if self._departure is None:
+            return
+        match self._departure.moment:
+            case Moment.AT_ONCE:
+                self.scope.cancel()
+            case Moment.BEFORE_THE_FIRST:
+                self.scope.deadline = trio.current_time() + self._departure.seconds
+
+    def text(self) -> None:
+        """A piece of text came."""
+        self.event()
+        self._texts.append(self._last)
+        if self._departure is not None and len(self._texts) >= self._departure.texts:
+            self.scope.cancel()
+
+    def event(self) -> None:
+        """Something else came that belongs to the answer."""
+        self._last = trio.current_time()
+
+    def usage(self, prompt_tokens: int, output_tokens: int) -> None:
+        """What the server has counted."""
+        self.event()
+        self._usage = prompt_tokens, output_tokens
+
+    def sample(self, run_began: float, error: str | None = None) -> Sample:
+        """What was seen; to be asked when the request is over."""
+        if self.scope.cancelled_caught:
+            end, error = End.LEFT, None
+        elif error is None and self._usage is None:
+            end, error = End.FAILED, "the server has not said how many tokens it was (usage)"
+        else:
+            end = End.COMPLETED if error is None else End.FAILED
+        prompt_tokens, output_tokens = self._usage or (0, 0)
+        return Sample(
+            end=end,
+            began=self._began - run_began,
+            ttft=self._texts[0] - self._began if self._texts else 0.0,
+            itl=tuple(after - before for before, after in zip(self._texts, self._texts[1:], strict=False)),
+            e2el=self._last - self._began,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            error=error,
+        )

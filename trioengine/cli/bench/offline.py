@@ -11,7 +11,7 @@ from typing import NamedTuple
 import trio
 
 from trioengine.actors.engine import Engine, open_engine
-from trioengine.cli.bench.figures import percentile
+from trioengine.cli.bench.report import percentile
 from trioengine.cli.progress import progress_bars
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import InvalidConfig

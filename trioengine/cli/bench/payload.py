@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import trio
 
 from trioengine.actors.engine import Engine, open_engine
-from trioengine.cli.bench.figures import percentile
-from trioengine.cli.bench.memory_curve import MB, MemoryCurve, slope
-from trioengine.cli.bench.picture import Noise
-from trioengine.cli.bench.plot import check_plot, plot_memory
+from trioengine.cli.bench.report import check_plot, percentile, thinned
 from trioengine.cli.progress import progress_bars
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError
@@ -193,3 +193,139 @@ async def _ask(engine: Engine, work: PayloadWork, seed: int, half_way: trio.Even
                     await trio.sleep(0.5 if is_slow else 0)
         except EngineError:
             return  # it is counted
+
+
+INTERVAL = 0.1  # seconds between two samples
+MB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySample:
+    """Bytes, `at` seconds after the beginning."""
+
+    at: float
+    rss: int  # of this process
+    memfds: int  # sizes of the memfds that this process has open
+    shmem: int  # of the whole system
+    wave: int  # that ran then; 0: none
+
+    @property
+    def total(self) -> int:
+        return self.rss + self.memfds
+
+
+class MemoryCurve:
+    """Samples of this process, taken by `run`."""
+
+    def __init__(self) -> None:
+        self.samples: list[MemorySample] = []
+        self.wave = 0
+        self._began = trio.current_time()
+
+    async def run(self) -> None:
+        """Take a sample every INTERVAL seconds, until cancelled."""
+        while True:
+            self.take()
+            await trio.sleep(INTERVAL)
+
+    def take(self) -> MemorySample:
+        sample = MemorySample(trio.current_time() - self._began, _rss(), _memfds(), _shmem(), self.wave)
+        self.samples.append(sample)
+        return sample
+
+    def maxima(self) -> list[int]:
+        """The largest total of each wave, in bytes."""
+        waves = sorted({sample.wave for sample in self.samples if sample.wave})
+        return [max(sample.total for sample in self.samples if sample.wave == wave) for wave in waves]
+
+
+def slope(values: Sequence[float]) -> float:
+    """By how much each value exceeds the one before, by least squares; 0 for fewer than two."""
+    count = len(values)
+    if count < 2:
+        return 0.0
+    middle, mean = (count - 1) / 2, sum(values) / count
+    covariance = sum((index - middle) * (value - mean) for index, value in enumerate(values))
+    return covariance / sum((index - middle) ** 2 for index in range(count))
+
+
+def _rss() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _memfds() -> int:
+    total = 0
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            if str(link.readlink()).startswith("/memfd:"):
+                total += link.stat().st_size
+        except OSError:  # closed meanwhile
+            continue
+    return total
+
+
+def _shmem() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Shmem:"))
+
+
+class Noise:
+    """Noise, as far as a PIL image's methods are needed to send it: no more than some rows are ever in memory.
+
+    All pictures share one block of noise, in which each begins somewhere else, so that a row costs a copy and no
+    computation that a user's image would not cost.
+    """
+
+    mode = "RGB"
+
+    def __init__(self, num_bytes: int, seed: int) -> None:
+        """A square of about so many bytes of RGB."""
+        side = max(1, math.isqrt(num_bytes // 3))
+        self.size = (side, side)
+        self._seed = seed
+
+    def convert(self, mode: str) -> Noise:
+        return self
+
+    def crop(self, box: tuple[int, int, int, int]) -> Noise:
+        """Some of the rows."""
+        left, top, right, bottom = box
+        rows = Noise(3, self._seed + top)
+        rows.size = (right - left, bottom - top)
+        return rows
+
+    def tobytes(self) -> bytes:
+        width, height = self.size
+        size = width * height * 3
+        block = _noise(size)
+        begin = self._seed % size
+        return block[begin : begin + size]
+
+
+@cache
+def _noise(size: int) -> bytes:
+    return random.Random(size).randbytes(size) * 2
+
+
+def plot_memory(samples: Sequence[MemorySample], path: Path) -> None:
+    """Draw the memory of a process over time, in MB; the waves are shaded in turn."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    axes = figure.subplots()
+    curves = {
+        "resident + memfds": [(sample.at, sample.total / MB) for sample in samples],
+        "resident": [(sample.at, sample.rss / MB) for sample in samples],
+    }
+    for label, points in curves.items():
+        axes.plot(*zip(*thinned(points), strict=True), label=label)
+    for wave in {sample.wave for sample in samples if sample.wave % 2}:
+        during = [sample.at for sample in samples if sample.wave == wave]
+        axes.axvspan(during[0], during[-1], alpha=0.1)
+    axes.set(xlabel="s", ylabel="MB")
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="upper right")
+    axes.grid(visible=True, alpha=0.3)
+    with rc_context({"svg.fonttype": "none"}):  # letters as text
+        figure.savefig(path)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
+import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from rich.console import Console
 from rich.table import Table
 
+from trioengine.cli.bench.backends import Histogram
 from trioengine.cli.bench.config import BenchConfig
-from trioengine.cli.bench.figures import Distribution, Figures
-from trioengine.cli.bench.load import Run
-from trioengine.cli.bench.prompts import Length
-from trioengine.cli.bench.sample import End
-from trioengine.cli.bench.server_metrics import Histogram
+from trioengine.cli.bench.load import End, Length, Run, Sample
+from trioengine.core.errors import InvalidConfig
 
 _NOT_TOLD = ("api_key", "percentile_metrics", "metric_percentiles")
 _TITLES = {
@@ -153,3 +155,131 @@ def _latencies(figures: Figures) -> Table:
     for name, distribution in figures.distributions.items():
         table.add_row(f"{_TITLES[name]} ({name.upper()})", *(f"{value:.2f}" for _, value in _statistics(distribution)))
     return table
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Of times, in seconds; `percentiles` by their number."""
+
+    mean: float
+    median: float
+    std: float
+    percentiles: Mapping[float, float]
+
+    @classmethod
+    def of(cls, values: Sequence[float], percentiles: Sequence[float]) -> Distribution:
+        """Zeros where there are no values."""
+        ordered = sorted(values) or [0.0]
+        return cls(
+            mean=statistics.fmean(ordered),
+            median=statistics.median(ordered),
+            std=statistics.pstdev(ordered),
+            percentiles={p: percentile(ordered, p) for p in percentiles},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Rates are a second. `request_goodput` is None without goals."""
+
+    duration: float
+    completed: int
+    left: int
+    failed: int
+    total_input_tokens: int
+    total_output_tokens: int
+    request_throughput: float
+    request_goodput: float | None
+    output_throughput: float
+    total_token_throughput: float
+    max_concurrent_requests: int
+    distributions: Mapping[str, Distribution]
+
+
+def figures(
+    run: Run, metrics: Sequence[str], percentiles: Sequence[float], goals: Mapping[str, float] | None = None
+) -> Figures:
+    """`metrics` are some of ttft, tpot, itl and e2el; `goals` their limits, in seconds."""
+    completed = [sample for sample in run.samples if sample.end is End.COMPLETED]
+    seconds = max(run.seconds, 1e-9)
+    tokens_in, tokens_out = (sum(getattr(s, f"{kind}_tokens") for s in completed) for kind in ("prompt", "output"))
+    return Figures(
+        duration=run.seconds,
+        completed=len(completed),
+        left=sum(sample.end is End.LEFT for sample in run.samples),
+        failed=sum(sample.end is End.FAILED for sample in run.samples),
+        total_input_tokens=tokens_in,
+        total_output_tokens=tokens_out,
+        request_throughput=len(completed) / seconds,
+        request_goodput=sum(_is_good(sample, goals) for sample in completed) / seconds if goals else None,
+        output_throughput=tokens_out / seconds,
+        total_token_throughput=(tokens_in + tokens_out) / seconds,
+        max_concurrent_requests=run.max_concurrency,
+        distributions={name: Distribution.of(values(completed, name), percentiles) for name in metrics},
+    )
+
+
+def values(samples: Sequence[Sample], metric: str) -> list[float]:
+    """All that there are of a metric, in seconds."""
+    match metric:
+        case "itl":
+            return [gap for sample in samples for gap in sample.itl]
+        case "tpot":
+            return [sample.tpot for sample in samples if sample.output_tokens > 1]
+        case _:
+            return [getattr(sample, metric) for sample in samples]
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Between two values, in proportion."""
+    at = (len(ordered) - 1) * percent / 100
+    low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
+    return low + (high - low) * (at - math.floor(at))
+
+
+def _is_good(sample: Sample, goals: Mapping[str, float]) -> bool:
+    """ITL: the longest gap counts."""
+    return all(max(values([sample], name), default=0.0) <= limit for name, limit in goals.items())
+
+
+Point: TypeAlias = tuple[float, float]
+MAX_POINTS = 200  # of a curve
+_SUFFIXES = (".svg", ".png")
+
+
+def check_plot(path: Path) -> None:
+    """Raises InvalidConfig for what could not be drawn; before a run, not after it."""
+    if path.suffix not in _SUFFIXES:
+        raise InvalidConfig.of("plot", f"must be a file that ends in {' or '.join(_SUFFIXES)}, got {str(path)!r}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InvalidConfig.of("plot", "needs matplotlib: pip install matplotlib")
+
+
+def plot(run: Run, metrics: Sequence[str], path: Path) -> None:
+    """Draw the completed requests' times."""
+    from matplotlib.figure import Figure  # without pyplot: no display, no global state
+
+    completed = [sample for sample in run.samples if sample.end is End.COMPLETED]
+    figure = Figure(figsize=(4 * len(metrics), 3.2), layout="constrained")
+    for axes, metric in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
+        times = sorted(1000 * value for value in values(completed, metric))
+        axes.step(times, [(rank + 1) / len(times) for rank in range(len(times))], where="post")
+        axes.set(title=metric.upper(), xlabel="ms", ylim=(0, 1))
+        axes.set_xlim(left=0)
+        axes.locator_params(axis="x", nbins=5)
+        axes.grid(visible=True, alpha=0.3)
+    figure.axes[0].set_ylabel("share")
+    figure.savefig(path)
+
+
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """At most MAX_POINTS of a curve's points: the lowest and the highest of each part of it."""
+    if len(points) <= MAX_POINTS:
+        return list(points)
+    size = -(-2 * len(points) // MAX_POINTS)
+    parts = [points[start : start + size] for start in range(0, len(points), size)]
+    return [point for part in parts for point in sorted({min(part, key=_height), max(part, key=_height)})]
+
+
+def _height(point: Point) -> float:
+    return point[1]

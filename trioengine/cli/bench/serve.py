@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import trio
 
-from trioengine.cli.bench.backend import Backend
-from trioengine.cli.bench.completions import Completions
+from trioengine.cli.bench.backends import (
+    KV_USAGE,
+    RUNNING,
+    STOP_TO_ENDED,
+    WAITING,
+    Completions,
+    Realtime,
+    Scrape,
+    ServerMetrics,
+    idle_sessions,
+)
 from trioengine.cli.bench.config import REALTIME, BenchConfig, Protocol
-from trioengine.cli.bench.figures import figures
-from trioengine.cli.bench.http_client import Address, BackendError, exchange, refusal
-from trioengine.cli.bench.load import Job, Run, plan, run_load, take_sample
-from trioengine.cli.bench.plot import check_plot, plot
-from trioengine.cli.bench.probe import blocks_free_latencies
-from trioengine.cli.bench.prompts import Prompts
-from trioengine.cli.bench.realtime import Realtime, idle_sessions
-from trioengine.cli.bench.report import ServerSide, as_object, errors_of, print_table, requests_of
-from trioengine.cli.bench.sample import End
-from trioengine.cli.bench.server_metrics import STOP_TO_ENDED, ServerMetrics
-from trioengine.cli.complaints import complain
+from trioengine.cli.bench.load import Backend, Departure, End, Job, Moment, Prompts, Run, plan, run_load, take_sample
+from trioengine.cli.bench.report import (
+    ServerSide,
+    as_object,
+    check_plot,
+    errors_of,
+    figures,
+    plot,
+    print_table,
+    requests_of,
+)
+from trioengine.cli.errors import complain
+from trioengine.cli.http_client import Address, BackendError, exchange, refusal
 from trioengine.core.errors import EngineError, InvalidConfig
 
 PROBES = 5
@@ -125,3 +137,41 @@ async def _first_model(address: Address, config: BenchConfig) -> str:
 def _with_address(url: str, error: BackendError) -> str:
     """The error, which may have the address in it."""
     return str(error) if url.rstrip("/") in str(error) else f"{url}: {error}"
+
+
+POLL = 0.002  # seconds from one reading to the next
+PATIENCE = 10.0  # seconds
+
+
+async def blocks_free_latencies(backend: Backend, metrics: ServerMetrics, prompts: Sequence[str]) -> list[float]:
+    """One client after the other leaves at its first piece of text: seconds until no blocks are in use any more.
+
+    They include the reading of the gauge. Empty where the gauge is not there or other clients keep the server busy;
+    where the blocks are not free within 10 s, the list ends with infinity.
+    """
+    latencies: list[float] = []
+    if not await _until_idle(metrics):
+        return latencies
+    for prompt in prompts:
+        sample = await take_sample(backend, Job(prompt, 0.0, Departure(Moment.IN_THE_MIDDLE)), trio.current_time())
+        left = trio.current_time()
+        if sample.end is not End.LEFT:
+            continue  # its whole answer came in one piece
+        if not await _until_idle(metrics):
+            return [*latencies, float("inf")]
+        latencies.append(trio.current_time() - left)
+    return latencies
+
+
+async def _until_idle(metrics: ServerMetrics) -> bool:
+    """False where the server cannot say, or after PATIENCE."""
+    with trio.move_on_after(PATIENCE):
+        while (scrape := await metrics.read()) is not None and KV_USAGE in scrape.values:
+            if _is_idle(scrape):
+                return True
+            await trio.sleep(POLL)
+    return False
+
+
+def _is_idle(scrape: Scrape) -> bool:
+    return all(scrape.values.get(name, 0.0) == 0 for name in (KV_USAGE, RUNNING, WAITING))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trioengine.cli.doctor.part import Part, Problem, fatal, warning
+from trioengine.cli.doctor.checks import Part, Problem, fatal, warning
 
 NEEDED_MEMORY = 1 << 30  # bytes; a worker with the default model in float32 takes 0.9 GB, before its KV cache
 FEW_DESCRIPTORS = 1024

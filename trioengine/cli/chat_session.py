@@ -13,7 +13,7 @@ from trioengine.actors.engine import Engine, open_engine
 from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
 from trioengine.aio.nursery import open_unwrapped_nursery
-from trioengine.cli.complaints import complain
+from trioengine.cli.errors import complain
 from trioengine.cli.progress import progress_bars
 from trioengine.client.address import Address
 from trioengine.client.client import connect

@@ -9,8 +9,8 @@ from urllib.parse import urlencode
 
 import trio
 
-from trioengine.cli.bench.http_client import Address, BackendError, exchange
-from trioengine.cli.json_line import json_line
+from trioengine.cli.http_client import Address, BackendError, exchange
+from trioengine.cli.tty import json_line
 from trioengine.client import address
 from trioengine.client.problems import error_of
 from trioengine.core.bounds import is_key

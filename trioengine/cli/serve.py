@@ -13,8 +13,7 @@ import trio
 
 from trioengine.actors.engine import Engine
 from trioengine.aio.nursery import open_unwrapped_nursery
-from trioengine.cli.logs import configure_logs, log_what_python_prints
-from trioengine.cli.worker_log import logged_workers
+from trioengine.cli.logs import configure_logs, log_what_python_prints, logged_workers
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError
 from trioengine.core.serve_config import ServeConfig

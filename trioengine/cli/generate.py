@@ -6,10 +6,9 @@ import sys
 
 import trio
 
-from trioengine.cli.complaints import complain
-from trioengine.cli.json_line import json_line
-from trioengine.cli.screen import Screen
-from trioengine.cli.sessions import AnyGeneration, AnySession, local_session
+from trioengine.cli.chat_session import AnyGeneration, AnySession, local_session
+from trioengine.cli.errors import complain
+from trioengine.cli.tty import Screen, json_line
 from trioengine.core.completion import Completion
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import RequestRejected
