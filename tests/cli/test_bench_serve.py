@@ -10,7 +10,7 @@ from scripted_server import DONE, ScriptedServer, answer, plain, sse, text_event
 from trioengine import EngineError
 from trioengine.cli.bench.config import BenchConfig
 from trioengine.cli.bench.load import Departure, End, Length, Moment, Prompts, plan
-from trioengine.cli.bench.report import ServerSide, as_object, figures, print_table
+from trioengine.cli.bench.report import ServerMeasurements, as_json_object, print_table, summarize
 from trioengine.cli.bench.serve import measure
 from trioengine.cli.http_client import Address
 
@@ -60,7 +60,7 @@ async def test_the_figures_of_a_run(autojump_clock):
     refused = plain(429, b'{"error": {"message": "the queue is full"}}')
     scripts = [answer(0.2, 0.1, 0.1), answer(0.3, 0.1), answer(1.0, 0.5, 0.5), refused]
     result, _ = await measured(config, *scripts)
-    told = figures(result.run, config.metrics, config.percentiles, config.goals)
+    told = summarize(result.run, config.metrics, config.percentiles, config.goals)
     assert (told.completed, told.left, told.failed, told.max_concurrent_requests) == (3, 0, 1, 4)
     assert (told.total_input_tokens, told.total_output_tokens, told.duration) == (9, 8, close(2.0))
     assert (told.request_throughput, told.request_goodput) == (close(1.5), close(1.0))
@@ -106,7 +106,7 @@ async def test_a_client_leaves(autojump_clock, monkeypatch, departure, seconds):
     left, stayed = result.run.samples
     assert (left.end, left.error, stayed.end) == (End.LEFT, None, End.COMPLETED)
     assert server.cut_short == [close(seconds)]
-    assert figures(result.run, ("ttft",), (99,)).completed == 1
+    assert summarize(result.run, ("ttft",), (99,)).completed == 1
 
 
 BROKEN = [
@@ -244,7 +244,7 @@ async def test_what_our_server_says_of_clients_that_leave(autojump_clock):
 async def test_a_server_without_our_metrics(autojump_clock, metrics):
     config = BenchConfig(num_prompts=2, leave=50)
     result, _ = await measured(config, answer(0.1, 0.1), metrics=metrics)
-    assert result.server == ServerSide()
+    assert result.server == ServerMeasurements()
 
 
 async def test_blocks_that_are_never_free(autojump_clock):
@@ -256,8 +256,8 @@ async def test_blocks_that_are_never_free(autojump_clock):
 
     result, _ = await measured(config, answer(0.1, 0.1), metrics=metrics)
     assert result.server.blocks_free == [float("inf")]
-    told = figures(result.run, config.metrics, config.percentiles)
-    report = as_object(config, result.model, Length.WORDS, told, result.server)
+    told = summarize(result.run, config.metrics, config.percentiles)
+    report = as_json_object(config, result.model, Length.WORDS, told, result.server)
     assert json.loads(json.dumps(report, allow_nan=False))["disconnect_to_blocks_free_ms"] == ["inf"]
 
 
@@ -267,8 +267,8 @@ async def test_blocks_that_are_never_free(autojump_clock):
 async def test_the_report_has_vllms_names(autojump_clock, capsys):
     config = BenchConfig(num_prompts=2, random_output_len=2, goodput=("e2el:1000",), api_key="secret", leave=50)
     result, _ = await measured(config, answer(0.1, 0.1))
-    told = figures(result.run, config.metrics, config.percentiles, config.goals)
-    report = as_object(config, result.model, Length.WORDS, told, result.server)
+    told = summarize(result.run, config.metrics, config.percentiles, config.goals)
+    report = as_json_object(config, result.model, Length.WORDS, told, result.server)
     text = json.dumps(report, allow_nan=False)
     assert "secret" not in text
     assert {"duration", "completed", "failed", "request_throughput", "request_goodput", "output_throughput"} <= set(

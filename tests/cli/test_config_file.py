@@ -37,7 +37,7 @@ def served(monkeypatch):
     def note(config, serve_config, **how):
         seen.append((config, serve_config, how))
 
-    monkeypatch.setattr("trioengine.cli.serve.serve_until_told", note)
+    monkeypatch.setattr("trioengine.cli.serve.run_server", note)
 
     def served(*arguments):
         assert run(["serve", *arguments]) == 0

@@ -13,7 +13,7 @@ import typer
 
 from trioengine import __version__
 from trioengine.cli.bench import bench_app
-from trioengine.cli.errors import Stderr, exit_code
+from trioengine.cli.errors import Stderr, report_failure
 from trioengine.cli.help import CommandGroup, PanelCommand
 from trioengine.cli.options import (
     ENGINE_OPTIONS,
@@ -31,7 +31,7 @@ from trioengine.cli.options import (
     require_command,
     with_options,
 )
-from trioengine.cli.sources import typed, words
+from trioengine.cli.sources import given_on_command_line, option_source
 from trioengine.core.config import DEFAULT_MODEL, EngineConfig
 from trioengine.core.errors import InvalidConfig
 from trioengine.core.sampling_params import SamplingParams
@@ -57,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except (Exception, KeyboardInterrupt, BaseExceptionGroup) as exc:
-        return exit_code(exc, stderr)
+        return report_failure(exc, stderr)
 
 
 def _print_version(asked: bool) -> None:
@@ -88,10 +88,10 @@ def serve(
     **fields: object,
 ) -> None:
     """Serve a model over WebSocket and HTTP, until SIGINT or SIGTERM."""
-    from trioengine.cli.serve import serve_until_told
+    from trioengine.cli.serve import run_server
 
     config, serve_config = build(EngineConfig, fields, model=model), build(ServeConfig, fields)
-    serve_until_told(config, serve_config, log_level=log_level, log_json=log_json)
+    run_server(config, serve_config, log_level=log_level, log_json=log_json)
 
 
 @command()
@@ -113,10 +113,12 @@ def generate(
 
 def _check_chat(context: typer.Context) -> None:
     """Refuse typed options that have no effect; a variable or a file may be for other commands, too."""
-    connect, given = words(context, "connect"), typed(context)
+    connect, given = option_source(context, "connect"), given_on_command_line(context)
     for option in ENGINE_OPTIONS:
         if connect is not None and option.name in given:
-            raise InvalidConfig(f"{words(context, option.name)} is not for {connect}: the server has the engine")
+            raise InvalidConfig(
+                f"{option_source(context, option.name)} is not for {connect}: the server has the engine"
+            )
     if connect is None and "api_key" in given:
         raise InvalidConfig("--api-key is for --connect: it is the server's key")
 
@@ -140,15 +142,15 @@ def chat(
     from trioengine.cli.tty import hide_keys
 
     with hide_keys():  # from here on: the imports take a part of a second
-        from trioengine.cli.chat import hold_chat
+        from trioengine.cli.chat import run_chat
         from trioengine.cli.chat_session import local_session, remote_session
 
         params = build(SamplingParams, fields)
         if connect is not None:
-            hold_chat(partial(remote_session, connect, api_key, model), model or connect, params)
+            run_chat(partial(remote_session, connect, api_key, model), model or connect, params)
         else:
             config = build(EngineConfig, fields, model=DEFAULT_MODEL if model is None else model)
-            hold_chat(partial(local_session, config), config.model, params)
+            run_chat(partial(local_session, config), config.model, params)
 
 
 @command()
@@ -230,9 +232,9 @@ def doctor(json: Json = False) -> int:
 
     Prints its hardware and software, and the problems; exit code 1 if it cannot work.
     """
-    from trioengine.cli.doctor import examine, looks
+    from trioengine.cli.doctor import CHECKS, run_checks
 
-    return examine(looks(), as_json=json)
+    return run_checks(CHECKS, as_json=json)
 
 
 @command()

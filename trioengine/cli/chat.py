@@ -14,9 +14,9 @@ from functools import partial
 import trio
 
 from trioengine.aio.nursery import open_unwrapped_nursery
-from trioengine.cli.chat_session import AnySession, ChatSession, OpenSession, open_chat, tell_on_stderr
-from trioengine.cli.errors import complain
-from trioengine.cli.generate import answer, check_prompt, write, write_answer
+from trioengine.cli.chat_session import AnySession, ChatSession, OpenSession, notify_on_stderr, open_chat
+from trioengine.cli.errors import warn
+from trioengine.cli.generate import answer, require_prompt, write, write_answer
 from trioengine.cli.tty import STDIN, keep_keys_at_interrupt, on_terminal, restore_terminal, show_keys, wrapped
 from trioengine.core.errors import ConnectionLost, EngineClosed, RequestRejected, WorkerLost
 from trioengine.core.sampling_params import SamplingParams
@@ -57,14 +57,14 @@ class Repl:
                 await self._take(await self._terminal.read_message(self._draft))
             except RequestRejected as exc:
                 self._draft = ""
-                complain(f"error: {exc}")
+                warn(f"error: {exc}")
             except WorkerLost as exc:
-                complain(f"error: {exc}")
+                warn(f"error: {exc}")
             except (ConnectionLost, EngineClosed) as exc:
                 if not self._session.is_remote:
                     raise
                 await self._session.leave()
-                complain(f"error: {exc}")
+                warn(f"error: {exc}")
                 again = "Enter sends the message again, over" if self._draft else "the next message opens"
                 _say(f"({again} a new connection; the conversation is kept)")
 
@@ -75,26 +75,26 @@ class Repl:
         elif _COMMAND.match(line):
             await self._run_command(line.strip())
         elif line.strip():
-            check_prompt(line)
+            require_prompt(line)
             self._draft = line
             await self._answer(line.strip())
             self._draft = ""
 
     async def _answer(self, message: str) -> None:
         with trio.CancelScope() as opening:
-            async with stopped_by_interrupt(opening.cancel):
+            async with stop_on_interrupt(opening.cancel):
                 session = await self._session.opened()
         if opening.cancelled_caught:
             _say("(stopped)")
             return
         generation = session.generate(message, self._params, keep_partial=True, wait=True)
-        async with stopped_by_interrupt(generation.abort):
+        async with stop_on_interrupt(generation.abort):
             await write_answer(generation)
 
     async def _run_command(self, name: str) -> None:
         command = self._commands.get(name)
         if command is None:
-            complain(f"error: unknown command {name!r}; /help lists the commands")
+            warn(f"error: unknown command {name!r}; /help lists the commands")
         else:
             await command()
 
@@ -113,7 +113,7 @@ def _say(text: str) -> None:
     print(wrapped(text, sys.stdout))
 
 
-def hold_chat(open_session: OpenSession, model: str, params: SamplingParams) -> None:
+def run_chat(open_session: OpenSession, model: str, params: SamplingParams) -> None:
     """Read messages from stdin and answer each, in one session; `model` is the name to show on a terminal."""
     trio.run(_hold_chat, open_session, model, params)
 
@@ -124,7 +124,7 @@ async def _hold_chat(open_session: OpenSession, model: str, params: SamplingPara
         async with open_chat(open_session, terminal.notice) as session:
             await Repl(session, terminal, session.model or model, params).run()
     else:
-        async with open_session((), tell_on_stderr) as session:
+        async with open_session((), notify_on_stderr) as session:
             await converse(session, Lines(), params)
 
 
@@ -134,10 +134,10 @@ async def converse(session: AnySession, lines: Lines, params: SamplingParams) ->
         if not question:
             continue
         try:
-            check_prompt(question)
+            require_prompt(question)
             await answer(session, question, params)
         except RequestRejected as exc:
-            complain(f"error: {exc}")
+            warn(f"error: {exc}")
 
 
 async def _ask(lines: Lines) -> str | None:
@@ -174,7 +174,7 @@ class Terminal:
 
     def notice(self, text: str) -> None:
         """Write a line to stderr, also in the middle of an answer or of a line that is typed."""
-        complain(text, before="\n")
+        warn(text, before="\n")
         self._show_line_again()
 
     async def _line(self, prompt: str, draft: str) -> str | None:
@@ -182,7 +182,7 @@ class Terminal:
         line, is_read = None, False
         self._prompt = prompt
         try:
-            async with stopped_by_interrupt(self._warn, most=1):
+            async with stop_on_interrupt(self._warn, most=1):
                 with restore_terminal():
                     line = await trio.to_thread.run_sync(_input, prompt, draft, abandon_on_cancel=True)
                 is_read = True
@@ -221,7 +221,7 @@ def _input(prompt: str, draft: str) -> str:
 
 
 @asynccontextmanager
-async def stopped_by_interrupt(stop: Callable[[], object], most: float = math.inf) -> AsyncIterator[None]:
+async def stop_on_interrupt(stop: Callable[[], object], most: float = math.inf) -> AsyncIterator[None]:
     """Ctrl+C in the body calls `stop`, at most so often.
 
     Another one, or SIGTERM, ends the body, and is then raised again outside of it.

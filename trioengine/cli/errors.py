@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-from trioengine.cli.sources import element_of, is_true, rule, words
+from trioengine.cli.sources import element_of, is_true, option_source, requirement
 from trioengine.core.bounds import brief
 from trioengine.core.errors import EngineError, InvalidConfig, RequestRejected
 from trioengine.core.printable import printable_lines
@@ -24,7 +24,7 @@ from trioengine.core.serve_config import ServeConfig
 from trioengine.core.suggestion import did_you_mean
 
 
-def exit_code(error: BaseException, stderr: Stderr) -> int:
+def report_failure(error: BaseException, stderr: Stderr) -> int:
     """Report why a command ended on stderr, in one line, and return its exit code."""
 
     def fail(message: str, code: int, bug: BaseException | None = None) -> int:
@@ -37,7 +37,7 @@ def exit_code(error: BaseException, stderr: Stderr) -> int:
         case KeyboardInterrupt() | typer.Abort():
             return 130
         case typer.TyperException():
-            return fail(explained(error), 2)
+            return fail(describe_usage_error(error), 2)
         case InvalidConfig() | RequestRejected():
             return fail(str(error), 2)
         case BrokenPipeError():
@@ -69,7 +69,7 @@ _UNITS = ("Bytes", "Seconds", "Tokens")  # the first word of a help text
 _SECRETS = {field.name for field in dataclasses.fields(ServeConfig) if not field.repr}
 
 
-def explained(error: typer.TyperException) -> str:
+def describe_usage_error(error: typer.TyperException) -> str:
     """The mistake, and which help to read."""
     context, problem = getattr(error, "ctx", None), _problem(error)
     end = "" if problem.endswith("?") else "."
@@ -127,8 +127,8 @@ def _flags(command: Any) -> Iterator[str]:
 def _bad_value(error: Any, value: object) -> str:
     parameter = error.param
     described = parameter.type_descriptor
-    said = words(error.ctx, parameter.name) or f"argument {parameter.name!r}"
-    expected = rule(described.annotation, described.parameter_info.min, described.parameter_info.max)
+    said = option_source(error.ctx, parameter.name) or f"argument {parameter.name!r}"
+    expected = requirement(described.annotation, described.parameter_info.min, described.parameter_info.max)
     if parameter.name in _SECRETS:
         return f"{said} {expected}"
     kind, unit = element_of(described.annotation), (getattr(parameter, "help", "") or "").split(" ")[0].strip(";")
@@ -139,7 +139,7 @@ def _bad_value(error: Any, value: object) -> str:
     return f"{said} {expected}, got {brief(value)}"
 
 
-def complain(text: str, *, before: str = "") -> None:
+def warn(text: str, *, before: str = "") -> None:
     """Write a line to stderr; `before` ends the line before it."""
     with suppress(OSError):
         print(f"{before}{_shown(f'trioengine: {text}')}", file=sys.stderr, flush=True)
@@ -180,7 +180,7 @@ class Stderr:
 
     def _write(self, level: str, message: str, error: BaseException | None = None) -> None:
         if not self.as_json:
-            complain(f"{level}: {message}")
+            warn(f"{level}: {message}")
             return
         with suppress(OSError):  # where nothing reads it
             print(json_record(level, "trioengine", message, error), file=sys.stderr)

@@ -23,7 +23,7 @@ UNAUTHORIZED = 401
 _CHUNK = 1 << 16
 
 
-class BackendError(Exception):
+class RequestFailed(Exception):
     """A request failed: the server refused it, went away, or said what is not understood."""
 
 
@@ -44,15 +44,15 @@ class Address:
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[trio.abc.Stream]:
-        """A connection; cancelled, it is closed at once. Raises BackendError, also for what breaks in the body."""
+        """A connection; cancelled, it is closed at once. Raises RequestFailed, also for what breaks in the body."""
         try:
             async with await self.open_stream() as stream:
                 yield stream
         except ConnectionLost as exc:
-            raise BackendError(str(exc)) from exc
+            raise RequestFailed(str(exc)) from exc
         except (OSError, trio.BrokenResourceError, trio.ClosedResourceError) as exc:
             reason = exc if str(exc) else exc.__cause__  # trio's own says nothing of a TLS error
-            raise BackendError(f"the connection to {self.host} failed: {reason}") from exc
+            raise RequestFailed(f"the connection to {self.host} failed: {reason}") from exc
 
 
 class Response:
@@ -64,7 +64,7 @@ class Response:
         self._connection = connection
 
     async def receive_some(self) -> bytes:
-        """The next piece; empty at the end. Raises BackendError where the answer breaks off."""
+        """The next piece; empty at the end. Raises RequestFailed where the answer breaks off."""
         event = await _next_event(self._stream, self._connection)
         return bytes(event.data) if isinstance(event, h11.Data) else b""
 
@@ -74,12 +74,12 @@ class Response:
         while piece := await self.receive_some():
             body += piece
             if len(body) > MAX_SMALL_BODY:
-                raise BackendError(f"the answer is longer than {MAX_SMALL_BODY} bytes")
+                raise RequestFailed(f"the answer is longer than {MAX_SMALL_BODY} bytes")
         return body
 
 
 @asynccontextmanager
-async def exchange(
+async def request(
     address: Address,
     method: str,
     path: str,
@@ -87,7 +87,7 @@ async def exchange(
     *,
     on_sent: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Response]:
-    """Send a request with a JSON body, or none; gives the head of its answer. Raises BackendError."""
+    """Send a request with a JSON body, or none; gives the head of its answer. Raises RequestFailed."""
     payload = b"" if body is None else json.dumps(body).encode()
     headers = [("host", address.host), ("accept", "*/*"), ("connection", "close"), *address.headers]
     if body is not None:
@@ -100,11 +100,11 @@ async def exchange(
         while isinstance(event := await _next_event(stream, connection), h11.InformationalResponse):
             pass
         if not isinstance(event, h11.Response):
-            raise BackendError("the server did not answer")
+            raise RequestFailed("the server did not answer")
         yield Response(stream, connection, event.status_code)
 
 
-def refusal(status: int, body: bytes) -> str:
+def describe_error(status: int, body: bytes) -> str:
     """What the server says of an error, with its status."""
     try:
         said = str(json.loads(body)["error"]["message"])
@@ -121,8 +121,8 @@ async def _next_event(stream: trio.abc.Stream, connection: h11.Connection) -> h1
             connection.receive_data(data)
     except h11.RemoteProtocolError as exc:
         if data == b"":
-            raise BackendError("the server closed the connection before the end of its answer") from exc
-        raise BackendError(f"the server's answer is not HTTP: {exc}") from exc
+            raise RequestFailed("the server closed the connection before the end of its answer") from exc
+        raise RequestFailed(f"the server's answer is not HTTP: {exc}") from exc
     if not isinstance(event, h11.Event):
-        raise BackendError("the server switched to another protocol")
+        raise RequestFailed("the server switched to another protocol")
     return event

@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 
 import trio
 
-from trioengine.cli.http_client import Address, BackendError, exchange
+from trioengine.cli.http_client import Address, RequestFailed, request
 from trioengine.cli.tty import json_line
 from trioengine.client import address
 from trioengine.client.problems import error_of
@@ -47,9 +47,9 @@ def _prefix(url: str) -> str:
 
 async def _ask(server: Address, method: str, target: str) -> Mapping[str, Any]:
     try:
-        async with exchange(server, method, target) as response:
+        async with request(server, method, target) as response:
             status, body = response.status, await response.read()
-    except BackendError as exc:
+    except RequestFailed as exc:
         raise ConnectionLost(str(exc)) from exc
     try:
         content = json.loads(body)

@@ -19,7 +19,12 @@ import typer
 from typer.models import OptionInfo
 
 from trioengine.cli.help import panel_of
-from trioengine.cli.sources import in_the_users_words, read_config_file, variable, warn_of_unknown_variables
+from trioengine.cli.sources import (
+    environment_variable,
+    read_config_file,
+    rename_fields_in_errors,
+    warn_about_unknown_variables,
+)
 from trioengine.core.config import EngineConfig
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.serve_config import ServeConfig
@@ -157,13 +162,13 @@ def with_options(*groups: list[inspect.Parameter], check: Check | None = None) -
         for parameter in parameters:
             (info,) = parameter.annotation.__metadata__
             if isinstance(info, OptionInfo):
-                info.envvar, info.show_envvar = variable(parameter.name), False
+                info.envvar, info.show_envvar = environment_variable(parameter.name), False
 
         @functools.wraps(command)
         def run(*, _context: typer.Context, **options: object) -> object:
             _context.find_root().obj.as_json = options.get("log_json") is True
-            warn_of_unknown_variables(_context)
-            with in_the_users_words(_context):
+            warn_about_unknown_variables(_context)
+            with rename_fields_in_errors(_context):
                 if check is not None:
                     check(_context)
                 return command(**options)

@@ -22,12 +22,12 @@ PREFIX = "TRIOENGINE_"
 _OTHER_VARIABLES = (f"{PREFIX}HOME",)
 
 
-def variable(name: str) -> str:
+def environment_variable(name: str) -> str:
     """The environment variable of an option."""
     return f"{PREFIX}{name.upper()}"
 
 
-def warn_of_unknown_variables(context: Any) -> None:
+def warn_about_unknown_variables(context: Any) -> None:
     """Write a warning for each variable of ours that no command reads."""
     root = context.find_root()
     for warning in _unknown_variables(root.command, os.environ):
@@ -51,7 +51,7 @@ def _variables_of(command: Any) -> Iterator[str]:
         yield from _variables_of(below)
 
 
-def words(context: typer.Context, name: str) -> str | None:
+def option_source(context: typer.Context, name: str) -> str | None:
     """What the user calls the option that was given; None if none of this name was, or it is an argument."""
     source = context.get_parameter_source(name)
     match source.name if source is not None else None:
@@ -59,7 +59,7 @@ def words(context: typer.Context, name: str) -> str | None:
             parameter = next(parameter for parameter in context.command.params if parameter.name == name)
             return parameter.opts[0] if parameter.param_type_name == "option" else None
         case "ENVIRONMENT":
-            return variable(name)
+            return environment_variable(name)
         case "DEFAULT_MAP" if isinstance(context.obj, ConfigFile):
             return context.obj.where(name)
     return None
@@ -71,14 +71,14 @@ def _flag(context: typer.Context, name: str) -> str | None:
     return next((option.opts[0] for option in options if option.name == name), None)
 
 
-def typed(context: typer.Context) -> list[str]:
+def given_on_command_line(context: typer.Context) -> list[str]:
     """The options and arguments that were given on the command line, by their names."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
 @contextmanager
-def in_the_users_words(context: typer.Context) -> Iterator[None]:
+def rename_fields_in_errors(context: typer.Context) -> Iterator[None]:
     """Errors that name a field name what the user has given instead."""
     try:
         yield
@@ -91,7 +91,7 @@ def in_the_users_words(context: typer.Context) -> Iterator[None]:
 
 def _translated(context: typer.Context, message: str, fields: Iterable[str]) -> str:
     for name in fields:
-        said = words(context, name) or _flag(context, name)
+        said = option_source(context, name) or _flag(context, name)
         if said is not None:
             message = re.sub(rf"\b{name}\b", said.replace("\\", r"\\"), message, count=1)
     return message
@@ -162,7 +162,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _problem(value: object, kind: Any) -> str:
-    problem = rule(kind) + (", or a list of them" if is_list(kind) and isinstance(value, list) else "")
+    problem = requirement(kind) + (", or a list of them" if is_list(kind) and isinstance(value, list) else "")
     return f"{problem}, got {brief(value)}" if element_of(kind) in (bool, int, float) else problem
 
 
@@ -170,7 +170,7 @@ _WANTED = {bool: "true or false", int: "an integer", float: "a number", str: "a 
 _TOML = {bool: bool, int: int, float: float | int, str: str, Path: str}  # as tomllib gives them
 
 
-def rule(kind: Any, low: float | None = None, high: float | None = None) -> str:
+def requirement(kind: Any, low: float | None = None, high: float | None = None) -> str:
     """The rule for a value of the type, or for each of a list, between two bounds, which are allowed."""
     kind = element_of(kind)
     if typing.get_origin(kind) is Literal:

@@ -15,7 +15,7 @@ import trio
 from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.cli.bench.config import BenchConfig
 from trioengine.cli.bench.load import Stopwatch
-from trioengine.cli.http_client import Address, BackendError, exchange, refusal
+from trioengine.cli.http_client import Address, RequestFailed, describe_error, request
 from trioengine.client.websocket import Closed, Rejected, WebSocket
 
 _DATA, _DONE = b"data:", b"[DONE]"
@@ -44,9 +44,9 @@ class Completions:
         body = self._fields | (
             {"messages": [{"role": "user", "content": prompt}]} if self._is_chat else {"prompt": prompt}
         )
-        async with exchange(self._address, "POST", self._path, body, on_sent=watch.sent) as response:
+        async with request(self._address, "POST", self._path, body, on_sent=watch.sent) as response:
             if response.status != 200:
-                raise BackendError(refusal(response.status, await response.read()))
+                raise RequestFailed(describe_error(response.status, await response.read()))
             rest, is_over = b"", False
             while piece := await response.receive_some():  # to its very end: who closes earlier has left
                 *lines, rest = (rest + piece).split(b"\n")
@@ -54,9 +54,9 @@ class Completions:
                     if line.startswith(_DATA):
                         is_over = self._is_last(line[len(_DATA) :].strip(), watch)
                 if len(rest) > _MAX_LINE:
-                    raise BackendError(f"a line of the stream is longer than {_MAX_LINE} bytes")
+                    raise RequestFailed(f"a line of the stream is longer than {_MAX_LINE} bytes")
         if not is_over:
-            raise BackendError("the stream ended before [DONE]")
+            raise RequestFailed("the stream ended before [DONE]")
 
     def _is_last(self, data: bytes, watch: Stopwatch) -> bool:
         """Tell the watch what an event means; True for the end of the stream."""
@@ -65,7 +65,7 @@ class Completions:
         try:
             event = json.loads(data)
             if "error" in event:
-                raise BackendError(str(event["error"].get("message", event["error"])))
+                raise RequestFailed(str(event["error"].get("message", event["error"])))
             choices, usage = event.get("choices"), event.get("usage")
             text = choices and (choices[0]["delta"].get("content") if self._is_chat else choices[0]["text"])
             if text:
@@ -75,7 +75,7 @@ class Completions:
             if usage:
                 watch.usage(usage["prompt_tokens"], usage["completion_tokens"])
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as exc:
-            raise BackendError(f"an event of the stream is not understood: {data[:80]!r}") from exc
+            raise RequestFailed(f"an event of the stream is not understood: {data[:80]!r}") from exc
         return False
 
 
@@ -101,7 +101,7 @@ class Realtime:
             try:
                 await self._converse(websocket, prompt, watch)
             except (ValueError, KeyError, TypeError, AttributeError) as exc:
-                raise BackendError(f"an event of the server is not understood: {exc}") from exc
+                raise RequestFailed(f"an event of the server is not understood: {exc}") from exc
 
     async def _converse(self, websocket: WebSocket, prompt: str, watch: Stopwatch) -> None:
         item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": prompt}]}
@@ -119,12 +119,12 @@ class Realtime:
                     _take(event["response"], watch)
                     return
                 case "error":
-                    raise BackendError(str(event["error"]["message"]))
+                    raise RequestFailed(str(event["error"]["message"]))
 
 
 @asynccontextmanager
 async def connected(address: Address, path: str) -> AsyncIterator[WebSocket]:
-    """A WebSocket, with a goodbye after the block. Raises BackendError, also for what breaks in the block."""
+    """A WebSocket, with a goodbye after the block. Raises RequestFailed, also for what breaks in the block."""
     try:
         async with address.connect() as stream, open_unwrapped_nursery() as nursery:
             headers = [(name.encode(), value.encode()) for name, value in address.headers]
@@ -135,14 +135,14 @@ async def connected(address: Address, path: str) -> AsyncIterator[WebSocket]:
             await _say_goodbye(websocket)
             nursery.cancel_scope.cancel()
     except Rejected as exc:
-        raise BackendError(f"the WebSocket handshake failed: {refusal(exc.status, exc.body)}") from exc
+        raise RequestFailed(f"the WebSocket handshake failed: {describe_error(exc.status, exc.body)}") from exc
     except Closed as exc:
-        raise BackendError(f"the server's WebSocket was {exc}") from exc
+        raise RequestFailed(f"the server's WebSocket was {exc}") from exc
 
 
 @asynccontextmanager
 async def idle_sessions(address: Address, path: str, count: int) -> AsyncIterator[None]:
-    """So many WebSockets in the block that say nothing. Raises BackendError where one cannot be had, or is lost."""
+    """So many WebSockets in the block that say nothing. Raises RequestFailed where one cannot be had, or is lost."""
 
     async def sit(task_status: trio.TaskStatus[None]) -> None:
         async with connected(address, path) as websocket:
@@ -169,7 +169,7 @@ async def _say_goodbye(websocket: WebSocket) -> None:
 def _take(response: dict[str, Any], watch: Stopwatch) -> None:
     details = response.get("status_details") or {}
     if response["status"] not in ("completed", "incomplete"):
-        raise BackendError(f"the response was {response['status']}: {details.get('error') or details.get('reason')}")
+        raise RequestFailed(f"the response was {response['status']}: {details.get('error') or details.get('reason')}")
     usage = response["usage"]
     watch.usage(usage["input_tokens"], usage["output_tokens"])
 
@@ -254,9 +254,9 @@ class ServerMetrics:
     async def read(self) -> Scrape | None:
         """None where there is no such page, or it is another server's."""
         try:
-            async with exchange(self._address, "GET", self._path) as response:
+            async with request(self._address, "GET", self._path) as response:
                 body = await response.read()
             scrape = Scrape.parse(body.decode()) if response.status == 200 else None
-        except (BackendError, ValueError):
+        except (RequestFailed, ValueError):
             return None
         return scrape if scrape is not None and scrape.values else None

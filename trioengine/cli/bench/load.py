@@ -15,7 +15,7 @@ from typing import Protocol
 import trio
 
 from trioengine.cli.bench.config import BenchConfig
-from trioengine.cli.http_client import BackendError
+from trioengine.cli.http_client import RequestFailed
 from trioengine.hub.home import trioengine_home
 from trioengine.hub.known_models import SMOLLM2
 from trioengine.hub.model_files import read_model
@@ -81,7 +81,7 @@ async def take_sample(backend: Backend, job: Job, run_began: float) -> Sample:
     with watch.scope:
         try:
             await backend.ask(job.prompt, watch)
-        except BackendError as exc:
+        except RequestFailed as exc:
             error = str(exc)
     return watch.sample(run_began, error)
 
@@ -101,7 +101,7 @@ class Backend(Protocol):
     async def ask(self, prompt: str, watch: Stopwatch) -> None:
         """One request with its answer, told to `watch` as it goes on. Cancelled, its connection is closed at once.
 
-        Raises BackendError when it fails.
+        Raises RequestFailed when it fails.
         """
         ...
 

@@ -41,7 +41,7 @@ class PayloadWork:
 
 
 @dataclass(frozen=True, slots=True)
-class PayloadFigures:
+class PayloadSummary:
     """In MB, but for times and counts."""
 
     idle: float  # resident and memfds, before the first wave
@@ -77,7 +77,7 @@ def _shown(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-async def _bench(config: EngineConfig, work: PayloadWork) -> tuple[MemoryCurve, PayloadFigures]:
+async def _bench(config: EngineConfig, work: PayloadWork) -> tuple[MemoryCurve, PayloadSummary]:
     with progress_bars() as bars:
         async with (
             open_engine(config, on_progress=bars.download, on_load=bars.loading) as engine,
@@ -104,7 +104,7 @@ async def _bench(config: EngineConfig, work: PayloadWork) -> tuple[MemoryCurve, 
             await engine.check_invariants()
             nursery.cancel_scope.cancel()
     maxima = tuple(round(value / MB, 1) for value in curve.maxima())
-    return curve, PayloadFigures(
+    return curve, PayloadSummary(
         idle=round(idle.total / MB, 1),
         maxima=maxima,
         slope=round(slope(maxima[1:]), 3),

@@ -29,15 +29,15 @@ _TITLES = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ServerSide:
+class ServerMeasurements:
     """What only our server tells; None or empty where the server is another one."""
 
     stop_to_ended: Histogram | None = None  # of this run's stops
     blocks_free: Sequence[float] = ()  # seconds from a client's leaving
 
 
-def as_object(
-    config: BenchConfig, model: str | None, length: Length, figures: Figures, server: ServerSide
+def as_json_object(
+    config: BenchConfig, model: str | None, length: Length, figures: Summary, server: ServerMeasurements
 ) -> dict[str, Any]:
     """Everything but the single requests; times in milliseconds, named as vLLM does."""
     told = {name: _plain(value) for name, value in dataclasses.asdict(config).items() if name not in _NOT_TOLD}
@@ -104,13 +104,13 @@ def errors_of(run: Run) -> Mapping[str, int]:
     return errors
 
 
-def print_table(length: Length, figures: Figures, server: ServerSide) -> None:
+def print_table(length: Length, figures: Summary, server: ServerMeasurements) -> None:
     """On stdout."""
     console = Console(highlight=False)
     console.print(_rates(length, figures, server), "", _latencies(figures), sep="\n")
 
 
-def _rates(length: Length, figures: Figures, server: ServerSide) -> Table:
+def _rates(length: Length, figures: Summary, server: ServerMeasurements) -> Table:
     table = Table(show_header=False, box=None)
     goodput = figures.request_goodput
     rows: list[tuple[str, str | None]] = [
@@ -148,7 +148,7 @@ def _blocks_free(latencies: Sequence[float]) -> str | None:
     return f"median {_ms(ordered[len(ordered) // 2]):.1f} ms, most {_ms(ordered[-1]):.1f} ms"
 
 
-def _latencies(figures: Figures) -> Table:
+def _latencies(figures: Summary) -> Table:
     table = Table("milliseconds", box=None)
     for kind in [kind for kind, _ in _statistics(next(iter(figures.distributions.values())))]:
         table.add_column(kind, justify="right")
@@ -179,7 +179,7 @@ class Distribution:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class Summary:
     """Rates are a second. `request_goodput` is None without goals."""
 
     duration: float
@@ -196,14 +196,14 @@ class Figures:
     distributions: Mapping[str, Distribution]
 
 
-def figures(
+def summarize(
     run: Run, metrics: Sequence[str], percentiles: Sequence[float], goals: Mapping[str, float] | None = None
-) -> Figures:
+) -> Summary:
     """`metrics` are some of ttft, tpot, itl and e2el; `goals` their limits, in seconds."""
     completed = [sample for sample in run.samples if sample.end is End.COMPLETED]
     seconds = max(run.seconds, 1e-9)
     tokens_in, tokens_out = (sum(getattr(s, f"{kind}_tokens") for s in completed) for kind in ("prompt", "output"))
-    return Figures(
+    return Summary(
         duration=run.seconds,
         completed=len(completed),
         left=sum(sample.end is End.LEFT for sample in run.samples),

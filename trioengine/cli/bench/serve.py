@@ -24,17 +24,17 @@ from trioengine.cli.bench.backends import (
 from trioengine.cli.bench.config import REALTIME, BenchConfig, Protocol
 from trioengine.cli.bench.load import Backend, Departure, End, Job, Moment, Prompts, Run, plan, run_load, take_sample
 from trioengine.cli.bench.report import (
-    ServerSide,
-    as_object,
+    ServerMeasurements,
+    as_json_object,
     check_plot,
     errors_of,
-    figures,
     plot,
     print_table,
     requests_of,
+    summarize,
 )
-from trioengine.cli.errors import complain
-from trioengine.cli.http_client import Address, BackendError, exchange, refusal
+from trioengine.cli.errors import warn
+from trioengine.cli.http_client import Address, RequestFailed, describe_error, request
 from trioengine.core.errors import EngineError, InvalidConfig
 
 PROBES = 5
@@ -55,7 +55,7 @@ class Result:
 
     model: str | None
     run: Run
-    server: ServerSide
+    server: ServerMeasurements
 
 
 def bench_serve(config: BenchConfig, output: Output) -> int:
@@ -63,8 +63,8 @@ def bench_serve(config: BenchConfig, output: Output) -> int:
     check_files(output)
     prompts = Prompts.find()
     result = trio.run(measure, config, Address.of(config.base_url, config.api_key), prompts)
-    told = figures(result.run, config.metrics, config.percentiles, config.goals)
-    report = as_object(config, result.model, prompts.length, told, result.server)
+    told = summarize(result.run, config.metrics, config.percentiles, config.goals)
+    report = as_json_object(config, result.model, prompts.length, told, result.server)
     if output.save_result is not None:
         output.save_result.write_text(json.dumps(report | {"requests": requests_of(result.run)}) + "\n")
     if output.plot is not None:
@@ -74,7 +74,7 @@ def bench_serve(config: BenchConfig, output: Output) -> int:
     else:
         print_table(prompts.length, told, result.server)
     for error, times in errors_of(result.run).items():
-        complain(f"error: {times} requests failed: {error}")
+        warn(f"error: {times} requests failed: {error}")
     return int(told.failed > 0)
 
 
@@ -100,15 +100,15 @@ async def measure(config: BenchConfig, address: Address, prompts: Prompts) -> Re
     try:
         async with idle_sessions(address, config.base_path + REALTIME, config.idle_sessions):
             run = await run_load(backend, plan(config, prompts), config.max_concurrency)
-    except BackendError as exc:
+    except RequestFailed as exc:
         raise EngineError(f"an idle session of {config.base_url}: {exc}") from exc
     if before is None or not config.leave:
-        return Result(model, run, ServerSide())
+        return Result(model, run, ServerMeasurements())
     blocks_free = await blocks_free_latencies(backend, metrics, extra[1:])
     after, then = await metrics.read(), before.histogram(STOP_TO_ENDED)
     now = after.histogram(STOP_TO_ENDED) if after is not None else None
     stops = now.since(then) if now is not None and then is not None and now.bounds == then.bounds else None
-    return Result(model, run, ServerSide(stops, blocks_free))
+    return Result(model, run, ServerMeasurements(stops, blocks_free))
 
 
 async def _open_backend(config: BenchConfig, address: Address) -> tuple[Backend, str | None]:
@@ -120,21 +120,21 @@ async def _open_backend(config: BenchConfig, address: Address) -> tuple[Backend,
 
 async def _first_model(address: Address, config: BenchConfig) -> str:
     try:
-        async with exchange(address, "GET", config.base_path + "/v1/models") as response:
+        async with request(address, "GET", config.base_path + "/v1/models") as response:
             status, body = response.status, await response.read()
-    except BackendError as exc:
+    except RequestFailed as exc:
         raise EngineError(_with_address(config.base_url, exc)) from exc
     unlisted = f"{config.base_url} does not list its models"
     if status != 200:
         remedy = "; use --model" if status == 404 else ""
-        raise EngineError(f"{unlisted}: {refusal(status, body)}{remedy}")
+        raise EngineError(f"{unlisted}: {describe_error(status, body)}{remedy}")
     try:
         return str(json.loads(body)["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError) as exc:
         raise EngineError(f"{unlisted}; use --model") from exc
 
 
-def _with_address(url: str, error: BackendError) -> str:
+def _with_address(url: str, error: RequestFailed) -> str:
     """The error, which may have the address in it."""
     return str(error) if url.rstrip("/") in str(error) else f"{url}: {error}"
 

@@ -1,46 +1,51 @@
-"""`trioengine doctor`: all the looks, as a page or as JSON."""
+"""`trioengine doctor`: run all checks, and print their results as a page or as JSON."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
-from trioengine.cli.doctor.checks import Part, Severity, model_cache, versions, worker
-from trioengine.cli.doctor.machine import Machine
+from trioengine.cli.doctor.checks import (
+    CheckResult,
+    Severity,
+    check_cores,
+    check_limits,
+    check_memory,
+    check_models,
+    check_versions,
+    check_worker,
+)
 from trioengine.core.printable import printable
 
+Check: TypeAlias = Callable[[], CheckResult]
+CHECKS: Mapping[str, Check] = {  # by title, in the order of the page
+    "versions": check_versions,
+    "worker": check_worker,
+    "processor": check_cores,
+    "memory": check_memory,
+    "limits": check_limits,
+    "models": check_models,
+}
 _LABELS = {"sha256_ok": "checksum right", "container_left_bytes": "left in container"}
 _ABSENT = {"container_left_bytes": "no limit"}
 _TITLE_WIDTH = 20
 _GB = 10**9
 
 
-def looks() -> Mapping[str, Callable[[], Part]]:
-    """What is looked at, in order."""
-    machine = Machine()
-    return {
-        "versions": versions,
-        "worker": worker,
-        "processor": machine.cores,
-        "memory": machine.memory,
-        "limits": machine.limits,
-        "models": model_cache,
-    }
-
-
-def examine(parts: Mapping[str, Callable[[], Part]], *, as_json: bool) -> int:
-    """Print what is found; 1 if serving the default model cannot work."""
-    found = {title: look() for title, look in parts.items()}
-    problems = [problem for part in found.values() for problem in part.problems]
+def run_checks(checks: Mapping[str, Check], *, as_json: bool) -> int:
+    """Print the results; return 1 if serving the default model cannot work, else 0."""
+    results = {title: check() for title, check in checks.items()}
+    problems = [problem for result in results.values() for problem in result.problems]
     works = all(problem.severity is not Severity.FATAL for problem in problems)
     if as_json:
-        said = [{"severity": p.severity.value, "message": p.message, "remedy": p.remedy} for p in problems]
-        print(json.dumps({"works": works, "problems": said} | {title: part.facts for title, part in found.items()}))
+        listed = [{"severity": p.severity.value, "message": p.message, "remedy": p.remedy} for p in problems]
+        facts = {title: result.facts for title, result in results.items()}
+        print(json.dumps({"works": works, "problems": listed} | facts))
         return int(not works)
-    for title, part in found.items():
+    for title, result in results.items():
         print(title)
-        for name, value in part.facts.items():
+        for name, value in result.facts.items():
             _print_fact(name, value)
     print("problems" if problems else "no problems")
     for problem in problems:
@@ -55,7 +60,7 @@ def _print_fact(name: str, value: Any) -> None:
         return
     if name.endswith("_bytes") and isinstance(value, int):
         value = f"{value / 1e9:.2f} GB" if value >= _GB else f"{value / 1e6:.0f} MB"
-    if isinstance(value, (list, dict)):
+    if isinstance(value, list):
         value = ", ".join(str(entry) for entry in value) or "none"
     if isinstance(value, bool):
         value = "yes" if value else "no"
