@@ -7,10 +7,10 @@ import pytest
 
 from trioengine import InvalidConfig
 from trioengine.cli.bench.config import BenchConfig
-from trioengine.cli.bench.load import Length, Moment, Prompts, arrivals, departures, plan
+from trioengine.cli.bench.load import LengthUnit, Moment, Prompts, arrivals, departures, plan
 from trioengine.cli.bench.report import percentile
 
-PROMPTS = Prompts([" a", " b"], Length.WORDS)
+PROMPTS = Prompts([" a", " b"], LengthUnit.WORDS)
 
 
 def close(value):

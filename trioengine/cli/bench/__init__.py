@@ -1,4 +1,4 @@
-"""The commands of `trioengine bench`. Each imports what it needs when it runs."""
+"""The commands of `trioengine bench`. Each imports its modules when it runs, so that `--help` is quick."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""OpenAI's completions and chat completions, streamed."""
+"""The protocols that `bench serve` measures: OpenAI's completions over HTTP, and its Realtime protocol, text only.
+
+Also the readings of trioengine's own `/metrics` page, which another server lacks.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,25 @@ import trio
 from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.cli.bench.config import BenchConfig
 from trioengine.cli.bench.load import Stopwatch
-from trioengine.cli.http_client import Address, RequestFailed, describe_error, request
+from trioengine.cli.http_client import RequestFailed, connect, describe_error, fetch, request
+from trioengine.client.address import Endpoint
 from trioengine.client.websocket import Closed, Rejected, WebSocket
 
+STOP_TO_ENDED = "trioengine_stop_to_ended_seconds"
+KV_USAGE = "trioengine_kv_cache_usage_perc"
+RUNNING, WAITING = "trioengine_num_requests_running", "trioengine_num_requests_waiting"
+CLOSE_TIMEOUT = 5.0  # seconds
 _DATA, _DONE = b"data:", b"[DONE]"
 _MAX_LINE = 1 << 20  # bytes
+_SERIES = re.compile(r"(trioengine_\w+)(?:\{(.*)\})? ([^ ]+)(?: \d+)?")
+_BOUND = re.compile(r'(?:^|,)\s*le="([^"]+)"')
 
 
 class Completions:
-    """`POST` to the endpoint; the prompt is a user message, or for one that is not `/chat/completions` the prompt."""
+    """OpenAI's streamed completions: `POST` to an endpoint, with the prompt as a user message if it is for chats."""
 
-    def __init__(self, address: Address, config: BenchConfig, model: str) -> None:
-        self._address = address
+    def __init__(self, server: Endpoint, config: BenchConfig, model: str) -> None:
+        self._server = server
         self._path = config.path
         self._is_chat = self._path.endswith("/chat/completions")
         self._fields: dict[str, Any] = {
@@ -44,22 +54,22 @@ class Completions:
         body = self._fields | (
             {"messages": [{"role": "user", "content": prompt}]} if self._is_chat else {"prompt": prompt}
         )
-        async with request(self._address, "POST", self._path, body, on_sent=watch.sent) as response:
+        async with request(self._server, "POST", self._path, body, on_sent=watch.sent) as response:
             if response.status != 200:
                 raise RequestFailed(describe_error(response.status, await response.read()))
             rest, is_over = b"", False
-            while piece := await response.receive_some():  # to its very end: who closes earlier has left
+            while piece := await response.receive_some():  # to its very end: closing earlier counts as a disconnect
                 *lines, rest = (rest + piece).split(b"\n")
                 for line in lines:
                     if line.startswith(_DATA):
-                        is_over = self._is_last(line[len(_DATA) :].strip(), watch)
+                        is_over = self._on_event(line[len(_DATA) :].strip(), watch)
                 if len(rest) > _MAX_LINE:
                     raise RequestFailed(f"a line of the stream is longer than {_MAX_LINE} bytes")
         if not is_over:
             raise RequestFailed("the stream ended before [DONE]")
 
-    def _is_last(self, data: bytes, watch: Stopwatch) -> bool:
-        """Tell the watch what an event means; True for the end of the stream."""
+    def _on_event(self, data: bytes, watch: Stopwatch) -> bool:
+        """Report an event to the watch; True for the end of the stream."""
         if data == _DONE:
             return True
         try:
@@ -79,14 +89,11 @@ class Completions:
         return False
 
 
-CLOSE_TIMEOUT = 5.0  # seconds
-
-
 class Realtime:
-    """A connection with one user message and one response."""
+    """OpenAI's Realtime protocol: a WebSocket for each request, with one user message and one response."""
 
-    def __init__(self, address: Address, config: BenchConfig, model: str | None) -> None:
-        self._address = address
+    def __init__(self, server: Endpoint, config: BenchConfig, model: str | None) -> None:
+        self._server = server
         self._path = config.path + (f"?model={quote(model, safe='')}" if model is not None else "")
         self._response: dict[str, Any] = {
             "max_output_tokens": config.random_output_len,
@@ -97,7 +104,7 @@ class Realtime:
 
     async def ask(self, prompt: str, watch: Stopwatch) -> None:
         """As in Backend."""
-        async with connected(self._address, self._path) as websocket:
+        async with open_websocket(self._server, self._path) as websocket:
             try:
                 await self._converse(websocket, prompt, watch)
             except (ValueError, KeyError, TypeError, AttributeError) as exc:
@@ -116,23 +123,36 @@ class Realtime:
                     watch.text()
                 case "response.done":
                     watch.event()
-                    _take(event["response"], watch)
+                    _on_done(event["response"], watch)
                     return
                 case "error":
                     raise RequestFailed(str(event["error"]["message"]))
 
 
+def _on_done(response: dict[str, Any], watch: Stopwatch) -> None:
+    details = response.get("status_details") or {}
+    if response["status"] not in ("completed", "incomplete"):
+        raise RequestFailed(f"the response was {response['status']}: {details.get('error') or details.get('reason')}")
+    usage = response["usage"]
+    watch.usage(usage["input_tokens"], usage["output_tokens"])
+
+
 @asynccontextmanager
-async def connected(address: Address, path: str) -> AsyncIterator[WebSocket]:
-    """A WebSocket, with a goodbye after the block. Raises RequestFailed, also for what breaks in the block."""
+async def open_websocket(server: Endpoint, path: str) -> AsyncIterator[WebSocket]:
+    """Open a WebSocket, and close it in order after the block.
+
+    Raises RequestFailed, also for failures of the connection in the body of the block.
+    """
     try:
-        async with address.connect() as stream, open_unwrapped_nursery() as nursery:
-            headers = [(name.encode(), value.encode()) for name, value in address.headers]
+        async with connect(server) as stream, open_unwrapped_nursery() as nursery:
             websocket = WebSocket(stream)
-            await websocket.shake_hands(address.host, path, headers)
+            await websocket.shake_hands(server.authority, path, server.headers)
             nursery.start_soon(websocket.write)
             yield websocket
-            await _say_goodbye(websocket)
+            websocket.say_goodbye()
+            with trio.move_on_after(CLOSE_TIMEOUT), suppress(Closed):
+                while True:
+                    await websocket.read()
             nursery.cancel_scope.cancel()
     except Rejected as exc:
         raise RequestFailed(f"the WebSocket handshake failed: {describe_error(exc.status, exc.body)}") from exc
@@ -141,11 +161,11 @@ async def connected(address: Address, path: str) -> AsyncIterator[WebSocket]:
 
 
 @asynccontextmanager
-async def idle_sessions(address: Address, path: str, count: int) -> AsyncIterator[None]:
-    """So many WebSockets in the block that say nothing. Raises RequestFailed where one cannot be had, or is lost."""
+async def idle_sessions(server: Endpoint, path: str, count: int) -> AsyncIterator[None]:
+    """Keep silent WebSockets open during the block. Raises RequestFailed if one cannot be opened, or is lost."""
 
     async def sit(task_status: trio.TaskStatus[None]) -> None:
-        async with connected(address, path) as websocket:
+        async with open_websocket(server, path) as websocket:
             await websocket.read()
             task_status.started()
             while True:
@@ -158,32 +178,9 @@ async def idle_sessions(address: Address, path: str, count: int) -> AsyncIterato
         nursery.cancel_scope.cancel()
 
 
-async def _say_goodbye(websocket: WebSocket) -> None:
-    """And wait for the answer, in vain at most for CLOSE_TIMEOUT."""
-    websocket.say_goodbye()
-    with trio.move_on_after(CLOSE_TIMEOUT), suppress(Closed):
-        while True:
-            await websocket.read()
-
-
-def _take(response: dict[str, Any], watch: Stopwatch) -> None:
-    details = response.get("status_details") or {}
-    if response["status"] not in ("completed", "incomplete"):
-        raise RequestFailed(f"the response was {response['status']}: {details.get('error') or details.get('reason')}")
-    usage = response["usage"]
-    watch.usage(usage["input_tokens"], usage["output_tokens"])
-
-
-STOP_TO_ENDED = "trioengine_stop_to_ended_seconds"
-KV_USAGE = "trioengine_kv_cache_usage_perc"
-RUNNING, WAITING = "trioengine_num_requests_running", "trioengine_num_requests_waiting"
-_LINE = re.compile(r"(trioengine_\w+)(?:\{(.*)\})? ([^ ]+)(?: \d+)?")
-_BOUND = re.compile(r'(?:^|,)\s*le="([^"]+)"')
-
-
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How many were at most each bound, ascending, the last one infinite; and their sum."""
+    """Counts of values up to each bound, ascending, the last bound infinite; and the sum of the values."""
 
     bounds: tuple[float, ...]
     counts: tuple[float, ...]
@@ -193,17 +190,17 @@ class Histogram:
     def count(self) -> float:
         return self.counts[-1]
 
-    def since(self, before: Histogram) -> Histogram:
-        """What came after another one was taken."""
-        pairs = zip(self.counts, before.counts, strict=True)
-        return Histogram(self.bounds, tuple(now - then for now, then in pairs), self.sum - before.sum)
-
     @property
     def mean(self) -> float:
         return self.sum / self.count if self.count else 0.0
 
+    def since(self, before: Histogram) -> Histogram:
+        """The values that came after another reading."""
+        pairs = zip(self.counts, before.counts, strict=True)
+        return Histogram(self.bounds, tuple(now - then for now, then in pairs), self.sum - before.sum)
+
     def quantile(self, percent: float) -> float:
-        """Within its bucket in proportion; the last finite bound where it is beyond that."""
+        """Interpolated within its bucket; the last finite bound if it lies beyond that."""
         rank, low, below = self.count * percent / 100, 0.0, 0.0
         for bound, count in zip(self.bounds, self.counts, strict=True):
             if count >= rank and count > below:
@@ -214,18 +211,21 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """One reading: the values of series without labels, by name, and the histograms."""
+    """One reading of `/metrics`: the values of series without labels, by name, and the histograms.
+
+    Format: https://prometheus.io/docs/instrumenting/exposition_formats/.
+    """
 
     values: Mapping[str, float]
     buckets: Mapping[str, Sequence[tuple[float, float]]]
 
     @classmethod
     def parse(cls, text: str) -> Scrape:
-        """Raises ValueError for a value that is no number."""
+        """Raises ValueError for a value that is not a number."""
         values: dict[str, float] = {}
         buckets: dict[str, list[tuple[float, float]]] = {}
         for line in text.splitlines():
-            match = _LINE.fullmatch(line.strip())
+            match = _SERIES.fullmatch(line.strip())
             if match is None:
                 continue
             name, labels, value = match.group(1), match.group(2) or "", float(match.group(3))
@@ -236,7 +236,7 @@ class Scrape:
         return cls(values, buckets)
 
     def histogram(self, name: str) -> Histogram | None:
-        """None where there is none of that name, or one with further labels."""
+        """None if it is absent, or has further labels."""
         pairs = sorted(self.buckets.get(name, ()))
         bounds, counts = tuple(bound for bound, _ in pairs), tuple(count for _, count in pairs)
         if not pairs or len(set(bounds)) < len(bounds) or f"{name}_sum" not in self.values:
@@ -245,18 +245,17 @@ class Scrape:
 
 
 class ServerMetrics:
-    """Reads a server's `/metrics`."""
+    """Reads the `/metrics` page of a server."""
 
-    def __init__(self, address: Address, path: str) -> None:
-        self._address = address
+    def __init__(self, server: Endpoint, path: str) -> None:
+        self._server = server
         self._path = path
 
     async def read(self) -> Scrape | None:
-        """None where there is no such page, or it is another server's."""
+        """None if the page is absent, or another kind of server wrote it."""
         try:
-            async with request(self._address, "GET", self._path) as response:
-                body = await response.read()
-            scrape = Scrape.parse(body.decode()) if response.status == 200 else None
+            status, body = await fetch(self._server, "GET", self._path)
+            scrape = Scrape.parse(body.decode()) if status == 200 else None
         except (RequestFailed, ValueError):
             return None
         return scrape if scrape is not None and scrape.values else None
