@@ -13,9 +13,9 @@ import pytest
 import trio
 from websockets.sync.server import serve
 
-from trioengine.cli.answering import write_answer
 from trioengine.cli.app import run
-from trioengine.cli.json_line import json_line
+from trioengine.cli.generate import write_answer
+from trioengine.cli.tty import json_line
 from trioengine.core.completion import Chunk, Completion
 from trioengine.core.messages import FinishReason, Usage
 

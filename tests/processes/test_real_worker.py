@@ -289,7 +289,7 @@ def test_cold_imports():
         ("trioengine.worker.process", ("trio", "torch", "numpy")),
         ("trioengine.actors.engine", ("torch", "gguf", "numpy")),
         ("trioengine.serve", ("torch", "numpy", "rich", "matplotlib")),
-        ("trioengine.cli.serving", ("torch", "rich", "matplotlib")),
+        ("trioengine.cli.serve", ("torch", "rich", "matplotlib")),
         ("trioengine.client.client", ("torch", "tokenizers", "prometheus_client")),
         ("trioengine.cli", ("torch", "trio")),
     ]:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from trioengine.cli import fuzzing
+from trioengine.cli import fuzz
 from trioengine.cli.app import run
 from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.program import Program, ReplayFile
@@ -15,7 +15,7 @@ from trioengine.testing.mutants import MUTANTS
 
 INTERRUPTED = """
 import signal, sys
-from trioengine.cli import fuzzing, main
+from trioengine.cli import fuzz, main
 from trioengine.testing.fuzz import runner
 from trioengine.testing.fuzz.runner import Fuzzer
 
@@ -107,7 +107,7 @@ def test_what_was_kept_before_stays_if_nothing_is_found(tmp_path):
 
 @pytest.mark.parametrize(("examples", "shares"), [(1, [1, 1, 1]), (3, [1, 1, 1]), (20, [7, 7, 6]), (300, [100] * 3)])
 def test_the_shares_add_up(examples, shares):
-    assert fuzzing.shares(examples, 3) == shares
+    assert fuzz.shares(examples, 3) == shares
 
 
 @pytest.mark.parametrize("more", [[], ["--mutant", "none"]])
@@ -164,9 +164,9 @@ def test_an_interrupt_ends_it_and_keeps_what_was_found(tmp_path, when):
 
 
 def test_what_fails_without_the_mutant_is_no_mutants_finding(monkeypatch, capsys):
-    monkeypatch.setattr(fuzzing, "MUTANTS", {"F3": MUTANTS["F3"], "F25": MUTANTS["F25"]})
-    replayed = fuzzing._replayed
-    monkeypatch.setattr(fuzzing, "_replayed", lambda *program: (replayed(*program)[0], ValueError("a bug of ours")))
+    monkeypatch.setattr(fuzz, "MUTANTS", {"F3": MUTANTS["F3"], "F25": MUTANTS["F25"]})
+    replayed = fuzz._replayed
+    monkeypatch.setattr(fuzz, "_replayed", lambda *program: (replayed(*program)[0], ValueError("a bug of ours")))
     assert run(["fuzz", "--mutants", "--seeds", "1"]) == 1
     printed = capsys.readouterr()
     assert printed.err.count("0 of 1") == 2 and "WITHOUT F3, too: a bug of ours" in printed.err

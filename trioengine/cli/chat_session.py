@@ -13,7 +13,7 @@ from trioengine.actors.engine import Engine, open_engine
 from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
 from trioengine.aio.nursery import open_unwrapped_nursery
-from trioengine.cli.complaints import complain
+from trioengine.cli.errors import warn
 from trioengine.cli.progress import progress_bars
 from trioengine.client.address import Address
 from trioengine.client.client import connect
@@ -26,45 +26,45 @@ from trioengine.core.lifecycle import Power
 AnySession: TypeAlias = Session | RemoteSession
 AnyGeneration: TypeAlias = Generation | RemoteGeneration
 History: TypeAlias = Sequence[Mapping[str, Any]]  # chat messages
-Tell: TypeAlias = Callable[[str], object]  # a notice beside the answers
-OpenSession: TypeAlias = Callable[[History, Tell], AbstractAsyncContextManager[AnySession]]
+Notify: TypeAlias = Callable[[str], object]  # a notice beside the answers
+OpenSession: TypeAlias = Callable[[History, Notify], AbstractAsyncContextManager[AnySession]]
 
 
-def tell_on_stderr(text: str) -> None:
+def notify_on_stderr(text: str) -> None:
     """Write a line to stderr, on a terminal perhaps in the middle of an answer."""
-    complain(text, before="\n" if sys.stderr.isatty() else "")
+    warn(text, before="\n" if sys.stderr.isatty() else "")
 
 
 @asynccontextmanager
 async def local_session(
-    config: EngineConfig, history: History = (), tell: Tell = tell_on_stderr
+    config: EngineConfig, history: History = (), notify: Notify = notify_on_stderr
 ) -> AsyncIterator[AnySession]:
-    """A session of an engine of its own, whose start is shown on a terminal; `tell` gets the loss of a worker."""
+    """A session of an engine of its own, whose start is shown on a terminal; `notify` gets the loss of a worker."""
     with progress_bars() as bars:
         async with (
             open_engine(config, on_progress=bars.download, on_load=bars.loading) as engine,
             open_unwrapped_nursery() as nursery,
             engine.open_session(history=history) as session,
         ):
-            nursery.start_soon(_tell_losses, engine, tell)
+            nursery.start_soon(_report_worker_losses, engine, notify)
             yield session
             nursery.cancel_scope.cancel()
 
 
-async def _tell_losses(engine: Engine, tell: Tell) -> None:
+async def _report_worker_losses(engine: Engine, notify: Notify) -> None:
     is_lost = False
     with engine.states() as states:
         async for state in states:
             if state.power is (Power.AWAKE if is_lost else Power.RESTARTING):
                 is_lost = not is_lost
-                tell("the worker was lost; the engine is restarting" if is_lost else "the engine is awake")
+                notify("the worker was lost; the engine is restarting" if is_lost else "the engine is awake")
 
 
 @asynccontextmanager
 async def remote_session(
-    url: str, api_key: str | None, model: str | None, history: History = (), tell: Tell = tell_on_stderr
+    url: str, api_key: str | None, model: str | None, history: History = (), notify: Notify = notify_on_stderr
 ) -> AsyncIterator[AnySession]:
-    """A session of a server that runs; `tell` gets the changes of its engine's state: it loads, restarts, sleeps,
+    """A session of a server that runs; `notify` gets the changes of its engine's state: it loads, restarts, sleeps,
     is updated or drains, or is awake again.
 
     A URL that is none is the fault of the option `connect`: InvalidConfig.
@@ -74,22 +74,22 @@ async def remote_session(
     except InvalidConfig as exc:
         raise InvalidConfig(str(exc).replace("url", "connect", 1), fields=("connect",)) from exc
 
-    def tell_state(state: str) -> None:
+    def notify_state(state: str) -> None:
         waits = "; a message waits until it is awake: trioengine wake" if state == "sleeping" else ""
-        tell(f"the engine is {state}{waits}")
+        notify(f"the engine is {state}{waits}")
 
     async with (
-        connect(url, api_key=api_key, model=model, on_state=tell_state) as client,
+        connect(url, api_key=api_key, model=model, on_state=notify_state) as client,
         client.open_session(wait=True, history=history) as session,
     ):
         yield session
 
 
 @asynccontextmanager
-async def open_chat(open_session: OpenSession, tell: Tell) -> AsyncIterator[ChatSession]:
+async def open_chat(open_session: OpenSession, notify: Notify) -> AsyncIterator[ChatSession]:
     """A chat, whose first session is opened, and whose last one is left with it."""
     async with open_unwrapped_nursery() as nursery:
-        chat = ChatSession(open_session, tell, nursery)
+        chat = ChatSession(open_session, notify, nursery)
         await chat.opened()
         yield chat
         await chat.leave()
@@ -101,9 +101,9 @@ class ChatSession:
     A task of its own has the session open, so that opening it can be cancelled.
     """
 
-    def __init__(self, open_session: OpenSession, tell: Tell, nursery: trio.Nursery) -> None:
+    def __init__(self, open_session: OpenSession, notify: Notify, nursery: trio.Nursery) -> None:
         self._open_session = open_session
-        self._tell = tell
+        self._notify = notify
         self._nursery = nursery  # of the task
         self._history: History = ()  # of the next one
         self._session: AnySession | None = None
@@ -122,7 +122,7 @@ class ChatSession:
     async def _hold(self, task_status: trio.TaskStatus[AnySession]) -> None:
         self._is_left, self._has_ended = trio.Event(), trio.Event()
         try:
-            async with self._open_session(self._history, self._tell) as session:
+            async with self._open_session(self._history, self._notify) as session:
                 task_status.started(session)
                 await self._is_left.wait()
         finally:

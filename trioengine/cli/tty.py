@@ -1,14 +1,68 @@
-"""Text on a terminal: printable characters only, in lines that break at words."""
+"""The keys that are typed on a terminal: when they are shown, and that none is lost."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+import sys
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
-from rich.cells import get_character_cell_size
+from trioengine.core.printable import UNPRINTABLE, printable_lines
 
-from trioengine.core.printable import printable_lines
+STDIN = 0
+_LOCAL_FLAGS = 3  # their place among the settings
+
+
+def on_terminal() -> bool:
+    """Whether a user types, and reads the answers."""
+    return os.isatty(STDIN) and sys.stdout.isatty()
+
+
+@contextmanager
+def hide_keys() -> Iterator[None]:
+    """Keys are kept and not shown in the body, if standard input and output are a terminal.
+
+    They are not mixed with an answer, and the editor of the next line gets and shows all of them, Ctrl+D as well.
+    """
+    if not on_terminal():
+        yield
+        return
+    with restore_terminal():
+        _change(off=termios.ECHO | termios.ICANON)
+        yield
+
+
+@contextmanager
+def keep_keys_at_interrupt() -> Iterator[None]:
+    """Ctrl+C in the body does not discard the keys that were typed and not yet read."""
+    with restore_terminal():
+        _change(on=termios.NOFLSH)
+        yield
+
+
+def show_keys(*, edited_by_terminal: bool) -> None:
+    """Show the keys from now on: for an editor of lines in this process, or for the terminal's own."""
+    _change(on=termios.ECHO | (termios.ICANON if edited_by_terminal else 0))
+
+
+@contextmanager
+def restore_terminal() -> Iterator[None]:
+    """After the body the terminal has the settings that it had before."""
+    settings = termios.tcgetattr(STDIN)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(STDIN, termios.TCSANOW, settings)
+
+
+def _change(*, off: int = 0, on: int = 0) -> None:
+    settings = termios.tcgetattr(STDIN)
+    settings[_LOCAL_FLAGS] = settings[_LOCAL_FLAGS] & ~off | on
+    termios.tcsetattr(STDIN, termios.TCSANOW, settings)
+
 
 _TAB_STOP = 8
 _COLUMNS = 80  # of a terminal that does not report its size
@@ -53,6 +107,9 @@ class WordWrap:
     """
 
     def __init__(self, width: Callable[[], int]) -> None:
+        from rich.cells import get_character_cell_size  # here, as `--help` and `chat` begin without rich
+
+        self._cells_of = get_character_cell_size
         self._width = width
         self._column = 0  # behind the text that was written
         self._space = ""  # between that and the word
@@ -84,7 +141,7 @@ class WordWrap:
             word = self._end_word(width)
             self._space += character
             return word
-        cells = get_character_cell_size(character)
+        cells = self._cells_of(character)
         before = self._end_word(width) if cells == 2 else ""  # a line may break before and after a wide character
         self._word += character
         self._cells += cells
@@ -106,3 +163,11 @@ def _advanced(column: int, space: str) -> int:
     for character in space:
         column += 1 if character == " " else _TAB_STOP - column % _TAB_STOP
     return column
+
+
+_ESCAPES = {code: f"\\u{code:04x}" for code in UNPRINTABLE}
+
+
+def json_line(content: object) -> str:
+    """The content as JSON on one line; characters that a terminal must not get are escaped, others are not."""
+    return json.dumps(content, ensure_ascii=False).translate(_ESCAPES) + "\n"

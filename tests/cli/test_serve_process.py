@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 from trioengine import EngineConfig
-from trioengine.cli.serving import COLLECT_AFTER, _serve
+from trioengine.cli.serve import COLLECT_AFTER, _serve
 from trioengine.core.errors import InvalidConfig
 from trioengine.core.serve_config import ServeConfig
 from trioengine.serve.server import serve

@@ -13,8 +13,7 @@ import trio
 
 from trioengine.actors.engine import Engine
 from trioengine.aio.nursery import open_unwrapped_nursery
-from trioengine.cli.logs import configure_logs, log_what_python_prints
-from trioengine.cli.worker_log import logged_workers
+from trioengine.cli.logs import configure_logs, log_what_python_prints, logged_workers
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError
 from trioengine.core.serve_config import ServeConfig
@@ -31,7 +30,7 @@ logger = logging.getLogger("trioengine")
 COLLECT_AFTER = (10_000, 20, 20)  # objects, and collections of those younger
 
 
-def serve_until_told(
+def run_server(
     config: EngineConfig, serve_config: ServeConfig, *, log_level: str = "info", log_json: bool = False
 ) -> None:
     """Serve until SIGINT or SIGTERM. Raises EngineError when it cannot."""
@@ -67,14 +66,14 @@ async def _serve(
             run = serving if bars is None else partial(serving, on_progress=bars.download, on_load=bars.loading)
             server = await nursery.start(_and_then_cancel, run, nursery.cancel_scope)
             nursery.start_soon(obey_signals, server, shutdown_timeout)
-            nursery.start_soon(_settle_down_when_ready, server.engine)
+            nursery.start_soon(freeze_gc_when_ready, server.engine)
             for address in server.addresses:
                 logger.info("listening on http://%s", address)
             logger.info("loading %s", server.engine.config.model)
     logger.info("stopped")
 
 
-async def _settle_down_when_ready(engine: Engine) -> None:
+async def freeze_gc_when_ready(engine: Engine) -> None:
     """What is there by then stays: it may lie in huge pages, and the collector need not look at it time and again.
 
     Nor need it look as often for what comes: streams make little garbage with cycles, and many objects, every 700 of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trioengine.cli.screen import WordWrap
+from trioengine.cli.tty import WordWrap
 
 
 def wrapped(text, width, size=1):

@@ -6,10 +6,9 @@ import sys
 
 import trio
 
-from trioengine.cli.complaints import complain
-from trioengine.cli.json_line import json_line
-from trioengine.cli.screen import Screen
-from trioengine.cli.sessions import AnyGeneration, AnySession, local_session
+from trioengine.cli.chat_session import AnyGeneration, AnySession, local_session
+from trioengine.cli.errors import warn
+from trioengine.cli.tty import Screen, json_line
 from trioengine.core.completion import Completion
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import RequestRejected
@@ -20,11 +19,11 @@ from trioengine.core.sampling_params import SamplingParams
 
 def print_answer(config: EngineConfig, prompt: str, params: SamplingParams, *, as_json: bool) -> None:
     """Stream one answer to stdout, or print it as one JSON object. Raises RequestRejected for a bad prompt."""
-    check_prompt(prompt)
+    require_prompt(prompt)
     trio.run(_print_answer, config, prompt, params, as_json)
 
 
-def check_prompt(prompt: str) -> None:
+def require_prompt(prompt: str) -> None:
     """Raises RequestRejected for what is no prompt."""
     if not prompt.strip():
         raise RequestRejected("empty_prompt", "prompt is empty", param="prompt")
@@ -70,7 +69,7 @@ async def write_answer(generation: AnyGeneration) -> None:
     elif cause is Cause.CLIENT:
         await write("(stopped)\n")
     elif cause is not None:
-        complain(f"the answer was cut off ({cause.value})")
+        warn(f"the answer was cut off ({cause.value})")
 
 
 async def _write_chunks(generation: AnyGeneration, screen: Screen | None) -> None:

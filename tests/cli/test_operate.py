@@ -8,8 +8,8 @@ from operated import served
 from trio.testing import memory_stream_pair
 
 from trioengine.cli.app import run
-from trioengine.cli.bench.http_client import Address
-from trioengine.cli.operating import _ask, _sentence
+from trioengine.cli.operate import _request_state, _sentence
+from trioengine.client.address import Endpoint
 from trioengine.core.errors import ConnectionLost
 from trioengine.core.lifecycle import Power
 
@@ -176,10 +176,10 @@ STRANGERS = [
     (b"HTTP/1.1 500 Oh\r\ncontent-length: 4\r\n\r\nnull", "toy does not answer as trioengine does: HTTP status 500"),
     (
         b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{}",
-        "the server closed the connection before the end of its answer",
+        "the server closed the connection before the end of its response",
     ),
-    (b"", "the server closed the connection before the end of its answer"),
-    (b"SSH-2.0", "the server closed the connection before the end of its answer"),
+    (b"", "the server closed the connection before the end of its response"),
+    (b"SSH-2.0", "the server closed the connection before the end of its response"),
 ]
 
 
@@ -192,13 +192,13 @@ async def test_another_server(answer, message):
         return ours
 
     with pytest.raises(ConnectionLost) as lost:
-        await _ask(Address(dial, "toy"), "POST", "/sleep")
+        await _request_state(Endpoint("toy", "/", [], dial), "POST", "/sleep")
     assert str(lost.value) == message
 
 
 @pytest.mark.parametrize("command", ["status", "sleep", "wake"])
 def test_without_connect_it_is_the_local_server(monkeypatch, command):
     asked = []
-    monkeypatch.setattr("trioengine.cli.operating.operate", lambda url, *arguments, **how: asked.append(url))
+    monkeypatch.setattr("trioengine.cli.operate.operate", lambda url, *arguments, **how: asked.append(url))
     assert run([command]) == 0
     assert asked == ["http://127.0.0.1:8000"]

@@ -6,10 +6,9 @@ import os
 import pytest
 
 from trioengine import RequestRejected, SamplingParams
-from trioengine.cli import standard_input
-from trioengine.cli.answering import answer
-from trioengine.cli.chatting import converse
-from trioengine.cli.standard_input import Lines
+from trioengine.cli import chat
+from trioengine.cli.chat import Lines, converse
+from trioengine.cli.generate import answer
 from trioengine.testing import simulated_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -31,8 +30,8 @@ async def test_lines_of_a_pipe():
 )
 async def test_a_line_that_is_too_long(monkeypatch, data):
     """With its end or without: what is read is bounded, and what comes before it is answered."""
-    monkeypatch.setattr(standard_input, "MAX_LINE", 16)
-    monkeypatch.setattr(standard_input, "_CHUNK", 5)
+    monkeypatch.setattr(chat, "MAX_LINE", 16)
+    monkeypatch.setattr(chat, "_CHUNK", 5)
     readable, writable = os.pipe()
     lines = Lines(readable)
     os.write(writable, b"y" * 16 + b"\n" + data)

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from trioengine.cli.sources import warn_of_unknown_variables
+from trioengine.cli.sources import warn_about_unknown_variables
 from trioengine.core.bounds import brief
 from trioengine.core.suggestion import did_you_mean
 
@@ -96,7 +96,7 @@ class PanelCommand(TyperCommand):
             rest = super().parse_args(ctx, args)
         except typer.TyperException as exc:
             exc.ctx = ctx  # type: ignore[attr-defined]  # the parser leaves it out
-            warn_of_unknown_variables(ctx)
+            warn_about_unknown_variables(ctx)
             raise
         if rest:
             takes_prompt = any(parameter.name == "prompt" for parameter in self.params)

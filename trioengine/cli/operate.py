@@ -1,4 +1,4 @@
-"""`trioengine sleep`, `wake` and `status`: what an operator asks of a server that runs."""
+"""`trioengine sleep`, `wake` and `status`: an operator's requests to a running server."""
 
 from __future__ import annotations
 
@@ -9,59 +9,56 @@ from urllib.parse import urlencode
 
 import trio
 
-from trioengine.cli.bench.http_client import Address, BackendError, exchange
-from trioengine.cli.json_line import json_line
-from trioengine.client import address
+from trioengine.cli.http_client import RequestFailed, endpoint_at, fetch
+from trioengine.cli.tty import json_line
+from trioengine.client.address import PATH, Endpoint
 from trioengine.client.problems import error_of
 from trioengine.core.bounds import is_key
 from trioengine.core.errors import ConnectionLost, EngineError, InvalidConfig, RequestRejected
 from trioengine.core.printable import printable
 
+_STATE = ("is_sleeping", "level", "tags", "power", "weight_version")
 _KEY_REFUSALS = ("invalid_api_key", "admin_key_required")
 
 
 def operate(
     url: str, admin_key: str | None, method: str, path: str, given: Mapping[str, object], *, as_json: bool
 ) -> None:
-    """Ask, and print the state that the engine has then; interrupted, what was asked for goes on.
+    """Send a request to the server's operator routes, and print the state of the engine after it.
 
-    `given` are parameters; those that are None are left out. Raises InvalidConfig for a URL or a key that is none,
-    RequestRejected for what the server does not take, the key among it, EngineError where it cannot be done.
+    `given` are query parameters; None leaves one out. Interrupted, the server still carries the request out. Raises
+    InvalidConfig for a bad URL or key, RequestRejected if the server refuses the request or the key, EngineError if
+    it cannot be carried out.
     """
-    target = f"{_prefix(url)}{path}"
+    try:
+        server = endpoint_at(url, admin_key)
+    except InvalidConfig as exc:
+        raise InvalidConfig(str(exc).replace("url", "connect", 1), fields=("connect",)) from exc
     if admin_key is not None and not is_key(admin_key):
         raise InvalidConfig.of("admin_key", "must be one key of visible ASCII characters")
+    base = server.target.partition("?")[0].removesuffix(PATH).rstrip("/")
     query = urlencode({name: value for name, value in given.items() if value is not None}, doseq=True)
-    state = trio.run(_ask, Address.of(url, admin_key), method, f"{target}?{query}" if query else target)
+    state = trio.run(_request_state, server, method, f"{base}{path}?{query}" if query else f"{base}{path}")
     print(json_line(state) if as_json else f"{_sentence(state)}\n", end="")
 
 
-def _prefix(url: str) -> str:
-    """What stands before the server's own paths."""
+async def _request_state(server: Endpoint, method: str, target: str) -> Mapping[str, Any]:
     try:
-        target = address.Address.parse(url, None).target
-    except InvalidConfig as exc:
-        raise InvalidConfig(str(exc).replace("url", "connect", 1), fields=("connect",)) from exc
-    return target.partition("?")[0].removesuffix(address.PATH).rstrip("/")
-
-
-async def _ask(server: Address, method: str, target: str) -> Mapping[str, Any]:
-    try:
-        async with exchange(server, method, target) as response:
-            status, body = response.status, await response.read()
-    except BackendError as exc:
+        status, body = await fetch(server, method, target)
+    except RequestFailed as exc:
         raise ConnectionLost(str(exc)) from exc
     try:
         content = json.loads(body)
         if status == 200:
-            return {name: content[name] for name in ("is_sleeping", "level", "tags", "power", "weight_version")}
+            return {name: content[name] for name in _STATE}
         error = error_of({"type": None, **content["error"]})
     except (ValueError, LookupError, TypeError) as exc:
-        raise ConnectionLost(f"{server.host} does not answer as trioengine does: HTTP status {status}") from exc
-    raise _explained(error)
+        raise ConnectionLost(f"{server.authority} does not answer as trioengine does: HTTP status {status}") from exc
+    raise _with_option(error)
 
 
-def _explained(error: EngineError) -> EngineError:
+def _with_option(error: EngineError) -> EngineError:
+    """The error, which names the option --admin-key if it is about the key."""
     if isinstance(error, RequestRejected) and error.code in _KEY_REFUSALS and "--admin-key" not in error.message:
         return RequestRejected(error.code, f"{error.message} (--admin-key)")
     return error
