@@ -32,7 +32,7 @@ class Operator:
         except InvariantError as exc:
             return problem_response(500, Problem(SERVER_ERROR, "invariant_violated", str(exc)))
         tasks = trio.lowlevel.current_statistics().tasks_living
-        return json_response(200, {"ok": True, "statistics": _shown(self._engine.statistics()), "tasks": tasks})
+        return json_response(200, {"ok": True, "statistics": _counts(self._engine.statistics()), "tasks": tasks})
 
     async def abort_request(self, request: Request) -> Response:
         """How many requests this call aborts; none is no error, they may have finished."""
@@ -45,7 +45,7 @@ class Operator:
         return json_response(200, {"aborted": self._in_flight.abort(text_of(id, "request_id"))})
 
 
-def _shown(statistics: Statistics) -> dict[str, Any]:
+def _counts(statistics: Statistics) -> dict[str, Any]:
     """The counts by their names; those by reason or cause are among the metrics."""
     counts = {field.name: getattr(statistics, field.name) for field in dataclasses.fields(statistics) if field.repr}
     return {**counts, "power": statistics.power.value}

@@ -63,10 +63,10 @@ class PowerSwitch:
         return self._state()
 
     def _state(self) -> Response:
-        return json_response(200, _shown(self._engine.power))
+        return json_response(200, _power_json(self._engine.power))
 
 
-def _shown(state: PowerState) -> dict[str, Any]:
+def _power_json(state: PowerState) -> dict[str, Any]:
     """vLLM's `is_sleeping`, and more."""
     return {
         "is_sleeping": bool(state.asleep),

@@ -12,13 +12,13 @@ from trioengine.serve.fields import as_served, check_fixed, known_fields, shown,
 from trioengine.serve.problem import ClientError
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # and the templates'
-_FIXED: Mapping[str, tuple[Any, ...]] = {  # in answers that come back, but for names
+_MESSAGE_FIXED: Mapping[str, tuple[Any, ...]] = {  # in answers that come back, but for names
     "tool_calls": ([],),
     "annotations": ([],),
     "name": (),
 }
 IMAGE = "image_url"  # the type of an image's part, and the field that has its URL
-_FIELDS = frozenset({"role", "content", *_FIXED})
+_MESSAGE_FIELDS = frozenset({"role", "content", *_MESSAGE_FIXED})
 
 
 def image_refusal(engine: Engine, model: str) -> str:
@@ -52,8 +52,8 @@ def _message(value: object, where: str, refusal: str) -> dict[str, Any]:
         message = f"{where}.role must be one of {', '.join(_ROLES)}, got {shown(role)}"
         code = "invalid_value" if role is None or isinstance(role, str) else "invalid_type"
         raise ClientError(code, message, param=f"{where}.role")
-    known_fields(fields, _FIELDS, where)
-    check_fixed(fields, _FIXED, where)
+    known_fields(fields, _MESSAGE_FIELDS, where)
+    check_fixed(fields, _MESSAGE_FIXED, where)
     refusal = refusal if role == "user" else f"a message of the role {role} has no images"
     return {"role": _ROLES[role], "content": _content(fields.get("content"), f"{where}.content", refusal)}
 

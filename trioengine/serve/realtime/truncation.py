@@ -12,7 +12,7 @@ from trioengine.serve.problem import ClientError
 
 _NAMES: Mapping[str, Overflow] = {"auto": "drop_oldest_turns", "disabled": "refuse"}
 _RATIO = "retention_ratio"
-_FIXED: Mapping[str, tuple[Any, ...]] = {"type": (_RATIO,), "token_limits": ()}
+_TRUNCATION_FIXED: Mapping[str, tuple[Any, ...]] = {"type": (_RATIO,), "token_limits": ()}
 
 
 class Truncation(NamedTuple):
@@ -44,11 +44,11 @@ def parse_truncation(value: object, where: str) -> Truncation:
 
 
 def _retention(value: Mapping[str, Any], where: str) -> Truncation:
-    fields = known_fields(value, {_RATIO, *_FIXED}, where)
+    fields = known_fields(value, {_RATIO, *_TRUNCATION_FIXED}, where)
     for name in ("type", _RATIO):
         if fields.get(name) is None:
             raise ClientError("missing_parameter", f"{where}.{name} is missing", param=f"{where}.{name}")
-    check_fixed(fields, _FIXED, where)
+    check_fixed(fields, _TRUNCATION_FIXED, where)
     try:
         ratio = number(fields[_RATIO], 0, 1)
     except ValueError as exc:
