@@ -8,9 +8,9 @@ from frames import HANDSHAKE, HEALTH, frame, read_until, request
 from loopback import on_loopback
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine.serve.front_door import BEYOND_TIMEOUT, MAX_BEYOND
-from trioengine.serve.places import MAX_LEAVING, SHARE, Displaced, Places, network_of
-from trioengine.serve.sockets import LINGER_TIMEOUT
+from trioengine.serve.body import LINGER_TIMEOUT
+from trioengine.serve.connection import BEYOND_TIMEOUT, MAX_BEYOND
+from trioengine.serve.limits import MAX_LEAVING, SHARE, Displaced, Places, network_of
 from trioengine.testing import simulated_engine
 
 VERSION = request("/version")

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from trioengine.cli.logs import configure_logs
-from trioengine.serve.log_fields import CLIENT, REQUEST_ID, about
+from trioengine.serve.access_log import CLIENT, REQUEST_ID, about
 
 
 @pytest.fixture

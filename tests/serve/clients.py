@@ -14,7 +14,7 @@ from trio_websocket import wrap_client_stream
 from trioengine import Engine, EngineConfig
 from trioengine.actors.observer import Observer
 from trioengine.serve import ServeConfig, Server
-from trioengine.serve.byte_budget import ByteBudget, Held
+from trioengine.serve.limits import ByteBudget, Held
 from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulation import DEFAULT_LIMITS
 

@@ -6,9 +6,9 @@ import trio
 from frames import request
 from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
-from trioengine.serve.access import Access
-from trioengine.serve.departures import Departures
-from trioengine.serve.front_door import FrontDoor
+from trioengine.serve.auth import Access
+from trioengine.serve.body import Departures
+from trioengine.serve.connection import FrontDoor
 from trioengine.serve.http import json_response
 from trioengine.serve.routes import Route
 

@@ -9,7 +9,7 @@ from trio.testing import wait_all_tasks_blocked
 from trio_websocket import HandshakeError
 
 from trioengine.core.serve_config import ServeConfig
-from trioengine.serve.access import Access
+from trioengine.serve.auth import Access
 from trioengine.serve.http import BadRequest, Request
 from trioengine.serve.routes import Role
 

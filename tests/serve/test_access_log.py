@@ -9,10 +9,9 @@ from clients import CHAT, chat, open_clients, read_all, status_and_body
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine.cli.logs import JsonFormatter
-from trioengine.serve.access_log import request_id
+from trioengine.serve.access_log import REQUEST_ID, ContextFilter, about, request_id
 from trioengine.serve.http import Request
-from trioengine.serve.log_fields import REQUEST_ID, ContextFilter, about
-from trioengine.serve.openai.chat_request import ChatRequest
+from trioengine.serve.openai.request import ChatRequest
 
 ACCESS = "trioengine.access"
 

@@ -5,7 +5,7 @@ import trio
 from realtime_texts import GREEDY, LONG, assistant, reference, text_of, user
 
 from trioengine.core.outcome import Cause
-from trioengine.serve.realtime.beside import MAX_BESIDE
+from trioengine.serve.realtime.response import MAX_BESIDE
 
 NONE = {"conversation": "none"}
 WHOLE = {**GREEDY, "ignore_eos": True}  # however it goes, of the same length

@@ -9,10 +9,10 @@ from clients import CHAT, chat, events_of
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine.actors.generation import Generation
+from trioengine.serve.body import Body
 from trioengine.serve.http import Request
 from trioengine.serve.openai.chat import _Answer
-from trioengine.serve.openai.chat_request import ChatRequest
-from trioengine.serve.streaming import Body
+from trioengine.serve.openai.request import ChatRequest
 from trioengine.testing import toy_answer
 from trioengine.testing.toy_model import toy_logprobs
 

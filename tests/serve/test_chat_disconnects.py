@@ -14,7 +14,7 @@ from trioengine import EngineConfig
 from trioengine.core.messages import AddMessage
 from trioengine.core.outcome import Cause
 from trioengine.serve import ServeConfig
-from trioengine.serve.streaming import KEEP_ALIVE
+from trioengine.serve.body import KEEP_ALIVE
 from trioengine.testing import simulated_engine, toy_answer
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.simulation import DEFAULT_LIMITS

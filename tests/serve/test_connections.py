@@ -6,9 +6,9 @@ from clients import Clients, status_and_body
 from frames import HANDSHAKE, HEALTH, event, read_until, request
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine.serve.descriptors import RESERVE, affordable
-from trioengine.serve.front_door import BEYOND_TIMEOUT, MAX_BEYOND
-from trioengine.serve.sockets import LINGER_TIMEOUT
+from trioengine.serve.body import LINGER_TIMEOUT
+from trioengine.serve.connection import BEYOND_TIMEOUT, MAX_BEYOND
+from trioengine.serve.limits import RESERVE, affordable
 from trioengine.testing import simulated_engine
 
 VERSION = request("/version")

@@ -20,7 +20,7 @@ from clients import first_token
 from trioengine import EngineConfig
 from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.serve import ServeConfig, serve
-from trioengine.serve.openai.chat_request import _FIELDS
+from trioengine.serve.openai.request import _FIELDS
 from trioengine.testing import Simulation, toy_answer
 from trioengine.testing.simulated_worker import Behaviour
 

@@ -7,8 +7,8 @@ from clients import CHAT, chat, open_clients
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trioengine.serve.json_object import MAX_DEPTH, load_object
-from trioengine.serve.problem import ClientError
+from trioengine.serve.errors import ClientError
+from trioengine.serve.parsing import MAX_DEPTH, load_object
 
 
 def nested(depth, opening="[", closing="]"):

@@ -14,8 +14,7 @@ from trioengine.actors.engine import Engine
 from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
 from trioengine.serve import Server
-from trioengine.serve.metrics.histogram import Histogram
-from trioengine.serve.metrics.histograms import HISTOGRAMS
+from trioengine.serve.metrics import HISTOGRAMS, Histogram
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.worker.scheduling.limits import Limits

@@ -17,10 +17,10 @@ from trio_websocket import ConnectionClosed, wrap_client_stream
 
 from trioengine import EngineConfig, EngineError, InvalidConfig, WorkerLost
 from trioengine.actors.engine import open_unwrapped_nursery
+from trioengine.cli.process import obey_signals
 from trioengine.core.messages import Fatal, FatalCode
 from trioengine.serve import ServeConfig, Server, serve
-from trioengine.serve.signals import obey_signals
-from trioengine.serve.sockets import address, guard
+from trioengine.serve.body import address, guard
 from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 
@@ -171,7 +171,7 @@ async def test_the_first_signal_drains_and_the_second_aborts():
 STUBBORN = """
 import trio
 import trio.testing
-from trioengine.serve.signals import obey_signals
+from trioengine.cli.process import obey_signals
 
 class Stubborn:
     async def drain(self, timeout):

@@ -9,10 +9,9 @@ from clients import HttpClient, receive_late
 from doors import front_door
 from trio.testing import lockstep_stream_pair, memory_stream_pair, wait_all_tasks_blocked
 
+from trioengine.serve.body import CHUNK, KEEP_ALIVE, Body, Disconnected, Sender, StreamingResponse
+from trioengine.serve.errors import ClientError
 from trioengine.serve.http import json_response
-from trioengine.serve.problem import ClientError
-from trioengine.serve.sockets import CHUNK, Sender
-from trioengine.serve.streaming import KEEP_ALIVE, Body, Disconnected, StreamingResponse
 
 LONG = bytes(range(256)) * 50_000
 

@@ -19,8 +19,7 @@ from trioengine.actors.ports import Ports, spawn_worker
 from trioengine.actors.supervisor import LOSS_FIELDS
 from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.core.printable import printable, printable_lines
-from trioengine.serve.access_log import FIELDS
-from trioengine.serve.log_fields import CONTEXT, ContextFilter
+from trioengine.serve.access_log import CONTEXT, FIELDS, ContextFilter
 
 
 def configure_logs(level: str, *, as_json: bool) -> None:

@@ -14,14 +14,13 @@ import trio
 from trioengine.actors.engine import Engine
 from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.cli.logs import configure_logs, log_what_python_prints, logged_workers
+from trioengine.cli.process import use_huge_pages
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError
 from trioengine.core.serve_config import ServeConfig
 from trioengine.hub.pull import locate
-from trioengine.serve.descriptors import raise_limit
-from trioengine.serve.huge_pages import use_huge_pages
+from trioengine.serve.limits import raise_limit
 from trioengine.serve.server import serve
-from trioengine.serve.signals import obey_signals
 
 if TYPE_CHECKING:
     from trioengine.cli.progress import Bars

@@ -11,10 +11,10 @@ from trioengine import __version__
 from trioengine.actors.engine import Engine
 from trioengine.core.lifecycle import Power
 from trioengine.core.suggestion import did_you_mean
+from trioengine.serve.errors import INVALID_REQUEST, ClientError, Problem
 from trioengine.serve.http import Handler, Request, Response, error_response, json_response, problem_response
-from trioengine.serve.metrics.metrics import CONTENT_TYPE, Metrics
-from trioengine.serve.problem import INVALID_REQUEST, ClientError, Problem
-from trioengine.serve.query import read_query
+from trioengine.serve.metrics import CONTENT_TYPE, Metrics
+from trioengine.serve.parsing import read_query
 
 REALTIME = "/v1/realtime"
 HOME = (

@@ -20,26 +20,20 @@ from trioengine.core.errors import EngineError, InvalidConfig
 from trioengine.core.lifecycle import PowerEvent
 from trioengine.core.outcome import Cause
 from trioengine.core.serve_config import ServeConfig
-from trioengine.serve.access import Access
-from trioengine.serve.byte_budget import ByteBudget, Held
-from trioengine.serve.departures import Departures
-from trioengine.serve.descriptors import affordable
-from trioengine.serve.front_door import FrontDoor
+from trioengine.serve.admin import operator_routes, power_routes
+from trioengine.serve.auth import Access, is_loopback, warn_of_short_keys
+from trioengine.serve.body import Departures, address
+from trioengine.serve.connection import FrontDoor
 from trioengine.serve.http import Request
-from trioengine.serve.in_flight import InFlight
-from trioengine.serve.keys import warn_of_short_keys
-from trioengine.serve.metrics.metrics import Metrics
-from trioengine.serve.openai.chat_request import check_model
+from trioengine.serve.limits import ByteBudget, Held, InFlight, affordable
+from trioengine.serve.metrics import Metrics
+from trioengine.serve.openai.models import Tokenization
+from trioengine.serve.openai.request import check_model
 from trioengine.serve.openai.routes import openai_routes
-from trioengine.serve.operator import operator_routes
-from trioengine.serve.origins import is_loopback
-from trioengine.serve.power import power_routes
-from trioengine.serve.query import read_query
-from trioengine.serve.realtime.answering import Answering
+from trioengine.serve.parsing import read_query
 from trioengine.serve.realtime.connection import CLOSE_TIMEOUT, RealtimeConnection
+from trioengine.serve.realtime.response import Answering
 from trioengine.serve.routes import Routes, post, routes
-from trioengine.serve.sockets import address
-from trioengine.serve.tokenization import Tokenization
 from trioengine.serve.websocket import AcceptedWebSocket
 
 ABORT_TIMEOUT = 1.0  # seconds that the connections have after an abort, to say how they end

@@ -9,7 +9,7 @@ from contextlib import suppress
 import trio
 from trio.testing import MemoryReceiveStream
 
-from trioengine.serve.sockets import Bytes
+from trioengine.serve.body import Bytes
 from trioengine.testing.wire import Wire, WireEnd
 
 PORTION, BUFFERED = 512, 1024  # bytes that a write moves at once, and that lie between the two

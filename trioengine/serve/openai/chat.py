@@ -13,17 +13,15 @@ from trioengine.actors.generation import Completion, Generation
 from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
-from trioengine.serve.byte_budget import Held
-from trioengine.serve.cache_salt import salted
+from trioengine.serve.access_log import REQUEST_ID, SESSION
+from trioengine.serve.auth import salted
+from trioengine.serve.body import Body, StreamingResponse
+from trioengine.serve.errors import ClientError, RequestAborted, problem_of
 from trioengine.serve.http import Request, Response
-from trioengine.serve.in_flight import InFlight
-from trioengine.serve.log_fields import REQUEST_ID, SESSION
-from trioengine.serve.openai.chat_request import ChatRequest, parse_chat_request
-from trioengine.serve.openai.chat_response import KEEP_ALIVE, ChatFrames, ChatShape, error_frames
-from trioengine.serve.openai.messages import image_refusal
-from trioengine.serve.problem import ClientError, RequestAborted, problem_of
-from trioengine.serve.streaming import Body, StreamingResponse
-from trioengine.serve.threads import LONG_JSON, in_thread_if
+from trioengine.serve.limits import Held, InFlight
+from trioengine.serve.openai.request import ChatRequest, image_refusal, parse_chat_request
+from trioengine.serve.openai.response import KEEP_ALIVE, ChatFrames, ChatShape, error_frames
+from trioengine.serve.parsing import LONG_JSON, in_thread_if
 
 logger = logging.getLogger("trioengine")
 MANY_LOGPROBS = 1000  # entries; more are rendered in a thread

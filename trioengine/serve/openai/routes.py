@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trioengine.actors.engine import Engine
-from trioengine.serve.in_flight import InFlight
+from trioengine.serve.limits import InFlight
 from trioengine.serve.openai.chat import ChatCompletions
 from trioengine.serve.openai.models import MODELS, Models
 from trioengine.serve.routes import BELOW, Routes, get, post

@@ -12,13 +12,12 @@ from trio_websocket import ConnectionClosed
 
 from trioengine.core.errors import EngineError
 from trioengine.core.serve_config import ConnectionLimits
-from trioengine.serve.byte_budget import ALWAYS_TAKEN, Held, size_of
-from trioengine.serve.departures import Departures, log_disconnect
-from trioengine.serve.log_fields import SESSION
-from trioengine.serve.problem import ClientError, OverBudget, Problem, problem_of
-from trioengine.serve.realtime.answering import Answering
-from trioengine.serve.realtime.beside import Beside
-from trioengine.serve.realtime.client_events import (
+from trioengine.serve.access_log import SESSION
+from trioengine.serve.body import Departures, log_disconnect
+from trioengine.serve.errors import ClientError, OverBudget, Problem, problem_of
+from trioengine.serve.limits import ALWAYS_TAKEN, Held, size_of
+from trioengine.serve.parsing import LONG_JSON, in_thread_if
+from trioengine.serve.realtime.events import (
     ClientEvent,
     Conversation,
     EventError,
@@ -29,16 +28,13 @@ from trioengine.serve.realtime.client_events import (
     ResponseCancel,
     ResponseCreate,
     SessionUpdate,
+    keep_images,
     parse,
 )
-from trioengine.serve.realtime.engine_states import tell_states
-from trioengine.serve.realtime.item_images import keep_images
 from trioengine.serve.realtime.items import Items, chat_messages, size_of_messages
-from trioengine.serve.realtime.outbox import EVENT_FACTOR, Outbox, new_id
-from trioengine.serve.realtime.responder import Responder
-from trioengine.serve.realtime.response import Order, Response
+from trioengine.serve.realtime.outbox import EVENT_FACTOR, Outbox, new_id, tell_states
+from trioengine.serve.realtime.response import Answering, Beside, Order, Responder, Response
 from trioengine.serve.realtime.settings import Settings
-from trioengine.serve.threads import LONG_JSON, in_thread_if
 from trioengine.serve.websocket import AcceptedWebSocket
 
 logger = logging.getLogger("trioengine")

@@ -6,9 +6,9 @@ import itertools
 import json
 from typing import Any
 
-from trioengine.serve.realtime.beside import MAX_BESIDE
 from trioengine.serve.realtime.connection import GOING_AWAY, TRY_AGAIN_LATER
-from trioengine.serve.realtime.engine_states import AWAKE
+from trioengine.serve.realtime.outbox import AWAKE
+from trioengine.serve.realtime.response import MAX_BESIDE
 from trioengine.testing.fuzz.followed_response import Asked, FollowedResponse
 from trioengine.testing.fuzz.image_oracles import is_refused
 from trioengine.testing.fuzz.pictures import Content, Turn, item_content, pictures_of, text_of

@@ -10,10 +10,9 @@ from hypothesis.stateful import initialize, precondition
 
 from trioengine.core.errors import TransitionFailed
 from trioengine.core.outcome import Cause
-from trioengine.serve.realtime import answering, connection, outbox
+from trioengine.serve.realtime import connection, outbox, response
 from trioengine.serve.realtime.connection import RealtimeConnection
-from trioengine.serve.realtime.engine_states import SHOWN
-from trioengine.serve.realtime.outbox import Outbox
+from trioengine.serve.realtime.outbox import SHOWN, Outbox
 from trioengine.testing.fuzz.kept_images import ConversationImages
 from trioengine.testing.fuzz.oracles import check_worker
 from trioengine.testing.fuzz.pictures import FILES, content_of
@@ -47,7 +46,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
         self._watch_all(self.kept.watches)
         self.cancels = Cancels(self.loop.crashes)
         self._watch(RealtimeConnection, "_act", self.cancels.of_events)
-        for module in (connection, answering):
+        for module in (connection, response):
             self._watch(module, "logger", lambda _: CrashLog(self.loop.crashes))
         is_dropped = functools.partial(self.rare.saw, "a message is dropped")
         self._watch(RealtimeConnection, "_give_up", noting(is_dropped))

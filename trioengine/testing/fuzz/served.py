@@ -10,9 +10,8 @@ from hypothesis.stateful import precondition
 
 from trioengine.core.errors import TransitionFailed
 from trioengine.core.serve_config import ServeConfig
-from trioengine.serve import front_door
-from trioengine.serve.byte_budget import ByteBudget
-from trioengine.serve.places import Place
+from trioengine.serve import connection
+from trioengine.serve.limits import ByteBudget, Place
 from trioengine.serve.server import Server
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES
@@ -39,7 +38,7 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._watch(front_door, "logger", lambda _: CrashLog(self.loop.crashes))
+        self._watch(connection, "logger", lambda _: CrashLog(self.loop.crashes))
         self._watch(Place, "displace", noting(functools.partial(self.rare.saw, "a connection makes room")))
         self.clients: list[Client] = []
         self.listener = SimulatedListener()

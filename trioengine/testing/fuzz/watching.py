@@ -9,11 +9,10 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from trioengine.actors.generation import Generation
-from trioengine.serve.byte_budget import ByteBudget
-from trioengine.serve.in_flight import InFlight
-from trioengine.serve.problem import OverBudget
-from trioengine.serve.realtime.client_events import ClientEvent, ResponseCancel
+from trioengine.serve.errors import OverBudget
+from trioengine.serve.limits import ByteBudget, InFlight
 from trioengine.serve.realtime.connection import RealtimeConnection
+from trioengine.serve.realtime.events import ClientEvent, ResponseCancel
 from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox
 from trioengine.serve.realtime.response import Response, ResponseStatus
 from trioengine.testing.fuzz.callers import UNPREPARED, Oops

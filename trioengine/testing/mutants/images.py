@@ -15,7 +15,7 @@ from trioengine.actors.payload import PayloadBudget, Reservation
 from trioengine.actors.session_state import SessionState
 from trioengine.actors.worker_session import Posting
 from trioengine.core.messages import AddMessage, ImageInput, PayloadConsumed
-from trioengine.serve.realtime.item import Item
+from trioengine.serve.realtime.items import Item
 from trioengine.serve.realtime.response import Response
 from trioengine.testing.mutants.mutant import Mutant, replaced
 from trioengine.worker.scheduling.payloads import Payload

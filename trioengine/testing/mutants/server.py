@@ -10,11 +10,11 @@ import trio
 from trio_websocket import ConnectionClosed
 from wsproto.events import TextMessage
 
-from trioengine.serve.byte_budget import ByteBudget, Held
-from trioengine.serve.front_door import FrontDoor
+from trioengine.serve.body import Body
+from trioengine.serve.connection import FrontDoor
 from trioengine.serve.http import HttpConnection
+from trioengine.serve.limits import ByteBudget, Held
 from trioengine.serve.realtime.outbox import Outbox
-from trioengine.serve.streaming import Body
 from trioengine.serve.websocket import AcceptedWebSocket
 from trioengine.testing.mutants.mutant import Mutant, replaced
 

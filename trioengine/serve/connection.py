@@ -16,10 +16,19 @@ from trio_websocket import ConnectionClosed
 from wsproto.utilities import ProtocolError
 
 from trioengine.core.serve_config import ConnectionLimits
-from trioengine.serve.access import Access
-from trioengine.serve.access_log import logged, logged_if_unreadable
-from trioengine.serve.byte_budget import ByteBudget, Held
-from trioengine.serve.departures import Departures, log_disconnect
+from trioengine.serve.access_log import CLIENT, REQUEST_ID, SESSION, about, logged, logged_if_unreadable
+from trioengine.serve.auth import Access
+from trioengine.serve.body import (
+    Departures,
+    Disconnected,
+    StreamingResponse,
+    guard,
+    host_of,
+    linger,
+    log_disconnect,
+    peer,
+)
+from trioengine.serve.errors import INVALID_REQUEST, SERVER_ERROR, ClientError, Problem
 from trioengine.serve.http import (
     BadRequest,
     Handler,
@@ -29,12 +38,8 @@ from trioengine.serve.http import (
     error_response,
     problem_response,
 )
-from trioengine.serve.log_fields import CLIENT, REQUEST_ID, SESSION, about
-from trioengine.serve.places import Displaced, Place, Places, network_of
-from trioengine.serve.problem import INVALID_REQUEST, SERVER_ERROR, ClientError, Problem
+from trioengine.serve.limits import ByteBudget, Displaced, Held, Place, Places, network_of
 from trioengine.serve.routes import REALTIME, Role, Routes, find, route_of, upgrade_required
-from trioengine.serve.sockets import guard, host_of, linger, peer
-from trioengine.serve.streaming import Disconnected, StreamingResponse
 from trioengine.serve.websocket import AcceptedWebSocket
 
 logger = logging.getLogger("trioengine")
