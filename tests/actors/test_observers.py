@@ -12,7 +12,7 @@ from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
-from trioengine.worker.scheduling.limits import Limits
+from trioengine.worker.scheduling.step import Limits
 
 STEP = 0.02
 TEN = SamplingParams(max_tokens=10, ignore_eos=True)

@@ -18,7 +18,7 @@ from trioengine.serve.metrics.histogram import Histogram
 from trioengine.serve.metrics.histograms import HISTOGRAMS
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
-from trioengine.worker.scheduling.limits import Limits
+from trioengine.worker.scheduling.step import Limits
 
 STEP = 0.03
 TEN = SamplingParams(max_tokens=10, ignore_eos=True)

@@ -8,11 +8,11 @@ from torch_driver import load
 
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.tag import ALL_TAGS
+from trioengine.worker.kernels import linear
 from trioengine.worker.kernels.torch_kernels import TorchKernels
-from trioengine.worker.layers import linear
-from trioengine.worker.models.model import build_model
+from trioengine.worker.models.base import build_model
 from trioengine.worker.weights import open_checkpoint
-from trioengine.worker.weights.reader import WeightReader
+from trioengine.worker.weights.checkpoint import WeightReader
 
 KV_BYTES = 8 << 20
 TILES = torch.arange(3 * 32 * 32, dtype=torch.uint8).view(1, 3, 32, 32)

@@ -35,9 +35,9 @@ from trioengine.testing.simulated_payload import SimulatedDecoder, SimulatedPayl
 from trioengine.testing.simulated_process import SIGSEGV, SimulatedProcess
 from trioengine.testing.toy_model import Crash, ToyRunner
 from trioengine.testing.toy_vision import toy_decode
-from trioengine.worker.scheduling.limits import Limits
-from trioengine.worker.scheduling.payloads import PayloadArrived
-from trioengine.worker.scheduling.step_loop import Event, StepLoop
+from trioengine.worker.scheduling.engine_core import Event, StepLoop
+from trioengine.worker.scheduling.images import PayloadArrived
+from trioengine.worker.scheduling.step import Limits
 
 
 class SimulatedWorker(SimulatedProcess):

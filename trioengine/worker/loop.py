@@ -26,9 +26,8 @@ from trioengine.core.messages import (
     Wake,
 )
 from trioengine.worker.decoder import DecoderThread, Vision
-from trioengine.worker.scheduling.limits import Limits
-from trioengine.worker.scheduling.output import ModelRunner
-from trioengine.worker.scheduling.step_loop import Event, StepLoop
+from trioengine.worker.scheduling.engine_core import Event, StepLoop
+from trioengine.worker.scheduling.step import Limits, ModelRunner
 from trioengine.worker.transport import Transport
 
 CPU_PREFILL_SIZE = 512  # tokens, some 0.3 s on two cores

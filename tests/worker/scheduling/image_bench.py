@@ -24,11 +24,10 @@ from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.simulated_payload import SimulatedDecoder, SimulatedPayload
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner, toy_answer
 from trioengine.testing.toy_vision import TOY_TILE, TOY_TILE_EDGE, UNREADABLE, ToyImage, toy_decode
-from trioengine.worker.scheduling.decode_queue import PictureDecoded
-from trioengine.worker.scheduling.limits import Limits
-from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
-from trioengine.worker.scheduling.payloads import PayloadArrived
-from trioengine.worker.scheduling.step_loop import StepLoop
+from trioengine.worker.scheduling.engine_core import StepLoop
+from trioengine.worker.scheduling.image_queue import PictureDecoded
+from trioengine.worker.scheduling.images import PayloadArrived
+from trioengine.worker.scheduling.step import Limits, SampledToken, SchedulerOutput
 
 BAD = UNREADABLE + b"bad"
 IMAGE_TOKEN = 7

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine
 
 from trioengine.core.messages import AddSession
-from trioengine.worker.scheduling.step_loop import StepLoop
+from trioengine.worker.scheduling.engine_core import StepLoop
 
 
 class SessionMachine(RuleBasedStateMachine):

@@ -35,13 +35,11 @@ from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.simulated_payload import SimulatedDecoder, SimulatedPayload
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner, toy_answer
 from trioengine.testing.toy_vision import TOY_TILE_EDGE, UNREADABLE, toy_decode
-from trioengine.worker.scheduling.decode_queue import DECODED_MEMORY, PictureDecoded
-from trioengine.worker.scheduling.limits import Limits, TileShape
-from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
-from trioengine.worker.scheduling.payloads import PayloadArrived
-from trioengine.worker.scheduling.pictures import Picture
+from trioengine.worker.scheduling.engine_core import INVALID_IMAGE, StepLoop
+from trioengine.worker.scheduling.image_queue import DECODED_MEMORY, PictureDecoded
+from trioengine.worker.scheduling.images import PayloadArrived, Picture, TileShape
 from trioengine.worker.scheduling.sequence import Sequence
-from trioengine.worker.scheduling.step_loop import INVALID_IMAGE, StepLoop
+from trioengine.worker.scheduling.step import Limits, SampledToken, SchedulerOutput
 
 IMAGE_TOKEN = 7
 BAD = UNREADABLE + b"bad"

@@ -22,8 +22,7 @@ from trioengine.core.messages import (
 )
 from trioengine.testing.simulated_payload import SimulatedPayload
 from trioengine.testing.toy_vision import TOY_TILE
-from trioengine.worker.scheduling.limits import TileShape
-from trioengine.worker.scheduling.payloads import PayloadArrived
+from trioengine.worker.scheduling.images import PayloadArrived, TileShape
 
 # ---- payloads -------------------------------------------------------------------------------------------------------
 

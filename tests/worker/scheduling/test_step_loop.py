@@ -27,9 +27,8 @@ from trioengine.core.messages import (
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.toy_model import IM_END as EOS
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner
-from trioengine.worker.scheduling.limits import Limits
-from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
-from trioengine.worker.scheduling.step_loop import StepLoop
+from trioengine.worker.scheduling.engine_core import StepLoop
+from trioengine.worker.scheduling.step import Limits, SampledToken, SchedulerOutput
 
 LIMITS = Limits(
     vocab_size=VOCAB_SIZE, max_model_len=64, kv_blocks_total=32, block_size=4, max_num_seqs=4, max_num_batched_tokens=16

@@ -32,10 +32,9 @@ from trioengine.core.messages import (
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.toy_model import IM_END as EOS
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner
-from trioengine.worker.scheduling.limits import Limits
-from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
+from trioengine.worker.scheduling.engine_core import StepLoop
 from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
-from trioengine.worker.scheduling.step_loop import StepLoop
+from trioengine.worker.scheduling.step import Limits, SampledToken, SchedulerOutput
 
 
 @dataclass

@@ -14,9 +14,10 @@ from trioengine.core.lifecycle import Phase
 from trioengine.testing.fuzz.machine import Watch
 from trioengine.testing.simulated_process import SimulatedProcess
 from trioengine.testing.simulated_worker import Health, SimulatedWorker
-from trioengine.worker.scheduling.pictures import Picture, Pictures
+from trioengine.worker.scheduling.engine_core import StepLoop
+from trioengine.worker.scheduling.images import Picture
+from trioengine.worker.scheduling.pictures import Pictures
 from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
-from trioengine.worker.scheduling.step_loop import StepLoop
 
 DROPPED = "a suspended request's image was dropped"
 _WAITING = {SequenceStatus.WAITING_FOR_PAYLOAD: "a parked request", SequenceStatus.DECODING: "a request being decoded"}

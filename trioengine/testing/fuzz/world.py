@@ -31,7 +31,7 @@ from trioengine.testing.simulated_worker import Health, SimulatedWorker
 from trioengine.testing.simulation import Simulation
 from trioengine.testing.toy_model import VOCAB_SIZE
 from trioengine.testing.toy_vision import TOY_TILE
-from trioengine.worker.scheduling.limits import Limits
+from trioengine.worker.scheduling.step import Limits
 
 CONFIG = EngineConfig(
     model="toy",

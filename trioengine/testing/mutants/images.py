@@ -18,11 +18,10 @@ from trioengine.core.messages import AddMessage, ImageInput, PayloadConsumed
 from trioengine.serve.realtime.item import Item
 from trioengine.serve.realtime.response import Response
 from trioengine.testing.mutants.mutant import Mutant, replaced
-from trioengine.worker.scheduling.payloads import Payload
+from trioengine.worker.scheduling.engine_core import StepLoop
+from trioengine.worker.scheduling.images import Payload, PromptImages
 from trioengine.worker.scheduling.pictures import Pictures
-from trioengine.worker.scheduling.prompt_images import PromptImages
 from trioengine.worker.scheduling.sequence import SequenceStatus
-from trioengine.worker.scheduling.step_loop import StepLoop
 
 
 def _keep_the_pin(on_consumed: Any) -> Any:

@@ -8,9 +8,9 @@ from trioengine.core.messages import AddSession, EndSession, FinishReason, StopS
 from trioengine.testing.mutants.mutant import Mutant, replaced
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.worker.scheduling.block_manager import BlockManager
+from trioengine.worker.scheduling.engine_core import StepLoop
 from trioengine.worker.scheduling.prefix_cache import ROOT_DIGEST
 from trioengine.worker.scheduling.sequence import Sequence
-from trioengine.worker.scheduling.step_loop import StepLoop
 
 
 def _lose_aborts_of_the_waiting(stop_session: Any) -> Any:

@@ -22,11 +22,11 @@ from trioengine.hub.idefics3_config import (
     Idefics3Config,
     VisionConfig,
 )
-from trioengine.worker.kernels.kernels import Attention, Kernels
-from trioengine.worker.layers.linear import Linear
+from trioengine.worker.kernels.batch import ForwardBatch
+from trioengine.worker.kernels.interface import Attention, Kernels
+from trioengine.worker.kernels.linear import Linear
 from trioengine.worker.models.llama import LlamaModel
-from trioengine.worker.runner.batch import ForwardBatch
-from trioengine.worker.weights.reader import WeightReader
+from trioengine.worker.weights.checkpoint import WeightReader
 
 _CPU_TILES, _GPU_TILES = 1, 16  # that are computed together
 

@@ -9,11 +9,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from trioengine.hub.llama_config import FREQUENCY_DIVISORS, LlamaConfig
-from trioengine.worker.kernels.kernels import Attention, Kernels, RMSNorm
-from trioengine.worker.layers.linear import Linear
-from trioengine.worker.layers.rotary import RotaryTable, inverse_frequencies
-from trioengine.worker.runner.batch import ForwardBatch
-from trioengine.worker.weights.reader import WeightReader
+from trioengine.worker.kernels.batch import ForwardBatch
+from trioengine.worker.kernels.interface import Attention, Kernels, RMSNorm, RotaryTable, inverse_frequencies
+from trioengine.worker.kernels.linear import Linear
+from trioengine.worker.weights.checkpoint import WeightReader
 
 
 @dataclass(frozen=True, slots=True)

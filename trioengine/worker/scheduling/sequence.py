@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 from trioengine.core.messages import FinishReason, Usage
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.worker.scheduling.pictures import Picture
+from trioengine.worker.scheduling.images import Picture, PromptImages
 from trioengine.worker.scheduling.prefix_cache import root_digest
-from trioengine.worker.scheduling.prompt_images import PromptImages
 
 
 class SequenceStatus(enum.Enum):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 
 from trioengine.core.errors import ModelError
 from trioengine.core.gguf import GGUFTensor
 from trioengine.hub.checkpoint_header import map_file, read_gguf
+from trioengine.worker.kernels.four_bit import FourBitWeight, read_four_bit
 from trioengine.worker.models.llama_gguf import from_gguf_layout
-from trioengine.worker.quantization.four_bit import FourBitWeight, read_four_bit
-from trioengine.worker.quantization.gguf import dequantize_gguf
 from trioengine.worker.weights.checkpoint import TensorShape
 
 
@@ -56,3 +58,30 @@ class GGUFCheckpoint:
         with contextlib.suppress(BufferError):  # a traceback still holds a view: the last one unmaps the file
             self._buffer.release()
             self._mapped.close()
+
+
+_PIECE = 1 << 19  # elements: 2 MiB in float32, which the caches hold
+
+
+def dequantize_gguf(
+    data: memoryview, kind: str, shape: tuple[int, ...], dtype: torch.dtype, executor: Executor
+) -> torch.Tensor:
+    """The tensor of `shape` (row-major: the last dimension varies fastest) in `dtype`, on the CPU.
+
+    `kind` is ggml's name of a type; `core.gguf` has refused those that the gguf package cannot dequantize.
+    """
+    quantization = GGMLQuantizationType[kind]
+    elements, size = GGML_QUANT_SIZES[quantization]
+    columns = shape[-1]
+    stored = np.frombuffer(data, dtype=np.uint8).reshape(-1, columns // elements * size)
+    tensor = torch.empty((len(stored), columns), dtype=dtype)
+
+    def convert(start: int) -> None:
+        piece = dequantize(stored[start : start + step], quantization).astype(np.float32, copy=True)
+        with torch.inference_mode():  # the mode is the thread's
+            tensor[start : start + step].copy_(torch.from_numpy(piece).view(-1, columns))
+
+    step = max(1, _PIECE // columns)
+    for _ in executor.map(convert, range(0, len(stored), step)):
+        pass
+    return tensor.view(shape)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from trioengine.hub.model_config import ModelConfig
-from trioengine.worker.kernels.kernels import Attention, Kernels
+from trioengine.worker.kernels.batch import ForwardBatch
+from trioengine.worker.kernels.interface import Attention, Kernels
 from trioengine.worker.models.idefics3 import Idefics3Model
 from trioengine.worker.models.llama import LlamaModel
-from trioengine.worker.runner.batch import ForwardBatch
-from trioengine.worker.weights.reader import WeightReader
+from trioengine.worker.weights.checkpoint import WeightReader
 
 
 class Model(Protocol):
