@@ -177,7 +177,7 @@ async def test_preemptions(autojump_clock):
         async with trio.open_nursery() as nursery:
             for start in (1, 2):
                 nursery.start_soon(engine.generate, [start] * 8, SamplingParams(max_tokens=30, ignore_eos=True))
-        preemptions = simulation.worker.step_loop.statistics().num_preemptions
+        preemptions = simulation.worker.core.statistics().num_preemptions
         assert Scrape(server.metrics.render().decode()).value("num_preemptions_total") == preemptions > 0
 
 

@@ -122,7 +122,7 @@ class Transport:
             with self._state:
                 frame = self._connection.send(message)
         except FrameTooLarge:
-            parts = _smaller(message)
+            parts = split_or_truncate(message)
             if not parts:
                 raise
             for part in parts:
@@ -166,7 +166,7 @@ class Transport:
                     self._write_all(frame)
 
 
-def _smaller(message: FromWorker) -> tuple[FromWorker, ...]:
+def split_or_truncate(message: FromWorker) -> tuple[FromWorker, ...]:
     """Messages that together say the same, or its most useful part; none when it cannot be made smaller."""
     match message:
         case Tokens(rows=rows) if len(rows) > 1:

@@ -210,7 +210,7 @@ class World(Machine):
 
     def _close(self) -> None:
         for worker in self.simulation.workers:
-            statistics = worker.step_loop.statistics()
+            statistics = worker.core.statistics()
             for state in ("num_preemptions", "prefix_cache_hits"):
                 if getattr(statistics, state):
                     self.rare.saw(state.replace("_", " "))

@@ -63,7 +63,7 @@ class _Session:
     sequence: Sequence | None = None
 
 
-class StepLoop:
+class EngineCore:
     """Sessions and their requests over one scheduler and one runner.
 
     `clock` gives seconds from any origin; it only feeds the times in Usage. `asleep` is what the runner has not loaded.

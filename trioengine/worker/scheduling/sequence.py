@@ -37,7 +37,7 @@ class Sequence:
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
     block_table: list[int] = field(default_factory=list)  # token i lies in block_table[i // block_size]
     block_digests: list[bytes] = field(default_factory=list)  # of its first full blocks, see PrefixCache
-    arrived_at: float = 0.0  # by the step loop's clock, as the next two
+    arrived_at: float = 0.0  # by the engine core's clock, as the next two
     started_at: float | None = None  # its first step began
     first_token_at: float | None = None
     images: PromptImages | None = None
