@@ -16,7 +16,7 @@ from trioengine.core.errors import ModelError
 from trioengine.core.gguf import TensorType
 from trioengine.hub.fields import Fields
 from trioengine.hub.llama_config import RopeScaling, RopeType, config_from_hf
-from trioengine.worker.kernels.interface import inverse_frequencies
+from trioengine.worker.models.llama import inverse_frequencies
 from trioengine.worker.weights import open_checkpoint
 
 TYPES = [tensor_type.name for tensor_type in TensorType]

@@ -1,15 +1,22 @@
-"""The supported architectures, by the `model_type` of config.json or the `general.architecture` of a GGUF file."""
+"""The supported architectures, by the `model_type` of config.json or the `general.architecture` of a GGUF file.
+
+Each module of this package whose name ends with `_config`, and that declares MODEL_TYPES, reads the files of these
+architectures: `config_from_hf`, and for GGUF `config_from_gguf`, `hf_name` and `interleaved_heads`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from trioengine import hub
 from trioengine.core.bounds import brief
 from trioengine.core.errors import ModelError
-from trioengine.hub import idefics3_config, llama_config, llama_gguf
 from trioengine.hub.fields import Fields
 from trioengine.hub.llama_config import LlamaConfig, Shape
 from trioengine.hub.model_config import ModelConfig
@@ -19,19 +26,29 @@ _SHOWN = 5  # names in an error message
 
 @dataclass(frozen=True, slots=True)
 class GGUFArchitecture:
-    """How a GGUF file's metadata and tensor names are read."""
+    """How a GGUF file's metadata and tensors are read."""
 
     config: Callable[[Mapping[str, Any], Mapping[str, Shape], Path], LlamaConfig]
     hf_name: Callable[[str], str]  # of a GGUF tensor
+    interleaved_heads: Callable[[str, LlamaConfig], int | None]  # of a tensor, by its Hugging Face name
+
+
+def _config_modules() -> Iterator[tuple[str, ModuleType]]:
+    """The modules that read configurations, by model type, in alphabetical order."""
+    names = (found.name for found in pkgutil.iter_modules(hub.__path__, f"{hub.__name__}."))
+    modules = [import_module(name) for name in names if name.endswith("_config")]
+    yield from sorted((kind, module) for module in modules for kind in getattr(module, "MODEL_TYPES", ()))
 
 
 # By config.json's fields, and the number of tensors.
 HF_ARCHITECTURES: dict[str, Callable[[Fields, int], ModelConfig]] = {
-    "llama": llama_config.config_from_hf,
-    "idefics3": idefics3_config.config_from_hf,
-    "smolvlm": idefics3_config.config_from_hf,
+    kind: module.config_from_hf for kind, module in _config_modules()
 }
-GGUF_ARCHITECTURES = {"llama": GGUFArchitecture(llama_gguf.config_from_gguf, llama_gguf.hf_name)}
+GGUF_ARCHITECTURES = {
+    kind: GGUFArchitecture(module.config_from_gguf, module.hf_name, module.interleaved_heads)
+    for kind, module in _config_modules()
+    if hasattr(module, "config_from_gguf")
+}
 
 
 def hf_architecture(fields: Fields) -> Callable[[Fields, int], ModelConfig]:

@@ -6,7 +6,26 @@ from dataclasses import Field
 from typing import Any, ClassVar, Protocol
 
 from trioengine.core.image_processing import ImageProcessing
-from trioengine.hub.llama_config import LlamaConfig, Shape
+from trioengine.hub.llama_config import Shape
+
+
+class TextConfig(Protocol):
+    """The shape of a decoder, as far as the KV cache and the choice of kernels depend on it."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
 
 
 class ModelConfig(Protocol):
@@ -20,7 +39,7 @@ class ModelConfig(Protocol):
         ...
 
     @property
-    def text(self) -> LlamaConfig:
+    def text(self) -> TextConfig:
         """The decoder: its vocabulary, its context, and the heads of the KV cache."""
         ...
 

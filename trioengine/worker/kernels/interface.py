@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from trioengine.hub.llama_config import RopeScaling, RopeType
 from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.kv_cache import KVCache
 
@@ -68,28 +66,6 @@ class Kernels(Protocol):
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:
         """Lay out a step."""
         ...
-
-
-def inverse_frequencies(theta: float, head_dim: int, scaling: RopeScaling) -> Tensor:
-    """[head_dim / 2] in float32; the formulas are those of transformers' modeling_rope_utils."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / (theta**exponents)
-    if scaling.kind is RopeType.LINEAR:
-        return frequencies / scaling.factor
-    if scaling.kind is RopeType.LLAMA3:
-        return _llama3(frequencies, scaling)
-    return frequencies
-
-
-def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    old = scaling.original_max_position_embeddings
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    wavelengths = 2 * math.pi / frequencies
-    smooth = (old / wavelengths - low) / (high - low)
-    blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
-    scaled = torch.where(wavelengths > old / low, frequencies / scaling.factor, frequencies)
-    between = (wavelengths <= old / low) & (wavelengths >= old / high)
-    return torch.where(between, blended, scaled)
 
 
 class RotaryTable:

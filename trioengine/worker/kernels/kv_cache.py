@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
-from trioengine.hub.llama_config import LlamaConfig
+from trioengine.hub.model_config import TextConfig
 from trioengine.worker.scheduling.step import BlockCopy
 
 _CPU_SHARE = 4  # a quarter of the free memory,
@@ -33,7 +33,7 @@ class KVCache:
 
     @staticmethod
     def allocate(
-        model: LlamaConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        model: TextConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> KVCache:
         """Reserve the memory; ModelError where it cannot be had."""
         shape = (num_blocks, 2 * model.num_kv_heads, block_size, model.head_dim)
@@ -57,7 +57,7 @@ class KVCache:
                 layer.index_copy_(0, targets, held)
 
 
-def count_blocks(config: WorkerConfig, model: LlamaConfig, dtype: torch.dtype, device: torch.device) -> int:
+def count_blocks(config: WorkerConfig, model: TextConfig, dtype: torch.dtype, device: torch.device) -> int:
     """How many blocks the memory holds; ModelError where it holds none."""
     if config.kv_blocks is not None:
         return config.kv_blocks

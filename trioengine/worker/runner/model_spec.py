@@ -14,8 +14,7 @@ import torch
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
-from trioengine.hub.llama_config import LlamaConfig
-from trioengine.hub.model_config import ModelConfig
+from trioengine.hub.model_config import ModelConfig, TextConfig
 from trioengine.worker.kernels.compiler import CompilerMissing, KernelsUnavailable
 from trioengine.worker.kernels.interface import Kernels
 from trioengine.worker.kernels.kv_cache import KVCache, count_blocks
@@ -134,7 +133,7 @@ def _is_same(ours: object, theirs: object) -> bool:
     return ours == theirs
 
 
-def choose_kernels(name: str, model: LlamaConfig, dtype: torch.dtype, device: torch.device, block_size: int) -> Kernels:
+def choose_kernels(name: str, model: TextConfig, dtype: torch.dtype, device: torch.device, block_size: int) -> Kernels:
     """`auto`: native on a CPU with a compiler, else torch. ModelError: `native` is asked for, and cannot be had."""
     if name == "torch" or (name == "auto" and device.type != "cpu"):
         return TorchKernels(model.num_heads)

@@ -13,7 +13,7 @@ from torch import Tensor, UntypedStorage
 
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.worker.loop import OnProgress
-from trioengine.worker.models.base import Model, build_model
+from trioengine.worker.models.base import Model, load_model
 from trioengine.worker.runner.model_spec import ModelSpec
 from trioengine.worker.weights.checkpoint import WeightReader
 
@@ -95,7 +95,7 @@ class ModelWeights:
         with spec.opened(self._path) as checkpoint, torch.inference_mode():
             wanted = checkpoint.config.wanted_tensors()
             reader = WeightReader(checkpoint, wanted, spec.dtype, spec.device, self._on_progress, spec.linears)
-            model = build_model(checkpoint.config, reader, spec.kernels, spec.max_model_len)
+            model = load_model(checkpoint.config, reader, spec.kernels, spec.max_model_len)
             return _Awake(model, [tensor for tensor in reader.in_use() if tensor.device.type != "cpu"])
 
 

@@ -90,10 +90,15 @@ class WeightReader:
         """The tensor, in the model's dtype, on its device."""
         return self._give(self._read(name))
 
-    def linear(self, *names: str, has_bias: bool = False) -> Linear:
-        """One layer of all the named projections, which share their input: `NAME.weight`, perhaps `NAME.bias`."""
+    def linear(self, *names: str) -> Linear:
+        """One layer of all the named projections, which share their input: `NAME.weight`, and `NAME.bias` if present.
+
+        The header's check leaves no doubt: a checkpoint has the biases of its configuration, and no others.
+        """
         weight = self._give(joined([self._read(f"{name}.weight") for name in names]))
-        bias = self._give(joined([self._read(f"{name}.bias") for name in names])) if has_bias else None
+        bias = (
+            self._give(joined([self._read(f"{name}.bias") for name in names])) if self.has(f"{names[0]}.bias") else None
+        )
         if self._linears is not None:
             return self._linears.make(weight, bias)
         four_bit = None

@@ -15,7 +15,6 @@ from trioengine.core.errors import ModelError
 from trioengine.core.gguf import GGUFTensor
 from trioengine.hub.checkpoint_header import map_file, read_gguf
 from trioengine.worker.kernels.four_bit import FourBitWeight, read_four_bit
-from trioengine.worker.models.llama_gguf import from_gguf_layout
 from trioengine.worker.weights.checkpoint import TensorShape
 
 
@@ -33,7 +32,7 @@ class GGUFCheckpoint:
         except ModelError:
             self.close()
             raise
-        self.config, self._stored = header.config, header.tensors
+        self.config, self._stored, self._interleaved = header.config, header.tensors, header.interleaved_heads
         self.tensors = {name: TensorShape(info.shape, info.nbytes) for name, info in header.tensors.items()}
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -43,12 +42,19 @@ class GGUFCheckpoint:
             values = four_bit.dequantize(dtype)  # six times as fast as the gguf package, and the same to the bit
         else:
             values = dequantize_gguf(self._bytes(info), info.type.name, info.shape, dtype, self._executor)
-        return from_gguf_layout(name, values, self.config)
+        return self._in_halves(name, values)
 
     def read_four_bit(self, name: str) -> FourBitWeight | None:
         info = self._stored[name]
         weight = read_four_bit(self._bytes(info), info.type.name, info.shape)
-        return weight and weight.map_rows(lambda rows: from_gguf_layout(name, rows, self.config))
+        return weight and weight.map_rows(lambda rows: self._in_halves(name, rows))
+
+    def _in_halves(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """Undo llama.cpp's order of a tensor's rows: in each head, rows 2i and 2i + 1 become i and i + head_dim / 2."""
+        heads = self._interleaved.get(name)
+        if heads is None:
+            return rows
+        return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
     def _bytes(self, info: GGUFTensor) -> memoryview:
         return self._buffer[info.offset : info.offset + info.nbytes]
