@@ -332,7 +332,7 @@ def test_buffers_and_tied_heads_are_passed_over(tiny_llama, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "'mamba' is not supported; supported: llama"),
+        ({"model_type": "mamba"}, "'mamba' is not supported; supported: idefics3, llama"),
         ({"model_type": None}, "model_type None (architectures ['LlamaForCausalLM']) is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         (
