@@ -96,7 +96,7 @@ async def test_abort_never_downgrades_a_finish_on_its_way(autojump_clock, simula
     expected = reference(engine, [5], LONG)
     async with engine.open_session() as session, session.generate([5], LONG) as generation:
         async for _ in generation:
-            if len(simulation.worker.step_loop.held_tokens(session.id)) == 1 + len(expected):
+            if len(simulation.worker.core.held_tokens(session.id)) == 1 + len(expected):
                 generation.abort()
         assert generation.completion.finish_reason is FinishReason.LENGTH
         assert list(generation.completion.token_ids) == expected

@@ -12,7 +12,7 @@ from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
-from trioengine.worker.scheduling.limits import Limits
+from trioengine.worker.scheduling.step import Limits
 
 STEP = 0.02
 TEN = SamplingParams(max_tokens=10, ignore_eos=True)
@@ -200,7 +200,7 @@ async def test_counters_never_go_down(autojump_clock):
             for _ in range(2):
                 await engine.generate([7] * 9, SamplingParams(max_tokens=2, ignore_eos=True))
             statistics = engine.statistics()
-            worker = simulation.worker.step_loop.statistics()
+            worker = simulation.worker.core.statistics()
             seen.append({name: getattr(statistics, name) for name in names})
             assert worker.num_preemptions > 0
             assert worker.prefix_cache_hits > 0

@@ -62,7 +62,7 @@ async def test_what_becomes_of_a_stream(autojump_clock, simulated, mode):
         await wait_all_tasks_blocked()
         while engine.state is not Power.ASLEEP:
             await engine.gate.changed()
-        assert not simulation.worker.step_loop.sessions
+        assert not simulation.worker.core.sessions
         assert (engine.statistics().suspended, engine.statistics().running) == (mode == "keep", 0)
         await engine.check_invariants()
         await engine.wake()

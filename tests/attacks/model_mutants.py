@@ -23,7 +23,6 @@ from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.printable import printable
 from trioengine.hub.model_info import read_model
 from trioengine.worker.runner.model_runner import TorchModelRunner
-from trioengine.worker.vision.tiles import read_tiles
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 import tiny_smolvlm

@@ -15,7 +15,7 @@ from trioengine.core.messages import AddMessage
 from trioengine.serve import ServeConfig, Server
 from trioengine.testing import simulated_engine
 from trioengine.testing.toy_model import VOCAB_SIZE
-from trioengine.worker.scheduling.limits import Limits
+from trioengine.worker.scheduling.step import Limits
 
 VICTIM, ATTACKER, ADMIN = "sk-victim", "sk-attacker", "sk-admin"
 PIN = "4711"

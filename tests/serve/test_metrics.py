@@ -17,7 +17,7 @@ from trioengine.serve import Server
 from trioengine.serve.metrics import HISTOGRAMS, Histogram
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
-from trioengine.worker.scheduling.limits import Limits
+from trioengine.worker.scheduling.step import Limits
 
 STEP = 0.03
 TEN = SamplingParams(max_tokens=10, ignore_eos=True)
@@ -176,7 +176,7 @@ async def test_preemptions(autojump_clock):
         async with trio.open_nursery() as nursery:
             for start in (1, 2):
                 nursery.start_soon(engine.generate, [start] * 8, SamplingParams(max_tokens=30, ignore_eos=True))
-        preemptions = simulation.worker.step_loop.statistics().num_preemptions
+        preemptions = simulation.worker.core.statistics().num_preemptions
         assert Scrape(server.metrics.render().decode()).value("num_preemptions_total") == preemptions > 0
 
 

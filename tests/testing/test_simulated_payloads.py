@@ -176,7 +176,7 @@ async def test_a_death_closes_what_the_worker_holds() -> None:
     bench.worker.turn()
     bench.worker.turn()
     bench.worker.turn()
-    assert bench.worker.step_loop.num_payloads == 1
+    assert bench.worker.core.num_payloads == 1
     assert [payload.is_open for payload in sealed.passed] == [True]
     bench.worker.kill()
     assert [payload.is_open for payload in sealed.passed] == [False]
@@ -195,7 +195,7 @@ async def test_a_payload_that_leaks_is_noticed() -> None:
     await bench.worker.send_payload(1, SimulatedMemfd([b"cat"]))
     bench.worker.receive_payloads()
     bench.worker.turn()
-    bench.worker.step_loop._scheduler.payloads._early.clear()
+    bench.worker.core._scheduler.payloads._early.clear()
     bench.send(AddSession(1), EndSession(1))
     with pytest.raises(AssertionError, match="payloads open that it does not know"):
         settle(bench.worker)

@@ -33,7 +33,7 @@ from trioengine.core.messages import (
     Tokens,
 )
 from trioengine.worker.loop import OnProgress, serve
-from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
+from trioengine.worker.scheduling.step import SampledToken, SchedulerOutput
 from trioengine.worker.transport import Progress, Transport
 
 

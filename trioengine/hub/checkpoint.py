@@ -41,6 +41,7 @@ class GGUFModelHeader:
     config: LlamaConfig
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
+    interleaved_heads: dict[str, int]  # of each tensor in which dimensions i and i + head_dim / 2 lie side by side
 
 
 def read_safetensors(directory: Path) -> SafetensorsHeader:
@@ -74,7 +75,9 @@ def read_gguf(buffer: memoryview, path: Path, *, arrays: Container[str] = ()) ->
     config = architecture.config(header.metadata, shapes, path)
     tensors = _renamed(architecture, header.tensors, path)
     check_tensors(path, config, {name: tensor.shape for name, tensor in tensors.items()})
-    return GGUFModelHeader(config, header.metadata, tensors)
+    heads = {name: architecture.interleaved_heads(name, config) for name in tensors}
+    interleaved = {name: count for name, count in heads.items() if count is not None}
+    return GGUFModelHeader(config, header.metadata, tensors, interleaved)
 
 
 def _renamed(architecture: GGUFArchitecture, tensors: tuple[GGUFTensor, ...], path: Path) -> dict[str, GGUFTensor]:

@@ -14,6 +14,7 @@ from trioengine.core.errors import ModelError
 from trioengine.core.gguf import Undecoded
 from trioengine.hub.model_config import Fields, Shape
 
+MODEL_TYPES = ("llama",)
 FREQUENCY_DIVISORS = "rope_freqs.weight"  # [head_dim / 2]: how llama.cpp stores llama3 scaling
 
 
@@ -58,7 +59,8 @@ class LlamaConfig:
     rope_theta: float
     rope_scaling: RopeScaling
     tie_word_embeddings: bool
-    attention_bias: bool
+    attention_bias: bool  # of queries, keys and values
+    output_bias: bool  # of the attention's output
     mlp_bias: bool
 
     @property
@@ -118,6 +120,7 @@ def config_from_hf(fields: Fields, num_tensors: int) -> LlamaConfig:
         rope_scaling=_rope_scaling(rope, max_positions),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         attention_bias=fields.flag("attention_bias"),
+        output_bias=fields.flag("attention_bias"),
         mlp_bias=fields.flag("mlp_bias"),
     )
 
@@ -182,7 +185,7 @@ def _projections(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, int], bo
     yield "self_attn.q_proj", (queries, hidden), config.attention_bias
     yield "self_attn.k_proj", (keys, hidden), config.attention_bias
     yield "self_attn.v_proj", (keys, hidden), config.attention_bias
-    yield "self_attn.o_proj", (hidden, queries), config.attention_bias
+    yield "self_attn.o_proj", (hidden, queries), config.output_bias
     yield "mlp.gate_proj", (inner, hidden), config.mlp_bias
     yield "mlp.up_proj", (inner, hidden), config.mlp_bias
     yield "mlp.down_proj", (hidden, inner), config.mlp_bias

@@ -26,7 +26,7 @@ from trioengine.testing.simulated_payload import SimulatedMemfd
 from trioengine.testing.simulated_worker import Behaviour, SimulatedWorker
 from trioengine.testing.toy_model import VOCAB_SIZE, read_toy_model
 from trioengine.testing.toy_vision import TOY_TILE
-from trioengine.worker.scheduling.limits import Limits
+from trioengine.worker.scheduling.step import Limits
 
 DEFAULT_LIMITS = Limits(
     vocab_size=VOCAB_SIZE,

@@ -21,9 +21,8 @@ from trioengine.hub.model_info import ModelFormat, ModelInfo
 from trioengine.testing.toy_vision import TOY_PROCESSING, TOY_TILE, ToyImage, toy_embeddings, toy_features
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
-from trioengine.worker.scheduling.limits import TileShape
-from trioengine.worker.scheduling.output import BlockCopy, SampledToken, ScheduledSequence, SchedulerOutput
-from trioengine.worker.scheduling.pictures import Tile
+from trioengine.worker.scheduling.images import Tile, TileShape
+from trioengine.worker.scheduling.step import BlockCopy, SampledToken, ScheduledSequence, SchedulerOutput
 
 TOY_PATH = "toy"  # of the weights that a reference has where none are named
 END_OF_TEXT, IM_START, IM_END = 256, 257, 258

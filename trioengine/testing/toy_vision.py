@@ -10,9 +10,8 @@ from typing import TypeAlias
 
 from trioengine.core.image import ImageInfo
 from trioengine.core.image_processing import ImageProcessing
-from trioengine.worker.scheduling.decode_queue import DecodedImage
-from trioengine.worker.scheduling.limits import TileShape
-from trioengine.worker.vision.image_error import ImageError
+from trioengine.worker.scheduling.image_queue import DecodedImage, ImageError
+from trioengine.worker.scheduling.images import TileShape
 
 ToyImage: TypeAlias = tuple[Iterable[int], bytes]  # where its tiles begin in a prompt, and its bytes
 

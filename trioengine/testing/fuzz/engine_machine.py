@@ -210,7 +210,7 @@ class EngineMachine(SessionsMachine):
             generation, worker = reader.generation, self.worker
             if reader.over or generation is None or worker is None:
                 return False
-            is_there = reader.entered and generation.request_id in worker.step_loop.requests
+            is_there = reader.entered and generation.request_id in worker.core.requests
             if was_there and not is_there:
                 return generation.outcome is None and len(worker.to_engine) > 0
             was_there = is_there

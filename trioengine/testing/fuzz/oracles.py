@@ -217,20 +217,20 @@ def check_holder(holder: Holder, troubles: Troubles) -> None:
 def check_farewell(worker: SimulatedWorker) -> None:
     """A worker that was well to the end was asked to exit, and holds no session."""
     assert worker.exit_code == 0, f"a healthy worker ended with {worker.exit_code}"
-    assert not worker.step_loop.sessions, f"sessions {set(worker.step_loop.sessions)} were never ended"
+    assert not worker.core.sessions, f"sessions {set(worker.core.sessions)} were never ended"
 
 
 def check_worker(engine: Engine, worker: SimulatedWorker, sessions: Sequence[Session]) -> None:
     """At rest with a healthy worker: both sides know the same sessions, and nothing is held that nobody uses."""
     attached = {session.id for session in sessions if session.attached}
-    there = set(worker.step_loop.sessions)
+    there = set(worker.core.sessions)
     left = [session for session in sessions if session.attached and session.end_cause is not None]
     assert not left, f"ended, and still on the worker: {left}"
     assert there == attached, f"the worker holds sessions {there}, attached are {attached}"
-    worker.step_loop.check_integrity()
-    statistics = worker.step_loop.statistics()
+    worker.core.check_integrity()
+    statistics = worker.core.statistics()
     assert statistics.num_running == statistics.num_waiting == 0, f"the worker still runs something: {statistics}"
-    free, total = statistics.kv_blocks_free + statistics.kv_blocks_cached, worker.step_loop.limits.kv_blocks_total
+    free, total = statistics.kv_blocks_free + statistics.kv_blocks_cached, worker.core.limits.kv_blocks_total
     assert free == total, f"{total - free} KV blocks are held by nobody"
     in_flight = engine.gate.ledger.in_flight
     suspended = engine.gate.ledger.suspended if engine.power.asleep else 0

@@ -124,7 +124,7 @@ class SessionsMachine(CallsMachine):
         if not reader.entered:
             where = "while it is prepared" if session.generation is generation else "while it waits in line"
             self.rare.saw(f"{what} {where}")
-        elif session.attached and worker is not None and session.id not in worker.step_loop.sessions:
+        elif session.attached and worker is not None and session.id not in worker.core.sessions:
             self.rare.saw(f"{what} before the worker has seen ADD_SESSION")
         elif generation.outcome is not None:
             self.rare.saw(f"{what} after the outcome, before it is read")

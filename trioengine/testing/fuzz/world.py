@@ -31,7 +31,7 @@ from trioengine.testing.simulated_worker import Health, SimulatedWorker
 from trioengine.testing.simulation import Simulation
 from trioengine.testing.toy_model import VOCAB_SIZE
 from trioengine.testing.toy_vision import TOY_TILE
-from trioengine.worker.scheduling.limits import Limits
+from trioengine.worker.scheduling.step import Limits
 
 CONFIG = EngineConfig(
     model="toy",
@@ -210,7 +210,7 @@ class World(Machine):
 
     def _close(self) -> None:
         for worker in self.simulation.workers:
-            statistics = worker.step_loop.statistics()
+            statistics = worker.core.statistics()
             for state in ("num_preemptions", "prefix_cache_hits"):
                 if getattr(statistics, state):
                     self.rare.saw(state.replace("_", " "))

@@ -18,11 +18,10 @@ from trioengine.core.messages import AddMessage, ImageInput, PayloadConsumed
 from trioengine.serve.realtime.items import Item
 from trioengine.serve.realtime.response import Response
 from trioengine.testing.mutants.mutant import Mutant, replaced
-from trioengine.worker.scheduling.payloads import Payload
+from trioengine.worker.scheduling.engine_core import EngineCore
+from trioengine.worker.scheduling.images import Payload, PromptImages
 from trioengine.worker.scheduling.pictures import Pictures
-from trioengine.worker.scheduling.prompt_images import PromptImages
 from trioengine.worker.scheduling.sequence import SequenceStatus
-from trioengine.worker.scheduling.step_loop import StepLoop
 
 
 def _keep_the_pin(on_consumed: Any) -> Any:
@@ -87,7 +86,7 @@ def _close_without_a_word(give: Any) -> Any:
 
 
 def _overlook_the_parked(end_session: Any) -> Any:
-    def mutant(self: StepLoop, message: Any) -> Any:
+    def mutant(self: EngineCore, message: Any) -> Any:
         session = self._sessions.get(message.session)
         sequence = None if session is None else session.sequence
         if session is not None and sequence is not None and sequence.status is SequenceStatus.WAITING_FOR_PAYLOAD:
@@ -184,7 +183,7 @@ IMAGE_MUTANTS = (
     Mutant(
         "F22g",
         "the end of a session is lost by a request that waits for its payloads",
-        replaced(StepLoop, "_end_session", _overlook_the_parked),
+        replaced(EngineCore, "_end_session", _overlook_the_parked),
         shows="worker still runs something|blocks are|KV blocks|is there|KeyError|in flight, the worker|holds sessions"
         "|is not in flight|not the session's",
     ),

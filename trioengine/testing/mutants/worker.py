@@ -1,4 +1,4 @@
-"""Mutants of the worker's step loop and scheduler, which the simulation shares with the real worker."""
+"""Mutants of the worker's engine core and scheduler, which the simulation shares with the real worker."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from trioengine.core.messages import AddSession, EndSession, FinishReason, StopS
 from trioengine.testing.mutants.mutant import Mutant, replaced
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.worker.scheduling.block_manager import BlockManager
+from trioengine.worker.scheduling.engine_core import EngineCore
 from trioengine.worker.scheduling.prefix_cache import ROOT_DIGEST
 from trioengine.worker.scheduling.sequence import Sequence
-from trioengine.worker.scheduling.step_loop import StepLoop
 
 
 def _lose_aborts_of_the_waiting(stop_session: Any) -> Any:
-    def mutant(self: StepLoop, message: StopSession) -> Any:
+    def mutant(self: EngineCore, message: StopSession) -> Any:
         sequence = self._sessions[message.session].sequence if message.session in self._sessions else None
         if sequence is not None and sequence.started_at is None:
             return []
@@ -24,7 +24,7 @@ def _lose_aborts_of_the_waiting(stop_session: Any) -> Any:
 
 
 def _fail_on_late_aborts(stop_session: Any) -> Any:
-    def mutant(self: StepLoop, message: StopSession) -> Any:
+    def mutant(self: EngineCore, message: StopSession) -> Any:
         sequence = self._session(message.session, "STOP_SESSION").sequence
         if sequence is None:
             raise KeyError(message.request)
@@ -34,7 +34,7 @@ def _fail_on_late_aborts(stop_session: Any) -> Any:
 
 
 def _lose_aborts_in_prefill(stop_session: Any) -> Any:
-    def mutant(self: StepLoop, message: StopSession) -> Any:
+    def mutant(self: EngineCore, message: StopSession) -> Any:
         sequence = self._sessions[message.session].sequence if message.session in self._sessions else None
         if sequence is not None and 0 < sequence.num_computed_tokens < sequence.num_prompt_tokens:
             return []
@@ -44,7 +44,7 @@ def _lose_aborts_in_prefill(stop_session: Any) -> Any:
 
 
 def _poison_the_next_turn(stop_session: Any) -> Any:
-    def mutant(self: StepLoop, message: StopSession) -> Any:
+    def mutant(self: EngineCore, message: StopSession) -> Any:
         answer = stop_session(self, message)
         if answer:
             self._sessions[message.session].held[0] ^= 1
@@ -62,7 +62,7 @@ def _pin_the_blocks(release: Any) -> Any:
 
 
 def _fail_for_all(failed: Any) -> Any:
-    def mutant(self: StepLoop, row: Any) -> Any:
+    def mutant(self: EngineCore, row: Any) -> Any:
         raise RuntimeError(row.sampled.error)
 
     return mutant
@@ -100,19 +100,19 @@ WORKER_MUTANTS = (
     Mutant(
         "F3",
         "an abort of a request that waits is lost: it goes on to its end",
-        replaced(StepLoop, "_stop_session", _lose_aborts_of_the_waiting),
+        replaced(EngineCore, "_stop_session", _lose_aborts_of_the_waiting),
         shows="a stopped request goes on",
     ),
     Mutant(
         "F4",
         "an abort that crosses the finish hits something that is gone",
-        replaced(StepLoop, "_stop_session", _fail_on_late_aborts),
+        replaced(EngineCore, "_stop_session", _fail_on_late_aborts),
         shows="a worker failed: .*KeyError",
     ),
     Mutant(
         "F6",
         "an abort in a chunked prefill is lost",
-        replaced(StepLoop, "_stop_session", _lose_aborts_in_prefill),
+        replaced(EngineCore, "_stop_session", _lose_aborts_in_prefill),
         shows="a stopped request goes on",
     ),
     Mutant(
@@ -124,7 +124,7 @@ WORKER_MUTANTS = (
     Mutant(
         "F29",
         "one bad request ends the step for all",
-        replaced(StepLoop, "_failed", _fail_for_all),
+        replaced(EngineCore, "_failed", _fail_for_all),
         shows="a worker failed: .*told to fail",
     ),
     Mutant(
@@ -136,7 +136,7 @@ WORKER_MUTANTS = (
     Mutant(
         "F40",
         "a stop in one round poisons the next",
-        replaced(StepLoop, "_stop_session", _poison_the_next_turn),
+        replaced(EngineCore, "_stop_session", _poison_the_next_turn),
         shows="the model's",
     ),
     Mutant(

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trioengine.worker.scheduling.output import ScheduledSequence, SchedulerOutput
+from trioengine.worker.scheduling.step import ScheduledSequence, SchedulerOutput
 
 IntArray = npt.NDArray[np.int64]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.hub.model_config import TextConfig
-from trioengine.worker.scheduling.output import BlockCopy
+from trioengine.worker.scheduling.step import BlockCopy
 
 _CPU_SHARE = 4  # a quarter of the free memory,
 _CPU_LIMIT = 4 << 30  # and at most 4 GiB

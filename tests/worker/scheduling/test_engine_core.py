@@ -1,4 +1,4 @@
-"""The step loop: what each message does, what the rows say, and what the engine must not send."""
+"""The engine core: what each message does, what the rows say, and what the engine must not send."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ from trioengine.core.messages import (
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.toy_model import IM_END as EOS
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner
-from trioengine.worker.scheduling.limits import Limits
-from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
-from trioengine.worker.scheduling.step_loop import StepLoop
+from trioengine.worker.scheduling.engine_core import EngineCore
+from trioengine.worker.scheduling.step import Limits, SampledToken, SchedulerOutput
 
 LIMITS = Limits(
     vocab_size=VOCAB_SIZE, max_model_len=64, kv_blocks_total=32, block_size=4, max_num_seqs=4, max_num_batched_tokens=16
@@ -48,21 +47,21 @@ class Clock:
 
 
 class Bench:
-    """A step loop over the toy runner, and what it said."""
+    """An engine core over the toy runner, and what it said."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.clock = Clock()
         self.runner = ToyRunner(limits.block_size)
-        self.step_loop = StepLoop(self.runner, limits, self.clock)
+        self.core = EngineCore(self.runner, limits, self.clock)
 
     def handle(self, *messages: ToWorker) -> list[FromWorker]:
-        return [reply for message in messages for reply in self.step_loop.handle(message)]
+        return [reply for message in messages for reply in self.core.handle(message)]
 
     def run(self) -> list[FromWorker]:
         replies: list[FromWorker] = []
-        while self.step_loop.has_work:
-            replies += self.step_loop.step()
-            self.step_loop.check_integrity()
+        while self.core.has_work:
+            replies += self.core.step()
+            self.core.check_integrity()
         return replies
 
     def rows(self) -> list[TokensRow]:
@@ -80,15 +79,15 @@ def test_an_answer_is_rows_and_its_last_row_has_the_end() -> None:
     assert [row.token_ids.tolist() for row in rows] == [[token] for token in answer([1, 2], PARAMS, 64)]
     assert [row.finish_reason for row in rows] == [None, None, FinishReason.LENGTH]
     assert [row.usage is None for row in rows] == [False, True, False]
-    assert bench.step_loop.held_tokens(1).tolist() == [1, 2, *answer([1, 2], PARAMS, 64)]
-    assert bench.step_loop.step() == []
+    assert bench.core.held_tokens(1).tolist() == [1, 2, *answer([1, 2], PARAMS, 64)]
+    assert bench.core.step() == []
 
 
 def test_a_step_is_one_message_with_a_row_for_each_that_sampled() -> None:
     bench = Bench()
     for session in (1, 2):
         bench.handle(AddSession(session), message(session, session, 0, [session] * 10))
-    first, second = bench.step_loop.step(), bench.step_loop.step()
+    first, second = bench.core.step(), bench.core.step()
     assert [[row.session for row in reply.rows] for reply in first if isinstance(reply, Tokens)] == [[1]]
     assert [[row.session for row in reply.rows] for reply in second if isinstance(reply, Tokens)] == [[1, 2]]
 
@@ -96,8 +95,8 @@ def test_a_step_is_one_message_with_a_row_for_each_that_sampled() -> None:
 def test_a_step_that_only_computes_a_chunk_has_no_rows() -> None:
     bench = Bench()
     bench.handle(AddSession(1), message(1, 1, 0, [1] * 20))
-    assert bench.step_loop.step() == [Tokens((), bench.step_loop.statistics())]
-    (reply,) = bench.step_loop.step()
+    assert bench.core.step() == [Tokens((), bench.core.statistics())]
+    (reply,) = bench.core.step()
     assert isinstance(reply, Tokens)
     assert len(reply.rows) == 1
 
@@ -108,11 +107,11 @@ def test_every_step_says_how_many_tokens_were_computed() -> None:
     bench.handle(AddSession(1), AddSession(2), message(1, 1, 0, [1] * 20))
     assert _num_tokens(bench.run()) == [16, 20, 21, 22]
     bench.handle(message(1, 2, 0, [1] * 20), message(2, 3, 0, [2] * 9))
-    (reply,) = bench.step_loop.step()
+    (reply,) = bench.core.step()
     assert _num_tokens([reply]) == [22 + 1 + 9]
     bench.handle(EndSession(1))
     assert _num_tokens(bench.run()) == [33, 34]
-    assert bench.step_loop.statistics().num_steps == 7
+    assert bench.core.statistics().num_steps == 7
 
 
 def _num_tokens(replies: list[FromWorker]) -> list[int]:
@@ -122,8 +121,8 @@ def _num_tokens(replies: list[FromWorker]) -> list[int]:
 def test_the_end_of_a_session_says_which_blocks_are_free_now() -> None:
     bench = Bench()
     bench.handle(AddSession(1), message(1, 1, 0, [1] * 6))
-    bench.step_loop.step()
-    assert bench.step_loop.statistics().kv_blocks_free == 30
+    bench.core.step()
+    assert bench.core.statistics().kv_blocks_free == 30
     (ended,) = bench.handle(EndSession(1))
     assert isinstance(ended, SessionEnded)
     assert (ended.statistics.kv_blocks_free, ended.statistics.kv_blocks_cached) == (31, 1)
@@ -134,7 +133,7 @@ def test_usage_counts_tokens_and_seconds() -> None:
     bench = Bench()
     bench.handle(AddSession(1), message(1, 1, 0, [1] * 20))
     bench.clock.now += 2
-    bench.step_loop.step()
+    bench.core.step()
     bench.clock.now += 3
     usage = bench.rows()[-1].usage
     assert usage is not None
@@ -152,10 +151,10 @@ def test_another_salt_finds_nothing_of_the_turns_before() -> None:
     bench.handle(AddSession(1))
     cached = []
     for request, salt in enumerate(("a", "a", "b", "", "b", "a"), 1):
-        held = len(bench.step_loop.held_tokens(1))
+        held = len(bench.core.held_tokens(1))
         salted = params(3, cache_salt=salt)
         bench.handle(message(1, request, held, [5] * (20 if request == 1 else 1), salted))
-        prompt = bench.step_loop.held_tokens(1).tolist()
+        prompt = bench.core.held_tokens(1).tolist()
         rows = bench.rows()
         assert [row.token_ids.tolist() for row in rows] == [[token] for token in answer(prompt, salted, 64)]
         usage = rows[-1].usage
@@ -170,22 +169,22 @@ def test_base_truncates() -> None:
     bench.handle(AddSession(1), message(1, 1, 0, [1, 2, 3]))
     bench.rows()
     bench.handle(message(1, 2, 2, [9]))
-    assert bench.step_loop.held_tokens(1).tolist() == [1, 2, 9]
+    assert bench.core.held_tokens(1).tolist() == [1, 2, 9]
     assert [row.token_ids[0] for row in bench.rows()] == answer([1, 2, 9], PARAMS, 64)
 
 
 def test_stop_ends_with_an_empty_row_and_keeps_the_tokens() -> None:
     bench = Bench()
     bench.handle(AddSession(1), message(1, 1, 0, [1, 2]))
-    bench.step_loop.step()
+    bench.core.step()
     (reply,) = bench.handle(StopSession(1, 1))
     assert isinstance(reply, Tokens)
     (row,) = reply.rows
     assert (row.request, row.token_ids.tolist(), row.finish_reason) == (1, [], FinishReason.ABORT)
     assert row.usage is not None
     assert (row.usage.prompt_tokens, row.usage.completion_tokens) == (2, 1)
-    assert bench.step_loop.held_tokens(1).tolist() == [1, 2, answer([1, 2], PARAMS, 64)[0]]
-    assert not bench.step_loop.has_work
+    assert bench.core.held_tokens(1).tolist() == [1, 2, answer([1, 2], PARAMS, 64)[0]]
+    assert not bench.core.has_work
     assert bench.handle(StopSession(1, 1)) == []
 
 
@@ -210,12 +209,12 @@ def test_stop_of_a_finished_request_does_not_touch_the_next() -> None:
 def test_end_drops_the_request_and_gives_everything_back() -> None:
     bench = Bench()
     bench.handle(AddSession(1), AddSession(2), message(1, 1, 0, [1] * 20), message(2, 2, 0, [2]))
-    bench.step_loop.step()
-    assert bench.handle(EndSession(1)) == [SessionEnded(1, bench.step_loop.statistics())]
+    bench.core.step()
+    assert bench.handle(EndSession(1)) == [SessionEnded(1, bench.core.statistics())]
     assert {row.session for row in bench.rows()} == {2}
-    assert bench.handle(EndSession(2)) == [SessionEnded(2, bench.step_loop.statistics())]
+    assert bench.handle(EndSession(2)) == [SessionEnded(2, bench.core.statistics())]
     with pytest.raises(KeyError):
-        bench.step_loop.held_tokens(1)
+        bench.core.held_tokens(1)
     (audited,) = bench.handle(Audit(5))
     assert isinstance(audited, Audited)
     assert (audited.audit, audited.sessions, audited.requests, audited.kv_blocks_held) == (5, (), (), 0)
@@ -224,7 +223,7 @@ def test_end_drops_the_request_and_gives_everything_back() -> None:
 def test_audit_under_load() -> None:
     bench = Bench()
     bench.handle(AddSession(4), AddSession(2), message(2, 3, 0, [1] * 9))
-    bench.step_loop.step()
+    bench.core.step()
     (audited,) = bench.handle(Audit(1))
     assert isinstance(audited, Audited)
     assert (audited.sessions, audited.requests) == ((2, 4), (3,))
@@ -237,7 +236,7 @@ def test_a_refused_request_fails_alone_and_the_session_goes_on() -> None:
     (failed,) = bench.handle(AddSession(1), message(1, 1, 0, [1] * 64))
     assert isinstance(failed, RequestFailed)
     assert (failed.session, failed.request, failed.code) == (1, 1, "context_length_exceeded")
-    assert len(bench.step_loop.held_tokens(1)) == 64
+    assert len(bench.core.held_tokens(1)) == 64
     bench.handle(message(1, 2, 3, [2]))
     assert len(bench.rows()) == 3
 
@@ -245,17 +244,17 @@ def test_a_refused_request_fails_alone_and_the_session_goes_on() -> None:
 def test_a_request_that_cannot_be_sampled_fails_alone() -> None:
     bench = Bench()
     bench.handle(AddSession(1), AddSession(2), message(1, 1, 0, [1]), message(2, 2, 0, [2]))
-    bench.step_loop.step()
+    bench.core.step()
     bench.runner.fail_requests = {1}
-    tokens, failed = bench.step_loop.step()
+    tokens, failed = bench.core.step()
     assert isinstance(tokens, Tokens)
     assert [row.session for row in tokens.rows] == [2]
     assert failed == RequestFailed(1, 1, "sampling_failed", "told to fail")
-    assert bench.step_loop.held_tokens(1).tolist() == [1, answer([1], PARAMS, 64)[0]]
+    assert bench.core.held_tokens(1).tolist() == [1, answer([1], PARAMS, 64)[0]]
     bench.runner.fail_requests = {2}
-    replies = bench.step_loop.step()
+    replies = bench.core.step()
     failed = RequestFailed(2, 2, "sampling_failed", "told to fail")
-    assert replies == [Tokens((), bench.step_loop.statistics()), failed]
+    assert replies == [Tokens((), bench.core.statistics()), failed]
 
 
 def test_a_failure_says_whose_fault_it_is() -> None:
@@ -263,10 +262,10 @@ def test_a_failure_says_whose_fault_it_is() -> None:
         def execute(self, output: SchedulerOutput) -> list[SampledToken]:
             return [SampledToken(1, 0, error="none left", code=NO_TOKEN_LEFT)]
 
-    step_loop = StepLoop(Runner(), LIMITS, Clock())
-    step_loop.handle(AddSession(1))
-    step_loop.handle(message(1, 1, 0, [1]))
-    assert step_loop.step()[1:] == [RequestFailed(1, 1, "no_token_left", "none left")]
+    core = EngineCore(Runner(), LIMITS, Clock())
+    core.handle(AddSession(1))
+    core.handle(message(1, 1, 0, [1]))
+    assert core.step()[1:] == [RequestFailed(1, 1, "no_token_left", "none left")]
 
 
 def test_logprobs_travel_with_their_token() -> None:
@@ -274,10 +273,10 @@ def test_logprobs_travel_with_their_token() -> None:
         def execute(self, output: SchedulerOutput) -> list[SampledToken]:
             return [SampledToken(1, 5, logprobs={5: -0.5, 6: -1.0})]
 
-    step_loop = StepLoop(Runner(), LIMITS, Clock())
-    step_loop.handle(AddSession(1))
-    step_loop.handle(message(1, 1, 0, [1]))
-    (reply,) = step_loop.step()
+    core = EngineCore(Runner(), LIMITS, Clock())
+    core.handle(AddSession(1))
+    core.handle(message(1, 1, 0, [1]))
+    (reply,) = core.step()
     assert isinstance(reply, Tokens)
     assert reply.rows[0].logprobs == ({5: -0.5, 6: -1.0},)
 
@@ -285,12 +284,12 @@ def test_logprobs_travel_with_their_token() -> None:
 def test_statistics_travel_with_every_step() -> None:
     bench = Bench()
     bench.handle(AddSession(1), AddSession(2), message(1, 1, 0, [1]))
-    (reply,) = bench.step_loop.step()
+    (reply,) = bench.core.step()
     assert isinstance(reply, Tokens)
     statistics = reply.statistics
     assert (statistics.num_sessions, statistics.num_running, statistics.num_waiting) == (2, 1, 0)
     assert (statistics.num_steps, statistics.kv_blocks_free) == (1, 31)
-    assert statistics == bench.step_loop.statistics()
+    assert statistics == bench.core.statistics()
 
 
 @pytest.mark.parametrize(
@@ -318,4 +317,4 @@ def test_a_base_outside_of_what_is_held_is_refused(base: int) -> None:
     bench.handle(AddSession(1), message(1, 1, 0, [1]), StopSession(1, 1))
     with pytest.raises(RemoteProtocolError, match="base"):
         bench.handle(message(1, 2, base, [1]))
-    assert bench.step_loop.held_tokens(1).tolist() == [1]
+    assert bench.core.held_tokens(1).tolist() == [1]

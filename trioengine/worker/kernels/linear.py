@@ -1,22 +1,96 @@
-"""Linear layers whose rows have the same bits whatever other rows a step has.
-
-A library chooses a product's kernel, and with it the order of its sums, by the number of rows: one row may be computed
-as a vector, a few by other blocks than many. Which numbers differ depends on the library, the CPU, the shape and the
-number of threads, so it is measured: each shape is tried once, and gets the cheapest plan under which all rows agree.
-"""
+"""Linear layers: on the CPU, weights packed once for its kernels; plain `F.linear` elsewhere."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from trioengine.core.errors import ModelError
-from trioengine.worker.layers.linear import Linear, make_linear
+from trioengine.worker.kernels.four_bit import GROUP, FourBitWeight
+
+Linear: TypeAlias = Callable[[Tensor], Tensor]  # [num_tokens, in_features] -> [num_tokens, out_features]
+
+FEW_ROWS = 4  # up to here the four-bit kernel is faster: it reads less, and computes more
+
+_PACKED_FOR = 64  # rows that oneDNN's layout is chosen for; it serves one row as well
+_FOUR_BIT_ROWS = 16  # the four-bit kernel takes multiples of these output features
+
+
+def make_linear(weight: Tensor, bias: Tensor | None = None, four_bit: FourBitWeight | None = None) -> Linear:
+    """The fastest linear layer for the weight [out_features, in_features] where it lies; the weight is consumed.
+
+    `four_bit` is the same weight as it was stored in four bits, where `wants_four_bit` of the weight.
+    """
+    if weight.device.type != "cpu":
+        return plain_linear(weight, bias)
+    many = _packed_linear(weight, bias) if _can_pack(weight.dtype) else plain_linear(weight, bias)
+    return many if four_bit is None else _by_rows(_four_bit_linear(four_bit, bias), many)
+
+
+def plain_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """The reference that every backend is checked against."""
+
+    def linear(x: Tensor) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    return linear
+
+
+def wants_four_bit(weight: Tensor) -> bool:
+    """Whether there is a faster kernel for the weight, should it be stored in four bits."""
+    is_bfloat16 = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    return is_bfloat16 and len(weight) % _FOUR_BIT_ROWS == 0 and has_four_bit_kernel()
+
+
+def has_four_bit_kernel() -> bool:
+    """Whether this CPU multiplies four-bit weights faster than bfloat16."""
+    return bool(torch.cpu._is_avx512_bf16_supported())
+
+
+def _by_rows(few: Linear, many: Linear) -> Linear:
+    def linear(x: Tensor) -> Tensor:
+        return few(x) if len(x) <= FEW_ROWS else many(x)
+
+    return linear
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    if not torch._C._has_mkldnn:
+        return False
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _packed_linear(weight: Tensor, bias: Tensor | None) -> Linear:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR)
+    run = torch.ops.mkldnn._linear_pointwise.default
+    no_scalars: list[float] = []
+
+    def linear(x: Tensor) -> Tensor:
+        result: Tensor = run(x, packed, bias, "none", no_scalars, "")
+        return result
+
+    return linear
+
+
+def _four_bit_linear(weight: FourBitWeight, bias: Tensor | None) -> Linear:
+    """torch's kernel computes `(code - 8) * scale + zero` in bfloat16 pairs, and sums in float32."""
+    packed = torch._convert_weight_to_int4pack_for_cpu(weight.codes.int(), 1)  # the tiling is CUDA's, unused here
+    zeros = weight.minima + 8 * weight.scales
+    scales_and_zeros = torch.stack((weight.scales.t(), zeros.t()), dim=-1).bfloat16()  # [in / GROUP, out, 2]
+    run = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+
+    def linear(x: Tensor) -> Tensor:
+        result: Tensor = run(x.contiguous(), packed, GROUP, scales_and_zeros)
+        return result if bias is None else result.add_(bias)
+
+    return linear
+
 
 _MOST = 512  # rows of a product; more are computed in pieces, so that no number of rows occurs that was not covered
 _COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 128, 129, 256, 512)  # rows, tried

@@ -32,10 +32,9 @@ from trioengine.core.messages import (
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.toy_model import IM_END as EOS
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner
-from trioengine.worker.scheduling.limits import Limits
-from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
+from trioengine.worker.scheduling.engine_core import EngineCore
 from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
-from trioengine.worker.scheduling.step_loop import StepLoop
+from trioengine.worker.scheduling.step import Limits, SampledToken, SchedulerOutput
 
 
 @dataclass
@@ -75,7 +74,7 @@ class CheckingRunner(ToyRunner):
         return super().execute(output)
 
 
-class StepLoopMachine(SessionMachine):
+class EngineCoreMachine(SessionMachine):
     mirrors: dict[int, Mirror]
 
     @initialize(
@@ -90,7 +89,7 @@ class StepLoopMachine(SessionMachine):
     def start(self, **limits: int) -> None:
         self.limits = Limits(vocab_size=VOCAB_SIZE, **limits)  # type: ignore[arg-type]
         self.runner = CheckingRunner(self.limits)
-        self.step_loop = StepLoop(self.runner, self.limits, lambda: 0.0)
+        self.core = EngineCore(self.runner, self.limits, lambda: 0.0)
         self.mirrors = {}
         self.last_session = 0
         self.last_request = 0
@@ -134,7 +133,7 @@ class StepLoopMachine(SessionMachine):
         mirror.tokens = [*mirror.tokens[:base], *[token] * length]
         mirror.request = Request(self.last_request, params)
         message = AddMessage(session, self.last_request, base, token_ids([token] * length), params, (EOS,))
-        replies = self.step_loop.handle(message)
+        replies = self.core.handle(message)
         fits = 0 < len(mirror.tokens) < self.limits.max_sequence_len
         assert bool(replies) is not fits
         self.take(replies)
@@ -144,7 +143,7 @@ class StepLoopMachine(SessionMachine):
     def stop(self, data: st.DataObject) -> None:
         session = data.draw(st.sampled_from(sorted(self.mirrors)))
         request = self.mirrors[session].request
-        replies = self.step_loop.handle(StopSession(session, request.number if request else self.last_request + 1))
+        replies = self.core.handle(StopSession(session, request.number if request else self.last_request + 1))
         assert len(replies) == (request is not None)
         self.take(replies)
 
@@ -152,8 +151,8 @@ class StepLoopMachine(SessionMachine):
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         session = data.draw(st.sampled_from(sorted(self.mirrors)))
-        (ended,) = self.step_loop.handle(EndSession(session))
-        assert ended == SessionEnded(session, self.step_loop.statistics())
+        (ended,) = self.core.handle(EndSession(session))
+        assert ended == SessionEnded(session, self.core.statistics())
         del self.mirrors[session]
 
     @precondition(lambda self: self.busy)
@@ -166,12 +165,12 @@ class StepLoopMachine(SessionMachine):
     @rule(num_steps=st.integers(1, 8))
     def step(self, num_steps: int) -> None:
         for _ in range(num_steps):
-            self.take(self.step_loop.step())
-            self.step_loop.check_integrity()
+            self.take(self.core.step())
+            self.core.check_integrity()
 
     @invariant()
     def audit_agrees(self) -> None:
-        (audited,) = self.step_loop.handle(Audit(1))
+        (audited,) = self.core.handle(Audit(1))
         assert isinstance(audited, Audited)
         assert audited.sessions == tuple(sorted(self.mirrors))
         requests = [mirror.request.number for mirror in self.mirrors.values() if mirror.request is not None]
@@ -182,25 +181,25 @@ class StepLoopMachine(SessionMachine):
 
     @invariant()
     def books_agree(self) -> None:
-        self.step_loop.check_integrity()
-        assert self.step_loop.has_work is bool(self.busy)
+        self.core.check_integrity()
+        assert self.core.has_work is bool(self.busy)
         for session, mirror in self.mirrors.items():
-            assert self.step_loop.held_tokens(session).tolist() == mirror.tokens
-        listed = [*self.step_loop._scheduler._running, *self.step_loop._scheduler._waiting]
+            assert self.core.held_tokens(session).tolist() == mirror.tokens
+        listed = [*self.core._scheduler._running, *self.core._scheduler._waiting]
         assert [sequence.request for sequence in listed] == sorted(sequence.request for sequence in listed)
 
     def teardown(self) -> None:
-        if not hasattr(self, "step_loop"):
+        if not hasattr(self, "core"):
             return
         steps_left = 100 * len(self.busy) * self.limits.max_sequence_len
         while self.busy:
-            self.take(self.step_loop.step())
+            self.take(self.core.step())
             steps_left -= 1
             assert steps_left > 0, "no progress"
         for session in list(self.mirrors):
-            self.step_loop.handle(EndSession(session))
-        self.step_loop.check_integrity()
-        statistics = self.step_loop.statistics()
+            self.core.handle(EndSession(session))
+        self.core.check_integrity()
+        statistics = self.core.statistics()
         assert statistics.num_sessions == statistics.num_running == statistics.num_waiting == 0
         assert statistics.kv_blocks_free + statistics.kv_blocks_cached == statistics.kv_blocks_total
 
@@ -245,5 +244,5 @@ class StepLoopMachine(SessionMachine):
         return None
 
 
-TestStepLoopMachine = StepLoopMachine.TestCase
-TestStepLoopMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestEngineCoreMachine = EngineCoreMachine.TestCase
+TestEngineCoreMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

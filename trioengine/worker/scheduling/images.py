@@ -2,13 +2,104 @@
 
 from __future__ import annotations
 
+import enum
+from array import array
 from bisect import bisect_right
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from trioengine.core.errors import RequestRejected
+from trioengine.core.image import ImageInfo
 from trioengine.core.messages import ImageInput
-from trioengine.worker.scheduling.limits import TileShape
-from trioengine.worker.scheduling.pictures import Picture, Tile
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """What each tile of an image takes; ValueError where that is nothing."""
+
+    num_tokens: int  # of a prompt, consecutive: one for each row of the tile's features
+    decoded_bytes: int  # of its pixels, as they are given to the encoder
+    feature_bytes: int  # of all its features
+
+    def __post_init__(self) -> None:
+        if min(self.num_tokens, self.decoded_bytes, self.feature_bytes) < 1:
+            raise ValueError(f"a tile must have tokens, pixels and features, got {self}")
+
+
+class PayloadSource(Protocol):
+    """The bytes of a payload; a real one is a descriptor."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def open(self) -> AbstractContextManager[memoryview]:
+        """The bytes, read only, while the context lasts. In any thread, before `close`."""
+        ...
+
+    def close(self) -> None:
+        """Give the bytes back; once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadArrived:
+    """An event of the worker: a payload has come."""
+
+    payload: int
+    source: PayloadSource
+
+
+class Payload(NamedTuple):
+    """A payload that was announced, and has come."""
+
+    id: int
+    source: PayloadSource
+
+
+class PictureStatus(enum.Enum):
+    """How far a picture has come."""
+
+    EXPECTED = "expected"  # its payload has not come
+    HELD = "held"  # its payload is here, and is not decoded
+    DECODING = "decoding"  # the decoder reads the payload
+    DECODED = "decoded"  # tiles are here, too, because a sequence is about to compute them
+    COMPLETE = "complete"  # only the features are left, of every tile
+
+
+@dataclass(slots=True, eq=False)
+class Picture:
+    """One image; owned and changed by `Pictures`, but for `features`, which the model runner sets."""
+
+    digest: bytes
+    info: ImageInfo
+    num_bytes: int
+    num_tiles: int
+    token_ids: array[int]  # for the prefix cache, see `image_token_ids`: of one tile after the other
+    status: PictureStatus = PictureStatus.EXPECTED
+    payload: Payload | None = None
+    tiles: object = None  # as the runner's `decode` made them
+    features: list[object] = field(default_factory=list)  # of each tile, opaque; None: not encoded
+    num_users: int = 0  # places in the prompts of sequences that live
+    num_readers: int = 0  # sequences that the tiles are kept for
+
+    @property
+    def is_complete(self) -> bool:
+        return self.status is PictureStatus.COMPLETE
+
+    def __repr__(self) -> str:
+        return f"<picture {self.digest.hex()[:8]}, {self.status.value}>"
+
+
+class Tile(NamedTuple):
+    """A tile of a picture."""
+
+    picture: Picture
+    number: int  # in the order of the image's tokens
+
+    @property
+    def is_encoded(self) -> bool:
+        return self.picture.features[self.number] is not None
 
 
 class TilePiece(NamedTuple):

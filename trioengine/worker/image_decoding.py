@@ -17,11 +17,15 @@ from contextlib import contextmanager
 from io import BytesIO
 from time import thread_time
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from PIL import Image, PngImagePlugin
+from torch import Tensor
 
 from trioengine.core.image import ImageFormat, ImageInfo
-from trioengine.core.image_processing import Size
-from trioengine.worker.vision.image_error import ImageError
+from trioengine.core.image_processing import ImageProcessing, Size
+from trioengine.worker.scheduling.image_queue import ImageError
 
 PngImagePlugin.MAX_TEXT_MEMORY = 16 << 20  # bytes of compressed texts, which nothing here reads
 Image.MAX_IMAGE_PIXELS = None  # an image is as large as its ImageInfo, which was bounded before
@@ -125,3 +129,25 @@ def _on_white(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", strip.size, _WHITE)
         result.paste(Image.alpha_composite(white, strip).convert("RGB"), (0, top))
     return result
+
+
+def read_tiles(data: bytes | memoryview, info: ImageInfo, processing: ImageProcessing) -> Tensor:
+    """Decode, resize and split an image: uint8 [num_tiles, 3, tile_size, tile_size], the whole image last.
+
+    Raises ImageError if the bytes cannot be decoded, or are another image than `info` declares.
+    """
+    grid, size = processing.grid(info.width, info.height), processing.tile_size
+    resample = Image.Resampling(processing.resample)
+    resized = decode(data, info).resize(grid.scaled, resample).resize(grid.resized, resample)
+    if grid.rows == 0:
+        return torch.from_numpy(_pixels(resized, size))
+    whole = resized.resize((size, size), resample)
+    return torch.from_numpy(np.concatenate((_pixels(resized, size), _pixels(whole, size))))
+
+
+def _pixels(image: Image.Image, size: int) -> npt.NDArray[np.uint8]:
+    """The tiles of an image that is whole tiles, row by row: [num_tiles, 3, size, size]."""
+    pixels = np.asarray(image)  # [height, width, 3]
+    rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
+    tiles = pixels.reshape(rows, size, columns, size, 3).transpose(0, 2, 4, 1, 3)
+    return np.ascontiguousarray(tiles.reshape(-1, 3, size, size))

@@ -45,13 +45,11 @@ from trioengine.core.messages import (
     token_ids,
 )
 from trioengine.core.tag import ALL_TAGS, Tag
-from trioengine.worker.scheduling.decode_queue import Decoder, PictureDecoded
-from trioengine.worker.scheduling.limits import Limits
-from trioengine.worker.scheduling.output import ModelRunner
-from trioengine.worker.scheduling.payloads import PayloadArrived
-from trioengine.worker.scheduling.prompt_images import place_images
+from trioengine.worker.scheduling.image_queue import Decoder, PictureDecoded
+from trioengine.worker.scheduling.images import PayloadArrived, place_images
 from trioengine.worker.scheduling.scheduler import SampledRow, Scheduler
 from trioengine.worker.scheduling.sequence import Sequence
+from trioengine.worker.scheduling.step import Limits, ModelRunner
 
 Event: TypeAlias = ToWorker | PayloadArrived | PictureDecoded
 INVALID_IMAGE = "invalid_image"  # the code of a request with an image that cannot be decoded
@@ -65,7 +63,7 @@ class _Session:
     sequence: Sequence | None = None
 
 
-class StepLoop:
+class EngineCore:
     """Sessions and their requests over one scheduler and one runner.
 
     `clock` gives seconds from any origin; it only feeds the times in Usage. `asleep` is what the runner has not loaded.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from trioengine.worker.layers.rotary import RotaryTable
-from trioengine.worker.runner.batch import ForwardBatch
-from trioengine.worker.runner.kv_cache import KVCache
+from trioengine.worker.kernels.batch import ForwardBatch
+from trioengine.worker.kernels.kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +66,13 @@ class Kernels(Protocol):
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:
         """Lay out a step."""
         ...
+
+
+class RotaryTable:
+    """Cosines and sines of all positions, each for both halves of a head."""
+
+    def __init__(self, frequencies: Tensor, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
+        cos, sin = angles.cos(), angles.sin()
+        table = torch.cat((cos, cos, -sin, sin), dim=-1)  # the sine carries the rotation's sign
+        self.table = table.to(device=device, dtype=dtype)  # [max_positions, 2 * head_dim]

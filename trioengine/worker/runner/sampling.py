@@ -1,4 +1,4 @@
-"""Chooses the next token of every row of a step, all rows together."""
+"""Chooses the next token of every row of a step."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from trioengine.core.messages import NO_TOKEN_LEFT, SAMPLING_FAILED, Logprobs
-from trioengine.worker.runner.filters import filter_rows, has_filter
-from trioengine.worker.runner.logits import changes_logits, process_row
-from trioengine.worker.runner.random import uniform
-from trioengine.worker.scheduling.output import SampledToken
+from trioengine.core.sampling_params import SamplingParams
 from trioengine.worker.scheduling.sequence import Sequence
+from trioengine.worker.scheduling.step import SampledToken
 
 GREEDY_BELOW = 1e-5  # temperatures below are greedy, as in vLLM
 NOT_FINITE = "logits are not finite"
@@ -142,3 +140,117 @@ def _logprobs(raw: Tensor, ids: Tensor, sequences: list[Sequence]) -> list[Logpr
             logprobs.setdefault(token_id, value)
         result[row] = logprobs
     return result
+
+
+def changes_logits(sequence: Sequence) -> bool:
+    """Whether `process_row` would do anything."""
+    params = sequence.params
+    return bool(params.logit_bias) or _bans_stops(sequence) or _has_penalties(params)
+
+
+def process_row(logits: Tensor, sequence: Sequence) -> None:
+    """Change one row, [vocab_size] in float32, in place."""
+    params, vocab_size = sequence.params, len(logits)
+    if params.logit_bias:
+        bias = {token_id: value for token_id, value in params.logit_bias.items() if token_id < vocab_size}
+        values = torch.tensor(list(bias.values()), dtype=logits.dtype, device=logits.device)
+        logits.index_add_(0, torch.tensor(list(bias), dtype=torch.int64, device=logits.device), values)
+    if _bans_stops(sequence):
+        banned = sequence.eos_token_ids.union(params.stop_token_ids)
+        logits[[token_id for token_id in banned if token_id < vocab_size]] = float("-inf")
+    if _has_penalties(params):
+        _penalize(logits, sequence)
+
+
+def _bans_stops(sequence: Sequence) -> bool:
+    return sequence.num_output_tokens < sequence.params.min_tokens
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+def _penalize(logits: Tensor, sequence: Sequence) -> None:
+    params = sequence.params
+    if params.repetition_penalty != 1.0:
+        seen = torch.unique(torch.tensor(sequence.token_ids, device=logits.device))
+        values = logits[seen]
+        scale = params.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / scale, values * scale)
+    output = sequence.token_ids[sequence.num_prompt_tokens :]
+    if output and (params.presence_penalty != 0.0 or params.frequency_penalty != 0.0):
+        seen, counts = torch.unique(torch.tensor(output, device=logits.device), return_counts=True)
+        logits[seen] -= params.frequency_penalty * counts + params.presence_penalty
+
+
+_CANDIDATES = 256  # the nucleus is looked for among that many first; all are sorted only where it is larger
+
+
+def has_filter(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether the parameters leave tokens out at all."""
+    return _limits_count(params, vocab_size) or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def filter_rows(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
+    """Weights of the tokens that stay, 0 for the others: [num_rows, vocab_size].
+
+    `scaled` is [num_rows, vocab_size] in float32: logits over temperature, less their maximum (so the best is 0).
+    """
+    vocab_size = scaled.shape[1]
+    counts = [row.top_k if _limits_count(row, vocab_size) else 0 for row in params]
+    candidates = scaled.topk(min(vocab_size, max(_CANDIDATES, *counts))).values  # [num_rows, candidates], descending
+    rows = torch.arange(len(params), device=scaled.device)
+    last = torch.tensor([max(count, 1) - 1 for count in counts], device=scaled.device)
+    limited = torch.tensor([count > 0 for count in counts], device=scaled.device)
+    threshold = torch.where(limited, candidates[rows, last], float("-inf"))
+    least = [math.log(row.min_p) if row.min_p > 0.0 else float("-inf") for row in params]
+    threshold = torch.maximum(threshold, torch.tensor(least, device=scaled.device))
+    weights = torch.where(scaled >= threshold[:, None], scaled.exp(), 0.0)
+    staying = (scaled >= threshold[:, None]).sum(dim=-1).tolist()
+    for row, row_params in enumerate(params):
+        if 0 < counts[row] < staying[row]:
+            _keep(weights[row], scaled[row], threshold[row], counts[row])
+        if row_params.top_p < 1.0:
+            mass = row_params.top_p * weights[row].sum()
+            if (last_one := _nucleus(scaled[row], candidates[row], threshold[row], mass)) is not None:
+                _keep(weights[row], scaled[row], *last_one)
+    return weights
+
+
+def _limits_count(params: SamplingParams, vocab_size: int) -> bool:
+    return 0 < params.top_k < vocab_size
+
+
+def _keep(weights: Tensor, scaled: Tensor, smallest: Tensor, count: int) -> None:
+    """Take out all but the `count` best tokens of a row, of which `smallest` is the last one's value."""
+    weights.masked_fill_(scaled < smallest, 0.0)
+    tied = (scaled == smallest).nonzero().squeeze(1)  # in the order of their ids
+    weights[tied[count - int((scaled > smallest).sum()) :]] = 0.0
+
+
+def _nucleus(scaled: Tensor, candidates: Tensor, threshold: Tensor, mass: Tensor) -> tuple[Tensor, int] | None:
+    """The smallest value of the fewest best tokens that weigh `mass` together, and their number; None: all stay."""
+    for values in (candidates, scaled):
+        ordered = values if values is candidates else values.sort(descending=True).values
+        weights = torch.where(ordered >= threshold, ordered.exp(), 0.0)
+        reached = weights.double().cumsum(0) >= mass
+        if reached[-1]:
+            index = int(reached.byte().argmax())
+            return ordered[index], index + 1
+    return None  # the sums differ in their last digits
+
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number from [0, 1), in steps of 2**-53."""
+    start = _mix((seed & _MASK) ^ _GOLDEN)
+    return (_mix((start + position * _GOLDEN) & _MASK) >> 11) * 2.0**-53
+
+
+def _mix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
