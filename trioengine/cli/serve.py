@@ -14,7 +14,7 @@ import trio
 from trioengine.actors.engine import Engine
 from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.cli.logs import configure_logs, log_what_python_prints, logged_workers
-from trioengine.cli.process import use_huge_pages
+from trioengine.cli.process import obey_signals, use_huge_pages
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError
 from trioengine.core.serve_config import ServeConfig

@@ -7,15 +7,18 @@ architecture is checked first, then its configuration, then the names and shapes
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Container, Iterable, Mapping
+import pkgutil
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from trioengine import hub
 from trioengine.core.bounds import brief
 from trioengine.core.errors import ModelError
 from trioengine.core.gguf import MAX_TENSORS, GGUFTensor, parse_gguf
-from trioengine.hub import idefics3_config, llama_config
 from trioengine.hub.llama_config import LlamaConfig
 from trioengine.hub.model_config import Fields, ModelConfig, Shape, open_file, read_json
 from trioengine.hub.safetensors import StoredTensor, read_header
@@ -139,19 +142,32 @@ _SHOWN = 5  # names in an error message
 
 @dataclass(frozen=True, slots=True)
 class GGUFArchitecture:
-    """How a GGUF file's metadata and tensor names are read."""
+    """How a GGUF file's metadata and tensors are read."""
 
     config: Callable[[Mapping[str, Any], Mapping[str, Shape], Path], LlamaConfig]
     hf_name: Callable[[str], str]  # of a GGUF tensor
+    interleaved_heads: Callable[[str, LlamaConfig], int | None]  # of a tensor, by its Hugging Face name
+
+
+def _config_modules() -> Iterator[tuple[str, ModuleType]]:
+    """The modules that read configurations, by model type, in alphabetical order.
+
+    These are the modules of this package whose name ends with `_config`, and that declare MODEL_TYPES.
+    """
+    names = (found.name for found in pkgutil.iter_modules(hub.__path__, f"{hub.__name__}."))
+    modules = [import_module(name) for name in names if name.endswith("_config")]
+    yield from sorted((kind, module) for module in modules for kind in getattr(module, "MODEL_TYPES", ()))
 
 
 # By config.json's fields, and the number of tensors.
 HF_ARCHITECTURES: dict[str, Callable[[Fields, int], ModelConfig]] = {
-    "llama": llama_config.config_from_hf,
-    "idefics3": idefics3_config.config_from_hf,
-    "smolvlm": idefics3_config.config_from_hf,
+    kind: module.config_from_hf for kind, module in _config_modules()
 }
-GGUF_ARCHITECTURES = {"llama": GGUFArchitecture(llama_config.config_from_gguf, llama_config.hf_name)}
+GGUF_ARCHITECTURES = {
+    kind: GGUFArchitecture(module.config_from_gguf, module.hf_name, module.interleaved_heads)
+    for kind, module in _config_modules()
+    if hasattr(module, "config_from_gguf")
+}
 
 
 def hf_architecture(fields: Fields) -> Callable[[Fields, int], ModelConfig]:

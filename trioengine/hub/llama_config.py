@@ -226,12 +226,20 @@ def hf_name(name: str) -> str:
     return f"model.layers.{layer}.{_LAYER[stem]}.{kind}" if stem in _LAYER else name
 
 
-def config_from_gguf(metadata: Mapping[str, Any], shapes: Mapping[str, Shape], path: Path) -> LlamaConfig:
+def interleaved_heads(name: str, config: LlamaConfig) -> int | None:
+    """The heads of a tensor whose rotary pairs llama.cpp stores side by side, by its Hugging Face name; else None."""
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+    return next((count for projection, count in heads.items() if f".{projection}." in name), None)
+
+
+def config_from_gguf(
+    metadata: Mapping[str, Any], shapes: Mapping[str, Shape], path: Path, model_type: str = "llama"
+) -> LlamaConfig:
     """Read the `llama.*` metadata; the shapes, by GGUF names, give the vocabulary, a tied head, and the biases.
 
-    Raises ModelError, naming the key or the tensor.
+    Another `model_type` has its own prefix. Raises ModelError, naming the key or the tensor.
     """
-    prefix = "llama."
+    prefix = f"{model_type}."
     values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     fields = Fields(path, values, prefix)
     heads, hidden = fields.count("attention.head_count"), fields.count("embedding_length")
@@ -239,7 +247,7 @@ def config_from_gguf(metadata: Mapping[str, Any], shapes: Mapping[str, Shape], p
     if fields.count("rope.dimension_count", head_dim) != head_dim:
         raise fields.bad("rope.dimension_count", f"must be the size of a head, {head_dim}")
     return LlamaConfig(
-        model_type="llama",
+        model_type=model_type,
         vocab_size=_vocab_size(metadata, shapes, path),
         hidden_size=hidden,
         intermediate_size=fields.count("feed_forward_length"),
@@ -253,6 +261,7 @@ def config_from_gguf(metadata: Mapping[str, Any], shapes: Mapping[str, Shape], p
         rope_scaling=_gguf_rope_scaling(fields),
         tie_word_embeddings="output.weight" not in shapes,
         attention_bias="blk.0.attn_q.bias" in shapes,
+        output_bias="blk.0.attn_q.bias" in shapes,
         mlp_bias="blk.0.ffn_gate.bias" in shapes,
     )
 

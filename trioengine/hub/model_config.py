@@ -50,7 +50,7 @@ class ModelConfig(Protocol):
 
     @property
     def text(self) -> TextConfig:
-        """The decoder."""
+        """The decoder: its vocabulary, its context, and the heads of the KV cache."""
         ...
 
     @property

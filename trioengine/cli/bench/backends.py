@@ -149,7 +149,7 @@ async def open_websocket(server: Endpoint, path: str) -> AsyncIterator[WebSocket
             await websocket.shake_hands(server.authority, path, server.headers)
             nursery.start_soon(websocket.write)
             yield websocket
-            websocket.say_goodbye()
+            websocket.close()
             with trio.move_on_after(CLOSE_TIMEOUT), suppress(Closed):
                 while True:
                     await websocket.read()

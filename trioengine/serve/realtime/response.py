@@ -28,7 +28,7 @@ from trioengine.serve.realtime.events import naming_item
 from trioengine.serve.realtime.items import Item, Items, ItemStatus, Role, num_turns, size_of_messages
 from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox, new_id
 from trioengine.serve.realtime.settings import Truncation
-from trioengine.text.conversation import check_length, least_prompt
+from trioengine.text.conversation import check_length, newest_turn
 from trioengine.text.messages import Turns
 
 
@@ -245,7 +245,7 @@ class Answering:
         with about(REQUEST_ID, response.id):
             messages, truncation = response.order.messages, response.order.truncation
             session.overflow, session.retention_ratio = truncation.overflow, truncation.retention_ratio
-            needed = messages if session.overflow == "refuse" else least_prompt(messages)
+            needed = messages if session.overflow == "refuse" else newest_turn(messages)
             check_length(needed, self.engine.limits.max_model_len, self.engine.tokenizer)  # before they are copied
             extension, params = _extension(session, messages), salted(response.order.params, self._cache_salt)
             generation = session.generate(extension, params, keep_partial=True, wait=False)
