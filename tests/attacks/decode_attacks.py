@@ -16,8 +16,8 @@ import encoded_images as images
 from image_attacks import IMAGES
 
 from trioengine.core.errors import RequestRejected
+from trioengine.core.image import ImageProcessing
 from trioengine.core.image_header import read_header
-from trioengine.core.image_processing import ImageProcessing
 from trioengine.worker.vision import decoding
 from trioengine.worker.vision.image_error import ImageError
 from trioengine.worker.vision.tiles import read_tiles

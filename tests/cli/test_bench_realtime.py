@@ -14,8 +14,8 @@ from trioengine.cli.bench.load import run_load
 from trioengine.cli.bench.prompts import Length, Prompts
 from trioengine.cli.bench.sample import End
 from trioengine.cli.bench.serve import measure
-from trioengine.core.serve_config import ServeConfig
 from trioengine.serve import Server
+from trioengine.serve.config import ServeConfig
 from trioengine.testing import simulated_engine
 
 PROMPTS = Prompts([" a", " b"], Length.WORDS)

@@ -14,7 +14,6 @@ from trioengine.core.messages import (
     EndSession,
     Fatal,
     FatalCode,
-    FinishReason,
     ImageInput,
     Loading,
     PayloadConsumed,
@@ -31,14 +30,13 @@ from trioengine.core.messages import (
     TokensRow,
     Updated,
     UpdateWeights,
-    Usage,
     Wake,
     Woken,
     WorkerStatistics,
-    token_ids,
 )
+from trioengine.core.power import Tag
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.tag import Tag
+from trioengine.core.types import FinishReason, Usage, token_ids
 
 STATISTICS = WorkerStatistics(*range(11))
 PARAMS = SamplingParams(max_tokens=4, seed=7, logit_bias={3: -1.5}, stop_token_ids=(5,))

@@ -4,10 +4,8 @@ import dataclasses
 
 import pytest
 
-from trioengine.core.completion import Chunk, Completion
 from trioengine.core.ledger import Ledger, Stand
-from trioengine.core.messages import FinishReason, Usage
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause, Chunk, Completion, FinishReason, Usage
 
 
 def test_a_chunk_and_a_completion_are_values():

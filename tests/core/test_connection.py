@@ -22,7 +22,6 @@ from trioengine.core.messages import (
     EndSession,
     Fatal,
     FatalCode,
-    FinishReason,
     Loading,
     Ping,
     Pong,
@@ -32,8 +31,8 @@ from trioengine.core.messages import (
     Shutdown,
     StopSession,
     Tokens,
-    token_ids,
 )
+from trioengine.core.types import FinishReason, token_ids
 
 
 def test_every_message_is_here():

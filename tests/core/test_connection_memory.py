@@ -19,7 +19,7 @@ from trioengine.core.messages import (
     Wake,
     Woken,
 )
-from trioengine.core.tag import Tag
+from trioengine.core.power import Tag
 
 KV, WEIGHTS = Tag.KV_CACHE, Tag.WEIGHTS
 CHANGES = [Sleep(), UpdateWeights("m", 2)]

@@ -5,8 +5,7 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from trioengine.core.errors import TransitionFailed
-from trioengine.core.memory import Memory, WeightsState
-from trioengine.core.tag import ALL_TAGS, Tag, sorted_tags
+from trioengine.core.power import ALL_TAGS, Memory, Tag, WeightsState, sorted_tags
 
 AWAKE, KEPT, DISCARDED, AWAITED = WeightsState
 KV, WEIGHTS = frozenset({Tag.KV_CACHE}), frozenset({Tag.WEIGHTS})

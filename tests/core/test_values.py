@@ -12,8 +12,8 @@ from trioengine.core.codec import decode, encode
 from trioengine.core.config import MAX_SESSIONS
 from trioengine.core.errors import InvariantError
 from trioengine.core.ledger import Ledger, Stand
-from trioengine.core.messages import AddMessage, Configure, FinishReason, token_ids
-from trioengine.core.outcome import Cause
+from trioengine.core.messages import AddMessage, Configure
+from trioengine.core.types import Cause, FinishReason, token_ids
 
 HUGE = 10**400  # no float holds it
 UNPRINTABLE = 10**5000  # more digits than Python prints

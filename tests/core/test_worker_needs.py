@@ -3,8 +3,7 @@
 import pytest
 
 from trioengine.core.lifecycle import Power
-from trioengine.core.tag import ALL_TAGS, Tag
-from trioengine.core.worker_needs import worker_needs
+from trioengine.core.power import ALL_TAGS, Tag, worker_needs
 
 NOTHING, CACHE = frozenset(), frozenset({Tag.KV_CACHE})
 

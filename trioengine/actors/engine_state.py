@@ -44,11 +44,10 @@ from trioengine.core.errors import (
     RequestRejected,
     WorkerLost,
 )
-from trioengine.core.image_part import MAX_IMAGE_BYTES
+from trioengine.core.image import MAX_IMAGE_BYTES
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
 from trioengine.core.messages import Audited, Loading, Message, Ready, RequestFailed, SessionEnded, Tokens
-from trioengine.core.tag import sorted_tags
-from trioengine.core.worker_needs import WorkerNeeds
+from trioengine.core.power import WorkerNeeds, sorted_tags
 from trioengine.hub.model_files import ModelInfo
 from trioengine.text.chat_tokenizer import ChatTokenizer
 

@@ -10,12 +10,13 @@ from trioengine.actors.media import Media
 from trioengine.actors.readable import Readable
 from trioengine.actors.request_times import RequestTimes
 from trioengine.aio.deadline import Deadline
-from trioengine.core.completion import Chunk as Chunk
-from trioengine.core.completion import Completion as Completion
+from trioengine.core.errors import Outcome
 from trioengine.core.ledger import Stand
-from trioengine.core.messages import FinishReason, Logprobs, TokensRow, Usage
-from trioengine.core.outcome import Cause, Outcome
+from trioengine.core.messages import TokensRow
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import Cause, FinishReason, Logprobs, Usage
+from trioengine.core.types import Chunk as Chunk
+from trioengine.core.types import Completion as Completion
 from trioengine.text.answer import Answer
 from trioengine.text.conversation import Prepared, Prompt
 

@@ -19,10 +19,9 @@ import trio
 
 from trioengine.actors.payload import Payload
 from trioengine.actors.ports import WorkerProcess
-from trioengine.core.connection import Connection, Role
+from trioengine.core.connection import Answer, Change, Connection, Role
 from trioengine.core.errors import RemoteProtocolError
 from trioengine.core.messages import AddMessage, Message, PayloadConsumed
-from trioengine.core.power_order import Answer, Change
 
 READ_SIZE = 1 << 16
 

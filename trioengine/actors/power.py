@@ -24,14 +24,12 @@ from trioengine.actors.power_change import Leniency, Mode, PowerChange, Weights,
 from trioengine.actors.replays import Replays
 from trioengine.actors.sessions import Sessions
 from trioengine.actors.states import PowerState, States
+from trioengine.core.connection import Answer
 from trioengine.core.errors import ModelError, TransitionFailed
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
-from trioengine.core.memory import Memory, WeightsState
 from trioengine.core.messages import Sleep, Slept, UpdateWeights, Wake
-from trioengine.core.outcome import Cause
-from trioengine.core.power_order import Answer
-from trioengine.core.tag import Tag, sorted_tags
-from trioengine.core.worker_needs import WorkerNeeds, worker_needs
+from trioengine.core.power import Memory, Tag, WeightsState, WorkerNeeds, sorted_tags, worker_needs
+from trioengine.core.types import Cause
 
 if TYPE_CHECKING:
     from trioengine.actors.supervisor import Supervisor

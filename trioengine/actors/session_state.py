@@ -16,11 +16,11 @@ from trioengine.actors.link import Link
 from trioengine.actors.payload import Payload
 from trioengine.actors.worker_session import Posting, WorkerSession
 from trioengine.aio.calls import AsyncOnly
-from trioengine.core.errors import EngineError, RequestRejected, SamplingFailed
+from trioengine.core.errors import EngineError, Outcome, RequestRejected, SamplingFailed
 from trioengine.core.ledger import Stand
 from trioengine.core.lifecycle import Action, Attachment, Event, Phase, SessionLifecycle
-from trioengine.core.messages import SAMPLING_FAILED, AddMessage, FinishReason, RequestFailed, TokensRow
-from trioengine.core.outcome import Cause, Outcome
+from trioengine.core.messages import SAMPLING_FAILED, AddMessage, RequestFailed, TokensRow
+from trioengine.core.types import Cause, FinishReason
 from trioengine.text.conversation import Conversation
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from trioengine.blocking.loop import Loop
 from trioengine.core.errors import ConnectionLost, EngineError, ModelError, RequestRejected, TransitionFailed
-from trioengine.core.restricted import Restricted
+from trioengine.core.types import Restricted
 
 P = ParamSpec("P")
 T = TypeVar("T")

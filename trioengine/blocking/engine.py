@@ -21,10 +21,9 @@ from trioengine.actors.statistics import Statistics
 from trioengine.blocking.border import SHORTENED, Handle, awaited, opened, posted, shortened, shortens
 from trioengine.blocking.loop import Loop
 from trioengine.core.arguments import names_checked
-from trioengine.core.completion import Chunk, Completion
-from trioengine.core.config import EngineConfig
+from trioengine.core.config import EngineConfig, EngineOptions, merged_config
 from trioengine.core.lifecycle import Power
-from trioengine.core.options import EngineOptions, merged_config
+from trioengine.core.types import Chunk, Completion
 
 _Engine = trioengine.actors.engine.Engine
 _Session = trioengine.actors.session.Session

@@ -10,12 +10,10 @@ from trioengine.cli.complaints import complain
 from trioengine.cli.json_line import json_line
 from trioengine.cli.screen import Screen
 from trioengine.cli.sessions import AnyGeneration, AnySession, local_session
-from trioengine.core.completion import Completion
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import RequestRejected
-from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import Cause, Completion, FinishReason
 
 
 def print_answer(config: EngineConfig, prompt: str, params: SamplingParams, *, as_json: bool) -> None:

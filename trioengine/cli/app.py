@@ -32,7 +32,7 @@ from trioengine.cli.stderr import Stderr
 from trioengine.core.config import DEFAULT_MODEL, EngineConfig
 from trioengine.core.errors import InvalidConfig
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.serve_config import ServeConfig
+from trioengine.serve.config import ServeConfig
 
 app = typer.Typer(
     name="trioengine",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
-from trioengine.core.printable import printable_lines
+from trioengine.core.bounds import printable_lines
 
 
 def complain(text: str, *, before: str = "") -> None:

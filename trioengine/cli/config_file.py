@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trioengine.cli.kinds import element_of, fits, is_list, rule
-from trioengine.core.bounds import brief
+from trioengine.core.bounds import brief, did_you_mean
 from trioengine.core.errors import InvalidConfig
-from trioengine.core.suggestion import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from trioengine.core.printable import UNPRINTABLE
+from trioengine.core.bounds import UNPRINTABLE
 
 _ESCAPES = {code: f"\\u{code:04x}" for code in UNPRINTABLE}
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from trioengine.actors.supervisor import LOSS_FIELDS
-from trioengine.core.printable import printable, printable_lines
+from trioengine.core.bounds import printable, printable_lines
 from trioengine.serve.access_log import FIELDS
 from trioengine.serve.log_fields import CONTEXT, ContextFilter
 

@@ -11,9 +11,8 @@ import typer
 
 from trioengine.cli.kinds import element_of, rule
 from trioengine.cli.sources import words
-from trioengine.core.bounds import brief
-from trioengine.core.serve_config import ServeConfig
-from trioengine.core.suggestion import did_you_mean
+from trioengine.core.bounds import brief, did_you_mean
+from trioengine.serve.config import ServeConfig
 
 _UNITS = ("Bytes", "Seconds", "Tokens")  # the first word of a help text
 _SECRETS = {field.name for field in dataclasses.fields(ServeConfig) if not field.repr}

@@ -13,9 +13,8 @@ from trioengine.cli.bench.http_client import Address, BackendError, exchange
 from trioengine.cli.json_line import json_line
 from trioengine.client import address
 from trioengine.client.problems import error_of
-from trioengine.core.bounds import is_key
+from trioengine.core.bounds import is_key, printable
 from trioengine.core.errors import ConnectionLost, EngineError, InvalidConfig, RequestRejected
-from trioengine.core.printable import printable
 
 _KEY_REFUSALS = ("invalid_api_key", "admin_key_required")
 

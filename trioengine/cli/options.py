@@ -25,7 +25,7 @@ from trioengine.cli.panels import panel_of
 from trioengine.cli.sources import in_the_users_words, variable, warn_of_unknown_variables
 from trioengine.core.config import EngineConfig
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.serve_config import ServeConfig
+from trioengine.serve.config import ServeConfig
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

@@ -8,7 +8,7 @@ from typing import TextIO
 
 from rich.cells import get_character_cell_size
 
-from trioengine.core.printable import printable_lines
+from trioengine.core.bounds import printable_lines
 
 _TAB_STOP = 8
 _COLUMNS = 80  # of a terminal that does not report its size

@@ -17,8 +17,8 @@ from trioengine.cli.logs import configure_logs, log_what_python_prints
 from trioengine.cli.worker_log import logged_workers
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError
-from trioengine.core.serve_config import ServeConfig
 from trioengine.hub.pull import located
+from trioengine.serve.config import ServeConfig
 from trioengine.serve.descriptors import raise_limit
 from trioengine.serve.huge_pages import use_huge_pages
 from trioengine.serve.server import serve

@@ -11,8 +11,8 @@ from typing import Any
 import typer
 
 from trioengine.cli.config_file import ConfigFile
+from trioengine.core.bounds import did_you_mean
 from trioengine.core.errors import InvalidConfig, RequestRejected
-from trioengine.core.suggestion import did_you_mean
 
 PREFIX = "TRIOENGINE_"
 _OTHER_VARIABLES = (f"{PREFIX}HOME",)

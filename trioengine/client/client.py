@@ -19,7 +19,6 @@ from trioengine.client.media import Media
 from trioengine.client.session import Session
 from trioengine.core.arguments import check_callback, check_request, names_checked
 from trioengine.core.bounds import brief, counted, is_key
-from trioengine.core.completion import Completion
 from trioengine.core.errors import (
     EngineAsleep,
     EngineClosed,
@@ -29,10 +28,8 @@ from trioengine.core.errors import (
     SessionEnded,
     TimedOut,
 )
-from trioengine.core.options import SamplingOptions, merged_params, sampling_checked
-from trioengine.core.outcome import Cause
-from trioengine.core.overflow import Overflow
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import Overflow, SamplingOptions, SamplingParams, merged_params, sampling_checked
+from trioengine.core.types import Cause, Completion
 
 
 class Client:

@@ -18,9 +18,8 @@ from trioengine.client.outcomes import length_of, outcome_of, usage_of
 from trioengine.client.posts import Posts
 from trioengine.client.problems import error_of, placed
 from trioengine.client.prompt import Message, rendered
-from trioengine.core.errors import EngineError, RequestRejected
-from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Cause, Outcome
+from trioengine.core.errors import EngineError, Outcome, RequestRejected
+from trioengine.core.types import Cause, FinishReason
 
 
 class Exchange:

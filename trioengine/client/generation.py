@@ -10,12 +10,10 @@ from trioengine.actors.readable import Readable
 from trioengine.aio.deadline import Deadline
 from trioengine.client.media import Media
 from trioengine.client.prompt import Message
-from trioengine.core.completion import Chunk, Completion
-from trioengine.core.errors import EngineError, TimedOut
-from trioengine.core.messages import Usage
-from trioengine.core.outcome import Cause, Outcome
-from trioengine.core.prompt_places import PromptPlaces
+from trioengine.core.arguments import PromptPlaces
+from trioengine.core.errors import EngineError, Outcome, TimedOut
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import Cause, Chunk, Completion, Usage
 
 if TYPE_CHECKING:
     from trioengine.client.session import Session

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from trioengine.client.problems import abort_cause, error_of
-from trioengine.core.errors import EngineError
-from trioengine.core.messages import FinishReason, Usage
-from trioengine.core.outcome import Cause, Outcome
+from trioengine.core.errors import EngineError, Outcome
+from trioengine.core.types import Cause, FinishReason, Usage
 
 
 def outcome_of(response: dict[str, Any], cause: Cause | None, problem: EngineError | None) -> Outcome:

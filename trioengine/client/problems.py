@@ -23,7 +23,7 @@ from trioengine.core.errors import (
     TransitionFailed,
     WorkerLost,
 )
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 
 _IN_ITEM = re.compile(r"item(?:\.| '[^']*': )content\[(\d+)\](?:\.\w+)*")  # at the beginning of an error's message
 GOING_AWAY, TRY_AGAIN_LATER = 1001, 1013

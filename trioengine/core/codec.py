@@ -202,3 +202,30 @@ _SCHEMAS: dict[type, tuple[str, list[tuple[str, _Converter]]]] = {
     cls: (name, _fields(cls)) for cls, name in WIRE_NAMES.items()
 }
 _CLASSES: dict[str, Any] = {name: cls for cls, name in WIRE_NAMES.items()}
+
+
+class FrameBuffer:
+    """Bytes as they came from the pipe, and the whole frames at their beginning."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def __bool__(self) -> bool:
+        """Whether bytes are left."""
+        return bool(self._data)
+
+    def add(self, data: bytes | bytearray) -> None:
+        self._data += data
+
+    def next_payload(self, max_bytes: int) -> bytes | None:
+        """The next frame's, or None when more bytes are needed. RemoteProtocolError if it claims more than that."""
+        if len(self._data) < LENGTH.size:
+            return None
+        (length,) = LENGTH.unpack_from(self._data)
+        if length > max_bytes:
+            raise RemoteProtocolError(f"a frame claims {length} bytes, the limit is {max_bytes}")
+        if len(self._data) < LENGTH.size + length:
+            return None
+        payload = bytes(memoryview(self._data)[LENGTH.size : LENGTH.size + length])
+        del self._data[: LENGTH.size + length]
+        return payload

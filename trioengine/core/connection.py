@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
-from trioengine.core.codec import LENGTH, decode, encode
+from trioengine.core.codec import LENGTH, FrameBuffer, decode, encode
 from trioengine.core.errors import FrameTooLarge, LocalProtocolError, ProtocolError, RemoteProtocolError
-from trioengine.core.frames import FrameBuffer
 from trioengine.core.messages import (
     DOWNWARDS,
     WIRE_NAMES,
@@ -37,7 +36,7 @@ from trioengine.core.messages import (
     Configure,
     EndSession,
     Fatal,
-    FinishReason,
+    Loading,
     Message,
     PayloadConsumed,
     Ping,
@@ -45,6 +44,7 @@ from trioengine.core.messages import (
     Ready,
     RequestFailed,
     SessionEnded,
+    Shutdown,
     Sleep,
     Slept,
     StopSession,
@@ -54,8 +54,8 @@ from trioengine.core.messages import (
     Wake,
     Woken,
 )
-from trioengine.core.power_order import Answer, Change, PowerOrder
-from trioengine.core.stage import STAGES, Stage
+from trioengine.core.power import ALL_TAGS, Tag
+from trioengine.core.types import FinishReason
 
 MIN_FRAME_LIMIT = 1 << 20
 
@@ -328,3 +328,82 @@ _CHECKS: dict[type, Callable[[Connection, Any, type[ProtocolError]], Callable[[]
     Woken: Connection._check_answer,
     Updated: Connection._check_answer,
 }
+
+
+class Stage(enum.Enum):
+    """A stage of an incarnation."""
+
+    NEW = "new"
+    CONFIGURED = "configured"
+    READY = "ready"
+    FAILED = "failed"  # FATAL was sent
+
+
+_ALIVE = frozenset({Stage.NEW, Stage.CONFIGURED, Stage.READY})
+_CROSSING = frozenset({Stage.FAILED})  # our message may cross FATAL on the way; the worker sends none after FATAL
+_SERVING = frozenset({Stage.READY}) | _CROSSING
+STAGES: dict[type, frozenset[Stage]] = {
+    Configure: frozenset({Stage.NEW}),
+    AddSession: _SERVING,
+    AddMessage: _SERVING,
+    StopSession: _SERVING,
+    EndSession: _SERVING,
+    Audit: _SERVING,
+    Ping: _ALIVE | _CROSSING,
+    Sleep: _SERVING,
+    Wake: _SERVING,
+    UpdateWeights: _SERVING,
+    Shutdown: _ALIVE | _CROSSING,
+    Loading: frozenset({Stage.CONFIGURED}),
+    Ready: frozenset({Stage.CONFIGURED}),
+    Tokens: frozenset({Stage.READY}),
+    RequestFailed: frozenset({Stage.READY}),
+    SessionEnded: frozenset({Stage.READY}),
+    PayloadConsumed: frozenset({Stage.READY}),
+    Audited: frozenset({Stage.READY}),
+    Pong: _ALIVE,
+    Slept: frozenset({Stage.READY}),
+    Woken: frozenset({Stage.READY}),
+    Updated: frozenset({Stage.READY}),
+    Fatal: _ALIVE,
+}
+
+
+Change: TypeAlias = Sleep | Wake | UpdateWeights
+Answer: TypeAlias = Slept | Woken | Updated
+
+_ANSWERS: dict[type[Answer], type[Change]] = {Slept: Sleep, Woken: Wake, Updated: UpdateWeights}
+
+
+class PowerOrder:
+    """What both ends know of a worker's power. Each check raises `blame`, or returns the change to apply, if any."""
+
+    def __init__(self, asleep: Iterable[Tag] = ()) -> None:
+        self._asleep = frozenset(asleep)
+        self._change: Change | None = None  # that is not answered
+
+    def check_session(self, blame: type[ProtocolError]) -> None:
+        if self._asleep or self._change is not None:
+            raise blame(f"ADD_SESSION: the worker {'sleeps' if self._asleep else 'is changing'}")
+
+    def check_change(self, change: Change, blame: type[ProtocolError]) -> Callable[[], None]:
+        if self._change is not None:
+            raise blame(f"{WIRE_NAMES[type(change)]} while {WIRE_NAMES[type(self._change)]} is not answered")
+        if isinstance(change, Wake) and not (change.tags and self._asleep.issuperset(change.tags)):
+            raise blame("WAKE of what does not sleep")
+        return lambda: setattr(self, "_change", change)
+
+    def check_answer(self, answer: Answer, blame: type[ProtocolError]) -> Callable[[], None]:
+        change, answers = self._change, _ANSWERS[type(answer)]
+        if type(change) is not answers:
+            raise blame(f"{WIRE_NAMES[type(answer)]} answers no {WIRE_NAMES[answers]}")
+
+        def apply() -> None:
+            self._change = None
+            match change, answer:
+                case Sleep(), _:
+                    self._asleep = ALL_TAGS
+                case Wake(tags), Woken(None):
+                    self._asleep -= frozenset(tags)
+
+        return apply

@@ -15,8 +15,7 @@ from __future__ import annotations
 import enum
 
 from trioengine.core.errors import InvariantError
-from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause, FinishReason
 
 
 class Stand(enum.Enum):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trioengine.core.errors import ModelError
-from trioengine.core.image_processing import ImageProcessing
+from trioengine.core.image import ImageProcessing
 from trioengine.hub.checkpoint_header import read_safetensors
 from trioengine.hub.fields import Fields, read_file, read_json, read_text
 from trioengine.hub.model_info import ModelFormat, ModelInfo, naming

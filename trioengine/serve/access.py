@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple, NoReturn
 
-from trioengine.core.serve_config import ServeConfig
 from trioengine.serve.cache_salt import NO_SALT, CacheSalts
+from trioengine.serve.config import ServeConfig
 from trioengine.serve.http import BadRequest, Request, problem_response
 from trioengine.serve.keys import Keys, presented
 from trioengine.serve.origins import Origins

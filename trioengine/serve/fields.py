@@ -6,8 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from trioengine.core.bounds import brief
-from trioengine.core.suggestion import did_you_mean
+from trioengine.core.bounds import brief, did_you_mean
 from trioengine.serve.problem import ClientError
 
 _SHOWN = 120  # characters of a name

@@ -15,10 +15,10 @@ import trio
 from trio_websocket import ConnectionClosed
 from wsproto.utilities import ProtocolError
 
-from trioengine.core.serve_config import ConnectionLimits
 from trioengine.serve.access import Access
 from trioengine.serve.access_log import logged, logged_if_unreadable
 from trioengine.serve.byte_budget import ByteBudget, Held
+from trioengine.serve.config import ConnectionLimits
 from trioengine.serve.departures import Departures, log_disconnect
 from trioengine.serve.http import (
     BadRequest,

@@ -15,8 +15,8 @@ import h11
 import trio
 
 from trioengine.core.errors import EngineError
-from trioengine.core.serve_config import ConnectionLimits
 from trioengine.serve.byte_budget import Held
+from trioengine.serve.config import ConnectionLimits
 from trioengine.serve.problem import (
     INVALID_REQUEST,
     ClientError,

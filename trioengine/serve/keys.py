@@ -7,7 +7,7 @@ import hmac
 import logging
 from collections.abc import Iterable
 
-from trioengine.core.serve_config import ServeConfig
+from trioengine.serve.config import ServeConfig
 from trioengine.serve.http import Request
 
 logger = logging.getLogger("trioengine")

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
-from trioengine.core.serve_config import ServeConfig
+from trioengine.serve.config import ServeConfig
 from trioengine.serve.http import Request, Response
 from trioengine.serve.request_head import is_plain_origin, name_of_host, name_of_origin
 

@@ -11,7 +11,7 @@ from trioengine.actors.engine import Engine
 from trioengine.actors.power_change import Level, Mode, ModeName
 from trioengine.actors.states import PowerState
 from trioengine.core.config import MAX_SECONDS
-from trioengine.core.tag import Tag
+from trioengine.core.power import Tag
 from trioengine.serve.checkpoints import Checkpoints
 from trioengine.serve.fields import known_fields, text_of
 from trioengine.serve.http import Request, Response, json_response

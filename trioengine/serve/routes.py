@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from trioengine import __version__
 from trioengine.actors.engine import Engine
+from trioengine.core.bounds import did_you_mean
 from trioengine.core.lifecycle import Power
-from trioengine.core.suggestion import did_you_mean
 from trioengine.serve.http import Handler, Request, Response, error_response, json_response, problem_response
 from trioengine.serve.metrics.metrics import CONTENT_TYPE, Metrics
 from trioengine.serve.problem import INVALID_REQUEST, ClientError, Problem

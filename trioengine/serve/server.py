@@ -18,10 +18,10 @@ from trioengine.core.bounds import brief
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, InvalidConfig
 from trioengine.core.lifecycle import PowerEvent
-from trioengine.core.outcome import Cause
-from trioengine.core.serve_config import ServeConfig
+from trioengine.core.types import Cause
 from trioengine.serve.access import Access
 from trioengine.serve.byte_budget import ByteBudget, Held
+from trioengine.serve.config import ServeConfig
 from trioengine.serve.departures import Departures
 from trioengine.serve.descriptors import affordable
 from trioengine.serve.front_door import FrontDoor

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from trioengine.core.image import ImageInfo
-from trioengine.core.image_processing import ImageProcessing
+from trioengine.core.image import ImageInfo, ImageProcessing
 from trioengine.worker.scheduling.decode_queue import DecodedImage
 from trioengine.worker.scheduling.limits import TileShape
 from trioengine.worker.vision.image_error import ImageError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from trioengine.core.messages import TokenIds, token_ids
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import TokenIds, token_ids
 from trioengine.text.detokenizer import Detokenizer
 from trioengine.text.stop_strings import StopMatcher
 from trioengine.text.tokenizer import Tokenizer

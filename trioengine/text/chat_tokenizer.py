@@ -12,10 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trioengine.core.errors import ModelError, RequestRejected
-from trioengine.core.image import VISION_MODEL
-from trioengine.core.image_part import is_image_part
-from trioengine.core.image_processing import ImageProcessing
-from trioengine.core.messages import TokenIds
+from trioengine.core.image import VISION_MODEL, ImageProcessing, is_image_part
+from trioengine.core.types import TokenIds
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.content_format import IMAGE_PART, prints_images, takes_parts_only, text_part
 from trioengine.text.placed_image import expanded, image_parts

@@ -8,9 +8,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from trioengine.core.errors import RequestRejected
-from trioengine.core.image_part import Image, is_image_part
-from trioengine.core.image_processing import ImageProcessing
-from trioengine.core.messages import TokenIds
+from trioengine.core.image import Image, ImageProcessing, is_image_part
+from trioengine.core.types import TokenIds
 from trioengine.text.turns import Message
 
 

@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import cast
 
-from trioengine.core.connection import Connection, Role
+from trioengine.core.connection import Connection, Role, Stage
 from trioengine.core.errors import FrameTooLarge
 from trioengine.core.messages import Activity, Fatal, FromWorker, Ping, Pong, RequestFailed, Shutdown, Tokens, ToWorker
-from trioengine.core.stage import Stage
 from trioengine.worker.scheduling.step_loop import Event
 
 READ_SIZE = 1 << 16

@@ -10,7 +10,7 @@ from trioengine.cli.doctor.machine import Machine
 from trioengine.cli.doctor.model_cache import model_cache
 from trioengine.cli.doctor.part import Part, Severity
 from trioengine.cli.doctor.software import versions, worker
-from trioengine.core.printable import printable
+from trioengine.core.bounds import printable
 
 _LABELS = {"sha256_ok": "checksum right", "container_left_bytes": "left in container"}
 _ABSENT = {"container_left_bytes": "no limit"}

@@ -15,7 +15,7 @@ from typing import Any
 import trioengine
 from trioengine import __version__
 from trioengine.cli.doctor.part import Part, Problem, fatal, warning
-from trioengine.core.child_environment import child_environment
+from trioengine.core.config import child_environment
 from trioengine.worker.probe import MARK
 
 PACKAGES = ("trio", "trio-websocket", "h11", "msgpack", "tokenizers", "jinja2", "gguf", "safetensors", "numpy", "torch")

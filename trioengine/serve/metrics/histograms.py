@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from trioengine.actors.observer import FinishedRequest, Observer
-from trioengine.core.messages import Usage
+from trioengine.core.types import Usage
 from trioengine.serve.metrics.histogram import Histogram
 
 _FIRST_TOKEN = (

@@ -11,8 +11,7 @@ from typing import Any
 from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Completion, Generation
 from trioengine.core.errors import EngineError, RequestRejected
-from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause, FinishReason
 from trioengine.serve.byte_budget import Held
 from trioengine.serve.cache_salt import salted
 from trioengine.serve.http import Request, Response

@@ -11,7 +11,7 @@ from json.encoder import encode_basestring_ascii  # what dumps does with a strin
 from typing import Any
 
 from trioengine.actors.generation import Chunk, Completion
-from trioengine.core.messages import Logprobs, Usage
+from trioengine.core.types import Logprobs, Usage
 from trioengine.serve.openai.logprobs import logprobs_content
 from trioengine.serve.problem import Problem
 from trioengine.text.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from trioengine.core.messages import Logprobs
+from trioengine.core.types import Logprobs
 from trioengine.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # stands for minus infinity, which JSON cannot say

@@ -7,7 +7,7 @@ from typing import Any
 
 from trioengine.actors.engine import Engine
 from trioengine.core.errors import EngineOverloaded
-from trioengine.core.image_part import image_url
+from trioengine.core.image import image_url
 from trioengine.serve.fields import as_served, check_fixed, known_fields, shown, text_of
 from trioengine.serve.problem import ClientError
 

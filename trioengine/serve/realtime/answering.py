@@ -13,7 +13,7 @@ from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
 from trioengine.core.errors import EngineError, RequestRejected
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.serve.cache_salt import salted
 from trioengine.serve.in_flight import InFlight
 from trioengine.serve.log_fields import REQUEST_ID, about

@@ -11,8 +11,8 @@ import trio
 from trio_websocket import ConnectionClosed
 
 from trioengine.core.errors import EngineError
-from trioengine.core.serve_config import ConnectionLimits
 from trioengine.serve.byte_budget import ALWAYS_TAKEN, Held, size_of
+from trioengine.serve.config import ConnectionLimits
 from trioengine.serve.departures import Departures, log_disconnect
 from trioengine.serve.log_fields import SESSION
 from trioengine.serve.problem import ClientError, OverBudget, Problem, problem_of

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 
 from trioengine.actors.session import Session
 from trioengine.aio.nursery import Notifier
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.serve.problem import ClientError
 from trioengine.serve.realtime.answering import Answering, failing
 from trioengine.serve.realtime.response import Response

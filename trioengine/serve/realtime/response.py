@@ -10,9 +10,8 @@ from typing import Any
 from trioengine.actors.generation import Completion, Generation
 from trioengine.actors.kept_images import KeptImages
 from trioengine.actors.session import Session
-from trioengine.core.messages import FinishReason, Usage
-from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import Cause, FinishReason, Usage
 from trioengine.serve.problem import Problem, RequestAborted, problem_of
 from trioengine.serve.realtime.item import Item, ItemStatus, Role
 from trioengine.serve.realtime.items import Items, num_turns, size_of_messages

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from trioengine.core.bounds import number
-from trioengine.core.overflow import Overflow
+from trioengine.core.sampling_params import Overflow
 from trioengine.serve.fields import check_fixed, in_json, known_fields, shown
 from trioengine.serve.problem import ClientError
 

@@ -17,8 +17,9 @@ from trioengine.core.config import WorkerConfig
 from trioengine.core.connection import Connection, Role
 from trioengine.core.ledger import Ledger, Stand
 from trioengine.core.lifecycle import Action, Attachment, Event
-from trioengine.core.messages import FinishReason, Message, TokensRow, token_ids
+from trioengine.core.messages import Message, TokensRow
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import FinishReason, token_ids
 from trioengine.testing.fuzz.core_model import (
     LOST,
     REFUSED,

@@ -8,7 +8,8 @@ from typing import TypeAlias
 from trioengine.core import messages
 from trioengine.core.ledger import Stand
 from trioengine.core.lifecycle import Action, Event, SessionLifecycle
-from trioengine.core.messages import FinishReason, Message, TokensRow, token_ids
+from trioengine.core.messages import Message, TokensRow
+from trioengine.core.types import FinishReason, Usage, token_ids
 
 Settlement: TypeAlias = tuple[Action, FinishReason]  # how the table settles, and what the books call it
 
@@ -20,7 +21,7 @@ SETTLEMENTS = {settlement[0]: settlement for settlement in (ABORTED, REFUSED, LO
 READY = messages.Ready(
     "model", "cpu", "float32", vocab_size=8, max_model_len=64, kv_blocks_total=0, block_size=8, kernels="none"
 )
-USAGE = messages.Usage(0, 0, 0)
+USAGE = Usage(0, 0, 0)
 STATISTICS = messages.WorkerStatistics(*[0] * 11)
 
 

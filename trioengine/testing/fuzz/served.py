@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
 from trioengine.core.errors import TransitionFailed
-from trioengine.core.serve_config import ServeConfig
 from trioengine.serve import front_door
 from trioengine.serve.byte_budget import ByteBudget
+from trioengine.serve.config import ServeConfig
 from trioengine.serve.places import Place
 from trioengine.serve.server import Server
 from trioengine.testing.fuzz.callers import Call

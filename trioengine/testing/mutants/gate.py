@@ -14,8 +14,7 @@ from trioengine.actors.session import Session
 from trioengine.actors.sessions import Sessions
 from trioengine.actors.waiting_line import WaitingLine
 from trioengine.core.ledger import Ledger, Stand
-from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing.mutants.mutant import Mutant, replaced, together
 
 

@@ -12,11 +12,10 @@ from trioengine.actors.power import PowerActor
 from trioengine.actors.power_change import Leniency, Mode
 from trioengine.actors.session import Session
 from trioengine.actors.session_state import SessionState
+from trioengine.core.errors import Outcome
 from trioengine.core.lifecycle import Power
-from trioengine.core.memory import Memory
-from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Cause, Outcome
-from trioengine.core.tag import ALL_TAGS, Tag
+from trioengine.core.power import ALL_TAGS, Memory, Tag
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing.mutants.mutant import Mutant, replaced, together
 from trioengine.testing.toy_model import ToyRunner
 from trioengine.worker.scheduling.scheduler import Scheduler

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
-from trioengine.core.tag import ALL_TAGS, Tag
+from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.worker.loop import OnProgress
 from trioengine.worker.models.model import Model, VisionModel
 from trioengine.worker.runner.batch import make_batch

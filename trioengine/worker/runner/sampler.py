@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from trioengine.core.messages import NO_TOKEN_LEFT, SAMPLING_FAILED, Logprobs
+from trioengine.core.messages import NO_TOKEN_LEFT, SAMPLING_FAILED
+from trioengine.core.types import Logprobs
 from trioengine.worker.runner.filters import filter_rows, has_filter
 from trioengine.worker.runner.logits import changes_logits, process_row
 from trioengine.worker.runner.random import uniform

@@ -8,8 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from trioengine.core.image import ImageInfo
-from trioengine.core.image_processing import ImageProcessing
+from trioengine.core.image import ImageInfo, ImageProcessing
 from trioengine.worker.decoder import Vision
 from trioengine.worker.models.model import VisionModel
 from trioengine.worker.runner.model_spec import ModelSpec

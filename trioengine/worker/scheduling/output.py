@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from trioengine.core.messages import SAMPLING_FAILED, Logprobs
-from trioengine.core.tag import Tag
+from trioengine.core.messages import SAMPLING_FAILED
+from trioengine.core.power import Tag
+from trioengine.core.types import Logprobs
 from trioengine.worker.scheduling.pictures import Tile
 from trioengine.worker.scheduling.prompt_images import TilePiece
 from trioengine.worker.scheduling.sequence import Sequence

@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from trioengine.core.messages import FinishReason, Usage
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import FinishReason, Usage
 from trioengine.worker.scheduling.pictures import Picture
 from trioengine.worker.scheduling.prefix_cache import root_digest
 from trioengine.worker.scheduling.prompt_images import PromptImages

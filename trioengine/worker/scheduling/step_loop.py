@@ -25,7 +25,6 @@ from trioengine.core.messages import (
     Audit,
     Audited,
     EndSession,
-    FinishReason,
     FromWorker,
     PayloadConsumed,
     RequestFailed,
@@ -33,7 +32,6 @@ from trioengine.core.messages import (
     Sleep,
     Slept,
     StopSession,
-    TokenIds,
     Tokens,
     TokensRow,
     ToWorker,
@@ -42,9 +40,9 @@ from trioengine.core.messages import (
     Wake,
     Woken,
     WorkerStatistics,
-    token_ids,
 )
-from trioengine.core.tag import ALL_TAGS, Tag
+from trioengine.core.power import ALL_TAGS, Tag
+from trioengine.core.types import FinishReason, TokenIds, token_ids
 from trioengine.worker.scheduling.decode_queue import Decoder, PictureDecoded
 from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.output import ModelRunner

@@ -19,8 +19,7 @@ from time import thread_time
 
 from PIL import Image, PngImagePlugin
 
-from trioengine.core.image import ImageFormat, ImageInfo
-from trioengine.core.image_processing import Size
+from trioengine.core.image import ImageFormat, ImageInfo, Size
 from trioengine.worker.vision.image_error import ImageError
 
 PngImagePlugin.MAX_TEXT_MEMORY = 16 << 20  # bytes of compressed texts, which nothing here reads

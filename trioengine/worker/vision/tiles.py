@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from trioengine.core.image import ImageInfo
-from trioengine.core.image_processing import ImageProcessing
+from trioengine.core.image import ImageInfo, ImageProcessing
 from trioengine.worker.vision.decoding import decode
 
 

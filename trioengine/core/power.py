@@ -1,12 +1,30 @@
-"""What sleeps of a worker's memory, and what brings it back: the engine's own record, whatever becomes of a worker."""
+"""Sleep state of the engine's memory, and the worker that each power state needs."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, TypeAlias
 
 from trioengine.core.errors import TransitionFailed
-from trioengine.core.tag import ALL_TAGS, Tag
+from trioengine.core.lifecycle import Power
+
+
+class Tag(enum.StrEnum):
+    """A part of the worker's memory."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
+
+TagName: TypeAlias = Literal["weights", "kv_cache"] | Tag
+ALL_TAGS = frozenset(Tag)
+
+
+def sorted_tags(tags: Iterable[Tag]) -> tuple[Tag, ...]:
+    """By their names, as they are said on the wire."""
+    return tuple(sorted(tags, key=lambda tag: tag.value))
 
 
 class WeightsState(enum.Enum):
@@ -75,3 +93,42 @@ class Memory:
     @property
     def _has_discarded(self) -> bool:
         return self.weights in (WeightsState.DISCARDED, WeightsState.AWAITED)
+
+
+class WorkerNeeds(NamedTuple):
+    """At one moment."""
+
+    is_wanted: bool  # one that was lost, or has retired, is replaced now
+    asleep: frozenset[Tag]  # what of one that starts now is to sleep
+    runs_requests: bool  # where there is one, what is suspended goes on
+
+    @property
+    def is_indispensable(self) -> bool:
+        """Whether the engine is of no use without one: its deaths count."""
+        return self.is_wanted and not self.asleep
+
+
+def worker_needs(
+    power: Power, asleep: frozenset[Tag], *, in_flight: int, is_finishing: bool, is_changing: bool
+) -> WorkerNeeds:
+    """In this state, while `asleep` sleeps.
+
+    `is_finishing`: requests in flight may still finish before a sleep or an update; `is_changing`: a change that is
+    made asleep, or the sleep that a worker retires for, waits for a worker.
+    """
+    match power:
+        case Power.FALLING_ASLEEP if is_finishing:
+            return WorkerNeeds(in_flight > 0, asleep, runs_requests=True)
+        case Power.FALLING_ASLEEP:
+            return WorkerNeeds(is_changing, ALL_TAGS, runs_requests=False)
+        case Power.ASLEEP:
+            return WorkerNeeds(is_changing, asleep, runs_requests=False)
+        case Power.WAKING:
+            return WorkerNeeds(True, asleep, runs_requests=False)
+        case Power.UPDATING:
+            return WorkerNeeds(True, asleep, runs_requests=is_finishing)
+        case Power.DRAINING:
+            return WorkerNeeds(in_flight > 0 and not asleep, asleep, runs_requests=not asleep)
+        case Power.CLOSED:
+            return WorkerNeeds(False, asleep, runs_requests=False)
+    return WorkerNeeds(True, asleep, runs_requests=True)  # LOADING, AWAKE, RESTARTING: nothing sleeps
