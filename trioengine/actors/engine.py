@@ -230,7 +230,7 @@ class Engine(EngineState):
         seconds = math.inf if timeout is None else check_seconds(timeout)
         causes = self.gate.ledger.abort_causes
         before = causes[Cause.SHUTDOWN]
-        is_changing = not self.needs.runs_requests or self.gate.num_pending
+        is_changing = not self.desired_worker.runs_requests or self.gate.num_pending
         self.gate.change_power(PowerEvent.DRAIN)
         if is_changing:
             self._sessions.abort_phase(Phase.SUSPENDED, Cause.SHUTDOWN)

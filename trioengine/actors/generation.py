@@ -11,7 +11,7 @@ from trioengine.actors.readable import Readable
 from trioengine.actors.request_times import RequestTimes
 from trioengine.aio.deadline import Deadline
 from trioengine.core.errors import Outcome
-from trioengine.core.ledger import Stand
+from trioengine.core.ledger import RequestState
 from trioengine.core.messages import TokensRow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause, FinishReason, Logprobs, Usage
@@ -80,7 +80,7 @@ class Generation(Readable["Session"]):
         self.prompt: Any = prompt  # of any type, until it is prepared; then it is dropped, as the media are
         self.media = media
         # The session's part: it alone writes these.
-        self.stand = Stand.PREPARING
+        self.stand = RequestState.PREPARING
         self.prepared: Prepared | None = None
         self.answer: Answer | None = None
         self.abort_cause = Cause.CLIENT

@@ -28,7 +28,7 @@ from trioengine.core.connection import Answer
 from trioengine.core.errors import ModelError, TransitionFailed
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
 from trioengine.core.messages import Sleep, Slept, UpdateWeights, Wake
-from trioengine.core.power import Memory, Tag, WeightsState, WorkerNeeds, sorted_tags, worker_needs
+from trioengine.core.power import DesiredWorker, SleepState, Tag, WeightsState, desired_worker, sorted_tags
 from trioengine.core.types import Cause
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class PowerActor:
         check_model: Callable[[str], Awaitable[None]],
     ) -> None:
         self.weights = Weights("", 1)
-        self.memory = Memory()
+        self.memory = SleepState()
         self._gate = gate
         self._sessions = sessions
         self._replays = replays
@@ -75,9 +75,9 @@ class PowerActor:
         return PowerState(self._gate.power, self.memory.level, self.memory.asleep, self.weights.version)
 
     @property
-    def needs(self) -> WorkerNeeds:
+    def desired_worker(self) -> DesiredWorker:
         """What a worker is needed for now."""
-        return worker_needs(
+        return desired_worker(
             self._gate.power,
             self.memory.asleep,
             in_flight=self._gate.ledger.in_flight,
@@ -202,7 +202,7 @@ class PowerActor:
             self._gate.change_power(PowerEvent.WAKE)
             await self._take_back(tags)
         if Tag.WEIGHTS in wanted - tags:
-            self.memory = self.memory.awaiting()
+            self.memory = self.memory.awaiting_update()
 
     async def _take_back(self, tags: frozenset[Tag]) -> None:
         try:
@@ -250,7 +250,7 @@ class PowerActor:
         finally:
             self._waits_for_worker = False
         self._gate.change_power(PowerEvent.UPDATED)
-        was_awaited = self.memory.weights is WeightsState.AWAITED
+        was_awaited = self.memory.weights is WeightsState.AWAITING_UPDATE
         self.memory = self.memory.updated()
         if was_awaited:
             self._gate.change_power(PowerEvent.WAKE)

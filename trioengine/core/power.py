@@ -33,11 +33,11 @@ class WeightsState(enum.Enum):
     AWAKE = "awake"
     KEPT = "kept"  # not discarded, or updated while they slept: any wake brings them back
     DISCARDED = "discarded"  # a wake may load them again
-    AWAITED = "awaited"  # discarded, and left so until an update, which wakes them
+    AWAITING_UPDATE = "awaiting_update"  # discarded, and left so until an update, which wakes them
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class SleepState:
     """A value: each change gives another. "Awake, but without weights" cannot be said."""
 
     weights: WeightsState = WeightsState.AWAKE
@@ -65,52 +65,54 @@ class Memory:
         """Whether a sleep to this level has nothing to do."""
         return self.asleep == ALL_TAGS and self.fell_asleep_at == level
 
-    def slept(self, level: int) -> Memory:
+    def slept(self, level: int) -> SleepState:
         """All of it sleeps; an update is awaited no more."""
         if self.sleeps_at(level):
-            return replace(self, weights=WeightsState.DISCARDED) if self.weights is WeightsState.AWAITED else self
+            return (
+                replace(self, weights=WeightsState.DISCARDED) if self.weights is WeightsState.AWAITING_UPDATE else self
+            )
         weights = WeightsState.KEPT if level == 1 else WeightsState.DISCARDED
-        return Memory(weights, is_cache_awake=False, fell_asleep_at=level)
+        return SleepState(weights, is_cache_awake=False, fell_asleep_at=level)
 
     def to_wake(self, tags: frozenset[Tag], *, reload: bool) -> frozenset[Tag]:
         """What a wake of these tags brings back."""
         wanted = tags & self.asleep
         return wanted if reload or not self._has_discarded else wanted - {Tag.WEIGHTS}
 
-    def woken(self, tags: frozenset[Tag]) -> Memory:
+    def woken(self, tags: frozenset[Tag]) -> SleepState:
         """These are back."""
         weights = WeightsState.AWAKE if Tag.WEIGHTS in tags else self.weights
         return replace(self, weights=weights, is_cache_awake=self.is_cache_awake or Tag.KV_CACHE in tags)
 
-    def awaiting(self) -> Memory:
+    def awaiting_update(self) -> SleepState:
         """A wake was to leave discarded weights asleep."""
-        return replace(self, weights=WeightsState.AWAITED) if self._has_discarded else self
+        return replace(self, weights=WeightsState.AWAITING_UPDATE) if self._has_discarded else self
 
-    def updated(self) -> Memory:
+    def updated(self) -> SleepState:
         """There are other weights: those that sleep are loaded by any wake."""
         return self if self.weights is WeightsState.AWAKE else replace(self, weights=WeightsState.KEPT)
 
     @property
     def _has_discarded(self) -> bool:
-        return self.weights in (WeightsState.DISCARDED, WeightsState.AWAITED)
+        return self.weights in (WeightsState.DISCARDED, WeightsState.AWAITING_UPDATE)
 
 
-class WorkerNeeds(NamedTuple):
+class DesiredWorker(NamedTuple):
     """At one moment."""
 
-    is_wanted: bool  # one that was lost, or has retired, is replaced now
+    should_run: bool  # one that was lost, or has retired, is replaced now
     asleep: frozenset[Tag]  # what of one that starts now is to sleep
     runs_requests: bool  # where there is one, what is suspended goes on
 
     @property
     def is_indispensable(self) -> bool:
         """Whether the engine is of no use without one: its deaths count."""
-        return self.is_wanted and not self.asleep
+        return self.should_run and not self.asleep
 
 
-def worker_needs(
+def desired_worker(
     power: Power, asleep: frozenset[Tag], *, in_flight: int, is_finishing: bool, is_changing: bool
-) -> WorkerNeeds:
+) -> DesiredWorker:
     """In this state, while `asleep` sleeps.
 
     `is_finishing`: requests in flight may still finish before a sleep or an update; `is_changing`: a change that is
@@ -118,17 +120,17 @@ def worker_needs(
     """
     match power:
         case Power.FALLING_ASLEEP if is_finishing:
-            return WorkerNeeds(in_flight > 0, asleep, runs_requests=True)
+            return DesiredWorker(in_flight > 0, asleep, runs_requests=True)
         case Power.FALLING_ASLEEP:
-            return WorkerNeeds(is_changing, ALL_TAGS, runs_requests=False)
+            return DesiredWorker(is_changing, ALL_TAGS, runs_requests=False)
         case Power.ASLEEP:
-            return WorkerNeeds(is_changing, asleep, runs_requests=False)
+            return DesiredWorker(is_changing, asleep, runs_requests=False)
         case Power.WAKING:
-            return WorkerNeeds(True, asleep, runs_requests=False)
+            return DesiredWorker(True, asleep, runs_requests=False)
         case Power.UPDATING:
-            return WorkerNeeds(True, asleep, runs_requests=is_finishing)
+            return DesiredWorker(True, asleep, runs_requests=is_finishing)
         case Power.DRAINING:
-            return WorkerNeeds(in_flight > 0 and not asleep, asleep, runs_requests=not asleep)
+            return DesiredWorker(in_flight > 0 and not asleep, asleep, runs_requests=not asleep)
         case Power.CLOSED:
-            return WorkerNeeds(False, asleep, runs_requests=False)
-    return WorkerNeeds(True, asleep, runs_requests=True)  # LOADING, AWAKE, RESTARTING: nothing sleeps
+            return DesiredWorker(False, asleep, runs_requests=False)
+    return DesiredWorker(True, asleep, runs_requests=True)  # LOADING, AWAKE, RESTARTING: nothing sleeps

@@ -14,7 +14,7 @@ from trioengine.actors.session import Session
 from trioengine.actors.session_state import SessionState
 from trioengine.core.errors import Outcome
 from trioengine.core.lifecycle import Power
-from trioengine.core.power import ALL_TAGS, Memory, Tag
+from trioengine.core.power import ALL_TAGS, SleepState, Tag
 from trioengine.core.types import Cause, FinishReason
 from trioengine.testing.mutants.mutant import Mutant, replaced, together
 from trioengine.testing.toy_model import ToyRunner
@@ -53,7 +53,7 @@ def _believe_any_wake(check: Any) -> Any:
 
 
 def _wake_what_is_awake(to_wake: Any) -> Any:
-    def mutant(self: Memory, tags: frozenset[Tag], *, reload: bool) -> frozenset[Tag]:
+    def mutant(self: SleepState, tags: frozenset[Tag], *, reload: bool) -> frozenset[Tag]:
         sleeping: frozenset[Tag] = to_wake(self, tags, reload=reload)
         return sleeping | (tags - self.asleep)
 
@@ -151,7 +151,7 @@ POWER_MUTANTS = (
     Mutant(
         "F15",
         "what is awake already is woken again",
-        replaced(Memory, "to_wake", _wake_what_is_awake),
+        replaced(SleepState, "to_wake", _wake_what_is_awake),
         shows=f"WAKE of what does not sleep|{_CRASHED}",
         machine="PowerMachine",
     ),
