@@ -1,6 +1,6 @@
 """Two connections joined by a fake link, and messages to send over it."""
 
-from trioengine.core.codec import LENGTH, encode
+from trioengine.core.codec import encode, frame
 from trioengine.core.config import WorkerConfig
 from trioengine.core.connection import Connection, Role
 from trioengine.core.image import ImageFormat, ImageInfo
@@ -117,5 +117,4 @@ class Pair:
 
 def unchecked(message):
     """The frame that a peer without rules would write."""
-    payload = encode(message)
-    return LENGTH.pack(len(payload)) + payload
+    return frame(encode(message))

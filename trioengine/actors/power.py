@@ -24,10 +24,9 @@ from trioengine.actors.power_change import Leniency, Mode, PowerChange, Weights,
 from trioengine.actors.replays import Replays
 from trioengine.actors.sessions import Sessions
 from trioengine.actors.states import PowerState, States
-from trioengine.core.connection import Answer
 from trioengine.core.errors import ModelError, TransitionFailed
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
-from trioengine.core.messages import Sleep, Slept, UpdateWeights, Wake
+from trioengine.core.messages import ControlReply, Sleep, Slept, UpdateWeights, Wake
 from trioengine.core.power import DesiredWorker, SleepState, Tag, WeightsState, desired_worker, sorted_tags
 from trioengine.core.types import Cause
 
@@ -336,7 +335,7 @@ class PowerActor:
         if self._gate.power is not expected:
             raise TransitionFailed(f"the engine is {self._gate.power.value}")
 
-    def _check_answer(self, answer: Answer | None) -> None:
+    def _check_answer(self, answer: ControlReply | None) -> None:
         if answer is None:
             raise self._lost()
         if not isinstance(answer, Slept) and answer.error is not None:

@@ -316,7 +316,9 @@ FromWorker: TypeAlias = (
 )
 Message: TypeAlias = ToWorker | FromWorker
 
-DOWNWARDS = frozenset(get_args(ToWorker))
+ControlRequest: TypeAlias = Sleep | Wake | UpdateWeights
+ControlReply: TypeAlias = Slept | Woken | Updated
+
 WIRE_NAMES: dict[type, str] = {  # AddSession: ADD_SESSION
     cls: re.sub(r"(?<=.)(?=[A-Z])", "_", cls.__name__).upper() for cls in get_args(Message)
 }

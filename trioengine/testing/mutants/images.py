@@ -185,7 +185,7 @@ IMAGE_MUTANTS = (
         "F22g",
         "the end of a session is lost by a request that waits for its payloads",
         replaced(StepLoop, "_end_session", _overlook_the_parked),
-        shows="worker still runs something|blocks are|KV blocks|is there|KeyError|in flight, the worker|holds sessions"
+        shows="worker still runs something|blocks are|KV blocks|is there|exists already|KeyError|in flight, the worker|holds sessions"
         "|is not in flight|not the session's",
     ),
     Mutant(

@@ -144,7 +144,7 @@ WORKER_MUTANTS = (
         "F42",
         "an end is handled before an add that came earlier: by type, not by arrival",
         replaced(SimulatedWorker, "turn", _by_type),
-        shows="the engine broke the protocol: .* is not there",
+        shows="the engine broke the protocol: .* (is not there|does not exist)",
     ),
     Mutant(
         "F48",
