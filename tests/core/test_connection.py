@@ -251,13 +251,15 @@ def test_a_frame_over_the_limit_is_refused_before_anything_changes():
         pair.worker.next_message()
 
 
-def test_encoding_changes_nothing():
+def test_encoding_changes_nothing_and_its_result_can_be_sent():
     pair = Pair()
     payload = pair.engine.encode(add_message())
     with pytest.raises(LocalProtocolError):
-        pair.engine.send(add_message())
+        pair.engine.send(add_message(), payload)
     pair.down(AddSession(1))
-    assert pair.engine.send(add_message()) == frame(payload)
+    assert pair.engine.send(add_message(), payload) == frame(payload)
+    pair.worker.receive_data(frame(payload))
+    assert pair.worker.next_message() == add_message()
 
 
 def test_a_long_context_has_longer_frames():

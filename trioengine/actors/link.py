@@ -45,7 +45,7 @@ class Link:
 
         `encoded` is what `encode` gave for it; who asked that first meets no FrameTooLarge here.
         """
-        self._outbox.append(self.connection.send(message))
+        self._outbox.append(self.connection.send(message, encoded))
         self._posted.set()
 
     def encode(self, message: AddMessage) -> bytes:

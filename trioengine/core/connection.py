@@ -139,13 +139,13 @@ class Connection:
         """Whether bytes of an incomplete frame are left: at the end of the stream, a torn frame."""
         return bool(self._frames)
 
-    def send(self, message: Message) -> bytes:
-        """Return the frame to write.
+    def send(self, message: Message, payload: bytes | None = None) -> bytes:
+        """Return the frame to write; `payload` is the result of `encode` for the message, if that was called before.
 
         Raises LocalProtocolError for a message that is not legal now, FrameTooLarge for one that does not fit a frame;
         nothing is changed then.
         """
-        payload = self.encode(message)
+        payload = self.encode(message) if payload is None else payload
         self._apply(message, self.role, LocalProtocolError)
         return frame(payload)
 

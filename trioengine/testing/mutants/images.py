@@ -185,8 +185,8 @@ IMAGE_MUTANTS = (
         "F22g",
         "the end of a session is lost by a request that waits for its payloads",
         replaced(StepLoop, "_end_session", _overlook_the_parked),
-        shows="worker still runs something|blocks are|KV blocks|is there|exists already|KeyError|in flight, the worker|holds sessions"
-        "|is not in flight|not the session's",
+        shows="worker still runs something|blocks are|KV blocks|is there|KeyError|in flight, the worker|holds sessions"
+        "|exists already|is not in flight|not the session's",
     ),
     Mutant(
         "F22h",
