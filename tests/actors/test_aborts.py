@@ -9,7 +9,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine import FinishReason, RequestRejected, SessionBusy, SessionEnded, TimedOut
 from trioengine.core.messages import StopSession
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.testing import simulated_engine, toy_answer
 
 

@@ -20,7 +20,7 @@ from trioengine import (
     open_engine,
 )
 from trioengine.core.lifecycle import Power
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.toy_model import IM_END

@@ -7,7 +7,7 @@ from trio.testing import wait_all_tasks_blocked
 from trioengine import EngineClosed, EngineConfig, EngineOverloaded, FinishReason, InvariantError, TimedOut
 from trioengine.actors.gate import Gate
 from trioengine.aio.deadline import NEVER, deadline_after
-from trioengine.core.ledger import Stand
+from trioengine.core.ledger import RequestState
 from trioengine.core.lifecycle import PowerEvent
 
 ONE = EngineConfig(model="toy", max_num_seqs=1, max_num_queued_reqs=0, max_num_batched_tokens=64, max_sessions=1)
@@ -46,7 +46,7 @@ class Slots:
         if self._kind == "session":
             self.gate.free_session()
         else:
-            self.gate.settle(Stand.PREPARING, FinishReason.ABORT)
+            self.gate.settle(RequestState.PREPARING, FinishReason.ABORT)
 
     async def queue(self, nursery, count, **options):
         callers = [Caller(self.gate, self.line, self.admission) for _ in range(count)]

@@ -21,7 +21,7 @@ from pictures import png
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineOverloaded, RequestRejected, TimedOut
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.testing import simulated_engine
 
 

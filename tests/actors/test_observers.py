@@ -8,8 +8,7 @@ from expectations import FAILING, everything_is_given_back
 
 from trioengine import SamplingParams, TimedOut, WorkerLost
 from trioengine.actors.observer import FinishedRequest, Observer
-from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.worker.scheduling.step import Limits

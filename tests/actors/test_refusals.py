@@ -17,7 +17,7 @@ from trioengine import (
 from trioengine.core.codec import encode
 from trioengine.core.lifecycle import Phase
 from trioengine.core.messages import AddMessage
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.testing import simulated_engine, toy_answer
 
 

@@ -9,8 +9,8 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig, SamplingParams, TimedOut, TransitionFailed, WorkerLost
 from trioengine.core.lifecycle import Power
-from trioengine.core.messages import AddMessage, FinishReason
-from trioengine.core.outcome import Cause
+from trioengine.core.messages import AddMessage
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import simulated_engine, toy_answer
 from trioengine.testing.toy_model import toy_logprobs
 

@@ -10,9 +10,9 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineAsleep, TimedOut, TransitionFailed
 from trioengine.core.lifecycle import Power
-from trioengine.core.messages import FinishReason, Sleep
-from trioengine.core.outcome import Cause
-from trioengine.core.tag import Tag
+from trioengine.core.messages import Sleep
+from trioengine.core.power import Tag
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import simulated_engine
 
 MODES = ["abort", "wait", "keep"]

@@ -18,7 +18,7 @@ from trioengine import (
     TimedOut,
     open_engine,
 )
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.simulation import DEFAULT_LIMITS

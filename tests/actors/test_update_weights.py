@@ -9,8 +9,8 @@ from expectations import GREEDY, LONG, chat, reference
 from trioengine import EngineAsleep, TransitionFailed
 from trioengine.core.lifecycle import Power
 from trioengine.core.messages import Wake
-from trioengine.core.outcome import Cause
-from trioengine.core.tag import Tag
+from trioengine.core.power import Tag
+from trioengine.core.types import Cause
 from trioengine.testing import toy_answer
 from trioengine.testing.toy_model import toy_weights
 

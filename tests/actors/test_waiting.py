@@ -19,7 +19,7 @@ from trioengine import (
     TimedOut,
 )
 from trioengine.actors.waiting_line import WaitingLine
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 

@@ -9,7 +9,7 @@ from expectations import GREEDY, LONG, reference, said
 from trioengine import EngineAsleep, EngineConfig, TimedOut, TransitionFailed
 from trioengine.core.lifecycle import Power
 from trioengine.core.messages import Wake
-from trioengine.core.tag import Tag
+from trioengine.core.power import Tag
 from trioengine.testing import simulated_engine
 
 

@@ -9,7 +9,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig, EngineOverloaded, TimedOut, WorkerLost
 from trioengine.core.lifecycle import Power
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.testing import simulated_engine, toy_answer
 from trioengine.testing.simulated_worker import Behaviour
 

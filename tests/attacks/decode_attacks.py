@@ -16,8 +16,8 @@ import encoded_images as images
 from image_attacks import IMAGES
 
 from trioengine.core.errors import RequestRejected
+from trioengine.core.image import ImageProcessing
 from trioengine.core.image_header import read_header
-from trioengine.core.image_processing import ImageProcessing
 from trioengine.worker import image_decoding
 from trioengine.worker.image_decoding import read_tiles
 from trioengine.worker.scheduling.image_queue import ImageError

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from small_models import gguf_bytes, metadata, write_directory
 
+from trioengine.core.bounds import printable
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.core.image import ImageFormat, ImageInfo
-from trioengine.core.printable import printable
 from trioengine.hub.model_info import read_model
 from trioengine.worker.runner.model_runner import TorchModelRunner
 

@@ -12,8 +12,8 @@ from trioengine.cli.bench.config import BenchConfig
 from trioengine.cli.bench.load import End, LengthUnit, Prompts, run_load
 from trioengine.cli.bench.serve import measure
 from trioengine.client.address import Endpoint
-from trioengine.core.serve_config import ServeConfig
 from trioengine.serve import Server
+from trioengine.serve.config import ServeConfig
 from trioengine.testing import simulated_engine
 
 PROMPTS = Prompts([" a", " b"], LengthUnit.WORDS)

@@ -8,7 +8,7 @@ import pytest
 from trioengine import EngineConfig
 from trioengine.cli.app import run
 from trioengine.cli.sources import read_config_file
-from trioengine.core.serve_config import ServeConfig
+from trioengine.serve.config import ServeConfig
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import trio.testing
 from trioengine import EngineConfig
 from trioengine.cli.serve import COLLECT_AFTER, _serve
 from trioengine.core.errors import InvalidConfig
-from trioengine.core.serve_config import ServeConfig
+from trioengine.serve.config import ServeConfig
 from trioengine.serve.server import serve
 from trioengine.testing import Simulation
 from trioengine.testing.simulated_worker import Behaviour

@@ -50,10 +50,10 @@ def test_a_payload_is_consumed_once_and_after_its_announcement(payload):
     pair = Pair()
     pair.down(AddSession(1), add_message(payloads=(1, 2)))
     pair.up(PayloadConsumed(2))
-    with pytest.raises(LocalProtocolError, match=f"payload {payload} was not announced"):
+    with pytest.raises(LocalProtocolError, match=f"payload {payload}, which was not announced"):
         pair.worker.send(PayloadConsumed(payload))
     pair.engine.receive_data(unchecked(PayloadConsumed(payload)))
-    with pytest.raises(RemoteProtocolError, match=f"payload {payload} was not announced"):
+    with pytest.raises(RemoteProtocolError, match=f"payload {payload}, which was not announced"):
         pair.engine.next_message()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from trioengine import EngineConfig
 from trioengine.cli.app import run
-from trioengine.core.serve_config import ConnectionLimits, ServeConfig
+from trioengine.serve.config import ConnectionLimits, ServeConfig
 from trioengine.serve.realtime.connection import CLOSE_TIMEOUT
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trioengine.core.errors import ModelError
-from trioengine.core.image_processing import ImageProcessing
+from trioengine.core.image import ImageProcessing
 from trioengine.hub.idefics3_config import VisionConfig, config_from_hf
 from trioengine.hub.model_config import Fields
 from trioengine.hub.model_info import read_model

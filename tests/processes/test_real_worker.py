@@ -24,7 +24,7 @@ from trioengine import (
     open_engine,
 )
 from trioengine.core.lifecycle import Power
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 
 PATIENCE = 300  # seconds; a guard against hanging, far beyond what is needed
 ORPHAN_PATIENCE = 60  # for what takes milliseconds

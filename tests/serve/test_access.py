@@ -8,8 +8,8 @@ from clients import CHAT, chat, open_clients, read_all, status_and_body
 from trio.testing import wait_all_tasks_blocked
 from trio_websocket import HandshakeError
 
-from trioengine.core.serve_config import ServeConfig
 from trioengine.serve.auth import Access
+from trioengine.serve.config import ServeConfig
 from trioengine.serve.http import BadRequest, Request
 from trioengine.serve.routes import Role
 

@@ -4,7 +4,7 @@ import pytest
 import trio
 from realtime_texts import GREEDY, LONG, assistant, reference, text_of, user
 
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.serve.realtime.response import MAX_BESIDE
 
 NONE = {"conversation": "none"}

@@ -12,7 +12,7 @@ from trio.testing import lockstep_stream_pair, wait_all_tasks_blocked
 
 from trioengine import EngineConfig
 from trioengine.core.messages import AddMessage
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.serve import ServeConfig
 from trioengine.serve.body import KEEP_ALIVE
 from trioengine.testing import simulated_engine, toy_answer

@@ -7,7 +7,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig
 from trioengine.core.lifecycle import PowerEvent
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.testing import simulated_engine
 
 LONG = {"max_tokens": 400}

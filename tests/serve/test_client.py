@@ -21,7 +21,7 @@ from trioengine import (
 )
 from trioengine.client.address import Address
 from trioengine.client.connection import WINDOW
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 
 
 async def test_an_answer_streams(autojump_clock, remote, clients):

@@ -9,7 +9,7 @@ from realtime_texts import assistant, reference, user
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineAsleep, FinishReason, TimedOut, connect
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 
 
 async def test_who_does_not_wait_is_told(autojump_clock, remote, clients):

@@ -15,7 +15,7 @@ from trioengine import (
     SamplingParams,
     connect,
 )
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.testing import simulated_engine
 
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)

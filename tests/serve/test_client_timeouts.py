@@ -7,7 +7,7 @@ from realtime_texts import assistant, reference, user
 
 from trioengine import ConnectionLost, FinishReason, TimedOut, connect
 from trioengine.client.connection import PING_INTERVAL
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 
 
 class Gate(trio.abc.Stream):

@@ -10,7 +10,7 @@ from realtime_texts import assistant, reference, user
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig, EngineOverloaded, FinishReason, SamplingParams, TimedOut, connect
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.testing import simulated_engine
 
 

@@ -9,7 +9,7 @@ from frames import HANDSHAKE, SAY, event, read_until
 from trio.testing import lockstep_stream_pair, memory_stream_pair, wait_all_tasks_blocked
 from trio_websocket import ConnectionClosed
 
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.testing import simulated_engine, toy_answer
 
 LONG = {"temperature": 0, "max_output_tokens": 400, "ignore_eos": True}

@@ -11,8 +11,7 @@ from trio_websocket import ConnectionClosed
 
 from trioengine import EngineConfig, SamplingParams, TimedOut, WorkerLost
 from trioengine.actors.engine import Engine
-from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause, FinishReason
 from trioengine.serve import Server
 from trioengine.serve.metrics import HISTOGRAMS, Histogram
 from trioengine.testing import simulated_engine

@@ -9,7 +9,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig, SamplingParams
 from trioengine.core.errors import InvariantError
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.serve.http import json_response
 from trioengine.serve.routes import Role, get, route_of
 from trioengine.testing import simulated_engine

@@ -22,9 +22,9 @@ from trioengine.core.messages import (
     PayloadConsumed,
     Ready,
     Tokens,
-    token_ids,
 )
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import token_ids
 from trioengine.testing.behaviour import Behaviour
 from trioengine.testing.simulated_payload import SimulatedMemfd
 from trioengine.testing.simulated_process import SMALL_PAYLOAD_QUEUE

@@ -7,7 +7,7 @@ from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as RawTokenizer
 
 from trioengine import ModelError, RequestRejected
-from trioengine.core.messages import token_ids
+from trioengine.core.types import token_ids
 from trioengine.testing import toy_model
 from trioengine.testing.toy_model import CHAT_TEMPLATE, END_OF_TEXT, IM_END, IM_START
 from trioengine.text.chat_template import ChatTemplate

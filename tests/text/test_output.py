@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trioengine import SamplingParams
-from trioengine.core.messages import token_ids
+from trioengine.core.types import token_ids
 from trioengine.testing import toy_model
 from trioengine.text.output import OutputText
 

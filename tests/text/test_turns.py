@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trioengine import RequestRejected
-from trioengine.core.messages import token_ids
+from trioengine.core.types import token_ids
 from trioengine.testing import toy_model
 from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.conversation import Conversation, newest_turn

@@ -14,9 +14,8 @@ from hypothesis import example, given, settings
 from PIL import Image
 from torch_driver import reference
 
-from trioengine.core.image import ImageFormat, ImageInfo
+from trioengine.core.image import ImageFormat, ImageInfo, ImageProcessing
 from trioengine.core.image_header import read_header
-from trioengine.core.image_processing import ImageProcessing
 from trioengine.worker import image_decoding
 from trioengine.worker.image_decoding import read_tiles
 from trioengine.worker.scheduling.image_queue import ImageError

@@ -10,7 +10,7 @@ from sleeping_runner import DAMAGES, EXPECTED, KV_BYTES, KV_CACHE, WEIGHTS, Fail
 from torch_driver import generate, load
 
 from trioengine.core.errors import InvariantError, ModelError
-from trioengine.core.tag import ALL_TAGS, Tag
+from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.worker.kernels import linear
 from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.models.llama import LlamaModel

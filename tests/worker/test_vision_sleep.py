@@ -7,7 +7,7 @@ import torch
 from torch_driver import load
 
 from trioengine.core.errors import InvariantError, ModelError
-from trioengine.core.tag import ALL_TAGS
+from trioengine.core.power import ALL_TAGS
 from trioengine.worker.kernels import linear
 from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.models.base import load_model

@@ -19,8 +19,9 @@ from trioengine.core.config import WorkerConfig
 from trioengine.core.connection import Connection, Role
 from trioengine.core.errors import ModelError
 from trioengine.core.image import ImageFormat, ImageInfo
-from trioengine.core.messages import AddMessage, Configure, FromWorker, ImageInput, Loading, Ready, ToWorker, token_ids
+from trioengine.core.messages import AddMessage, Configure, FromWorker, ImageInput, Loading, Ready, ToWorker
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import token_ids
 from trioengine.worker.decoder import Vision
 from trioengine.worker.loop import OnProgress
 from trioengine.worker.process import run

@@ -17,13 +17,12 @@ from trioengine.actors.image_parts import put_images
 from trioengine.actors.images import RequestImages, image_inputs
 from trioengine.actors.waiting_line import NOT_NOW, waits_for
 from trioengine.actors.worker_session import Posting
+from trioengine.core.arguments import PromptPlaces
 from trioengine.core.errors import EngineError, FrameTooLarge, RequestRejected, TimedOut
 from trioengine.core.lifecycle import Phase
 from trioengine.core.messages import AddMessage
-from trioengine.core.outcome import Cause
-from trioengine.core.overflow import prompt_limit
-from trioengine.core.prompt_places import PromptPlaces
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import SamplingParams, prompt_limit
+from trioengine.core.types import Cause
 from trioengine.text.conversation import Prepared, Prompt, newest_turn, prompt_length
 from trioengine.text.output import OutputText
 

@@ -21,16 +21,21 @@ from trioengine.actors.states import States
 from trioengine.aio.calls import opens, whole_answer
 from trioengine.aio.deadline import deadline_after
 from trioengine.aio.nursery import open_unwrapped_nursery
-from trioengine.core.arguments import check_callback, check_flag, check_request, check_seconds, names_checked
+from trioengine.core.arguments import (
+    check_callback,
+    check_cause,
+    check_flag,
+    check_request,
+    check_seconds,
+    names_checked,
+)
 from trioengine.core.bounds import brief, counted
-from trioengine.core.config import EngineConfig
+from trioengine.core.config import EngineConfig, EngineOptions, merged_config
 from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvalidConfig, ModelError
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
-from trioengine.core.options import EngineOptions, SamplingOptions, merged_config, merged_params, sampling_checked
-from trioengine.core.outcome import Cause, check_cause
-from trioengine.core.overflow import Overflow
-from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.tag import TagName
+from trioengine.core.power import TagName
+from trioengine.core.sampling_params import Overflow, SamplingOptions, SamplingParams, merged_params, sampling_checked
+from trioengine.core.types import Cause
 from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.conversation import Prompt
 
@@ -225,7 +230,7 @@ class Engine(EngineState):
         seconds = math.inf if timeout is None else check_seconds(timeout)
         causes = self.gate.ledger.abort_causes
         before = causes[Cause.SHUTDOWN]
-        is_changing = not self.needs.runs_requests or self.gate.num_pending
+        is_changing = not self.desired_worker.runs_requests or self.gate.num_pending
         self.gate.change_power(PowerEvent.DRAIN)
         if is_changing:
             self._sessions.abort_phase(Phase.SUSPENDED, Cause.SHUTDOWN)

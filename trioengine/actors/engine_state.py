@@ -44,11 +44,10 @@ from trioengine.core.errors import (
     RequestRejected,
     WorkerLost,
 )
-from trioengine.core.image_part import MAX_IMAGE_BYTES
+from trioengine.core.image import MAX_IMAGE_BYTES
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
 from trioengine.core.messages import Audited, Loading, Message, Ready, RequestFailed, SessionEnded, Tokens
-from trioengine.core.tag import sorted_tags
-from trioengine.core.worker_needs import WorkerNeeds
+from trioengine.core.power import sorted_tags
 from trioengine.hub.model_info import ModelInfo
 from trioengine.text.chat_tokenizer import ChatTokenizer
 
@@ -191,15 +190,15 @@ class EngineState:
     # ---- workers --------------------------------------------------------------------------------------------------
 
     @property
-    def needs(self) -> WorkerNeeds:
+    def desired_worker(self) -> DesiredWorker:
         """What a worker is needed for now."""
-        return self._power.needs
+        return self._power.desired_worker
 
     def worker_config(self) -> WorkerConfig:
         """What a worker that starts now is to be."""
         path, version = self.weights
         limits = self._limits
-        asleep = sorted_tags(self.needs.asleep)
+        asleep = sorted_tags(self.desired_worker.asleep)
         config = replace(self.config.for_worker(path), weight_version=version, asleep=asleep)
         if limits is None:
             return config
@@ -221,7 +220,7 @@ class EngineState:
             raise RemoteProtocolError(f"READY with weights {limits.weight_version}, not {self.weights.version}")
         self._limits = limits
         self.gate.link = link
-        if self.needs.runs_requests:
+        if self.desired_worker.runs_requests:
             self.replays.resume(link)
         if not self.replays.has_suspects:
             self.gate.change_power(PowerEvent.READY)

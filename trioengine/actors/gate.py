@@ -21,10 +21,9 @@ from trioengine.aio.deadline import NEVER, Deadline
 from trioengine.aio.nursery import Notifier
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, InvariantError
-from trioengine.core.ledger import Ledger, Stand
+from trioengine.core.ledger import Ledger, RequestState
 from trioengine.core.lifecycle import Power, PowerEvent, next_power
-from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause, FinishReason
 
 
 class Gate:
@@ -83,7 +82,7 @@ class Gate:
         self.sessions.serve()
         self.notify()
 
-    def settle(self, stand: Stand, finish_reason: FinishReason, cause: Cause | None = None) -> None:
+    def settle(self, stand: RequestState, finish_reason: FinishReason, cause: Cause | None = None) -> None:
         """Enter a request's outcome in the books, and give its slot back."""
         self.ledger.settle(stand, finish_reason, cause)
         self.requests.serve()

@@ -10,11 +10,9 @@ from trioengine.actors.media import Media
 from trioengine.actors.readable import Readable
 from trioengine.actors.request_times import RequestTimes
 from trioengine.aio.deadline import Deadline
-from trioengine.core.completion import Chunk as Chunk
-from trioengine.core.completion import Completion as Completion
-from trioengine.core.ledger import Stand
-from trioengine.core.messages import FinishReason, Logprobs, TokensRow, Usage
-from trioengine.core.outcome import Cause, Outcome
+from trioengine.core.errors import Outcome
+from trioengine.core.ledger import RequestState
+from trioengine.core.messages import TokensRow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.text.conversation import Prepared, Prompt
 from trioengine.text.output import OutputText
@@ -79,7 +77,7 @@ class Generation(Readable["Session"]):
         self.prompt: Any = prompt  # of any type, until it is prepared; then it is dropped, as the media are
         self.media = media
         # The session's part: it alone writes these.
-        self.stand = Stand.PREPARING
+        self.stand = RequestState.PREPARING
         self.prepared: Prepared | None = None
         self.answer: OutputText | None = None
         self.abort_cause = Cause.CLIENT

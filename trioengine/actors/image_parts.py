@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from trioengine.actors.media import ImageSource, Media, source_of, source_of_url
 from trioengine.actors.payload import Payload
 from trioengine.core.errors import RequestRejected
-from trioengine.core.image_part import Image, image_url, is_image_part
+from trioengine.core.image import Image, image_url, is_image_part
 
 T = TypeVar("T")
 _URL_FIELDS = {"image_url": "image_url.url", "input_image": "image_url"}  # by the part's type

@@ -14,7 +14,7 @@ from trioengine.actors.payload import Payload, Reservation
 from trioengine.actors.waiting_line import waits_for
 from trioengine.aio.deadline import NEVER, Deadline
 from trioengine.core.errors import EngineOverloaded, RequestRejected
-from trioengine.core.image_part import Image
+from trioengine.core.image import Image
 from trioengine.core.messages import ImageInput, token_ids
 from trioengine.text.chat_tokenizer import PlacedImage
 

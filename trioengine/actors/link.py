@@ -21,8 +21,7 @@ from trioengine.actors.payload import Payload
 from trioengine.actors.ports import WorkerProcess
 from trioengine.core.connection import Connection, Role
 from trioengine.core.errors import RemoteProtocolError
-from trioengine.core.messages import AddMessage, Message, PayloadConsumed
-from trioengine.core.power_order import Answer, Change
+from trioengine.core.messages import AddMessage, ControlReply, ControlRequest, Message, PayloadConsumed
 
 READ_SIZE = 1 << 16
 
@@ -38,7 +37,7 @@ class Link:
         self._payloads: dict[int, Payload] = {}  # handed over, and not consumed
         self._unsent: deque[int] = deque()
         self._handed_over = trio.Event()
-        self._answer: Answer | None = None
+        self._answer: ControlReply | None = None
         self._answered = trio.Event()
 
     def post(self, message: Message, encoded: bytes | None = None) -> None:
@@ -53,14 +52,14 @@ class Link:
         """Raises FrameTooLarge if `post` would, whatever the order of messages says."""
         return self.connection.encode(message)
 
-    async def ask(self, change: Change) -> Answer | None:
+    async def ask(self, change: ControlRequest) -> ControlReply | None:
         """Post it and wait for the answer; None when the worker is lost. One at a time; cancelled, it stays posted."""
         self.post(change)
         self._answer, self._answered = None, trio.Event()
         await self._answered.wait()
         return self._answer
 
-    def answer(self, message: Answer) -> None:
+    def answer(self, message: ControlReply) -> None:
         """What was asked is done, or has failed."""
         self._answer = message
         self._answered.set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trioengine.core.messages import Usage
+from trioengine.core.types import Usage
 
 
 @dataclass(frozen=True, slots=True)

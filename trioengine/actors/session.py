@@ -22,14 +22,17 @@ from trioengine.actors.session_state import SessionState
 from trioengine.aio.calls import whole_answer
 from trioengine.aio.deadline import NEVER, Deadline, deadline_after
 from trioengine.core.arguments import check_history, check_label, check_wait
-from trioengine.core.completion import Completion
-from trioengine.core.errors import EngineClosed, EngineError, SessionBusy, SessionEnded
+from trioengine.core.errors import EngineClosed, EngineError, Outcome, SessionBusy, SessionEnded
 from trioengine.core.lifecycle import Event, Phase
-from trioengine.core.messages import FinishReason
-from trioengine.core.options import SamplingOptions, merged_params, sampling_checked
-from trioengine.core.outcome import Cause, Outcome
-from trioengine.core.overflow import Overflow, check_overflow
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import (
+    Overflow,
+    SamplingOptions,
+    SamplingParams,
+    check_overflow,
+    merged_params,
+    sampling_checked,
+)
+from trioengine.core.types import Cause, Completion, FinishReason
 from trioengine.text.conversation import Conversation, Prompt
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from trioengine.actors.link import Link
 from trioengine.actors.payload import Payload
 from trioengine.actors.worker_session import Posting, WorkerSession
 from trioengine.aio.calls import AsyncOnly
-from trioengine.core.errors import EngineError, RequestRejected, SamplingFailed
-from trioengine.core.ledger import Stand
+from trioengine.core.errors import EngineError, Outcome, RequestRejected, SamplingFailed
+from trioengine.core.ledger import RequestState
 from trioengine.core.lifecycle import Action, Attachment, Event, Phase, SessionLifecycle
-from trioengine.core.messages import SAMPLING_FAILED, AddMessage, FinishReason, RequestFailed, TokensRow
-from trioengine.core.outcome import Cause, Outcome
+from trioengine.core.messages import SAMPLING_FAILED, AddMessage, RequestFailed, TokensRow
+from trioengine.core.types import Cause, FinishReason
 from trioengine.text.conversation import Conversation
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class SessionState(AsyncOnly, abc.ABC):
         self.worker_session.attach(posting.link)
         self._apply(Event.COMMIT, posting=posting)
         self.hold_payloads()
-        self._move(generation, Stand.WAITING)
+        self._move(generation, RequestState.WAITING)
 
     def refuse(self, generation: Generation, error: Exception) -> None:
         """It gets no slot, or its preparation failed."""
@@ -120,9 +120,9 @@ class SessionState(AsyncOnly, abc.ABC):
         """A row of a step, which came at `now`."""
         self.worker_session.receive(row.token_ids)
         generation = self._in_flight()
-        is_next = generation.stand is Stand.RUNNING  # after another one of the same attachment
-        if generation.stand is Stand.WAITING:
-            self._move(generation, Stand.RUNNING)
+        is_next = generation.stand is RequestState.RUNNING  # after another one of the same attachment
+        if generation.stand is RequestState.WAITING:
+            self._move(generation, RequestState.RUNNING)
         if not is_next and row.token_ids and generation.outcome is None:
             generation.note_weights(self._engine.weights.version)
             self._engine.reset_deaths()
@@ -196,7 +196,7 @@ class SessionState(AsyncOnly, abc.ABC):
         self.worker_session.attach(link)
         self._apply(Event.RESUME, posting=posting)
         self._suspended_images.unpin()
-        self._move(generation, Stand.WAITING)
+        self._move(generation, RequestState.WAITING)
 
     def give_up(self, error: EngineError) -> None:
         """A suspended request does not go on."""
@@ -227,7 +227,7 @@ class SessionState(AsyncOnly, abc.ABC):
     def _suspend(self) -> None:
         """The request waits for a worker, and its images with it: they make no room for others."""
         generation = self._in_flight()
-        self._move(generation, Stand.SUSPENDED)
+        self._move(generation, RequestState.SUSPENDED)
         assert generation.prepared is not None, "it was committed"
         with suppress(RequestRejected):  # one was dropped before: refused when the request would go on
             self._suspended_images.pin(generation.prepared.images)
@@ -247,7 +247,7 @@ class SessionState(AsyncOnly, abc.ABC):
         self._engine.replays.on_progress(self, generation)
         self._gate.settle(generation.stand, outcome.finish_reason, outcome.cause)
 
-    def _move(self, generation: Generation, stand: Stand) -> None:
+    def _move(self, generation: Generation, stand: RequestState) -> None:
         self._gate.ledger.move(generation.stand, stand)
         generation.stand = stand
 

@@ -14,7 +14,7 @@ from trioengine.actors.session_state import SessionState
 from trioengine.core.errors import EngineError
 from trioengine.core.lifecycle import Phase
 from trioengine.core.messages import RequestFailed, SessionEnded, Tokens
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 
 Args = TypeVarTuple("Args")
 

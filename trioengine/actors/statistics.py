@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trioengine.core.lifecycle import Power
-from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause, FinishReason
 
 if TYPE_CHECKING:
     from trioengine.actors.gate import Gate

@@ -80,15 +80,15 @@ class Supervisor:
                         raise
                     self._log_loss(exc, self._on_worker_lost(exc), None)
                 lost = not retired
-                if self._engine.needs.is_wanted and not (retired or self._shutdown.is_set()):
+                if self._engine.desired_worker.should_run and not (retired or self._shutdown.is_set()):
                     await self._back_off()
-                while not (self._engine.needs.is_wanted or self._shutdown.is_set()):
+                while not (self._engine.desired_worker.should_run or self._shutdown.is_set()):
                     await self._engine.gate.changed()
 
     def _on_worker_lost(self, error: EngineError) -> Settlement:
         self.last_loss = error
         settlement = self._engine.on_worker_lost(error)
-        counts = settlement.counts_against_worker and self._engine.needs.is_indispensable
+        counts = settlement.counts_against_worker and self._engine.desired_worker.is_indispensable
         self._deaths += counts
         return settlement._replace(counts_against_worker=counts)
 
@@ -105,10 +105,10 @@ class Supervisor:
     @property
     def _gives_up(self) -> bool:
         """Whether too many workers have died in a row for another one to be started."""
-        return self._engine.needs.is_wanted and self._deaths >= self._config.max_restarts
+        return self._engine.desired_worker.should_run and self._deaths >= self._config.max_restarts
 
     def _next_step(self, settlement: Settlement) -> str:
-        if not self._engine.needs.is_wanted:
+        if not self._engine.desired_worker.should_run:
             return "the next worker starts when it is needed"
         if self._gives_up:
             return f"giving up after {self._deaths} deaths in a row"
@@ -135,7 +135,7 @@ class Supervisor:
         if incarnation.is_retiring or self._shutdown.is_set():
             return incarnation.is_retiring
         is_first = self.incarnations == 1 and not incarnation.ready
-        if is_first or (isinstance(error, ModelError) and self._engine.needs.is_indispensable):
+        if is_first or (isinstance(error, ModelError) and self._engine.desired_worker.is_indispensable):
             raise error
         self._log_loss(error, settlement, process.pid)
         return False

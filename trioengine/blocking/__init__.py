@@ -31,10 +31,10 @@ import trioengine.client.client
 from trioengine.actors.statistics import Statistics
 from trioengine.blocking.loop import SHORTENED, Handle, Loop, awaited, opened, posted, shortened, shortens
 from trioengine.core.arguments import names_checked
-from trioengine.core.completion import Chunk, Completion
 from trioengine.core.config import EngineConfig
 from trioengine.core.lifecycle import Power
-from trioengine.core.options import EngineOptions, merged_config
+from trioengine.core.sampling_params import EngineOptions, merged_config
+from trioengine.core.types import Chunk, Completion
 
 _Engine = trioengine.actors.engine.Engine
 _Session = trioengine.actors.session.Session

@@ -22,7 +22,7 @@ from trioengine.core.errors import (
     RequestRejected,
     TransitionFailed,
 )
-from trioengine.core.restricted import Restricted
+from trioengine.core.types import Restricted
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -35,7 +35,7 @@ from trioengine.cli.sources import given_on_command_line, option_source
 from trioengine.core.config import DEFAULT_MODEL, EngineConfig
 from trioengine.core.errors import InvalidConfig
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.serve_config import ServeConfig
+from trioengine.serve.config import ServeConfig
 
 app = typer.Typer(
     name="trioengine",

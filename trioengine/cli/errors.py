@@ -17,11 +17,9 @@ from typing import Any
 import typer
 
 from trioengine.cli.sources import element_of, is_true, option_source, requirement
-from trioengine.core.bounds import brief
+from trioengine.core.bounds import brief, did_you_mean, printable_lines
 from trioengine.core.errors import EngineError, InvalidConfig, RequestRejected
-from trioengine.core.printable import printable_lines
-from trioengine.core.serve_config import ServeConfig
-from trioengine.core.suggestion import did_you_mean
+from trioengine.serve.config import ServeConfig
 
 
 def report_failure(error: BaseException, stderr: Stderr) -> int:

@@ -9,12 +9,10 @@ import trio
 from trioengine.cli.chat_session import AnyGeneration, AnySession, local_session
 from trioengine.cli.errors import warn
 from trioengine.cli.tty import Screen, json_line
-from trioengine.core.completion import Completion
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import RequestRejected
-from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import Cause, Completion, FinishReason
 
 
 def print_answer(config: EngineConfig, prompt: str, params: SamplingParams, *, as_json: bool) -> None:

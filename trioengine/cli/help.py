@@ -8,8 +8,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from trioengine.cli.sources import warn_about_unknown_variables
-from trioengine.core.bounds import brief
-from trioengine.core.suggestion import did_you_mean
+from trioengine.core.bounds import brief, did_you_mean
 
 PANELS = {
     "Model": ("device", "dtype", "kernels", "batch_invariant", "num_threads", "max_model_len", "served_model_name"),

@@ -18,7 +18,7 @@ import trio
 from trioengine.actors.ports import Ports, spawn_worker
 from trioengine.actors.supervisor import LOSS_FIELDS
 from trioengine.aio.nursery import open_unwrapped_nursery
-from trioengine.core.printable import printable, printable_lines
+from trioengine.core.bounds import printable, printable_lines
 from trioengine.serve.access_log import CONTEXT, FIELDS, ContextFilter
 
 

@@ -27,7 +27,7 @@ from trioengine.cli.sources import (
 )
 from trioengine.core.config import EngineConfig
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.serve_config import ServeConfig
+from trioengine.serve.config import ServeConfig
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

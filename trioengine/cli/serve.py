@@ -17,8 +17,8 @@ from trioengine.cli.logs import configure_logs, log_what_python_prints, logged_w
 from trioengine.cli.process import obey_signals, use_huge_pages
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError
-from trioengine.core.serve_config import ServeConfig
 from trioengine.hub.pull import locate
+from trioengine.serve.config import ServeConfig
 from trioengine.serve.limits import raise_limit
 from trioengine.serve.server import serve
 

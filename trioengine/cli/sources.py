@@ -16,7 +16,6 @@ import typer
 
 from trioengine.core.bounds import brief
 from trioengine.core.errors import InvalidConfig, RequestRejected
-from trioengine.core.suggestion import did_you_mean
 
 PREFIX = "TRIOENGINE_"
 _OTHER_VARIABLES = (f"{PREFIX}HOME",)

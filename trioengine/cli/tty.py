@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from trioengine.core.printable import UNPRINTABLE, printable_lines
+from trioengine.core.bounds import UNPRINTABLE, printable_lines
 
 STDIN = 0
 _LOCAL_FLAGS = 3  # their place among the settings

@@ -18,16 +18,13 @@ from trioengine.client.request import Request, Requests
 from trioengine.client.session import Session, SessionState
 from trioengine.core.arguments import check_callback, check_request, names_checked
 from trioengine.core.bounds import brief, counted, is_key
-from trioengine.core.completion import Completion
 from trioengine.core.errors import (
     InvalidConfig,
     SessionEnded,
     TimedOut,
 )
-from trioengine.core.options import SamplingOptions, merged_params, sampling_checked
-from trioengine.core.outcome import Cause
-from trioengine.core.overflow import Overflow
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import Overflow, SamplingOptions, SamplingParams, merged_params, sampling_checked
+from trioengine.core.types import Cause, Completion
 
 
 class Client:

@@ -11,9 +11,8 @@ import trio
 
 from trioengine.aio.calls import AsyncOnly
 from trioengine.client.request import Request, Stage
-from trioengine.core.completion import Chunk, Completion
-from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import Cause, Chunk, Completion
 
 _NOT_ENTERED = "the generation was not entered: use `async with session.generate(...)`"
 

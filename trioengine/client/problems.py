@@ -24,7 +24,7 @@ from trioengine.core.errors import (
     WorkerLost,
 )
 from trioengine.core.messages import FinishReason, Usage
-from trioengine.core.outcome import Cause, Outcome
+from trioengine.core.types import Cause, Outcome
 
 _IN_ITEM = re.compile(r"item(?:\.| '[^']*': )content\[(\d+)\](?:\.\w+)*")  # at the beginning of an error's message
 GOING_AWAY, TRY_AGAIN_LATER = 1001, 1013

@@ -14,11 +14,9 @@ from trioengine.actors.image_file import file_size, unreadable
 from trioengine.core.arguments import check_content, check_role, kind_of
 from trioengine.core.bounds import brief
 from trioengine.core.errors import RequestRejected
-from trioengine.core.image import VISION_MODEL, BytesLike
+from trioengine.core.image import VISION_MODEL, BytesLike, image_url
 from trioengine.core.image_header import check_size, read_header
-from trioengine.core.image_part import image_url
-from trioengine.core.overflow import Overflow
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import Overflow, SamplingParams
 
 Message: TypeAlias = dict[str, Any]  # role and content: a text, or a list of parts if it has images
 

@@ -23,13 +23,11 @@ from trioengine.aio.nursery import Notifier
 from trioengine.client.conversation import Conversation
 from trioengine.client.problems import length_of, outcome_of, placed, usage_of
 from trioengine.client.prompt import Media, Message, rendered
-from trioengine.core.arguments import check_flag, check_label, check_wait
-from trioengine.core.completion import Completion
+from trioengine.core.arguments import PromptPlaces, check_flag, check_label, check_wait
 from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.messages import FinishReason, Usage
-from trioengine.core.outcome import Cause, Outcome
-from trioengine.core.prompt_places import PromptPlaces
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import Cause, Completion, Outcome
 
 
 class Stage(enum.Enum):

@@ -21,13 +21,16 @@ from trioengine.client.problems import error_of
 from trioengine.client.prompt import Media, Message, chat_messages, check_sizes, is_long, response_fields
 from trioengine.client.request import Request, Requests
 from trioengine.core.arguments import check_history, check_label, check_wait
-from trioengine.core.completion import Completion
-from trioengine.core.errors import EngineError, SessionBusy, SessionEnded, TimedOut
-from trioengine.core.messages import FinishReason
-from trioengine.core.options import SamplingOptions, merged_params, sampling_checked
-from trioengine.core.outcome import Cause, Outcome
-from trioengine.core.overflow import Overflow, check_overflow
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.errors import EngineError, Outcome, SessionBusy, SessionEnded, TimedOut
+from trioengine.core.sampling_params import (
+    Overflow,
+    SamplingOptions,
+    SamplingParams,
+    check_overflow,
+    merged_params,
+    sampling_checked,
+)
+from trioengine.core.types import Cause, Completion, FinishReason
 
 
 class Session(AsyncOnly):

@@ -12,7 +12,7 @@ from typing import cast
 
 from trioengine.core.bounds import brief
 from trioengine.core.errors import ModelError
-from trioengine.core.image_processing import MAX_EDGE, ImageProcessing
+from trioengine.core.image import MAX_EDGE, ImageProcessing
 from trioengine.hub import llama_config
 from trioengine.hub.llama_config import LlamaConfig, count_layers
 from trioengine.hub.model_config import Fields, Shape, read_json

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, ClassVar, Protocol, TypeAlias
 
 from trioengine.core.bounds import MAX_COUNT, MAX_FLOAT32, brief, integer, number
 from trioengine.core.errors import ModelError
-from trioengine.core.image_processing import ImageProcessing
+from trioengine.core.image import ImageProcessing
 
 Shape: TypeAlias = tuple[int, ...]  # rows first
 

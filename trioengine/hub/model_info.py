@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trioengine.core.errors import ModelError
-from trioengine.core.image_processing import ImageProcessing
+from trioengine.core.image import ImageProcessing
 from trioengine.hub.checkpoint import GGUFModelHeader, map_file, read_gguf, read_safetensors
 from trioengine.hub.model_config import Fields, read_file, read_json, read_text
 from trioengine.hub.pull import name_of

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from trioengine.core.child_environment import child_environment
+from trioengine.core.config import child_environment
 from trioengine.core.errors import ModelError
 from trioengine.core.image import VISION_MODEL
 from trioengine.hub.known_models import KNOWN_MODELS, KnownModel, expanded, shown, trioengine_home

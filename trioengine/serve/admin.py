@@ -15,7 +15,7 @@ from trioengine.actors.statistics import Statistics
 from trioengine.core.bounds import brief
 from trioengine.core.config import MAX_SECONDS
 from trioengine.core.errors import InvariantError, RequestRejected
-from trioengine.core.tag import Tag
+from trioengine.core.power import Tag
 from trioengine.serve.errors import SERVER_ERROR, ClientError, Problem
 from trioengine.serve.http import Request, Response, json_response, problem_response
 from trioengine.serve.limits import InFlight

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.serve_config import ServeConfig
+from trioengine.serve.config import ServeConfig
 from trioengine.serve.errors import INVALID_REQUEST, RATE_LIMIT, Problem
 from trioengine.serve.http import (
     BadRequest,

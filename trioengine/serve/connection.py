@@ -15,7 +15,6 @@ import trio
 from trio_websocket import ConnectionClosed
 from wsproto.utilities import ProtocolError
 
-from trioengine.core.serve_config import ConnectionLimits
 from trioengine.serve.access_log import CLIENT, REQUEST_ID, SESSION, about, logged, logged_if_unreadable
 from trioengine.serve.auth import Access
 from trioengine.serve.body import (
@@ -28,6 +27,7 @@ from trioengine.serve.body import (
     log_disconnect,
     peer,
 )
+from trioengine.serve.config import ConnectionLimits
 from trioengine.serve.errors import INVALID_REQUEST, SERVER_ERROR, ClientError, Problem
 from trioengine.serve.http import (
     BadRequest,

@@ -17,7 +17,7 @@ from trioengine.core.errors import (
     TransitionFailed,
     WorkerLost,
 )
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"

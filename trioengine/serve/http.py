@@ -16,8 +16,8 @@ import h11
 import trio
 
 from trioengine.core.errors import EngineError
-from trioengine.core.serve_config import ConnectionLimits
 from trioengine.serve.body import CHUNK, Body, Disconnected, Frame, Sender, StreamingResponse
+from trioengine.serve.config import ConnectionLimits
 from trioengine.serve.errors import (
     INVALID_REQUEST,
     ClientError,

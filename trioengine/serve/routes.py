@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from trioengine import __version__
 from trioengine.actors.engine import Engine
+from trioengine.core.bounds import did_you_mean
 from trioengine.core.lifecycle import Power
-from trioengine.core.suggestion import did_you_mean
 from trioengine.serve.errors import INVALID_REQUEST, ClientError, Problem
 from trioengine.serve.http import Handler, Request, Response, error_response, json_response, problem_response
 from trioengine.serve.metrics import CONTENT_TYPE, Metrics

@@ -18,11 +18,11 @@ from trioengine.core.bounds import brief
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, InvalidConfig
 from trioengine.core.lifecycle import PowerEvent
-from trioengine.core.outcome import Cause
-from trioengine.core.serve_config import ServeConfig
+from trioengine.core.types import Cause
 from trioengine.serve.admin import operator_routes, power_routes
 from trioengine.serve.auth import Access, is_loopback, warn_of_short_keys
 from trioengine.serve.body import Departures, address
+from trioengine.serve.config import ServeConfig
 from trioengine.serve.connection import FrontDoor
 from trioengine.serve.http import Request
 from trioengine.serve.limits import ByteBudget, Held, InFlight, affordable

@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 
 from trioengine.core.errors import ModelError
-from trioengine.core.image_processing import ImageProcessing
-from trioengine.core.tag import ALL_TAGS, Tag
+from trioengine.core.image import ImageProcessing
+from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.hub.model_info import ModelFormat, ModelInfo
 from trioengine.testing.toy_vision import TOY_PROCESSING, TOY_TILE, ToyImage, toy_embeddings, toy_features
 from trioengine.text.chat_template import ChatTemplate

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from trioengine.core.image import ImageInfo
-from trioengine.core.image_processing import ImageProcessing
+from trioengine.core.image import ImageInfo, ImageProcessing
 from trioengine.worker.scheduling.image_queue import DecodedImage, ImageError
 from trioengine.worker.scheduling.images import TileShape
 

@@ -14,9 +14,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from trioengine.core.errors import ModelError, RequestRejected
-from trioengine.core.image import VISION_MODEL
-from trioengine.core.image_part import Image, is_image_part
-from trioengine.core.image_processing import ImageProcessing
+from trioengine.core.image import VISION_MODEL, Image, ImageProcessing, is_image_part
 from trioengine.core.messages import TokenIds
 from trioengine.text.chat_template import IMAGE_PART, ChatTemplate, prints_images, takes_parts_only, text_part
 from trioengine.text.messages import Message

@@ -19,9 +19,9 @@ from typing import Any, TypeAlias, TypeGuard
 
 from trioengine.core.arguments import kind_of
 from trioengine.core.errors import RequestRejected
-from trioengine.core.image_part import Image
+from trioengine.core.image import Image
 from trioengine.core.messages import TokenIds, token_ids
-from trioengine.core.overflow import retained
+from trioengine.core.sampling_params import retained
 from trioengine.text.chat_tokenizer import ChatTokenizer, ImagePart, PlacedImage, image_parts, num_image_tokens, placed
 from trioengine.text.messages import BYTES, Message, Turns, checked_messages, copied
 from trioengine.text.tokenizer import Detokenizer

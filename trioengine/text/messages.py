@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, TypeAlias, TypedDict, get_args
 from trioengine.core.arguments import check_content, check_role
 from trioengine.core.bounds import brief
 from trioengine.core.errors import RequestRejected
-from trioengine.core.image_part import is_image_part
+from trioengine.core.image import is_image_part
 from trioengine.text.chat_template import text_part
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]

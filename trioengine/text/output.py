@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from trioengine.core.messages import TokenIds, token_ids
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.text.tokenizer import Detokenizer, Tokenizer
 

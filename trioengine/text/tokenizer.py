@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from trioengine.core.bounds import MAX_COUNT, brief, excerpt
 from trioengine.core.errors import ModelError
-from trioengine.core.messages import TokenIds, token_ids
+from trioengine.core.types import TokenIds, token_ids
 
 _TOKENS, _MERGES, _TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"
 GGUF_ARRAYS = frozenset({_TOKENS, _MERGES, _TYPES})  # of a GGUF file's metadata, that `from_gguf` needs decoded

@@ -23,8 +23,7 @@ import torch
 from PIL import Image, PngImagePlugin
 from torch import Tensor
 
-from trioengine.core.image import ImageFormat, ImageInfo
-from trioengine.core.image_processing import ImageProcessing, Size
+from trioengine.core.image import ImageFormat, ImageInfo, ImageProcessing, Size
 from trioengine.worker.scheduling.image_queue import ImageError
 
 PngImagePlugin.MAX_TEXT_MEMORY = 16 << 20  # bytes of compressed texts, which nothing here reads

@@ -24,10 +24,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
 
-from trioengine.core.connection import Connection, Role
+from trioengine.core.connection import Connection, Role, Stage
 from trioengine.core.errors import FrameTooLarge, RemoteProtocolError
 from trioengine.core.messages import Activity, Fatal, FromWorker, Ping, Pong, RequestFailed, Shutdown, Tokens, ToWorker
-from trioengine.core.stage import Stage
 from trioengine.worker.scheduling.engine_core import Event
 from trioengine.worker.scheduling.images import PayloadArrived
 

@@ -11,16 +11,15 @@ from trioengine.core.messages import (
     AddSession,
     Audit,
     Audited,
-    FinishReason,
     FromWorker,
     ImageInput,
     PayloadConsumed,
     RequestFailed,
     Tokens,
     ToWorker,
-    token_ids,
 )
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import FinishReason, token_ids
 from trioengine.testing.simulated_payload import SimulatedDecoder, SimulatedPayload
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner, toy_answer
 from trioengine.testing.toy_vision import TOY_TILE, TOY_TILE_EDGE, UNREADABLE, ToyImage, toy_decode

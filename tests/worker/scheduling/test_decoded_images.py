@@ -7,14 +7,8 @@ from dataclasses import replace
 import pytest
 from image_bench import BAD, ImageBench
 
-from trioengine.core.messages import (
-    AddSession,
-    EndSession,
-    FinishReason,
-    PayloadConsumed,
-    RequestFailed,
-    StopSession,
-)
+from trioengine.core.messages import AddSession, EndSession, PayloadConsumed, RequestFailed, StopSession
+from trioengine.core.types import FinishReason
 from trioengine.testing.toy_vision import TOY_TILE
 from trioengine.worker.scheduling.image_queue import DECODED_MEMORY, DecodedImage, PictureDecoded, decode_picture
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from image_bench import ImageBench
 
-from trioengine.core.messages import AddSession, FinishReason, token_ids
+from trioengine.core.messages import AddSession
+from trioengine.core.types import FinishReason, token_ids
 
 # ---- tiles ----------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from trioengine.core.messages import (
     Audit,
     Audited,
     EndSession,
-    FinishReason,
     FromWorker,
     Ping,
     RequestFailed,
@@ -22,9 +21,9 @@ from trioengine.core.messages import (
     Tokens,
     TokensRow,
     ToWorker,
-    token_ids,
 )
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import FinishReason, token_ids
 from trioengine.testing.toy_model import IM_END as EOS
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner
 from trioengine.worker.scheduling.engine_core import EngineCore

@@ -20,16 +20,15 @@ from trioengine.core.messages import (
     Audit,
     Audited,
     EndSession,
-    FinishReason,
     FromWorker,
     RequestFailed,
     SessionEnded,
     StopSession,
     Tokens,
     TokensRow,
-    token_ids,
 )
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import FinishReason, token_ids
 from trioengine.testing.toy_model import IM_END as EOS
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner
 from trioengine.worker.scheduling.engine_core import EngineCore

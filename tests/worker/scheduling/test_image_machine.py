@@ -21,7 +21,6 @@ from trioengine.core.messages import (
     Audit,
     Audited,
     EndSession,
-    FinishReason,
     FromWorker,
     ImageInput,
     PayloadConsumed,
@@ -29,9 +28,9 @@ from trioengine.core.messages import (
     SessionEnded,
     StopSession,
     Tokens,
-    token_ids,
 )
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import FinishReason, token_ids
 from trioengine.testing.simulated_payload import SimulatedDecoder, SimulatedPayload
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner, toy_answer
 from trioengine.testing.toy_vision import TOY_TILE_EDGE, UNREADABLE, toy_decode

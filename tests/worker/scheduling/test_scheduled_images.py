@@ -11,7 +11,6 @@ from trioengine.core.errors import RemoteProtocolError
 from trioengine.core.messages import (
     AddSession,
     EndSession,
-    FinishReason,
     PayloadConsumed,
     RequestFailed,
     SessionEnded,
@@ -20,6 +19,7 @@ from trioengine.core.messages import (
     StopSession,
     UpdateWeights,
 )
+from trioengine.core.types import FinishReason
 from trioengine.testing.simulated_payload import SimulatedPayload
 from trioengine.testing.toy_vision import TOY_TILE
 from trioengine.worker.scheduling.images import PayloadArrived, TileShape

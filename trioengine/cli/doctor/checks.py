@@ -25,7 +25,7 @@ from typing import Any
 import trioengine
 from trioengine import __version__
 from trioengine.cli.doctor.machine import Machine
-from trioengine.core.child_environment import child_environment
+from trioengine.core.config import child_environment
 from trioengine.core.errors import ModelError
 from trioengine.hub.known_models import KNOWN_MODELS, SMOLLM2, KnownModel, trioengine_home
 from trioengine.worker.probe import MARK

@@ -12,7 +12,7 @@ from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Completion, Generation
 from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.serve.access_log import REQUEST_ID, SESSION
 from trioengine.serve.auth import salted
 from trioengine.serve.body import Body, StreamingResponse

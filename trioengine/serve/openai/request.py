@@ -8,7 +8,7 @@ from typing import Any
 
 from trioengine.actors.engine import Engine
 from trioengine.core.errors import EngineOverloaded
-from trioengine.core.image_part import image_url
+from trioengine.core.image import image_url
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.serve.errors import ClientError
 from trioengine.serve.parsing import (

@@ -11,9 +11,9 @@ import trio
 from trio_websocket import ConnectionClosed
 
 from trioengine.core.errors import EngineError
-from trioengine.core.serve_config import ConnectionLimits
 from trioengine.serve.access_log import SESSION
 from trioengine.serve.body import Departures, log_disconnect
+from trioengine.serve.config import ConnectionLimits
 from trioengine.serve.errors import ClientError, OverBudget, Problem, problem_of
 from trioengine.serve.limits import ALWAYS_TAKEN, Held, size_of
 from trioengine.serve.parsing import LONG_JSON, in_thread_if

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from trioengine.actors.kept_images import KeptImages
 from trioengine.core.errors import RequestRejected
-from trioengine.core.image_part import image_url
+from trioengine.core.image import image_url
 from trioengine.serve.errors import ClientError
 from trioengine.serve.limits import Held, size_of
 from trioengine.serve.parsing import check_fixed, known_fields, shown, text_of

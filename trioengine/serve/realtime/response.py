@@ -18,8 +18,8 @@ from trioengine.actors.session import Session
 from trioengine.aio.nursery import Notifier
 from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.messages import FinishReason, Usage
-from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import Cause
 from trioengine.serve.access_log import REQUEST_ID, about
 from trioengine.serve.auth import salted
 from trioengine.serve.errors import ClientError, Problem, RequestAborted, problem_of

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from trioengine.core.bounds import number
-from trioengine.core.overflow import Overflow
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import Overflow, SamplingParams
 from trioengine.serve.errors import ClientError
 from trioengine.serve.parsing import (
     SAMPLING,

@@ -15,8 +15,7 @@ from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
 from trioengine.core.errors import EngineError
-from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause, FinishReason
 
 
 class Accounts:

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from functools import lru_cache
 
-from trioengine.core.completion import Completion
-from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import Cause, Completion, FinishReason
 from trioengine.testing.fuzz.image_oracles import check_seen
 from trioengine.testing.toy_model import IM_END, toy_answer, toy_next, toy_value, toy_weights
 from trioengine.testing.toy_vision import TOY_TILE, ToyImage, toy_embeddings

@@ -19,8 +19,8 @@ from trioengine.core.errors import (
     TimedOut,
     WorkerLost,
 )
-from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import Cause
 from trioengine.testing.fuzz.answers import check_answer
 from trioengine.testing.fuzz.callers import partial_of
 from trioengine.testing.fuzz.image_oracles import is_failed, is_refused

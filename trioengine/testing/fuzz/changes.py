@@ -12,7 +12,7 @@ from typing import Any
 
 from trioengine.actors.power import DO_NOT_WAKE, PowerActor
 from trioengine.core.errors import TransitionFailed
-from trioengine.core.tag import ALL_TAGS, Tag
+from trioengine.core.power import ALL_TAGS, Tag
 
 UNFIT = ("other", "misshapen")  # paths at which no weights of the model lie
 

@@ -15,10 +15,11 @@ from hypothesis.stateful import initialize, precondition
 from trioengine.core import messages
 from trioengine.core.config import WorkerConfig
 from trioengine.core.connection import Connection, Role
-from trioengine.core.ledger import Ledger, Stand
+from trioengine.core.ledger import Ledger, RequestState
 from trioengine.core.lifecycle import Action, Attachment, Event
-from trioengine.core.messages import FinishReason, Message, TokensRow, token_ids
+from trioengine.core.messages import Message, TokensRow
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import FinishReason, token_ids
 from trioengine.testing.fuzz.core_model import (
     LOST,
     REFUSED,
@@ -107,7 +108,7 @@ class CoreMachine(Machine):
         session = pick(self._suspended, which)
         if goes_on:
             self._apply(session, Event.RESUME)
-            self._stand(session, Stand.WAITING)
+            self._stand(session, RequestState.WAITING)
         else:
             self._apply(session, Event.GIVE_UP, LOST)
 
@@ -203,7 +204,7 @@ class CoreMachine(Machine):
         self._apply(session, Event.RESERVE)
 
     def _commit(self, session: ModelSession) -> None:
-        self._stand(session, Stand.WAITING)
+        self._stand(session, RequestState.WAITING)
         self._apply(session, Event.COMMIT)
 
     def _generate(self, session: int, request: int, what: str) -> None:
@@ -262,8 +263,8 @@ class CoreMachine(Machine):
 
     def _hear_row(self, session: ModelSession, row: TokensRow) -> None:
         assert session.in_flight and session.request == row.request, f"{row}, and its slot is not taken: {session}"
-        if session.stand is Stand.WAITING:
-            self._stand(session, Stand.RUNNING)
+        if session.stand is RequestState.WAITING:
+            self._stand(session, RequestState.RUNNING)
         if row.finish_reason is FinishReason.STOP and session.given_up:
             self.rare.saw("an end crosses the finish" if session.ended else "a stop crosses the finish")
         if row.finish_reason is not None:
@@ -291,7 +292,7 @@ class CoreMachine(Machine):
             case Action.POST_END_SESSION:
                 self._send("down", messages.EndSession(session.id))
             case Action.SUSPEND:
-                self._stand(session, Stand.SUSPENDED)
+                self._stand(session, RequestState.SUSPENDED)
             case Action.FREE_SESSION:
                 assert session.id not in self.worker.requests, f"freed, and on the worker: {session}"
                 session.freed += 1
@@ -302,7 +303,7 @@ class CoreMachine(Machine):
                 session.settled.append(settlement)
                 self.ledger.settle(session.stand, settlement[1])
 
-    def _stand(self, session: ModelSession, stand: Stand) -> None:
+    def _stand(self, session: ModelSession, stand: RequestState) -> None:
         self.ledger.move(session.stand, stand)
         session.stand = stand
 
@@ -317,7 +318,7 @@ class CoreMachine(Machine):
             )
         stands = Counter(session.stand for session in sessions if session.in_flight)
         reasons = Counter(reason for session in sessions for _, reason in session.due)
-        due = [stands[stand] for stand in Stand]
+        due = [stands[stand] for stand in RequestState]
         due += [reasons[FinishReason.STOP], reasons[FinishReason.ABORT], reasons[FinishReason.ERROR]]
         books = [ledger.preparing, ledger.waiting, ledger.running, ledger.suspended]
         books += [ledger.finished, ledger.aborted, ledger.failed]

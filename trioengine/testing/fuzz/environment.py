@@ -16,7 +16,7 @@ from hypothesis.stateful import precondition
 from trioengine.actors.supervisor import Supervisor
 from trioengine.core.connection import Connection
 from trioengine.core.messages import Fatal, FatalCode
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.testing.fuzz.oracles import (
     check_books,
     check_call,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trioengine.core.messages import FinishReason
+from trioengine.core.types import FinishReason
 from trioengine.testing.fuzz.answers import Answer, reference
 from trioengine.testing.fuzz.image_oracles import check_seen, is_failed
 from trioengine.testing.fuzz.pictures import Content, Turn

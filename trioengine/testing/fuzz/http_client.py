@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import h11
 
-from trioengine.core.messages import FinishReason
+from trioengine.core.types import FinishReason
 from trioengine.testing.fuzz.answers import reference
 from trioengine.testing.fuzz.image_oracles import check_seen, is_failed, is_refused
 from trioengine.testing.fuzz.pictures import Content, Turn, chat_content

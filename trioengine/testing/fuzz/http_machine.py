@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
 from trioengine.core.lifecycle import Phase
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.serve.limits import InFlight
 from trioengine.testing.fuzz.http_client import HttpClient
 from trioengine.testing.fuzz.oracles import check_worker

@@ -25,8 +25,7 @@ from trioengine.core.errors import (
     WorkerLost,
 )
 from trioengine.core.lifecycle import Phase
-from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing.fuzz.answers import check_answer
 from trioengine.testing.fuzz.callers import UNPREPARED, Call, Holder, Reader
 from trioengine.testing.fuzz.image_oracles import check_failed_image, is_refused

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from trioengine.core.image_part import is_image_part
+from trioengine.core.image import is_image_part
 from trioengine.testing.toy_vision import DamagedPicture, ToyPicture, toy_file
 
 PAYLOAD_MEMORY = 500  # bytes: two pictures, and not three

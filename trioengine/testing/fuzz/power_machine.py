@@ -14,9 +14,9 @@ from trioengine.actors.power import PowerActor
 from trioengine.actors.power_change import Level, ModeName
 from trioengine.core.errors import EngineAsleep, TransitionFailed
 from trioengine.core.lifecycle import Power
-from trioengine.core.outcome import Cause
+from trioengine.core.power import TagName
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.tag import TagName
+from trioengine.core.types import Cause
 from trioengine.testing.fuzz.callers import Style
 from trioengine.testing.fuzz.calls_machine import WHICH
 from trioengine.testing.fuzz.changes import UNFIT, Change, Changes

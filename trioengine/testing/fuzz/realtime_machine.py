@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
 from trioengine.core.errors import TransitionFailed
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.serve.realtime import connection, outbox, response
 from trioengine.serve.realtime.connection import RealtimeConnection
 from trioengine.serve.realtime.outbox import SHOWN, Outbox

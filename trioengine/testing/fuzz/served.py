@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
 from trioengine.core.errors import TransitionFailed
-from trioengine.core.serve_config import ServeConfig
 from trioengine.serve import connection
+from trioengine.serve.config import ServeConfig
 from trioengine.serve.limits import ByteBudget, Place
 from trioengine.serve.server import Server
 from trioengine.testing.fuzz.callers import Call

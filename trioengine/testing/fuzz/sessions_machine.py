@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from trioengine.actors.generation import Generation
-from trioengine.core.overflow import Overflow
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import Overflow, SamplingParams
 from trioengine.testing.fuzz.callers import Holder, Reader, Style
 from trioengine.testing.fuzz.calls_machine import CallsMachine
 from trioengine.testing.fuzz.image_states import parked

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.testing.toy_model import TOY_PATH
 
 

@@ -17,7 +17,7 @@ from trioengine.actors.waiting_line import WaitingLine
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, ModelError, WorkerLost
 from trioengine.core.lifecycle import Phase, Power
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.testing.fuzz.accounts import Accounts
 from trioengine.testing.fuzz.admissions import Admissions
 from trioengine.testing.fuzz.callers import Call

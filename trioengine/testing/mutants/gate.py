@@ -13,9 +13,8 @@ from trioengine.actors.gate import Gate
 from trioengine.actors.session import Session
 from trioengine.actors.sessions import Sessions
 from trioengine.actors.waiting_line import WaitingLine
-from trioengine.core.ledger import Ledger, Stand
-from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Cause
+from trioengine.core.ledger import Ledger, RequestState
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing.mutants.mutant import Mutant, replaced, together
 
 
@@ -34,9 +33,9 @@ def _smallest_free_id(engine: Engine) -> int:
 
 
 def _forget_the_waiting(settle: Any) -> Any:
-    def mutant(self: Ledger, stand: Stand, finish_reason: FinishReason, *cause: Cause | None) -> None:
+    def mutant(self: Ledger, stand: RequestState, finish_reason: FinishReason, *cause: Cause | None) -> None:
         settle(self, stand, finish_reason, *cause)
-        if stand is Stand.WAITING and finish_reason is FinishReason.ABORT:
+        if stand is RequestState.WAITING and finish_reason is FinishReason.ABORT:
             self.finish_reasons[finish_reason] -= 1
 
     return mutant

@@ -12,11 +12,10 @@ from trioengine.actors.power import PowerActor
 from trioengine.actors.power_change import Leniency, Mode
 from trioengine.actors.session import Session
 from trioengine.actors.session_state import SessionState
+from trioengine.core.errors import Outcome
 from trioengine.core.lifecycle import Power
-from trioengine.core.memory import Memory
-from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Cause, Outcome
-from trioengine.core.tag import ALL_TAGS, Tag
+from trioengine.core.power import ALL_TAGS, SleepState, Tag
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing.mutants.mutant import Mutant, replaced, together
 from trioengine.testing.toy_model import ToyRunner
 from trioengine.worker.scheduling.scheduler import Scheduler
@@ -54,7 +53,7 @@ def _believe_any_wake(check: Any) -> Any:
 
 
 def _wake_what_is_awake(to_wake: Any) -> Any:
-    def mutant(self: Memory, tags: frozenset[Tag], *, reload: bool) -> frozenset[Tag]:
+    def mutant(self: SleepState, tags: frozenset[Tag], *, reload: bool) -> frozenset[Tag]:
         sleeping: frozenset[Tag] = to_wake(self, tags, reload=reload)
         return sleeping | (tags - self.asleep)
 
@@ -125,35 +124,35 @@ POWER_MUTANTS = (
         "F12",
         "the worker is told to sleep with work in flight",
         replaced(PowerActor, "_quiesce", lambda _: _do_not_wait),
-        shows=f"sessions are there|nothing sleeps, and|{_CRASHED}",
+        shows=f"sessions (exist|are there)|nothing sleeps, and|{_CRASHED}",
         machine="PowerMachine",
     ),
     Mutant(
         "F13",
         "requests are admitted while a sleep is pending",
         replaced(Gate, "is_awake", _admit_what_waits_for_its_turn),
-        shows="admits|sleeps|is changing|nothing moves, and|was ended by error|is awake, and EngineAsleep",
+        shows="admits|sleeps|is unanswered|nothing moves, and|was ended by error|is awake, and EngineAsleep",
         machine="PowerMachine",
     ),
     Mutant(
         "F13b",
         "a partial wake opens the gate",
         replaced(PowerActor, "_take_back", _open_after_any_tag),
-        shows="the worker (sleeps|has)|admits|sleeps, frozenset|WAKE of what|the engine is|not there",
+        shows="the worker (sleeps|has)|admits|sleeps, frozenset|WAKE for tags|the engine is|not there|does not exist",
         machine="PowerMachine",
     ),
     Mutant(
         "F14",
         "a wake that failed counts as one",
         replaced(PowerActor, "_check_answer", _believe_any_wake),
-        shows="the worker (sleeps|has)|WAKE of what|was done, but|wait for ever|the weights that|sleep",
+        shows="the worker (sleeps|has)|WAKE for tags|was done, but|wait for ever|the weights that|sleep",
         machine="PowerMachine",
     ),
     Mutant(
         "F15",
         "what is awake already is woken again",
-        replaced(Memory, "to_wake", _wake_what_is_awake),
-        shows=f"WAKE of what does not sleep|{_CRASHED}",
+        replaced(SleepState, "to_wake", _wake_what_is_awake),
+        shows=f"WAKE for tags that are awake|{_CRASHED}",
         machine="PowerMachine",
     ),
     Mutant(

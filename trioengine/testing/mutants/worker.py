@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trioengine.core.messages import AddSession, EndSession, FinishReason, StopSession
+from trioengine.core.messages import AddSession, EndSession, StopSession
+from trioengine.core.types import FinishReason
 from trioengine.testing.mutants.mutant import Mutant, replaced
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.worker.scheduling.block_manager import BlockManager
@@ -143,7 +144,7 @@ WORKER_MUTANTS = (
         "F42",
         "an end is handled before an add that came earlier: by type, not by arrival",
         replaced(SimulatedWorker, "turn", _by_type),
-        shows="the engine broke the protocol: .* is not there",
+        shows="the engine broke the protocol: .* (is not there|does not exist)",
     ),
     Mutant(
         "F48",

@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trioengine.core.child_environment import child_environment
+from trioengine.core.config import child_environment
 from trioengine.core.errors import ModelError
 from trioengine.hub.known_models import trioengine_home
 

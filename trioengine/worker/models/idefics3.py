@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from trioengine.core.image_processing import ImageProcessing
+from trioengine.core.image import ImageProcessing
 from trioengine.hub.idefics3_config import (
     CONNECTOR,
     PATCHES,

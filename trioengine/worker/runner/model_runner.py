@@ -10,9 +10,8 @@ from torch import Tensor
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
-from trioengine.core.image import ImageInfo
-from trioengine.core.image_processing import ImageProcessing
-from trioengine.core.tag import ALL_TAGS, Tag
+from trioengine.core.image import ImageInfo, ImageProcessing
+from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.worker.decoder import Vision
 from trioengine.worker.kernels.batch import make_batch
 from trioengine.worker.kernels.kv_cache import KVCache

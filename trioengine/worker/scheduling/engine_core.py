@@ -25,7 +25,6 @@ from trioengine.core.messages import (
     Audit,
     Audited,
     EndSession,
-    FinishReason,
     FromWorker,
     PayloadConsumed,
     RequestFailed,
@@ -33,7 +32,6 @@ from trioengine.core.messages import (
     Sleep,
     Slept,
     StopSession,
-    TokenIds,
     Tokens,
     TokensRow,
     ToWorker,
@@ -42,9 +40,8 @@ from trioengine.core.messages import (
     Wake,
     Woken,
     WorkerStatistics,
-    token_ids,
 )
-from trioengine.core.tag import ALL_TAGS, Tag
+from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.worker.scheduling.image_queue import Decoder, PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived, place_images
 from trioengine.worker.scheduling.scheduler import SampledRow, Scheduler

@@ -37,7 +37,8 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from trioengine.core.errors import InvariantError
-from trioengine.core.messages import FinishReason, ImageInput, WorkerStatistics
+from trioengine.core.messages import ImageInput, WorkerStatistics
+from trioengine.core.types import FinishReason
 from trioengine.worker.scheduling.block_manager import BlockManager
 from trioengine.worker.scheduling.image_queue import Decoder, ImageWaiters, NoDecoder, PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived, PictureStatus

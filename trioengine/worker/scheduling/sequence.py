@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from trioengine.core.messages import FinishReason, Usage
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.worker.scheduling.images import Picture, PromptImages
 from trioengine.worker.scheduling.prefix_cache import root_digest

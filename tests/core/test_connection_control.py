@@ -19,7 +19,7 @@ from trioengine.core.messages import (
     Wake,
     Woken,
 )
-from trioengine.core.tag import Tag
+from trioengine.core.power import Tag
 
 KV, WEIGHTS = Tag.KV_CACHE, Tag.WEIGHTS
 CHANGES = [Sleep(), UpdateWeights("m", 2)]
@@ -53,20 +53,20 @@ def test_a_whole_night():
 def test_no_change_finds_a_session(change):
     pair = Pair()
     pair.down(AddSession(1), EndSession(1))
-    refused_by_both(pair, change, "1 sessions are there")
+    refused_by_both(pair, change, r"while sessions exist \(1\)")
 
 
 @pytest.mark.parametrize("change", [*CHANGES, Wake((KV,))], ids=str)
 def test_one_change_at_a_time(change):
     pair = Pair()
     pair.down(Sleep())
-    refused_by_both(pair, change, "SLEEP is not answered")
+    refused_by_both(pair, change, "while SLEEP is unanswered")
 
 
 def test_no_session_is_added_under_a_change():
     pair = Pair()
     pair.down(UpdateWeights("m", 2))
-    refused_by_both(pair, AddSession(1), "is changing")
+    refused_by_both(pair, AddSession(1), "while UPDATE_WEIGHTS is unanswered")
 
 
 @pytest.mark.parametrize("woken", [(), (KV,), (WEIGHTS,)], ids=str)
@@ -91,7 +91,7 @@ def test_a_wake_that_failed_changes_nothing():
 
 @pytest.mark.parametrize("tags", [(), (KV,), (KV, WEIGHTS)], ids=str)
 def test_what_does_not_sleep_is_not_woken(tags):
-    refused_by_both(Pair(), Wake(tags), "does not sleep")
+    refused_by_both(Pair(), Wake(tags), "WAKE for tags that are awake")
 
 
 @pytest.mark.parametrize("answer", [Slept(), Woken(None), Updated(None)], ids=str)
@@ -103,7 +103,7 @@ def test_an_answer_belongs_to_its_question(change, answer):
     if type(change).__name__[:5] == type(answer).__name__[:5] or (type(change), type(answer)) == (Sleep, Slept):
         pair.up(answer)
     else:
-        with pytest.raises(LocalProtocolError, match="answers no"):
+        with pytest.raises(LocalProtocolError, match="to answer"):
             pair.worker.send(answer)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import InvalidConfig
-from trioengine.core.serve_config import ServeConfig
+from trioengine.serve.config import ServeConfig
 
 BAD = [
     ("host", "", "host must be a name or an address, got ''"),

@@ -3,14 +3,13 @@
 import pytest
 
 from trioengine.core.lifecycle import Power
-from trioengine.core.tag import ALL_TAGS, Tag
-from trioengine.core.worker_needs import worker_needs
+from trioengine.core.power import ALL_TAGS, Tag, desired_worker
 
 NOTHING, CACHE = frozenset(), frozenset({Tag.KV_CACHE})
 
 
 def needs(power, asleep=NOTHING, in_flight=0, is_finishing=False, is_changing=False):
-    return worker_needs(power, asleep, in_flight=in_flight, is_finishing=is_finishing, is_changing=is_changing)
+    return desired_worker(power, asleep, in_flight=in_flight, is_finishing=is_finishing, is_changing=is_changing)
 
 
 @pytest.mark.parametrize("power", [Power.LOADING, Power.AWAKE, Power.RESTARTING])
