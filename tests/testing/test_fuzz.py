@@ -7,13 +7,13 @@ import subprocess
 import sys
 
 import pytest
+from mutants import MUTANTS
 
 from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.program import Program, ReplayFile, replay
 from trioengine.testing.fuzz.rare import TABLE_STATES
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
-from trioengine.testing.mutants import MUTANTS
 
 RUNS = {  # seed and programs: those that reach what can be reached soonest
     "EngineMachine": (3, 600),

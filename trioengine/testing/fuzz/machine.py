@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
 from hypothesis.errors import HypothesisException
@@ -14,7 +14,6 @@ from trioengine.core.lifecycle import SessionLifecycle
 from trioengine.testing.fuzz.program import Program
 from trioengine.testing.fuzz.rare import Rare
 from trioengine.testing.fuzz.swarm import Swarm
-from trioengine.testing.mutants.mutant import replaced
 
 Watch: TypeAlias = tuple[Any, str, Callable[[Any], Any]]  # an owner, its attribute, and what that becomes
 
@@ -57,7 +56,7 @@ class Machine(RuleBasedStateMachine):
 
     def _watch(self, owner: Any, name: str, mutate: Callable[[Any], Any]) -> None:
         """Until the end the attribute is `mutate(attribute)`."""
-        self._watching.enter_context(replaced(owner, name, mutate)())
+        self._watching.enter_context(_replaced(owner, name, mutate))
 
     def _watch_all(self, watches: Iterable[Watch]) -> None:
         for owner, name, mutate in watches:
@@ -113,3 +112,13 @@ def _leaf(error: Exception) -> Exception:
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, mutate: Callable[[Any], Any]) -> Iterator[None]:
+    original = owner.__dict__[name]
+    setattr(owner, name, mutate(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

@@ -60,7 +60,6 @@ class ReplayFile:
     """A program that was kept, and what it was found with."""
 
     program: Program
-    mutant: str | None
     versions: dict[str, str]  # of python and packages; empty if it does not say
 
     @staticmethod
@@ -76,14 +75,14 @@ class ReplayFile:
             if key not in data:
                 raise ValueError(f"no replay file: it has no {key!r}")
         machine, steps = data["machine"], data["steps"]
-        mutant, found_with = data.get("mutant"), data.get("versions", {})
+        found_with = data.get("versions", {})
         if not isinstance(machine, str):
             raise ValueError("no replay file: its machine must be a name")
         if not isinstance(steps, list) or not all(map(_is_step, steps)):
             raise ValueError("no replay file: its steps must be lists of a rule and its arguments by name")
-        if not isinstance(mutant, str | None) or not isinstance(found_with, dict):
-            raise ValueError("no replay file: its mutant must be a name, its versions by name")
-        return ReplayFile(Program(machine, [(name, arguments) for name, arguments in steps]), mutant, found_with)
+        if not isinstance(found_with, dict):
+            raise ValueError("no replay file: its versions must be by name")
+        return ReplayFile(Program(machine, [(name, arguments) for name, arguments in steps]), found_with)
 
 
 def _is_step(step: object) -> bool:

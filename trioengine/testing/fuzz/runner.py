@@ -18,7 +18,7 @@ from hypothesis.stateful import get_state_machine_test
 
 from trioengine.testing.fuzz.choices import BACKEND, sow
 from trioengine.testing.fuzz.machine import Finding, Machine
-from trioengine.testing.fuzz.program import Program
+from trioengine.testing.fuzz.program import Program, replay
 from trioengine.testing.fuzz.trimming import trimmed
 
 BATCH = 50  # programs between two looks at the clock
@@ -140,6 +140,16 @@ class Fuzzer:
                 self.report.failure, self.report.program = self._shortest
             if isinstance(exc, KeyboardInterrupt) or self._shortest is None:
                 raise
+
+
+def replayed(machine_type: type[Machine], program: Program) -> tuple[Machine, Exception | None]:
+    """Run a program on a fresh machine; return the machine, and the failure if there is one."""
+    machine = machine_type()
+    try:
+        replay(machine, program)
+    except Finding as finding:
+        return machine, finding.error
+    return machine, None
 
 
 @contextlib.contextmanager

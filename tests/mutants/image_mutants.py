@@ -8,6 +8,8 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
+from mutant import Mutant, replaced
+
 from trioengine.actors import images
 from trioengine.actors.images import RequestImages
 from trioengine.actors.link import Link
@@ -17,7 +19,6 @@ from trioengine.actors.worker_session import Posting
 from trioengine.core.messages import AddMessage, ImageInput, PayloadConsumed
 from trioengine.serve.realtime.item import Item
 from trioengine.serve.realtime.response import Response
-from trioengine.testing.mutants.mutant import Mutant, replaced
 from trioengine.worker.scheduling.payloads import Payload
 from trioengine.worker.scheduling.pictures import Pictures
 from trioengine.worker.scheduling.prompt_images import PromptImages

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from mutant import Mutant, replaced
+
 from trioengine.core.messages import AddSession, EndSession, FinishReason, StopSession
-from trioengine.testing.mutants.mutant import Mutant, replaced
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.worker.scheduling.block_manager import BlockManager
 from trioengine.worker.scheduling.prefix_cache import ROOT_DIGEST

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import trio
+from mutant import Mutant, replaced, together
 
 from trioengine.actors.engine import Engine
 from trioengine.actors.gate import Gate
@@ -16,7 +17,6 @@ from trioengine.actors.waiting_line import WaitingLine
 from trioengine.core.ledger import Ledger, Stand
 from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
-from trioengine.testing.mutants.mutant import Mutant, replaced, together
 
 
 def _reuse_ids(init: Any) -> Any:

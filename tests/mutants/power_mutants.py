@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from mutant import Mutant, replaced, together
+
 from trioengine.actors.engine import Engine
 from trioengine.actors.gate import Gate
 from trioengine.actors.generation import Generation
@@ -17,7 +19,6 @@ from trioengine.core.memory import Memory
 from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.tag import ALL_TAGS, Tag
-from trioengine.testing.mutants.mutant import Mutant, replaced, together
 from trioengine.testing.toy_model import ToyRunner
 from trioengine.worker.scheduling.scheduler import Scheduler
 
