@@ -11,8 +11,8 @@ from mutants import MUTANTS
 
 from trioengine.cli import fuzzing
 from trioengine.cli.app import run
-from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.program import Program, ReplayFile
+from trioengine.testing.fuzz.runner import MACHINES
 
 INTERRUPTED = """
 import signal, sys

@@ -16,9 +16,8 @@ from mutants import MUTANTS
 from rich.console import Console
 from rich.table import Table
 
-from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.program import ReplayFile
-from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, replayed, silence
+from trioengine.testing.fuzz.runner import MACHINES, PROFILES, Fuzzer, replayed, silence
 
 SECONDS = 60.0  # of a hunt
 

@@ -5,8 +5,8 @@ from mutants import MUTANTS
 
 from trioengine.core.lifecycle import SESSION_TRANSITIONS
 from trioengine.testing.fuzz.core_machine import CoreMachine
+from trioengine.testing.fuzz.machine import session_state
 from trioengine.testing.fuzz.program import Program, ReplayFile, replay
-from trioengine.testing.fuzz.rare import session_state
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer
 
 PROGRAMS = 500

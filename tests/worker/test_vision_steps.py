@@ -8,7 +8,7 @@ from torch_driver import load, needs_compiler, reference
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.messages import AddMessage, AddSession, ImageInput, PayloadConsumed, Tokens, token_ids
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.testing.simulated_payload import SimulatedDecoder, SimulatedPayload
+from trioengine.testing.simulated_process import SimulatedDecoder, SimulatedPayload
 from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.payloads import PayloadArrived
 from trioengine.worker.scheduling.step_loop import StepLoop

@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.live import Live
 
 from trioengine.core.errors import InvalidConfig
-from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.program import ReplayFile, versions
-from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, Report, replayed, silence
+from trioengine.testing.fuzz.runner import MACHINES, PROFILES, Fuzzer, Report, replayed, silence
 
 KEEP = Path("fuzz-failure.json")
 REFRESH = 0.25  # seconds between two lines of progress

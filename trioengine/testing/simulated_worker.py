@@ -29,12 +29,10 @@ from trioengine.core.messages import (
     StopSession,
     Tokens,
 )
-from trioengine.testing.behaviour import Behaviour as Behaviour
-from trioengine.testing.behaviour import Health as Health
-from trioengine.testing.simulated_payload import SimulatedDecoder, SimulatedPayload
-from trioengine.testing.simulated_process import SIGSEGV, SimulatedProcess
-from trioengine.testing.toy_model import Crash, ToyRunner
-from trioengine.testing.toy_vision import toy_decode
+from trioengine.testing.simulated_process import SIGSEGV, SimulatedDecoder, SimulatedPayload, SimulatedProcess
+from trioengine.testing.simulated_process import Behaviour as Behaviour
+from trioengine.testing.simulated_process import Health as Health
+from trioengine.testing.toy_model import Crash, ToyRunner, toy_decode
 from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.payloads import PayloadArrived
 from trioengine.worker.scheduling.step_loop import Event, StepLoop

@@ -21,9 +21,17 @@ from trioengine.core.messages import (
     token_ids,
 )
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.testing.simulated_payload import SimulatedDecoder, SimulatedPayload
-from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner, toy_answer
-from trioengine.testing.toy_vision import TOY_TILE, TOY_TILE_EDGE, UNREADABLE, ToyImage, toy_decode
+from trioengine.testing.simulated_process import SimulatedDecoder, SimulatedPayload
+from trioengine.testing.toy_model import (
+    TOY_TILE,
+    TOY_TILE_EDGE,
+    UNREADABLE,
+    VOCAB_SIZE,
+    ToyImage,
+    ToyRunner,
+    toy_answer,
+    toy_decode,
+)
 from trioengine.worker.scheduling.decode_queue import PictureDecoded
 from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput

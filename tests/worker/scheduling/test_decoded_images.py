@@ -15,7 +15,7 @@ from trioengine.core.messages import (
     RequestFailed,
     StopSession,
 )
-from trioengine.testing.toy_vision import TOY_TILE
+from trioengine.testing.toy_model import TOY_TILE
 from trioengine.worker.scheduling.decode_queue import DECODED_MEMORY, DecodedImage, PictureDecoded, decode_picture
 
 HALF = DECODED_MEMORY // TOY_TILE.decoded_bytes // 2  # tiles that take half of the memory for decoded ones

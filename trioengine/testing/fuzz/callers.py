@@ -21,9 +21,8 @@ from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, Engi
 from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.testing.fuzz.image_oracles import check_dropped
-from trioengine.testing.fuzz.pictures import Turn, content_of, media_of
-from trioengine.testing.fuzz.refusals import FOR_A_REQUEST, check_not_admitted, check_refused
+from trioengine.testing.fuzz.pictures import Turn, check_dropped, content_of, media_of
+from trioengine.testing.fuzz.request_log import FOR_A_REQUEST, check_not_admitted, check_refused
 
 UNPREPARED = "it cannot be prepared"  # a prompt
 
