@@ -10,8 +10,7 @@ from trioengine.core.lifecycle import Power
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.simulation import IMAGE_LIMITS
-from trioengine.testing.toy_model import toy_answer
-from trioengine.testing.toy_vision import ToyPicture
+from trioengine.testing.toy_model import ToyPicture, toy_answer
 
 EIGHT = SamplingParams(max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)

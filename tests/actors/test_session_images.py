@@ -24,7 +24,7 @@ from trioengine.actors.media import source_of
 from trioengine.client.prompt import image_part
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulation import SealFailure
-from trioengine.testing.toy_vision import DamagedPicture, ToyPicture
+from trioengine.testing.toy_model import DamagedPicture, ToyPicture
 
 # ---- answers ------------------------------------------------------------------------------------------------------
 

@@ -1,17 +1,18 @@
 """`trioengine fuzz`: what it prints, keeps and returns."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 
 import pytest
+from mutants import MUTANTS
 
 from trioengine.cli import fuzz
 from trioengine.cli.app import run
-from trioengine.testing.fuzz.machines import MACHINES
 from trioengine.testing.fuzz.program import Program, ReplayFile
-from trioengine.testing.mutants import MUTANTS
+from trioengine.testing.fuzz.runner import MACHINES
 
 INTERRUPTED = """
 import signal, sys
@@ -30,23 +31,26 @@ if sys.argv.pop() == "while it is shrunk":
     Fuzzer._count = interrupt_after_the_finding
 else:
     runner.trimmed = lambda *failed: signal.raise_signal(signal.SIGINT)
-sys.exit(main())
+with MUTANTS["F25"].active():
+    sys.exit(main())
 """
 
 BEGIN = ("begin", {"sessions": 1, "turns": 0})
 COMMIT = ("commit", {"which": 0})  # of what was never reserved
 
 
-def test_a_mutant_is_found_kept_and_replayed(tmp_path, capsys):
+def test_what_is_found_is_kept_and_replayed(tmp_path, capsys):
     keep = tmp_path / "found.json"
-    assert run(["fuzz", "--mutant", "F25", "--seconds", "60", "--keep", str(keep)]) == 1
-    output = capsys.readouterr().out
-    assert "machine = EngineMachine()" in output and f"--replay {keep}\n" in output
-    for mutant, is_found in (([], True), (["--mutant", "F25"], True), (["--mutant", "none"], False)):
-        assert run(["fuzz", "--replay", str(keep), *mutant]) == is_found
-        replayed = capsys.readouterr()
-        assert ("blocks are counted" in replayed.out) == ("mutant F25" in replayed.out) == is_found
-        assert "skipped" not in replayed.out and not replayed.err
+    with MUTANTS["F25"].active():
+        assert run(["fuzz", "--machine", "engine", "--seconds", "60", "--keep", str(keep)]) == 1
+        output = capsys.readouterr().out
+        assert "machine = EngineMachine()" in output and f"--replay {keep}\n" in output
+        assert run(["fuzz", "--replay", str(keep)]) == 1
+    replayed = capsys.readouterr()
+    assert "blocks are counted" in replayed.out and "skipped" not in replayed.out and not replayed.err
+    assert run(["fuzz", "--replay", str(keep)]) == 0, "the mutant is gone"
+    replayed = capsys.readouterr()
+    assert "blocks are counted" not in replayed.out and not replayed.err
 
 
 def test_other_versions_are_said(tmp_path, capsys):
@@ -73,8 +77,6 @@ def test_steps_whose_time_has_not_come_are_skipped(tmp_path, capsys):
     [
         ({"steps": [BEGIN, ("rare", {})]}, "step 2: the machine CoreMachine has no rule 'rare'"),
         ({"steps": [BEGIN, ("commit", {})]}, "step 2: commit takes which, and is given nothing"),
-        ({"steps": [BEGIN], "mutant": "F999"}, "no mutant 'F999'"),
-        ({"steps": [BEGIN], "mutant": 5}, "no replay file"),
         ({"steps": [BEGIN], "versions": "new"}, "no replay file"),
     ],
 )
@@ -110,9 +112,8 @@ def test_the_shares_add_up(examples, shares):
     assert fuzz.shares(examples, 3) == shares
 
 
-@pytest.mark.parametrize("more", [[], ["--mutant", "none"]])
-def test_one_machine(more, tmp_path, capsys):
-    assert run(["fuzz", *more, "--examples", "20", "--machine", "core", "--keep", str(tmp_path / "found.json")]) == 0
+def test_one_machine(tmp_path, capsys):
+    assert run(["fuzz", "--examples", "20", "--machine", "core", "--keep", str(tmp_path / "found.json")]) == 0
     output = capsys.readouterr().out
     assert "CoreMachine, seed 0: 2" in output and "EngineMachine" not in output
 
@@ -120,7 +121,6 @@ def test_one_machine(more, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--mutant", "F999"], "no mutant 'F999'; there are F1, "),
         (["--machine", "X"], "no machine 'X'; there are engine, power, realtime, http, core"),
         (["--replay", "/nowhere.json"], "error: /nowhere.json: No such file or directory\n"),
         (["--keep", "/nowhere/x.json"], "error: --keep /nowhere/x.json: No such file or directory\n"),
@@ -129,22 +129,12 @@ def test_one_machine(more, tmp_path, capsys):
         (["--examples", "0"], "--examples"),
         (["--seconds", "0"], "--seconds must be more than 0"),
         (["--seconds", "-1"], "--seconds must be more than 0"),
-        (["--mutants", "--seconds", "1"], "--mutants and --seconds"),
-        (["--mutants", "--examples", "1"], "--mutants and --examples"),
-        (["--mutants", "--machine", "core"], "--mutants and --machine"),
-        (["--mutants", "--mutant", "F2"], "--mutants and --mutant"),
-        (["--mutants", "--replay", "x"], "--mutants and --replay"),
-        (["--mutants", "--seed", "0"], "--mutants and --seed"),
-        (["--mutants", "--keep", "x"], "--mutants and --keep"),
         (["--replay", "x", "--machine", "core"], "--replay and --machine"),
         (["--replay", "x", "--seconds", "1"], "--replay and --seconds"),
         (["--replay", "x", "--examples", "1"], "--replay and --examples"),
         (["--replay", "x", "--seed", "0"], "--replay and --seed"),
         (["--replay", "x", "--profile", "quick"], "--replay and --profile"),
         (["--replay", "x", "--keep", "x"], "--replay and --keep"),
-        (["--replay", "x", "--seeds", "8"], "--replay and --seeds"),
-        (["--seeds", "8"], "--seeds is for --mutants"),
-        (["--mutant", "F2", "--machine", "core"], "--mutant and --machine"),
     ],
 )
 def test_what_cannot_be_done_is_said(arguments, complaint, capsys):
@@ -156,8 +146,9 @@ def test_what_cannot_be_done_is_said(arguments, complaint, capsys):
 @pytest.mark.parametrize("when", ["while it is shrunk", "while it is trimmed"])
 def test_an_interrupt_ends_it_and_keeps_what_was_found(tmp_path, when):
     keep = tmp_path / "found.json"
-    command = [sys.executable, "-c", INTERRUPTED, "fuzz", "--mutant", "F25", "--keep", str(keep), when]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120)
+    command = [sys.executable, "-c", INTERRUPTED, "fuzz", "--machine", "engine", "--keep", str(keep), when]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=120)
     assert ended.returncode == 130
     assert "machine = EngineMachine()" in ended.stdout
     assert ReplayFile.from_json(keep.read_text()).program.steps

@@ -24,14 +24,10 @@ from trioengine.core.messages import (
     Tokens,
 )
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.types import token_ids
-from trioengine.testing.behaviour import Behaviour
-from trioengine.testing.simulated_payload import SimulatedMemfd
-from trioengine.testing.simulated_process import SMALL_PAYLOAD_QUEUE
+from trioengine.testing.simulated_process import SMALL_PAYLOAD_QUEUE, Behaviour, SimulatedMemfd
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.testing.simulation import DEFAULT_LIMITS, SealFailure, Simulation
-from trioengine.testing.toy_model import toy_answer
-from trioengine.testing.toy_vision import TOY_TILE
+from trioengine.testing.toy_model import TOY_TILE, toy_answer
 
 LIMITS = replace(DEFAULT_LIMITS, tile=TOY_TILE)
 PROMPT = [1, 7, 7, 7, 2]

@@ -10,7 +10,7 @@ from array import array
 import pytest
 
 from trioengine.core.image import ImageFormat, ImageInfo
-from trioengine.testing.simulated_payload import SimulatedPayload
+from trioengine.testing.simulated_process import SimulatedPayload
 from trioengine.worker.decoder import DecoderThread
 from trioengine.worker.scheduling.image_queue import DecodedImage, ImageError, PictureDecoded
 from trioengine.worker.scheduling.images import Payload, Picture, PictureStatus

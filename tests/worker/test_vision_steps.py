@@ -9,7 +9,7 @@ from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.messages import AddMessage, AddSession, ImageInput, PayloadConsumed, Tokens
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import token_ids
-from trioengine.testing.simulated_payload import SimulatedDecoder, SimulatedPayload
+from trioengine.testing.simulated_process import SimulatedDecoder, SimulatedPayload
 from trioengine.worker.scheduling.engine_core import EngineCore
 from trioengine.worker.scheduling.images import PayloadArrived
 from trioengine.worker.scheduling.step import Limits

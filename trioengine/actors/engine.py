@@ -15,7 +15,7 @@ from trioengine.actors.generation import Completion, Generation
 from trioengine.actors.invariants import check_books
 from trioengine.actors.media import Media
 from trioengine.actors.ports import Ports
-from trioengine.actors.power_change import Level, ModeName, Weights
+from trioengine.actors.power_change import Level, ModeName, PowerChange, Weights
 from trioengine.actors.session import Session
 from trioengine.actors.states import States
 from trioengine.aio.calls import opens, whole_answer
@@ -123,6 +123,8 @@ class Engine(EngineState):
         except EngineError as exc:
             self.gate.failure = exc
             self.replays.give_up_all(as_lost(exc))
+            for observer in self.observers:
+                observer.engine_failed(exc)
             raise
 
     def close(self) -> None:
@@ -266,7 +268,7 @@ class Engine(EngineState):
         engine loads or drains, or to level 1 from level 2. Where the engine sleeps at this level, it only ends, with
         `abort`, what was kept. Cancelled, the caller does not wait any more, and the engine falls asleep all the same.
         """
-        await self._power.sleep(level, mode, timeout, keep_waiting=keep_waiting).wait()
+        await self._changed(self._power.sleep(level, mode, timeout, keep_waiting=keep_waiting))
 
     @names_checked
     async def wake(self, tags: TagName | Collection[TagName] | None = None, *, reload: bool = True) -> None:
@@ -278,7 +280,7 @@ class Engine(EngineState):
         Raises RequestRejected for an unknown tag, and TransitionFailed when it fails: then all sleeps as it did before.
         Cancelled, the caller does not wait any more, and the engine wakes all the same.
         """
-        await self._power.wake(tags, reload=check_flag("reload", reload)).wait()
+        await self._changed(self._power.wake(tags, reload=check_flag("reload", reload)))
 
     @names_checked
     async def update_weights(self, path: str | Path, *, mode: ModeName = "abort", timeout: float | None = None) -> None:
@@ -291,7 +293,12 @@ class Engine(EngineState):
         Raises RequestRejected for an unknown mode, and TransitionFailed when it fails: then the old weights stay.
         Cancelled, the caller does not wait any more, and the weights are updated all the same.
         """
-        await self._power.update_weights(path, mode, timeout).wait()
+        await self._changed(self._power.update_weights(path, mode, timeout))
+
+    async def _changed(self, change: PowerChange) -> None:
+        for observer in self.observers:
+            observer.change_requested(change)
+        await change.wait()
 
     def states(self) -> States:
         """`with engine.states() as states: async for state in states`: the state now, then each that follows."""

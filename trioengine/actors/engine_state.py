@@ -69,11 +69,11 @@ class EngineState:
     def __init__(self, config: EngineConfig, ports: Ports, on_load: Callable[[int, int], None] | None) -> None:
         self.config = config
         self.ports = ports
-        self.gate = Gate(config)
-        self.payloads = PayloadBudget(config.payload_memory, ports.max_payloads())
+        self.observers: list[Observer] = []  # one that is added is told what happens from then on
+        self.gate = Gate(config, self.observers)
+        self.payloads = PayloadBudget(config.payload_memory, ports.max_payloads(), self.observers)
         self.sealing = trio.Semaphore(1)  # images are copied one request after the other: the cores are for answers
         self.secret = ports.mint_secret()  # keys the digests of images
-        self.observers: list[Observer] = []  # one that is added is told what happens from then on
         self._sessions = Sessions()
         self.replays = Replays(config, self.gate, self._sessions)
         self._supervisor = Supervisor(self)

@@ -90,6 +90,8 @@ class Generation(Readable["Session"]):
         self._num_tokens_read = 0  # of the answer
         self._num_texts_read = 0
         self._offer: Callable[[], bool] = _decline
+        for observer in session.observers:
+            observer.request_created(self)
 
     @property
     def _progress(self) -> str:

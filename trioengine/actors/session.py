@@ -111,6 +111,8 @@ class Session(SessionState):
         if self._entered:
             raise RuntimeError("a session is entered once")
         self._entered = True
+        for observer in self.observers:
+            observer.session_entering(self)
         try:
             with self._opening:
                 await self._open()
@@ -119,6 +121,8 @@ class Session(SessionState):
                 self._gate.ledger.reject()
         if self._conversation is None:
             raise self._ended()
+        for observer in self.observers:
+            observer.session_opened(self)
         return self
 
     async def _open(self) -> None:
@@ -282,6 +286,10 @@ class Session(SessionState):
         self._waiting[generation] = None
         try:
             await Admission(self._engine, self, generation).run()
+        except EngineError as exc:
+            for observer in self.observers:
+                observer.request_refused(generation, exc)
+            raise
         finally:
             del self._waiting[generation]
 

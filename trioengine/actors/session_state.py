@@ -206,7 +206,12 @@ class SessionState(AsyncOnly, abc.ABC):
     # ---- the actions ----------------------------------------------------------------------------------------------
 
     def _apply(self, event: Event, *, posting: Posting | None = None) -> None:
-        for action in self._lifecycle.apply(event):
+        lifecycle = self._lifecycle
+        phase, attachment = lifecycle.phase, lifecycle.attachment
+        actions = lifecycle.apply(event)
+        for observer in self.observers:
+            observer.session_moved(self, phase, attachment, event)
+        for action in actions:
             match action:
                 case Action.POST_ADD_SESSION:
                     self.worker_session.add(self._id)

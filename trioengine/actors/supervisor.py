@@ -47,6 +47,8 @@ class Supervisor:
 
     def retire(self) -> None:
         """Let the worker exit, which holds no session and is posted nothing more; if one is wanted, it follows soon."""
+        for observer in self._engine.observers:
+            observer.worker_retired()
         if self.current is not None:
             self.current.is_retiring = True
             self.current.end()

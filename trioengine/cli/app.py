@@ -246,14 +246,6 @@ def fuzz(
     profile: Annotated[
         Literal["quick", "deep"] | None, typer.Option(help="How long the programs are. [default: quick]")
     ] = None,
-    mutant: Annotated[
-        str | None,
-        typer.Option(help="Put this bug into the engine first; with --replay, instead of the file's, or none."),
-    ] = None,
-    mutants: Annotated[bool, typer.Option("--mutants", help="Hunt every mutant, and print a table.")] = False,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, help="With --mutants: how many seeds for each. [default: 8]")
-    ] = None,
     replay: Annotated[Path | None, typer.Option(help="Run the program in this file again.")] = None,
     machine: Annotated[str | None, typer.Option(help="Only this one: engine, power, realtime, http or core.")] = None,
     keep: Annotated[
@@ -276,9 +268,6 @@ def fuzz(
         "examples": examples,
         "seed": seed,
         "profile": profile,
-        "mutant": mutant,
-        "mutants": mutants or None,
-        "seeds": seeds,
         "replay": replay,
         "machine": machine,
         "keep": keep,

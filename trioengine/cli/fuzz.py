@@ -1,30 +1,21 @@
-"""`trioengine fuzz`: the lifecycle fuzzer on the engine itself, on its mutants, or on a program kept in a file."""
+"""`trioengine fuzz`: search for a program of rules that breaks the engine, or replay one from a file."""
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 
 from trioengine.core.errors import InvalidConfig
-from trioengine.testing.fuzz.machine import Finding, Machine
-from trioengine.testing.fuzz.machines import MACHINES
-from trioengine.testing.fuzz.program import Program, ReplayFile, replay, versions
-from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, Report, silence
-from trioengine.testing.mutants import MUTANTS, Mutant
+from trioengine.testing.fuzz.program import ReplayFile, versions
+from trioengine.testing.fuzz.runner import MACHINES, PROFILES, Fuzzer, Report, replayed, silence
 
-MUTANT_SECONDS = 60.0
-NO_MUTANT = "none"
 KEEP = Path("fuzz-failure.json")
-USED = {"mutants": ("seeds", "profile"), "replay": ("mutant",)}  # with these options, all but those would be ignored
 REFRESH = 0.25  # seconds between two lines of progress
 
 
@@ -54,22 +45,13 @@ class Progress:
 
 
 def run(given: Mapping[str, Any]) -> int:
-    """The command, with the options that were given, by name; its exit code. Raises InvalidConfig."""
-    _refuse_ignored(given)
-    if "mutants" in given:
-        return mutants(seeds=given.get("seeds", 8), profile=given.get("profile", "quick"))
-    if "replay" in given:
-        return replay_file(given["replay"], given.get("mutant"))
-    return fuzz(**given)
-
-
-def _refuse_ignored(given: Collection[str]) -> None:
-    for option, used in USED.items():
-        for other in given:
-            if option in given and other not in (option, *used):
-                raise InvalidConfig(f"--{option} and --{other} do not go together")
-    if "seeds" in given and "mutants" not in given:
-        raise InvalidConfig("--seeds is for --mutants")
+    """Run the command with the options that were given, by name, and return its exit code. Raises InvalidConfig."""
+    if "replay" not in given:
+        return fuzz(**given)
+    for other in given:
+        if other != "replay":
+            raise InvalidConfig(f"--replay and --{other} do not go together")
+    return replay_file(given["replay"])
 
 
 def fuzz(
@@ -79,12 +61,10 @@ def fuzz(
     seed: int = 0,
     profile: str = "quick",
     machine: str | None = None,
-    mutant: str | None = None,
     keep: Path = KEEP,
 ) -> int:
     """Run the fuzzer, each machine for its share; 1 if it found something."""
-    bug = _mutant(mutant)
-    names = _machines(machine, bug)
+    names = list(MACHINES) if machine is None else [_machine(machine)]
     if seconds is None and examples is None:
         seconds = 60.0
     if seconds is not None and not seconds > 0:
@@ -97,11 +77,11 @@ def fuzz(
         with Progress() as progress:
             fuzzer = Fuzzer(MACHINES[name], PROFILES[profile], seed, progress.show)
             try:
-                with silence(), _with(bug):
+                with silence():
                     fuzzer.run(examples=program_share, seconds=time_share)
             finally:  # interrupted, too
                 progress.close()
-                _show(fuzzer.report, keep, bug)
+                _show(fuzzer.report, keep)
         if fuzzer.report.failure is not None:
             return 1
         reports.append(fuzzer.report)
@@ -124,23 +104,14 @@ def shares(total: int, parts: int) -> list[int]:
     return [max(1, (total + parts - 1 - index) // parts) for index in range(parts)]
 
 
-def _show(report: Report, keep: Path, bug: Mutant | None) -> None:
+def _show(report: Report, keep: Path) -> None:
     print(_summary(report))
     print("\n".join(f"{count:8} {state}" for state, count in sorted(report.rare.items())))
     failure, program = report.failure, report.program
     if failure is not None and program is not None:
         print(f"\n{type(failure).__name__}: {failure}\n\n{program}\n")
-        mutant = None if bug is None else bug.id
-        keep.write_text(program.to_json(seed=report.seed, mutant=mutant, found=str(failure)), encoding="utf-8")
+        keep.write_text(program.to_json(seed=report.seed, found=str(failure)), encoding="utf-8")
         print(f"trioengine fuzz --replay {keep}")
-
-
-def _machines(machine: str | None, bug: Mutant | None) -> list[str]:
-    if bug is None:
-        return list(MACHINES) if machine is None else [_machine(machine)]
-    if machine is not None:
-        raise InvalidConfig(f"--mutant and --machine do not go together: {bug.id} is for the {bug.machine}")
-    return [bug.machine]
 
 
 def _machine(name: str) -> str:
@@ -151,28 +122,13 @@ def _machine(name: str) -> str:
     return short[name]
 
 
-def _mutant(id: str | None) -> Mutant | None:
-    if id in (None, NO_MUTANT):
-        return None
-    if id not in MUTANTS:
-        raise InvalidConfig(f"no mutant {id!r}; there are {', '.join(MUTANTS)}")
-    return MUTANTS[id]
-
-
-def _with(mutant: Mutant | None) -> AbstractContextManager[None]:
-    return nullcontext() if mutant is None else mutant.active()
-
-
-def replay_file(path: Path, mutant: str | None) -> int:
-    """Run a kept program again, with its own mutant if none is named; 1 if it still fails."""
-    bug = _mutant(mutant)
+def replay_file(path: Path) -> int:
+    """Run a kept program again; 1 if it still fails."""
     try:
         kept = ReplayFile.from_json(path.read_bytes())
         machine_type = kept.program.machine_in(MACHINES)
-        if mutant is None:
-            bug = _mutant(kept.mutant)
-        with silence(), _with(bug):
-            machine, failure = _replayed(machine_type, kept.program)
+        with silence():
+            machine, failure = replayed(machine_type, kept.program)
     except OSError as exc:
         raise InvalidConfig(f"{path}: {exc.strerror}") from exc
     except ValueError as exc:
@@ -182,20 +138,11 @@ def replay_file(path: Path, mutant: str | None) -> int:
     print(
         f"{len(kept.program.steps)} rules"
         f"{f', {skipped} skipped (not possible when their turn came)' if skipped else ''}, "
-        f"steps of tasks {machine.checksum}{f', mutant {bug.id}' if bug else ''}"
+        f"steps of tasks {machine.checksum}"
     )
     if failure is not None:
         print(f"{type(failure).__name__}: {failure}")
     return int(failure is not None)
-
-
-def _replayed(machine_type: type[Machine], program: Program) -> tuple[Machine, Exception | None]:
-    machine = machine_type()
-    try:
-        replay(machine, program)
-    except Finding as finding:
-        return machine, finding.error
-    return machine, None
 
 
 def _compare(path: Path, found_with: Mapping[str, str]) -> None:
@@ -204,58 +151,6 @@ def _compare(path: Path, found_with: Mapping[str, str]) -> None:
     if here:
         then, now = (", ".join(f"{name} {of[name]}" for name in here) for of in (found_with, here))
         print(f"{path}: found with {then}; here are {now}", file=sys.stderr)
-
-
-def mutants(*, seeds: int, profile: str) -> int:
-    """Every mutant under every seed, as a table; 1 if one was not found."""
-    table = Table("mutant", "found", "programs", "seconds", "rules", "failure", box=None)
-    hunts = 0
-    all_found: list[_Found] = []
-    for mutant in MUTANTS.values():
-        found = [hunt for seed in range(seeds) if (hunt := _hunt(mutant, seed, profile)) is not None]
-        hunts += seeds
-        all_found += found
-        table.add_row(mutant.id, f"{len(found)}/{seeds}", *_medians(found), mutant.failure)
-        print(f"{mutant.id}: {len(found)} of {seeds}", file=sys.stderr, flush=True)
-    table.add_row("all", f"{len(all_found)}/{hunts}", *_medians(all_found))
-    Console(width=150).print(table)
-    return int(len(all_found) < hunts)
-
-
-class _Found(NamedTuple):
-    """A mutant that was found; not its failure, whose traceback holds a whole machine."""
-
-    programs: int
-    seconds: float
-    length: int
-
-
-def _hunt(mutant: Mutant, seed: int, profile: str) -> _Found | None:
-    """None, too, where something was found that the mutant does not explain, or that is found without it."""
-    machine = MACHINES[mutant.machine]
-    with silence(), mutant.active():
-        report = Fuzzer(machine, PROFILES[profile], seed).run(seconds=MUTANT_SECONDS)
-    if report.program is None or not mutant.explains(report.failure):
-        return None
-    with silence():
-        _, failure = _replayed(machine, report.program)
-    if failure is not None:
-        print(f"WITHOUT {mutant.id}, too: {failure}\n{report.program}", file=sys.stderr, flush=True)
-        return None
-    return _Found(report.programs_to_find, report.seconds_to_find, report.program.length)
-
-
-def _medians(found: list[_Found]) -> tuple[str, str, str]:
-    if not found:
-        return "-", "-", "-"
-    programs = statistics.median(hunt.programs for hunt in found)
-    seconds = [hunt.seconds for hunt in found]
-    lengths = [hunt.length for hunt in found]
-    return (
-        f"{programs:g}",
-        f"{statistics.median(seconds):.1f} (at most {max(seconds):.1f})",
-        f"{statistics.median(lengths):g} (at most {max(lengths)})",
-    )
 
 
 def _verdict(report: Report) -> str:

@@ -29,14 +29,12 @@ from trioengine.core.messages import (
     StopSession,
     Tokens,
 )
-from trioengine.testing.behaviour import Behaviour as Behaviour
-from trioengine.testing.behaviour import Health as Health
-from trioengine.testing.simulated_payload import SimulatedDecoder, SimulatedPayload
-from trioengine.testing.simulated_process import SIGSEGV, SimulatedProcess
-from trioengine.testing.toy_model import Crash, ToyRunner
-from trioengine.testing.toy_vision import toy_decode
-from trioengine.worker.scheduling.engine_core import EngineCore, Event
-from trioengine.worker.scheduling.images import PayloadArrived
+from trioengine.testing.simulated_process import SIGSEGV, SimulatedDecoder, SimulatedPayload, SimulatedProcess
+from trioengine.testing.simulated_process import Behaviour as Behaviour
+from trioengine.testing.simulated_process import Health as Health
+from trioengine.testing.toy_model import Crash, ToyRunner, toy_decode
+from trioengine.worker.scheduling.engine_core import Event
+from trioengine.worker.scheduling.pictures import PayloadArrived
 from trioengine.worker.scheduling.step import Limits
 
 

@@ -9,7 +9,7 @@ from image_bench import BAD, ImageBench
 
 from trioengine.core.messages import AddSession, EndSession, PayloadConsumed, RequestFailed, StopSession
 from trioengine.core.types import FinishReason
-from trioengine.testing.toy_vision import TOY_TILE
+from trioengine.testing.toy_model import TOY_TILE
 from trioengine.worker.scheduling.image_queue import DECODED_MEMORY, DecodedImage, PictureDecoded, decode_picture
 
 HALF = DECODED_MEMORY // TOY_TILE.decoded_bytes // 2  # tiles that take half of the memory for decoded ones

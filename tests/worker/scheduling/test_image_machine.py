@@ -31,9 +31,8 @@ from trioengine.core.messages import (
 )
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import FinishReason, token_ids
-from trioengine.testing.simulated_payload import SimulatedDecoder, SimulatedPayload
-from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner, toy_answer
-from trioengine.testing.toy_vision import TOY_TILE_EDGE, UNREADABLE, toy_decode
+from trioengine.testing.simulated_process import SimulatedDecoder, SimulatedPayload
+from trioengine.testing.toy_model import TOY_TILE_EDGE, UNREADABLE, VOCAB_SIZE, ToyRunner, toy_answer, toy_decode
 from trioengine.worker.scheduling.engine_core import INVALID_IMAGE, EngineCore
 from trioengine.worker.scheduling.image_queue import DECODED_MEMORY, PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived, Picture, TileShape

@@ -20,8 +20,8 @@ from trioengine.core.messages import (
     UpdateWeights,
 )
 from trioengine.core.types import FinishReason
-from trioengine.testing.simulated_payload import SimulatedPayload
-from trioengine.testing.toy_vision import TOY_TILE
+from trioengine.testing.simulated_process import SimulatedPayload
+from trioengine.testing.toy_model import TOY_TILE
 from trioengine.worker.scheduling.images import PayloadArrived, TileShape
 
 # ---- payloads -------------------------------------------------------------------------------------------------------

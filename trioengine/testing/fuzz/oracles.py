@@ -1,10 +1,11 @@
-"""What must hold, whatever happened. Each raises AssertionError that says what does not."""
+"""Invariants of the engine and of its callers; each check raises AssertionError."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 
 import trio
 
@@ -25,16 +26,49 @@ from trioengine.core.errors import (
     WorkerLost,
 )
 from trioengine.core.lifecycle import Phase
-from trioengine.core.types import Cause, FinishReason
-from trioengine.testing.fuzz.answers import check_answer
+from trioengine.core.messages import FinishReason
+from trioengine.core.types import Cause
+from trioengine.testing.fuzz.answers import asked, check_answer, prompt_ids, prompt_of
 from trioengine.testing.fuzz.callers import UNPREPARED, Call, Holder, Reader
-from trioengine.testing.fuzz.image_oracles import check_failed_image, is_refused
-from trioengine.testing.fuzz.pictures import Turn, outline, outline_of
-from trioengine.testing.fuzz.prompts import asked, prompt_ids, prompt_of
-from trioengine.testing.fuzz.troubles import Troubles
+from trioengine.testing.fuzz.pictures import Turn, check_failed_image, is_refused, outline, outline_of
 from trioengine.testing.simulated_worker import SimulatedWorker
+from trioengine.testing.toy_model import TOY_PATH
 
 GOING = (Phase.PREPARING, Phase.RUNNING, Phase.SUSPENDED)  # a request that nobody has ended
+
+
+@dataclass
+class Troubles:
+    """The harm that was done until now."""
+
+    workers: bool = False  # one was harmed, or could not be started
+    closing: bool = False  # nothing more is admitted
+    causes: set[Cause] = field(default_factory=set)  # by which others than its reader may have aborted a request
+    requests: set[int] = field(default_factory=set)  # that the worker was told to fail
+    operators: bool = False  # one has ended a request
+    wakes: bool = False  # a worker was told to fail one
+    sleeps_abort: bool = False  # a sleep or an update may abort what has begun
+    poisoned: Mapping[int, int] = field(default_factory=dict)  # requests, and how many tokens they get
+    dropped: AbstractSet[bytes] = frozenset()  # images that made room for others
+    deaths: int = 0  # of workers
+    retired: int = 0  # of these, as it was asked to sleep deeper
+    paths: list[str] = field(default_factory=lambda: ["", TOY_PATH])  # of the weights, by their version
+
+    def excuse(self, code: str) -> bool:
+        """Whether a client of a server may get this code."""
+        match code:
+            case "overloaded":
+                return True
+            case "aborted":
+                return self.operators
+            case "asleep":
+                return Cause.SLEEP in self.causes
+            case "worker_lost":
+                return self.workers
+            case "shutting_down" | "shutdown":
+                return self.closing or self.workers  # the engine may have given up
+            case _:
+                return code in {cause.value for cause in self.causes}
 
 
 def check_books(engine: Engine) -> None:

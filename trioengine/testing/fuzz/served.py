@@ -14,8 +14,7 @@ from trioengine.serve.config import ServeConfig
 from trioengine.serve.limits import ByteBudget, Place
 from trioengine.serve.server import Server
 from trioengine.testing.fuzz.callers import Call
-from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES
-from trioengine.testing.fuzz.pictures_environment import PicturesEnvironment
+from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES, PicturesEnvironment
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.watching import CrashLog, noting, noting_refusals
 from trioengine.testing.simulated_peer import Mood, SimulatedListener, SimulatedPeer

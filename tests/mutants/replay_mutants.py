@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from mutant import Mutant, replaced
+
 from trioengine.actors.link import Link
 from trioengine.actors.replays import Replays
 from trioengine.actors.session_state import SessionState
-from trioengine.testing.mutants.mutant import Mutant, replaced
 
 
 def _forget_the_last_token(resume: Any) -> Any:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
+from mutant import Mutant, replaced
+
 from trioengine.actors import images
 from trioengine.actors.images import RequestImages
 from trioengine.actors.link import Link
@@ -17,10 +19,7 @@ from trioengine.actors.worker_session import Posting
 from trioengine.core.messages import AddMessage, ImageInput, PayloadConsumed
 from trioengine.serve.realtime.items import Item
 from trioengine.serve.realtime.response import Response
-from trioengine.testing.mutants.mutant import Mutant, replaced
-from trioengine.worker.scheduling.engine_core import EngineCore
-from trioengine.worker.scheduling.images import Payload, PromptImages
-from trioengine.worker.scheduling.pictures import Pictures
+from trioengine.worker.scheduling.pictures import Payload, Pictures
 from trioengine.worker.scheduling.sequence import SequenceStatus
 
 

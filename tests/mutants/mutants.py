@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import string
 
-from trioengine.testing.mutants.gate import GATE_MUTANTS
-from trioengine.testing.mutants.images import IMAGE_MUTANTS
-from trioengine.testing.mutants.link import LINK_MUTANTS
-from trioengine.testing.mutants.mutant import Mutant as Mutant
-from trioengine.testing.mutants.power import POWER_MUTANTS
-from trioengine.testing.mutants.replays import REPLAY_MUTANTS
-from trioengine.testing.mutants.server import SERVER_MUTANTS
-from trioengine.testing.mutants.session import SESSION_MUTANTS
-from trioengine.testing.mutants.worker import WORKER_MUTANTS
+from gate_mutants import GATE_MUTANTS
+from image_mutants import IMAGE_MUTANTS
+from link_mutants import LINK_MUTANTS
+from mutant import Mutant as Mutant
+from power_mutants import POWER_MUTANTS
+from replay_mutants import REPLAY_MUTANTS
+from server_mutants import SERVER_MUTANTS
+from session_mutants import SESSION_MUTANTS
+from worker_mutants import WORKER_MUTANTS
 
 
 def _row(mutant: Mutant) -> tuple[int, str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from mutant import Mutant, replaced, together
+
 from trioengine.actors.engine import Engine
 from trioengine.actors.gate import Gate
 from trioengine.actors.generation import Generation
@@ -14,9 +16,9 @@ from trioengine.actors.session import Session
 from trioengine.actors.session_state import SessionState
 from trioengine.core.errors import Outcome
 from trioengine.core.lifecycle import Power
-from trioengine.core.power import ALL_TAGS, SleepState, Tag
-from trioengine.core.types import Cause, FinishReason
-from trioengine.testing.mutants.mutant import Mutant, replaced, together
+from trioengine.core.messages import FinishReason
+from trioengine.core.power import ALL_TAGS, Tag
+from trioengine.core.types import Cause, Outcome
 from trioengine.testing.toy_model import ToyRunner
 from trioengine.worker.scheduling.scheduler import Scheduler
 

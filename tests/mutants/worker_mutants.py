@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from trioengine.core.messages import AddSession, EndSession, StopSession
-from trioengine.core.types import FinishReason
-from trioengine.testing.mutants.mutant import Mutant, replaced
+from mutant import Mutant, replaced
+
+from trioengine.core.messages import AddSession, EndSession, FinishReason, StopSession
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.worker.scheduling.block_manager import BlockManager
 from trioengine.worker.scheduling.engine_core import EngineCore

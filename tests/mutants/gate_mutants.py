@@ -7,15 +7,16 @@ from functools import partial
 from typing import Any
 
 import trio
+from mutant import Mutant, replaced, together
 
 from trioengine.actors.engine import Engine
 from trioengine.actors.gate import Gate
 from trioengine.actors.session import Session
 from trioengine.actors.sessions import Sessions
 from trioengine.actors.waiting_line import WaitingLine
-from trioengine.core.ledger import Ledger, RequestState
-from trioengine.core.types import Cause, FinishReason
-from trioengine.testing.mutants.mutant import Mutant, replaced, together
+from trioengine.core.ledger import Ledger
+from trioengine.core.messages import FinishReason
+from trioengine.core.types import Cause
 
 
 def _reuse_ids(init: Any) -> Any:

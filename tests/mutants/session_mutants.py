@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import trio
+from mutant import Mutant, replaced, rewritten
 
 from trioengine.actors.generation import Generation
 from trioengine.actors.readable import Readable
 from trioengine.actors.session import Session
 from trioengine.core.lifecycle import Action, Attachment, Event, Phase, Transition
 from trioengine.core.types import Cause
-from trioengine.testing.mutants.mutant import Mutant, replaced, rewritten
 
 _A, _D, _X = Attachment.ATTACHED, Attachment.DETACHED, Attachment.DETACHING
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import trio
+from mutant import Mutant, replaced
 
 from trioengine.actors.link import Link
 from trioengine.actors.session_state import SessionState
 from trioengine.actors.sessions import Sessions
 from trioengine.actors.supervisor import Supervisor
 from trioengine.core.lifecycle import Phase
-from trioengine.testing.mutants.mutant import Mutant, replaced
 
 _WRITE_TIMEOUT = 0.1  # seconds
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import trio
+from mutant import Mutant, replaced
 from trio_websocket import ConnectionClosed
 from wsproto.events import TextMessage
 
@@ -16,7 +17,6 @@ from trioengine.serve.http import HttpConnection
 from trioengine.serve.limits import ByteBudget, Held
 from trioengine.serve.realtime.outbox import Outbox
 from trioengine.serve.websocket import AcceptedWebSocket
-from trioengine.testing.mutants.mutant import Mutant, replaced
 
 _sender: trio.lowlevel.RunVar[trio.Lock] = trio.lowlevel.RunVar("sender")
 
