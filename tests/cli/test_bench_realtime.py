@@ -30,7 +30,7 @@ async def our_server(**options):
 
         async def serve(stream):
             served.append(stream)
-            await server.front_door.handle(stream)
+            await server.connections.handle(stream)
             served.remove(stream)
 
         async def open_stream():
@@ -39,7 +39,7 @@ async def our_server(**options):
             return ours
 
         yield engine, Address(open_stream, "localhost"), served
-        server.front_door.close_idle()
+        server.connections.close_idle()
 
 
 async def test_sessions_that_are_idle_meanwhile(autojump_clock, monkeypatch):

@@ -13,7 +13,8 @@ import trio
 import trio.testing
 
 from trioengine import EngineConfig
-from trioengine.cli.serving import COLLECT_AFTER, _serve
+from trioengine.cli.process import COLLECT_AFTER
+from trioengine.cli.serving import _serve
 from trioengine.core.errors import InvalidConfig
 from trioengine.core.serve_config import ServeConfig
 from trioengine.serve.server import serve

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Coroutine
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
 
-from trioengine.actors.engine import Engine
 from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.cli.logs import configure_logs, log_what_python_prints
-from trioengine.cli.process import obey_signals, use_huge_pages
+from trioengine.cli.process import freeze_gc_when_ready, obey_signals, raise_fd_limit
 from trioengine.cli.worker_log import logged_workers
 from trioengine.core.config import EngineConfig
-from trioengine.core.errors import EngineError
 from trioengine.core.serve_config import ServeConfig
 from trioengine.hub.pull import located
-from trioengine.serve.limits import raise_limit
 from trioengine.serve.server import serve
 
 if TYPE_CHECKING:
     from trioengine.cli.progress import Bars
 
 logger = logging.getLogger("trioengine")
-COLLECT_AFTER = (10_000, 20, 20)  # objects, and collections of those younger
 
 
 def serve_until_told(
@@ -37,7 +32,7 @@ def serve_until_told(
     configure_logs(log_level, as_json=log_json)
     if log_json:
         log_what_python_prints()
-    raise_limit()
+    raise_fd_limit()
     located(config.model)  # what can be no model is refused before anything listens
     trio.run(_serve_with_log, config, serve_config, nullcontext() if log_json else _bars())
 
@@ -66,25 +61,11 @@ async def _serve(
             run = serving if bars is None else partial(serving, on_progress=bars.download, on_load=bars.loading)
             server = await nursery.start(_and_then_cancel, run, nursery.cancel_scope)
             nursery.start_soon(obey_signals, server, shutdown_timeout)
-            nursery.start_soon(_settle_down_when_ready, server.engine)
+            nursery.start_soon(freeze_gc_when_ready, server.engine)
             for address in server.addresses:
                 logger.info("listening on http://%s", address)
             logger.info("loading %s", server.engine.config.model)
     logger.info("stopped")
-
-
-async def _settle_down_when_ready(engine: Engine) -> None:
-    """What is there by then stays: it may lie in huge pages, and the collector need not look at it time and again.
-
-    Nor need it look as often for what comes: streams make little garbage with cycles, and many objects, every 700 of
-    which it would look at all of the young.
-    """
-    with suppress(EngineError):  # an engine that cannot run ends the server, which says so
-        await engine.ready()
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*COLLECT_AFTER)
-        use_huge_pages()
 
 
 async def _and_then_cancel(

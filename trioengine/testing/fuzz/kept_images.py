@@ -59,7 +59,7 @@ class ConversationImages:
         for connection in connections:
             for response in connection._active:
                 if response.status is ResponseStatus.IN_PROGRESS:
-                    yield from _payloads_in(response.order.messages)
+                    yield from _payloads_in(response.spec.messages)
 
 
 def _payloads_in(messages: Iterable[Mapping[str, Any]]) -> Iterator[Payload]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from trioengine.serve.realtime.connection import GOING_AWAY, TRY_AGAIN_LATER
 from trioengine.serve.realtime.outbox import AWAKE
-from trioengine.serve.realtime.response import MAX_BESIDE
+from trioengine.serve.realtime.response import MAX_OUT_OF_BAND
 from trioengine.testing.fuzz.followed_response import Asked, FollowedResponse
 from trioengine.testing.fuzz.image_oracles import is_refused
 from trioengine.testing.fuzz.pictures import Content, Turn, item_content, pictures_of, text_of
@@ -204,7 +204,7 @@ class RealtimeClient(SimulatedClient):
             self._troubles,
             is_truncated=self.truncation == "auto",
         )
-        assert len(self.responses) <= MAX_BESIDE + 1, f"{len(self.responses)} responses are active"
+        assert len(self.responses) <= MAX_OUT_OF_BAND + 1, f"{len(self.responses)} responses are active"
 
     def _finish_item(self, item: dict[str, Any]) -> None:
         role, content = self.items[item["id"]]
