@@ -28,7 +28,7 @@ async def our_server(**options):
 
         async def serve(stream):
             served.append(stream)
-            await server.front_door.handle(stream)
+            await server.connections.handle(stream)
             served.remove(stream)
 
         async def open_stream():

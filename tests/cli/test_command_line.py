@@ -64,7 +64,7 @@ BAD = [
         "error: --max-num-batched-tokens (2048) must be at least --max-num-seqs (4096)",
     ),
     (["serve", "--dtype", "float13"], 2, "error: --dtype must be"),
-    (["serve", "--host", "0.0.0.0"], 2, "error: --host 0.0.0.0 is reachable from other machines, and there is no key"),
+    (["serve", "--host", "0.0.0.0"], 2, "error: --host 0.0.0.0 is reachable from other machines, and no key is set"),
     (["serve", "--api-key", "two words"], 2, "error: --api-key must be keys of visible ASCII characters; they are not"),
     (
         ["serve", "--allowed-origin", "*"],

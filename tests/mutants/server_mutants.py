@@ -12,8 +12,8 @@ from trio_websocket import ConnectionClosed
 from wsproto.events import TextMessage
 
 from trioengine.serve.body import Body
-from trioengine.serve.connection import FrontDoor
-from trioengine.serve.http import HttpConnection
+from trioengine.serve.connection import ConnectionHandler
+from trioengine.serve.http_connection import HttpConnection
 from trioengine.serve.limits import ByteBudget, Held
 from trioengine.serve.realtime.outbox import Outbox
 from trioengine.serve.websocket import AcceptedWebSocket
@@ -52,7 +52,7 @@ def _room_for_everything(room: Any) -> Any:
 
 
 def _let_closes_out(handle: Any) -> Any:
-    async def mutant(self: FrontDoor, stream: trio.abc.Stream, serve: Any) -> None:
+    async def mutant(self: ConnectionHandler, stream: trio.abc.Stream, serve: Any) -> None:
         closes: list[Exception] = []
 
         async def watched(stream: trio.abc.Stream) -> None:
@@ -110,14 +110,14 @@ SERVER_MUTANTS = (
     Mutant(
         "F32",
         "a client that waits for a whole answer leaves, and nobody notices",
-        replaced(HttpConnection, "_watch", _watch_nobody),
+        replaced(HttpConnection, "_watch_client", _watch_nobody),
         shows="go on for . clients|connections never end",
         machine="HttpMachine",
     ),
     Mutant(
         "F36",
         "an abrupt close of a WebSocket crashes the server",
-        replaced(FrontDoor, "_handle", _let_closes_out),
+        replaced(ConnectionHandler, "_handle", _let_closes_out),
         shows="ConnectionClosed|BrokenResourceError",
         machine="RealtimeMachine",
     ),

@@ -181,7 +181,7 @@ class Clients:
         return self.stream(ours, theirs)
 
     async def _serve(self, stream):
-        await self.server.front_door.handle(stream)
+        await self.server.connections.handle(stream)
         self._num_open -= 1
         self._closed.set()
         self._closed = trio.Event()
@@ -242,7 +242,7 @@ async def open_clients(config=None, limits=DEFAULT_LIMITS, **options):
     async with simulated_engine(config, limits=limits) as (engine, simulation), trio.open_nursery() as nursery:
         clients = Clients(engine, simulation, nursery, **options)
         yield clients
-        clients.server.front_door.close_idle()
+        clients.server.connections.close_idle()
         with trio.fail_after(60):
             await clients.all_closed()
             await clients.everything_is_given_back()

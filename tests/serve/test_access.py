@@ -211,7 +211,7 @@ async def test_so_many_of_a_key(autojump_clock):
             assert status_and_body(await clients.http(get("/health", bearer(KEY))))[0] == 200
         await clients.http(get("/health"))  # time for the goodbye
         assert status_and_body(await clients.http(get("/version", bearer(KEY))))[0] == 200
-        assert not clients.server.front_door._access._sessions
+        assert not clients.server.connections._access._sessions
 
 
 async def test_a_request_whose_body_still_comes_counts(autojump_clock):

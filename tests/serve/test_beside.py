@@ -5,7 +5,7 @@ import trio
 from realtime_texts import GREEDY, LONG, assistant, reference, text_of, user
 
 from trioengine.core.types import Cause
-from trioengine.serve.realtime.response import MAX_BESIDE
+from trioengine.serve.realtime.response import MAX_OUT_OF_BAND
 
 NONE = {"conversation": "none"}
 WHOLE = {**GREEDY, "ignore_eos": True}  # however it goes, of the same length
@@ -72,13 +72,13 @@ async def test_an_input_of_the_conversations_own_response(autojump_clock, client
 async def test_several_run_at_once_beside_the_conversation(autojump_clock, clients):
     async with clients.realtime() as client:
         await client.say("hello")
-        names = [f"part {number}" for number in range(MAX_BESIDE)]
+        names = [f"part {number}" for number in range(MAX_OUT_OF_BAND)]
         for name in names:
             response = {"input": [item(name)], "metadata": {"name": name}, **NONE, **WHOLE}
             await client.send("response.create", response=response)
         await client.send("response.create", response={"metadata": {"name": "hello"}, **WHOLE})
         await client.send("response.create", event_id="too many", response={**NONE, **GREEDY})
-        responses = await done(client, MAX_BESIDE + 1)
+        responses = await done(client, MAX_OUT_OF_BAND + 1)
         texts = {response["metadata"]["name"]: text_of(response) for response in responses.values()}
         assert texts == {name: reference(clients, [user(name)], ignore_eos=True) for name in (*names, "hello")}
         (error,) = (event["error"] for event in client.events if event["type"] == "error")
@@ -89,7 +89,7 @@ async def test_several_run_at_once_beside_the_conversation(autojump_clock, clien
         )
         begun = [event["type"] for event in client.events].index("response.done")
         created = [event["type"] for event in client.events[:begun]].count("response.created")
-        assert created == MAX_BESIDE + 1
+        assert created == MAX_OUT_OF_BAND + 1
         assert (await client.respond(**NONE, **WHOLE))["status"] == "incomplete"
 
 

@@ -64,7 +64,7 @@ async def test_a_client_that_vanishes_while_its_prompt_is_prepared(autojump_cloc
         assert [line for line in aborted if not line.endswith(b" 0.0")] == [
             b'trioengine_requests_aborted_total{cause="disconnect"} 1.0'
         ]
-        clients.server.front_door.close_idle()
+        clients.server.connections.close_idle()
         await clients.all_closed()
 
 

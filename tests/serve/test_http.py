@@ -156,7 +156,7 @@ def test_loopback():
 async def test_insecure_serves_every_host(autojump_clock):
     async with simulated_engine() as (engine, _), trio.open_nursery() as nursery:
         ours, theirs = memory_stream_pair()
-        nursery.start_soon(Server(engine, ServeConfig(insecure=True)).front_door.handle, theirs)
+        nursery.start_soon(Server(engine, ServeConfig(insecure=True)).connections.handle, theirs)
         await ours.send_all(request("/health", host="example.com"))
         assert status_and_body(await read_all(ours))[0] == 200
         await ours.aclose()

@@ -289,6 +289,6 @@ async def test_the_curl_examples_run():
 
 async def test_the_page_names_every_route_and_field():
     async with running() as server:
-        names = {path.removesuffix("*") for path in server.front_door._routes} - {"/", "/metrics"} | _FIELDS
+        names = {path.removesuffix("*") for path in server.connections._routes} - {"/", "/metrics"} | _FIELDS
     for name in names:
         assert f"`{name}" in PAGE or f" {name}" in PAGE, name

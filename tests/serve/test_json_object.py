@@ -33,7 +33,7 @@ NOT_JSON = [
     (b" \n", "the body is empty"),
     ('{"a": 1,\n "b" 2}', "the body is not JSON: line 2, column 6"),
     ("{} {}", "the body is not JSON: line 1, column 4"),
-    ('{"a": NaN}', "the body is not JSON: NaN is no number of JSON"),
+    ('{"a": NaN}', "the body is not JSON: NaN is not a JSON number"),
     (f'{{"a": {"1" * 5000}}}', "the body is not JSON"),
 ]
 

@@ -133,7 +133,7 @@ async def test_ready_says_asleep_from_the_first_step(autojump_clock, clients):
         nursery.start_soon(clients.engine.sleep)
         while not clients.engine.gate.num_pending:
             await trio.lowlevel.checkpoint()
-        route = clients.server.front_door._routes["/ready"].handlers["GET"]
+        route = clients.server.connections._routes["/ready"].handlers["GET"]
         assert (await route(None)).status == 503
     await post(clients, "/wake_up")
 

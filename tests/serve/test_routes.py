@@ -10,8 +10,9 @@ from trio.testing import wait_all_tasks_blocked
 from trioengine import EngineConfig, SamplingParams
 from trioengine.core.errors import InvariantError
 from trioengine.core.types import Cause
+from trioengine.serve.auth import Role
 from trioengine.serve.http import json_response
-from trioengine.serve.routes import Role, get, route_of
+from trioengine.serve.routes import find_route, get
 from trioengine.testing import simulated_engine
 from trioengine.text.tokenizer import Tokenizer
 
@@ -56,9 +57,9 @@ def test_which_route():
         return json_response(200, {})
 
     routes = {"/a": get(handler), "/a/*": get(handler, Role.OPERATOR)}
-    assert route_of(routes, "/a") is routes["/a"]
-    assert route_of(routes, "/a/b") is route_of(routes, "/a/b/c") is route_of(routes, "/a/") is routes["/a/*"]
-    assert route_of(routes, "/ab") is None
+    assert find_route(routes, "/a") is routes["/a"]
+    assert find_route(routes, "/a/b") is find_route(routes, "/a/b/c") is find_route(routes, "/a/") is routes["/a/*"]
+    assert find_route(routes, "/ab") is None
 
 
 # ---- tokens -------------------------------------------------------------------------------------------------------
@@ -181,7 +182,7 @@ def test_the_special_tokens_around_a_text():
 
 
 async def test_the_roles(autojump_clock, clients):
-    routes = clients.server.front_door._routes
+    routes = clients.server.connections._routes
     operators = {path for path, route in routes.items() if route.role is Role.OPERATOR}
     power = {"/sleep", "/wake_up", "/wakeup", "/update_weights", "/is_sleeping"}
     assert operators == {"/debug/invariants", "/abort_request"} | power

@@ -1,11 +1,13 @@
-"""SIGINT and SIGTERM: the first drains, the second aborts, the third kills."""
+"""The server's process: signals, its limit of file descriptors, and its memory once the engine is ready."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import re
+import resource
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -13,13 +15,19 @@ from pathlib import Path
 
 import trio
 
+from trioengine.actors.engine import Engine
+from trioengine.core.errors import EngineError
 from trioengine.serve.server import Server
 
 logger = logging.getLogger("trioengine")
+COLLECT_AFTER = (10_000, 20, 20)  # thresholds of the garbage collector: objects, and collections of younger ones
+HUGE_PAGE = 2 << 20  # bytes
+_MADV_COLLAPSE = 25  # linux/mman.h, since Linux 6.1; other systems and older kernels refuse it, and nothing changes
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p \w+ \S+ 0 *(?:\[heap\])?$")
 
 
 async def obey_signals(server: Server, shutdown_timeout: float) -> None:
-    """Drain the server (its `run` then returns) at the first signal, and so on; runs until cancelled."""
+    """Drain the server at the first SIGINT or SIGTERM, abort at the second, die of the third; runs until cancelled."""
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as received:
         async with trio.open_nursery() as nursery:
             name = signal.Signals(await anext(received)).name
@@ -35,15 +43,32 @@ async def obey_signals(server: Server, shutdown_timeout: float) -> None:
             os.kill(os.getpid(), last)
 
 
-HUGE_PAGE = 2 << 20  # bytes
-_MADV_COLLAPSE = 25  # linux/mman.h, since Linux 6.1; other systems and older kernels refuse it, and nothing changes
-_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p \w+ \S+ 0 *(?:\[heap\])?$")
+def raise_fd_limit() -> None:
+    """Raise the limit of file descriptors as far as an unprivileged process may (`ulimit -n` to `ulimit -Hn`)."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # a kernel may refuse even that; then the limit stays
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+async def freeze_gc_when_ready(engine: Engine) -> None:
+    """Exempt the objects of the loaded engine from garbage collection, and move their memory into huge pages.
+
+    Collections become rarer as well: streams make many objects and few cycles, and by default the collector would
+    visit all young objects after every 700 of them.
+    """
+    with suppress(EngineError):  # an engine that cannot run ends the server, which reports the error
+        await engine.ready()
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*COLLECT_AFTER)
+        use_huge_pages()
 
 
 def use_huge_pages() -> int:
-    """Move what the process has allocated until now into huge pages, where the kernel does that; bytes moved.
+    """Move the memory allocated until now into huge pages where the kernel can; returns the bytes moved.
 
-    It takes a millisecond for some megabytes. Only what is nearly full is moved, so the process does not grow by it.
+    Between two steps of a worker the processor's TLB loses the small pages. It takes a millisecond for some megabytes.
+    Only mappings that are nearly full are moved, so the process does not grow by it.
     """
     moved = 0
     with suppress(OSError):  # no /proc
@@ -54,7 +79,7 @@ def use_huge_pages() -> int:
 
 
 def full_mappings(smaps: Iterable[str]) -> Iterator[tuple[int, int]]:
-    """Start and end of the private, writable mappings of no file that are in memory by three quarters, of a smaps."""
+    """Yield start and end of the private, writable, anonymous mappings that are resident by three quarters."""
     mapping: tuple[int, int] | None = None
     for line in smaps:
         if match := _MAPPING.match(line):

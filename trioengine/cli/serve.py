@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Coroutine
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
 
-from trioengine.actors.engine import Engine
 from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.cli.logs import configure_logs, log_what_python_prints, logged_workers
 from trioengine.cli.process import obey_signals, use_huge_pages
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from trioengine.cli.progress import Bars
 
 logger = logging.getLogger("trioengine")
-COLLECT_AFTER = (10_000, 20, 20)  # objects, and collections of those younger
 
 
 def run_server(

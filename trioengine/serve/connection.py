@@ -1,12 +1,17 @@
-"""The front door: one port, on which each connection is read as HTTP until it asks to become a WebSocket."""
+"""Accepted connections: each is read as HTTP until it asks to become a WebSocket.
+
+A connection takes a slot for as long as it is open. Beyond `max_connections` a few more are read up to the head of one
+request, so that probes and operators are served then as well; others are refused with 503.
+"""
 
 from __future__ import annotations
 
 import base64
 import dataclasses
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, cast
@@ -15,36 +20,28 @@ import trio
 from trio_websocket import ConnectionClosed
 from wsproto.utilities import ProtocolError
 
-from trioengine.serve.access_log import CLIENT, REQUEST_ID, SESSION, about, logged, logged_if_unreadable
-from trioengine.serve.auth import Access
-from trioengine.serve.body import (
-    Departures,
-    Disconnected,
-    StreamingResponse,
-    guard,
-    host_of,
-    linger,
-    log_disconnect,
-    peer,
-)
+from trioengine.serve.access_log import CLIENT, REQUEST_ID, SESSION, log_request, log_unreadable, set_field
+from trioengine.serve.auth import Access, Role
+from trioengine.serve.body import CHUNK, DisconnectCounter, Disconnected, log_disconnect
 from trioengine.serve.config import ConnectionLimits
-from trioengine.serve.errors import INVALID_REQUEST, SERVER_ERROR, ClientError, Problem
+from trioengine.serve.errors import SERVER_ERROR, ClientError, Problem
 from trioengine.serve.http import (
     BadRequest,
     Handler,
-    HttpConnection,
     Request,
     Response,
+    StreamingResponse,
     error_response,
     problem_response,
 )
-from trioengine.serve.limits import ByteBudget, Displaced, Held, Place, Places, network_of
-from trioengine.serve.routes import REALTIME, Role, Routes, find, route_of, upgrade_required
+from trioengine.serve.http_connection import HttpConnection
+from trioengine.serve.limits import ByteBudget, ConnectionSlot, ConnectionSlots, Displaced, Held, network_of
+from trioengine.serve.routes import REALTIME, Routes, find_handler, find_route, upgrade_required
 from trioengine.serve.websocket import AcceptedWebSocket
 
 logger = logging.getLogger("trioengine")
 E = TypeVar("E", bound=BaseException)
-_LEAVING = (  # raised where a client leaves, or is made to leave
+_DISCONNECTS = (  # raised where a client disconnects, or is made to
     Disconnected,
     ConnectionClosed,
     trio.BrokenResourceError,
@@ -55,24 +52,28 @@ _LEAVING = (  # raised where a client leaves, or is made to leave
 MAX_BEYOND = 16  # connections beyond the limit that are read up to a request's head, at a time
 BEYOND_TIMEOUT = 2.0  # seconds for the head of such a request
 PROBES = ("/health", "/ready")  # answered also beyond the limit, as operators are
-MAX_UNREAD = 64 << 10  # bytes of a body that no handler looks at: it may come from whoever has no key
+MAX_UNREAD = 64 << 10  # bytes of a body that no handler reads: its client may be without a key
 SUBPROTOCOL = "realtime"
+USER_TIMEOUT = 20.0  # seconds that sent bytes may stay unacknowledged
+LINGER_TIMEOUT = 2.0  # seconds
+LINGER_BYTES = 8 << 20
+_TCP_USER_TIMEOUT = 18  # linux/tcp.h; socket.TCP_USER_TIMEOUT exists on Linux only
 
-CheckUpgrade = Callable[[Request], None]  # raises ClientError
-WebSocketHandler = Callable[[AcceptedWebSocket, Held, bytes], Awaitable[None]]  # and the cache salt of its key
+CheckUpgrade = Callable[[Request], None]  # raises ClientError to refuse a WebSocket
+WebSocketHandler = Callable[[AcceptedWebSocket, Held, bytes], Awaitable[None]]  # the bytes are its key's cache salt
 
 
 @dataclass(frozen=True, slots=True)
-class _Guest:
-    """An accepted connection, and the place that it has."""
+class _Connection:
+    """An accepted connection with its slot."""
 
     stream: trio.abc.Stream
     http: HttpConnection
-    place: Place
+    slot: ConnectionSlot
 
 
-class FrontDoor:
-    """Serves accepted streams. `check_upgrade` may refuse a WebSocket, `realtime` gets those it does not."""
+class ConnectionHandler:
+    """Serves accepted streams: HTTP by `routes`, and WebSockets, unless `check_upgrade` refuses, by `realtime`."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class FrontDoor:
         *,
         limits: ConnectionLimits,
         takes_images: Callable[[], bool],
-        departures: Departures,
+        disconnects: DisconnectCounter,
         budget: ByteBudget,
         max_connections: int,
     ) -> None:
@@ -92,11 +93,11 @@ class FrontDoor:
         self._check_upgrade = check_upgrade
         self._realtime = realtime
         self._limits = limits
-        self._takes_images = takes_images  # the model, as far as it is known
-        self._departures = departures
+        self._takes_images = takes_images  # False until the model is known
+        self._disconnects = disconnects
         self._budget = budget
-        self._places = Places(max_connections)
-        self._beyond = Places(MAX_BEYOND)
+        self._slots = ConnectionSlots(max_connections)
+        self._beyond = ConnectionSlots(MAX_BEYOND)
         self._idle: set[trio.CancelScope] = set()
         self._closing = False
 
@@ -107,167 +108,209 @@ class FrontDoor:
             scope.cancel()
 
     async def handle(self, stream: trio.abc.Stream) -> None:
-        """Serve one connection to its end. Nothing but cancellation comes out; the stream is closed in any case."""
-        address = network_of(host_of(stream))
-        for places, serve in ((self._places, self._serve_requests), (self._beyond, self._serve_beyond)):
-            with places.take(address) as place:
-                if place is not None:
-                    await self._handle(stream, partial(self._serve, place, serve))
+        """Serve one connection to its end, and close the stream in any case. Raises nothing but Cancelled."""
+        address = network_of(peer_host(stream))
+        for slots, serve in ((self._slots, self._serve_requests), (self._beyond, self._serve_beyond)):
+            with slots.take(address) as slot:
+                if slot is not None:
+                    await self._handle(stream, partial(self._serve, slot, serve))
                     return
         await trio.aclose_forcefully(stream)
 
     async def _handle(self, stream: trio.abc.Stream, serve: Callable[[trio.abc.Stream], Awaitable[None]]) -> None:
-        guard(stream)
-        with about(CLIENT, peer(stream)), about(REQUEST_ID, None), about(SESSION, None):
+        enable_keepalive(stream)
+        with set_field(CLIENT, peer_address(stream)), set_field(REQUEST_ID, None), set_field(SESSION, None):
             async with stream:
                 try:
                     await serve(stream)
                 except* Displaced:
                     logger.debug("a connection made room for another")
-                except* _LEAVING as group:
+                except* _DISCONNECTS as group:
                     log_disconnect(_first(group))
                 except* Exception as group:
                     logger.error("a connection crashed and was closed", exc_info=group)
 
-    async def _serve(self, place: Place, serve: Callable[[_Guest], Awaitable[None]], stream: trio.abc.Stream) -> None:
-        guest = _Guest(stream, HttpConnection(stream, self._limits), place)
+    async def _serve(
+        self, slot: ConnectionSlot, serve: Callable[[_Connection], Awaitable[None]], stream: trio.abc.Stream
+    ) -> None:
+        connection = _Connection(stream, HttpConnection(stream, self._limits), slot)
         try:
-            await serve(guest)
+            await serve(connection)
         except* BadRequest as group:
-            await guest.http.refuse(_first(group).response)
-            with place.lingering():
+            await connection.http.refuse(_first(group).response)
+            with slot.lingering():
                 await linger(stream)
 
-    async def _serve_requests(self, guest: _Guest) -> None:
-        while (request := await self._next_request(guest)) is not None:
-            with self._serving(guest, request):
-                if not await self._serve_request(guest, request):
+    async def _serve_requests(self, connection: _Connection) -> None:
+        while (request := await self._next_request(connection)) is not None:
+            with self._logging(connection.http, request):
+                if not await self._serve_request(connection, request):
                     break
 
-    async def _serve_beyond(self, guest: _Guest) -> None:
+    async def _serve_beyond(self, connection: _Connection) -> None:
         """Serve one request of a connection beyond the limit: a probe or an operator's. Others are refused with 503."""
         with trio.move_on_after(BEYOND_TIMEOUT) as scope:
-            request = await self._next_request(guest)
+            request = await self._next_request(connection)
         if scope.cancelled_caught:
-            with logged_if_unreadable(guest.http):
-                raise self._no_place()
+            with log_unreadable(connection.http):
+                raise self._too_many_connections()
         if request is None:
             return
-        with self._serving(guest, request, (b"connection", b"close")):
-            route = route_of(self._routes, request.path)
+        with self._logging(connection.http, request, (b"connection", b"close")):
+            route = find_route(self._routes, request.path)
             if route is None or not (request.path in PROBES or route.role is Role.OPERATOR):
-                raise self._no_place()
-            await self._serve_request(guest, request)
+                raise self._too_many_connections()
+            await self._serve_request(connection, request)
 
-    @contextmanager
-    def _serving(self, guest: _Guest, request: Request, *more: tuple[bytes, bytes]) -> Iterator[None]:
-        """Within, the request is served and logged; its response has these headers, and those for its origin."""
-        with logged(guest.http, request):
-            guest.http.common_headers += (*self._access.origins.headers(request), *more)
-            yield
-
-    def _no_place(self) -> BadRequest:
-        message = f"connection limit reached ({self._places.count})"
+    def _too_many_connections(self) -> BadRequest:
+        message = f"connection limit reached ({self._slots.count})"
         return BadRequest(problem_response(503, Problem(SERVER_ERROR, "too_many_connections", message, retry_after=1)))
 
-    async def _serve_request(self, guest: _Guest, request: Request) -> bool:
-        """True if another request may follow. Raises BadRequest."""
-        route = route_of(self._routes, request.path)
+    @contextmanager
+    def _logging(self, http: HttpConnection, request: Request, *headers: tuple[bytes, bytes]) -> Iterator[None]:
+        """Log the request that the block serves; its response gets the headers for its origin, and `headers`."""
+        with log_request(http, request):
+            http.common_headers += (*self._access.origins.headers(request), *headers)
+            yield
+
+    # ---- one request ----------------------------------------------------------------------------------------------
+
+    async def _next_request(self, connection: _Connection) -> Request | None:
+        """Read the head of the next request; None if there is none to come. Raises Displaced, BadRequest."""
+        http = connection.http
+        with connection.slot.waiting():
+            timeout = self._limits.handshake_timeout if http.is_new else self._limits.idle_timeout
+            with trio.move_on_after(timeout) as idle:
+                self._idle.add(idle)
+                try:
+                    if self._closing or not await http.wait_for_request():
+                        return None
+                finally:
+                    self._idle.discard(idle)
+            if idle.cancelled_caught:
+                return None
+            with trio.fail_after(self._limits.handshake_timeout), log_unreadable(http):
+                return await http.next_head()
+
+    async def _serve_request(self, connection: _Connection, request: Request) -> bool:
+        """Serve a request, or the WebSocket that it asks for; True if another may follow. Raises BadRequest."""
+        route = find_route(self._routes, request.path)
         preflight = self._access.origins.preflight(request, () if route is None else route.handlers)
-        role = Role.USER if route is None else route.role
-        with (
-            self._access.admit(request, Role.ANYONE if preflight else role) as caller,
-            self._budget.holding(caller.key) as held,
-        ):
+        role = Role.ANYONE if preflight else Role.USER if route is None else route.role
+        with self._access.admit(request, role) as caller, self._budget.holding(caller.key) as held:
+            if request.wants_websocket and request.path == REALTIME:
+                await self._serve_websocket(connection, request, held, caller.cache_salt)
+                return False
             request = dataclasses.replace(request, cache_salt=caller.cache_salt)
-            if not (request.wants_websocket and request.path == REALTIME):
-                return await self._exchange(guest, request, preflight or find(self._routes, request), held)
-            websocket = AcceptedWebSocket(guest.stream, self._largest_message, held)
-            refusal = _bad_handshake(request, guest.http.seen, websocket) or self._bad_upgrade(request)
-            if refusal is not None:
-                raise BadRequest(refusal)
-            await self._become_websocket(guest.http, websocket, held, caller.cache_salt)
-            with guest.place.lingering():
-                await linger(guest.stream)
-            return False
+            found = preflight or find_handler(self._routes, request)
+            return await self._exchange(connection, request, found, held)
 
-    def _largest_message(self) -> int:
-        return self._limits.largest_message(takes_images=self._takes_images())
-
-    async def _next_request(self, guest: _Guest) -> Request | None:
-        """The head of the next request; None to close. Raises Displaced when the place is needed."""
-        with guest.place.waiting():
-            return await self._read_head(guest.http)
-
-    async def _read_head(self, connection: HttpConnection) -> Request | None:
-        idle = trio.move_on_after(self._limits.handshake_timeout if connection.is_new else self._limits.idle_timeout)
-        self._idle.add(idle)
-        try:
-            with idle:
-                if self._closing or not await connection.begun():
-                    return None
-        finally:
-            self._idle.discard(idle)
-        if idle.cancelled_caught:
-            return None
-        with trio.fail_after(self._limits.handshake_timeout), logged_if_unreadable(connection):
-            return await connection.next_head()
-
-    def _bad_upgrade(self, request: Request) -> Response | None:
-        """Why this may not become a WebSocket, if so."""
-        try:
-            self._check_upgrade(request)
-        except ClientError as exc:
-            return error_response(exc)
-        return None
-
-    async def _exchange(self, guest: _Guest, request: Request, found: Handler | Response, held: Held) -> bool:
+    async def _exchange(self, connection: _Connection, request: Request, found: Handler | Response, held: Held) -> bool:
         async def handler(request: Request) -> Response | StreamingResponse:
             return found if isinstance(found, Response) else await found(request)
 
         max_size = self._limits.largest_body(takes_images=self._takes_images())
         if isinstance(found, Response) or request.method != "POST":
             max_size = min(max_size, MAX_UNREAD)
-        with self._departures.counted():
-            return await guest.http.exchange(await self._with_body(guest, request, max_size, held), handler)
+        with self._disconnects.counting():
+            return await connection.http.exchange(await self._with_body(connection, request, max_size, held), handler)
 
-    async def _with_body(self, guest: _Guest, request: Request, max_size: int, held: Held) -> Request:
-        """Not kept by the caller: it is the handler's to let go."""
-        with guest.place.waiting(), trio.move_on_after(self._limits.body_timeout):
-            return dataclasses.replace(request, body=await guest.http.read_body(max_size, held), held=held)
+    async def _with_body(self, connection: _Connection, request: Request, max_size: int, held: Held) -> Request:
+        """Read the body. The caller keeps no reference to the result, so that the handler can drop it."""
+        with connection.slot.waiting(), trio.move_on_after(self._limits.body_timeout):
+            return dataclasses.replace(request, body=await connection.http.read_body(max_size, held), held=held)
         message = f"the body did not come within {self._limits.body_timeout:g} s"
-        raise BadRequest(problem_response(408, Problem(INVALID_REQUEST, "request_timeout", message)))
+        raise BadRequest.of(408, "request_timeout", message)
 
-    async def _become_websocket(
-        self, connection: HttpConnection, websocket: AcceptedWebSocket, held: Held, cache_salt: bytes
-    ) -> None:
+    # ---- WebSockets -----------------------------------------------------------------------------------------------
+
+    async def _serve_websocket(self, connection: _Connection, request: Request, held: Held, cache_salt: bytes) -> None:
+        websocket = AcceptedWebSocket(connection.stream, self._largest_message, held)
+        refusal = _bad_handshake(request, connection.http.seen, websocket) or self._bad_upgrade(request)
+        if refusal is not None:
+            raise BadRequest(refusal)
         async with trio.open_nursery() as nursery:
             with trio.fail_after(self._limits.handshake_timeout):
                 proposal = await websocket.open(nursery)
                 subprotocol = SUBPROTOCOL if SUBPROTOCOL in proposal.proposed_subprotocols else None
-                headers = list(connection.common_headers)
+                headers = list(connection.http.common_headers)
                 await proposal.accept(subprotocol=subprotocol, extra_headers=headers)
-                connection.status = 101
+                connection.http.status = 101
             await self._realtime(websocket, held, cache_salt)
             nursery.cancel_scope.cancel()
+        with connection.slot.lingering():
+            await linger(connection.stream)
+
+    def _largest_message(self) -> int:
+        return self._limits.largest_message(takes_images=self._takes_images())
+
+    def _bad_upgrade(self, request: Request) -> Response | None:
+        try:
+            self._check_upgrade(request)
+        except ClientError as exc:
+            return error_response(exc)
+        return None
 
 
 def _bad_handshake(request: Request, seen: bytes, websocket: AcceptedWebSocket) -> Response | None:
-    """Why this cannot become a WebSocket, if so; else it has read what was seen of it.
+    """Return the response that refuses a malformed handshake; None if the WebSocket has taken it.
 
-    What wsproto refuses here would make trio-websocket wait for ever, or crash.
+    A handshake that wsproto refuses here would make trio-websocket wait indefinitely, or crash.
     """
-    if request.has_body or request.http_version < b"1.1":  # others on the way would see no WebSocket in what follows
-        message = "a WebSocket's handshake is HTTP/1.1, and has no body"
-        return problem_response(400, Problem(INVALID_REQUEST, "bad_request", message))
+    if request.has_body or request.http_version < b"1.1":  # proxies on the way would not see a WebSocket
+        return BadRequest.of(400, "bad_request", "a WebSocket's handshake is HTTP/1.1, and has no body").response
     try:
         websocket.receive_handshake(seen)
         key = base64.b64decode(request.header(b"sec-websocket-key") or b"", validate=True)
     except UnicodeError:
-        return problem_response(400, Problem(INVALID_REQUEST, "bad_request", "the handshake's headers must be ASCII"))
+        return BadRequest.of(400, "bad_request", "the handshake's headers must be ASCII").response
     except (ProtocolError, ValueError):
         return upgrade_required()
     return None if len(key) == 16 else upgrade_required()
+
+
+# ---- sockets ------------------------------------------------------------------------------------------------------
+
+
+def enable_keepalive(stream: trio.abc.Stream) -> None:
+    """Let the kernel detect a peer that has vanished without closing the connection."""
+    if isinstance(stream, trio.SocketStream):
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        with suppress(OSError):
+            stream.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, int(USER_TIMEOUT * 1000))
+
+
+def format_address(host: str, port: int) -> str:
+    """Return host and port as they stand in a URL."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def peer_address(stream: trio.abc.Stream) -> str | None:
+    """Return host and port of the other end; None for a stream without an address."""
+    if not isinstance(stream, trio.SocketStream):
+        return None
+    try:
+        name = stream.socket.getpeername()
+    except OSError:  # it is gone already
+        return None
+    return format_address(*name[:2]) if isinstance(name, tuple) else None  # a Unix socket has a path
+
+
+def peer_host(stream: trio.abc.Stream) -> str | None:
+    """Return the other end's address without its port; None for a stream without an address."""
+    address = peer_address(stream)
+    return None if address is None else address.rpartition(":")[0].strip("[]")
+
+
+async def linger(stream: trio.abc.Stream) -> None:
+    """Send the end of the stream and read for a while: closing with unread bytes would reset, and lose the response."""
+    if not isinstance(stream, trio.abc.HalfCloseableStream):
+        return
+    with trio.move_on_after(LINGER_TIMEOUT), suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+        await stream.send_eof()
+        received = 0
+        while received < LINGER_BYTES and (data := await stream.receive_some(CHUNK)):
+            received += len(data)
 
 
 def _first(group: BaseExceptionGroup[E]) -> E:

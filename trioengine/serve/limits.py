@@ -1,8 +1,12 @@
-"""The places of connections: how many there are at a time, and which connection makes room for a newcomer.
+"""Limits of a server: slots for connections, budgets for bytes, and the requests in flight by their ids.
 
-A connection that waits for its client (for a request's head, its body, or the next request) can make room. One that
-lingers (it has its last answer, and is closed when its client has read it) makes room before all others. One whose
-request is being handled, or that is a WebSocket, keeps its place.
+A connection that waits for its client (for a request's head, its body, or the next request) can make room for another.
+One that lingers (it has sent its last response, and is closed when its client has read it) makes room before all
+others. One whose request is being handled, or that is a WebSocket, keeps its slot.
+
+The bytes that the server keeps for clients are counted for the process and for each key: bodies of requests, from the
+first byte until the engine has the prompt, and of each WebSocket connection the messages on their way and unhandled,
+its conversation and instructions, the input of its responses, and unsent events.
 """
 
 from __future__ import annotations
@@ -11,53 +15,51 @@ import ipaddress
 import logging
 import resource
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 
 import trio
 
 from trioengine.actors.generation import Generation
 from trioengine.serve.errors import RATE_LIMIT, SERVER_ERROR, OverBudget, Problem
 
-SHARE = 8  # an address whose waiting connections have more than this part of the places makes room first
+logger = logging.getLogger("trioengine")
+SHARE = 8  # an address whose waiting connections have more than this part of the slots makes room first
 MAX_LEAVING = 16  # connections that make room and are not closed yet
+RESERVE = 64  # file descriptors for the worker, files, listeners, and connections beyond the limit
+RETRY_AFTER = 1.0  # seconds
+ALWAYS_TAKEN = 1 << 10  # bytes of a WebSocket message that is handled even beyond the budget: it may be a cancel
+
+
+# ---- connections --------------------------------------------------------------------------------------------------
 
 
 class Displaced(Exception):
-    """A connection was closed while it waited for its client, or lingered: its place was needed."""
+    """A connection is closed while it waits for its client, or lingers, because its slot is needed."""
 
 
-def network_of(host: str | None) -> str | None:
-    """The address that a client has to itself: of IPv6 the first 64 bits, which is the least that a network gets."""
-    if host is None:
-        return None
-    address = ipaddress.ip_address(host.partition("%")[0])
-    if isinstance(address, ipaddress.IPv4Address):
-        return str(address)
-    mapped = address.ipv4_mapped
-    return str(mapped) if mapped is not None else str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))
+class ConnectionSlot:
+    """The slot of one connection. All connections of unknown `address` (None) count as one address."""
 
+    __slots__ = ("_scope", "_slots", "address", "is_leaving")
 
-class Place:
-    """One connection's. `address` is None where it is not known: all of these are one."""
-
-    __slots__ = ("_places", "_scope", "address", "is_leaving")
-
-    def __init__(self, places: Places, address: str | None) -> None:
+    def __init__(self, slots: ConnectionSlots, address: str | None) -> None:
         self.address = address
-        self._places = places
+        self._slots = slots
         self.is_leaving = False  # it makes room for another
         self._scope: trio.CancelScope | None = None
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Within, the connection waits for its client. Raises Displaced if it has to make room."""
-        return self._displaceable(self._places.add_waiting, self._places.remove_waiting)
+        """Mark the connection as waiting for its client. Raises Displaced if it has to make room."""
+        return self._displaceable(self._slots.add_waiting, self._slots.remove_waiting)
 
     def lingering(self) -> AbstractContextManager[None]:
-        """Within, the connection lingers. Raises Displaced if it has to make room."""
-        return self._displaceable(self._places.add_lingering, self._places.remove_lingering)
+        """Mark the connection as lingering. Raises Displaced if it has to make room."""
+        return self._displaceable(self._slots.add_lingering, self._slots.remove_lingering)
 
     @contextmanager
-    def _displaceable(self, add: Callable[[Place], None], remove: Callable[[Place], None]) -> Iterator[None]:
+    def _displaceable(
+        self, add: Callable[[ConnectionSlot], None], remove: Callable[[ConnectionSlot], None]
+    ) -> Iterator[None]:
         with trio.CancelScope() as self._scope:
             add(self)
             try:
@@ -68,85 +70,81 @@ class Place:
             raise Displaced
 
     def displace(self) -> None:
-        """Have the connection closed; it waits or lingers."""
+        """Close the connection, which waits or lingers."""
         assert self._scope is not None, "only a connection that waits or lingers makes room"
         self.is_leaving = True
         self._scope.cancel()
 
 
-class Places:
-    """So many connections at a time, each from its acceptance until it is closed."""
+class ConnectionSlots:
+    """Slots for `count` connections at a time, each from its acceptance until it is closed."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._share = max(1, count // SHARE)
         self._num_taken = 0
         self._num_leaving = 0
-        self._lingering: dict[Place, None] = {}  # the oldest first
-        self._waiting: dict[Place, None] = {}  # the one that has waited longest first
-        self._of_addresses: dict[str | None, dict[Place, None]] = {}  # the same by address
+        self._lingering: dict[ConnectionSlot, None] = {}  # the oldest first
+        self._waiting: dict[ConnectionSlot, None] = {}  # the one that has waited longest first
+        self._of_addresses: dict[str | None, dict[ConnectionSlot, None]] = {}  # the same by address
         self._over_share: dict[str | None, None] = {}  # addresses
 
     @property
     def left(self) -> int:
-        """How many are free; below 0 while connections that have made room are being closed."""
+        """The number of free slots; below 0 while connections that have made room are being closed."""
         return self.count - self._num_taken
 
     @contextmanager
-    def take(self, address: str | None) -> Iterator[Place | None]:
-        """A place within the block; None if all are taken, and no connection can make room."""
+    def take(self, address: str | None) -> Iterator[ConnectionSlot | None]:
+        """Take a slot for the block; None if all are taken, and no connection can make room."""
         if self.left <= 0 and not self._make_room(address):
             yield None
             return
-        place = Place(self, address)
+        slot = ConnectionSlot(self, address)
         self._num_taken += 1
         try:
-            yield place
+            yield slot
         finally:
             self._num_taken -= 1
-            self._num_leaving -= place.is_leaving
+            self._num_leaving -= slot.is_leaving
 
-    def add_lingering(self, place: Place) -> None:
-        """The connection lingers from now on."""
-        self._lingering[place] = None
+    def add_lingering(self, slot: ConnectionSlot) -> None:
+        self._lingering[slot] = None
 
-    def remove_lingering(self, place: Place) -> None:
-        """The connection is closed."""
-        self._lingering.pop(place, None)  # None: it makes room
+    def remove_lingering(self, slot: ConnectionSlot) -> None:
+        self._lingering.pop(slot, None)  # it is absent if it makes room
 
-    def add_waiting(self, place: Place) -> None:
-        """The connection waits for its client from now on."""
-        self._waiting[place] = None
-        of_address = self._of_addresses.setdefault(place.address, {})
-        of_address[place] = None
+    def add_waiting(self, slot: ConnectionSlot) -> None:
+        self._waiting[slot] = None
+        of_address = self._of_addresses.setdefault(slot.address, {})
+        of_address[slot] = None
         if len(of_address) > self._share:
-            self._over_share[place.address] = None
+            self._over_share[slot.address] = None
 
-    def remove_waiting(self, place: Place) -> None:
-        """The connection waits no longer."""
-        if place not in self._waiting:
+    def remove_waiting(self, slot: ConnectionSlot) -> None:
+        if slot not in self._waiting:
             return  # it makes room
-        del self._waiting[place]
-        of_address = self._of_addresses[place.address]
-        del of_address[place]
+        del self._waiting[slot]
+        of_address = self._of_addresses[slot.address]
+        del of_address[slot]
         if len(of_address) <= self._share:
-            self._over_share.pop(place.address, None)
+            self._over_share.pop(slot.address, None)
         if not of_address:
-            del self._of_addresses[place.address]
+            del self._of_addresses[slot.address]
 
     def _make_room(self, address: str | None) -> bool:
-        """Displace a connection, if there are not too many that leave already."""
-        place = next(iter(self._lingering or self._longest_waiting(address)), None)
-        if place is None or self._num_leaving >= MAX_LEAVING:
+        """Displace a connection, unless too many are leaving already."""
+        slot = next(iter(self._lingering or self._longest_waiting(address)), None)
+        if slot is None or self._num_leaving >= MAX_LEAVING:
             return False
-        self.remove_lingering(place)
-        self.remove_waiting(place)
+        self.remove_lingering(slot)
+        self.remove_waiting(slot)
         self._num_leaving += 1
-        place.displace()
+        slot.displace()
         return True
 
-    def _longest_waiting(self, address: str | None) -> dict[Place, None]:
-        """Those of which the first goes: of the newcomer's address, or another, over its share; or else all."""
+    def _longest_waiting(self, address: str | None) -> dict[ConnectionSlot, None]:
+        """Return the group whose first goes: the newcomer's address, or another, over its share; or else all."""
         if address in self._over_share:
             return self._of_addresses[address]
         if self._over_share:
@@ -154,27 +152,47 @@ class Places:
         return self._waiting
 
 
-RETRY_AFTER = 1.0  # seconds
-ALWAYS_TAKEN = 1 << 10  # bytes of a WebSocket message that is handled also where there is no room: it may be a cancel
+def network_of(host: str | None) -> str | None:
+    """Return the address that a client has to itself: of IPv6 the first 64 bits, the least that a network gets."""
+    if host is None:
+        return None
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    mapped = address.ipv4_mapped
+    return str(mapped) if mapped is not None else str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))
+
+
+def clamp_to_fd_limit(max_connections: int) -> int:
+    """Reduce a number of connections so that descriptors remain to restart the worker; at least one connection."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or max_connections <= soft - RESERVE:
+        return max_connections
+    limit = max(1, soft - RESERVE)
+    logger.warning("at most %d connections: the process may have %d descriptors (ulimit -n)", limit, soft)
+    return limit
+
+
+# ---- bytes --------------------------------------------------------------------------------------------------------
 
 
 def size_of(text: str | bytes) -> int:
-    """The bytes that a text takes in memory: of ASCII one a character, of another text four at most."""
+    """Return the bytes that a text takes in memory: one per character of ASCII, of another text at most four."""
     return len(text) if isinstance(text, bytes) or text.isascii() else 4 * len(text)
 
 
 class ByteBudget:
-    """The budgets of one server. What one Held has taken it gives back, at its end at the latest."""
+    """The budgets of one server. The bytes taken by a Held are given back at its end at the latest."""
 
     def __init__(self, max_bytes: int, max_bytes_per_key: int) -> None:
         self.num_bytes = 0
         self._max_bytes = max_bytes
         self._max_bytes_per_key = max_bytes_per_key
-        self._of_keys: dict[bytes, int] = {}  # by the key's digest; none of them is 0
+        self._of_keys: dict[bytes, int] = {}  # by the key's digest; none is 0
 
     @contextmanager
     def holding(self, key: bytes | None) -> Iterator[Held]:
-        """Within, bytes are held for a client; without a key they count for the process alone."""
+        """Hold bytes for a client within the block; without a key they count for the process alone."""
         held = Held(self, key)
         try:
             yield held
@@ -182,7 +200,7 @@ class ByteBudget:
             held.give_all_back()
 
     def check_room(self, key: bytes | None, size: int) -> None:
-        """Raises OverBudget if so many more bytes are too many."""
+        """Raise OverBudget if `size` more bytes are too many."""
         if key is not None and self._of_keys.get(key, 0) + size > self._max_bytes_per_key:
             limit = f"{self._max_bytes_per_key} bytes (--max-buffered-bytes-per-key)"
             message = f"the server buffers at most {limit} for the requests and connections of a key"
@@ -192,7 +210,7 @@ class ByteBudget:
             raise OverBudget(503, Problem(SERVER_ERROR, "buffers_full", message, retry_after=RETRY_AFTER))
 
     def add(self, key: bytes | None, size: int) -> None:
-        """Count so many more bytes, or fewer if it is negative."""
+        """Count `size` more bytes, or fewer if it is negative."""
         self.num_bytes += size
         if key is None or not size:
             return
@@ -212,42 +230,43 @@ class Held:
         self.num_bytes = 0
 
     def check_room(self, size: int) -> None:
-        """Raises OverBudget if so many more bytes are too many."""
+        """Raise OverBudget if `size` more bytes are too many."""
         self._budget.check_room(self._key, size)
 
     def take(self, size: int) -> None:
-        """Reserve so many bytes, before they are kept. Raises OverBudget, and then takes none."""
-        self.check_room(size)
+        """Reserve bytes before they are kept. Raises OverBudget, and then takes none."""
+        self._budget.check_room(self._key, size)
         self.charge(size)
 
     def charge(self, size: int) -> None:
-        """Count so many bytes that are kept in any case, as those of an answer; or fewer if it is negative."""
+        """Count bytes that are kept in any case, such as a response's; fewer if `size` is negative."""
         self.num_bytes += size
         assert self.num_bytes >= 0, f"{-size} bytes are given back, {self.num_bytes + -size} were taken"
         self._budget.add(self._key, size)
 
     def give_back(self, size: int) -> None:
-        """So many bytes are kept no longer."""
         self.charge(-size)
 
     def give_all_back(self) -> None:
-        """Nothing is kept any more."""
-        self.give_back(self.num_bytes)
+        self.charge(-self.num_bytes)
+
+
+# ---- requests in flight -------------------------------------------------------------------------------------------
 
 
 class InFlight:
-    """Requests of one server; an id that clients choose may be that of several."""
+    """The requests of one server by id, the server's and the client's; clients may give one id to several requests."""
 
     def __init__(self) -> None:
         self._generations: dict[str, list[Generation]] = {}  # none is empty
 
     def __len__(self) -> int:
-        """How many ids are known."""
+        """Return the number of ids."""
         return len(self._generations)
 
     @contextmanager
     def running(self, ids: Iterable[str], generation: Generation) -> Iterator[None]:
-        """Within, the request is known by these ids, of which some may be the same."""
+        """Register a request under these ids, which may repeat, for the block."""
         names = tuple(dict.fromkeys(ids))
         for id in names:
             self._generations.setdefault(id, []).append(generation)
@@ -262,24 +281,3 @@ class InFlight:
     def abort(self, id: str) -> int:
         """Abort the requests of this id, and return how many this call aborts."""
         return sum(generation.abort() for generation in self._generations.get(id, ()))
-
-
-logger = logging.getLogger("trioengine")
-RESERVE = 64  # for the worker, files, listeners, and clients that are turned away
-
-
-def raise_limit() -> None:
-    """Take as many descriptors as the process may without asking anyone (`ulimit -n` to `ulimit -Hn`)."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # a kernel may refuse even that; then the limit stays
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def affordable(max_connections: int) -> int:
-    """As many connections, or fewer, so that the worker can still be started again; at least one."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or max_connections <= soft - RESERVE:
-        return max_connections
-    limit = max(1, soft - RESERVE)
-    logger.warning("at most %d connections: the process may have %d descriptors (ulimit -n)", limit, soft)
-    return limit

@@ -15,7 +15,7 @@ from trioengine.actors.engine import Engine
 from trioengine.actors.observer import FinishedRequest, Observer
 from trioengine.actors.statistics import Statistics
 from trioengine.core.messages import Usage
-from trioengine.serve.body import Departures
+from trioengine.serve.body import DisconnectCounter
 from trioengine.serve.limits import ByteBudget
 
 
@@ -183,10 +183,10 @@ COUNTERS_BY: Mapping[str, CountBy] = {
 class Metrics(Collector):
     """Watches an engine from now on; `render` is what a scrape gets. It waits for nobody, also not for a worker."""
 
-    def __init__(self, engine: Engine, departures: Departures, budget: ByteBudget) -> None:
+    def __init__(self, engine: Engine, disconnects: DisconnectCounter, budget: ByteBudget) -> None:
         self.histograms = Histograms()
         self._engine = engine
-        self._departures = departures
+        self._disconnects = disconnects
         self._budget = budget
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -209,7 +209,7 @@ class Metrics(Collector):
         for name, count in COUNTERS.items():
             yield CounterMetricFamily(PREFIX + name, count.help, count.read(statistics))
         help_ = "Clients that went away with something in flight"
-        yield CounterMetricFamily(PREFIX + "client_disconnected", help_, self._departures.count)
+        yield CounterMetricFamily(PREFIX + "client_disconnected", help_, self._disconnects.count)
         help_ = "Times that a request went on with another worker after one was lost"
         yield CounterMetricFamily(PREFIX + "requests_resumed", help_, self.histograms.num_resumed)
         for name, count_by in COUNTERS_BY.items():

@@ -15,9 +15,9 @@ from trioengine.core.messages import FinishReason
 from trioengine.core.types import Cause
 from trioengine.serve.access_log import REQUEST_ID, SESSION
 from trioengine.serve.auth import salted
-from trioengine.serve.body import Body, StreamingResponse
+from trioengine.serve.body import Body
 from trioengine.serve.errors import ClientError, RequestAborted, problem_of
-from trioengine.serve.http import Request, Response
+from trioengine.serve.http import Request, Response, StreamingResponse
 from trioengine.serve.limits import Held, InFlight
 from trioengine.serve.openai.request import ChatRequest, image_refusal, parse_chat_request
 from trioengine.serve.openai.response import KEEP_ALIVE, ChatFrames, ChatShape, error_frames
@@ -81,7 +81,7 @@ class _Answer:
             async with self._generation(body) as generation:
                 await self._send_all(generation, body)
         except Exception as exc:
-            if not body.begun:
+            if not body.started:
                 raise
             if not isinstance(exc, (ClientError, EngineError, RequestAborted)):
                 logger.exception("%s crashed", self._shape.id)
@@ -108,7 +108,7 @@ class _Answer:
         SESSION.set(self._shape.id)  # until the connection's next request: the line of this one says so, too
         try:
             async with self._engine.open_session(label=self._shape.id, wait=False) as session:
-                body.on_departure = partial(session.end, Cause.DISCONNECT)
+                body.on_disconnect = partial(session.end, Cause.DISCONNECT)
                 generation = session.generate(self._take_messages(), self._params, wait=False)
                 with self._in_flight.running(self._ids, generation):
                     async with generation:

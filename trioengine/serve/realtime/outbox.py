@@ -131,7 +131,7 @@ SHOWN: Mapping[Power, str] = {
 }
 
 
-async def tell_states(engine: Engine, outbox: Outbox) -> None:
+async def send_state_events(engine: Engine, outbox: Outbox) -> None:
     """An event for each change, until the engine is closed; one for the state at the beginning unless that is awake.
 
     A client that reads slowly holds nobody up: of what it could not be told the oldest is dropped.

@@ -19,8 +19,7 @@ from trioengine.aio.nursery import Notifier
 from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.messages import FinishReason, Usage
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.types import Cause
-from trioengine.serve.access_log import REQUEST_ID, about
+from trioengine.serve.access_log import REQUEST_ID, set_field
 from trioengine.serve.auth import salted
 from trioengine.serve.errors import ClientError, Problem, RequestAborted, problem_of
 from trioengine.serve.limits import InFlight
@@ -41,7 +40,7 @@ class ResponseStatus(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ResponseSpec:
     """The request of a response.create: the conversation as it was then, and how to go on from it.
 
     `item_ids` are those of the messages; None for the instructions. `left_out` are the items that responses before it
@@ -72,7 +71,7 @@ class Response:
     then, or until `release`.
     """
 
-    order: Order
+    spec: ResponseSpec
     outbox: Outbox
     conversation_id: str | None
     items: Items | None  # of its conversation; None: it belongs to none
@@ -91,8 +90,8 @@ class Response:
     _kept: KeptImages | None = None
 
     def begin(self) -> None:
-        self._kept = KeptImages(self.order.messages)
-        self._charge(size_of_messages(self.order.messages))
+        self._kept = KeptImages(self.spec.messages)
+        self._charge(size_of_messages(self.spec.messages))
         self.outbox.put("response.created", response=self.to_json())
 
     def cancel(self) -> None:
@@ -143,15 +142,15 @@ class Response:
 
     def _note_dropped(self, count: int) -> None:
         """These turns, beside those that were left out before."""
-        left_out, dropped = self.order.left_out, self.order.dropped_item_ids(count)
+        left_out, dropped = self.spec.left_out, self.spec.dropped_item_ids(count)
         self.dropped_turns = count + num_turns(left_out)
         self.dropped_item_ids = [*(item.id for item in left_out), *dropped]
-        if self.order.is_lasting and self.items is not None:
+        if self.spec.is_lasting and self.items is not None:
             self.items.leave_out(dropped)
 
     def fail(self, problem: Problem) -> None:
         """It ends with an error event; what was sent until then stays, as an incomplete item."""
-        self.outbox.put_error(problem, self.order.event_id)
+        self.outbox.put_error(problem, self.spec.event_id)
         self._end(ResponseStatus.FAILED, error={"type": problem.type, "code": problem.code, "message": problem.message})
 
     def _end(self, status: ResponseStatus, **details: Any) -> None:
@@ -192,9 +191,9 @@ class Response:
             "output": [] if item is None else [item.to_json()],
             "conversation_id": self.conversation_id,
             "output_modalities": ["text"],
-            "max_output_tokens": self.order.max_output_tokens,
+            "max_output_tokens": self.spec.max_output_tokens,
             "usage": self.usage,
-            "metadata": self.order.metadata,
+            "metadata": self.spec.metadata,
             "dropped_turns": self.dropped_turns,
             "dropped_item_ids": self.dropped_item_ids,
         }
@@ -218,9 +217,9 @@ logger = logging.getLogger("trioengine")
 
 
 @contextmanager
-def failing(response: Response) -> Iterator[None]:
+def report_failure(response: Response) -> Iterator[None]:
     """What is raised in here fails the response; what is logged names it."""
-    with about(REQUEST_ID, response.id):
+    with set_field(REQUEST_ID, response.id):
         try:
             yield
         except Exception as exc:
@@ -229,7 +228,7 @@ def failing(response: Response) -> Iterator[None]:
             response.fail(problem_of(exc))
 
 
-class Answering:
+class ResponseRunner:
     """What responses are answered with; each is known by its id while it is in flight."""
 
     def __init__(self, engine: Engine, in_flight: InFlight, cache_salt: bytes) -> None:
@@ -242,12 +241,12 @@ class Answering:
 
         Cancelled, it ends the session. Raises what refuses the request, or fails it.
         """
-        with about(REQUEST_ID, response.id):
-            messages, truncation = response.order.messages, response.order.truncation
+        with set_field(REQUEST_ID, response.id):
+            messages, truncation = response.spec.messages, response.spec.truncation
             session.overflow, session.retention_ratio = truncation.overflow, truncation.retention_ratio
             needed = messages if session.overflow == "refuse" else newest_turn(messages)
             check_length(needed, self.engine.limits.max_model_len, self.engine.tokenizer)  # before they are copied
-            extension, params = _extension(session, messages), salted(response.order.params, self._cache_salt)
+            extension, params = _extension(session, messages), salted(response.spec.params, self._cache_salt)
             generation = session.generate(extension, params, keep_partial=True, wait=False)
             response.session = session
             num_history = len(messages) - len(extension)
@@ -255,7 +254,7 @@ class Answering:
                 with self._in_flight.running((response.id,), generation):
                     await _stream(session, generation, response)
             except RequestRejected as exc:
-                raise naming_item(exc, response.order.item_ids, num_history) from None
+                raise naming_item(exc, response.spec.item_ids, num_history) from None
             finally:
                 response.session = None
 
@@ -288,10 +287,10 @@ def _extension(session: Session, messages: list[dict[str, Any]]) -> list[dict[st
     return messages[-1:]
 
 
-class Responder:
+class ConversationResponses:
     """`begin` is synchronous; `run` does the work. Cancelling `run` ends the engine session at once."""
 
-    def __init__(self, answering: Answering, label: str) -> None:
+    def __init__(self, answering: ResponseRunner, label: str) -> None:
         self._answering = answering
         self._label = label
         self._active: Response | None = None
@@ -337,7 +336,7 @@ class Responder:
                     self._session.end(Cause.DISCONNECT)
 
     async def _respond(self, response: Response, sessions: AsyncExitStack) -> None:
-        with failing(response):
+        with report_failure(response):
             if self._session is None or self._session.end_cause is not None:
                 self._session = await sessions.enter_async_context(
                     self._answering.engine.open_session(label=self._label, wait=False)
@@ -345,13 +344,13 @@ class Responder:
             await self._answering.answer(self._session, response)
 
 
-MAX_BESIDE = 4  # at a time
+MAX_OUT_OF_BAND = 4  # at a time
 
 
-class Beside:
+class OutOfBandResponses:
     """Responses run in the nursery that `run_in` was given; cancelling it ends their engine sessions at once."""
 
-    def __init__(self, answering: Answering, label: str) -> None:
+    def __init__(self, answering: ResponseRunner, label: str) -> None:
         self._answering = answering
         self._label = label
         self._nursery: trio.Nursery | None = None
@@ -368,8 +367,8 @@ class Beside:
 
     def check_room(self) -> None:
         """Raises ClientError while so many run that there is no room for another."""
-        if len(self._active) >= MAX_BESIDE:
-            message = f"response.conversation: {MAX_BESIDE} responses run beside the conversation, and no more may"
+        if len(self._active) >= MAX_OUT_OF_BAND:
+            message = f"response.conversation: {MAX_OUT_OF_BAND} responses run beside the conversation, and no more may"
             raise ClientError("too_many_responses", message, param="response.conversation")
 
     def begin(self, response: Response) -> None:
@@ -387,7 +386,7 @@ class Beside:
 
     async def _respond(self, response: Response) -> None:
         try:
-            with failing(response):
+            with report_failure(response):
                 async with self._answering.engine.open_session(label=self._label, wait=False) as session:
                     await self._answering.answer(session, response)
         finally:

@@ -11,7 +11,6 @@ from typing import Any
 from trioengine.core.messages import FinishReason
 from trioengine.serve.realtime.connection import GOING_AWAY, TRY_AGAIN_LATER
 from trioengine.serve.realtime.outbox import AWAKE
-from trioengine.serve.realtime.response import MAX_BESIDE
 from trioengine.testing.fuzz.answers import Answer, prompt_of, reference, shortened
 from trioengine.testing.fuzz.oracles import Troubles
 from trioengine.testing.fuzz.pictures import (
@@ -301,7 +300,7 @@ class RealtimeClient(SimulatedClient):
             self._troubles,
             is_truncated=self.truncation == "auto",
         )
-        assert len(self.responses) <= MAX_BESIDE + 1, f"{len(self.responses)} responses are active"
+        assert len(self.responses) <= MAX_OUT_OF_BAND + 1, f"{len(self.responses)} responses are active"
 
     def _finish_item(self, item: dict[str, Any]) -> None:
         role, content = self.items[item["id"]]

@@ -11,7 +11,7 @@ from hypothesis.stateful import precondition
 from trioengine.core.errors import TransitionFailed
 from trioengine.serve import connection
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.limits import ByteBudget, Place
+from trioengine.serve.limits import ByteBudget
 from trioengine.serve.server import Server
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES, PicturesEnvironment
@@ -38,7 +38,7 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
     def __init__(self) -> None:
         super().__init__()
         self._watch(connection, "logger", lambda _: CrashLog(self.loop.crashes))
-        self._watch(Place, "displace", noting(functools.partial(self.rare.saw, "a connection makes room")))
+        self._watch(ConnectionSlot, "displace", noting(functools.partial(self.rare.saw, "a connection makes room")))
         self.clients: list[Client] = []
         self.listener = SimulatedListener()
         config = ServeConfig(max_connections=MAX_CLIENTS, max_buffered_bytes=self.max_buffered_bytes)
@@ -170,8 +170,8 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
         self._run_out(lambda: all(client.stream.closed for client in present), "connections never end")
         self._wake_up()
         self._run_out(lambda: all(client.stream.closed for client in self.clients), "connections never end")
-        for places in (self.server.front_door._places, self.server.front_door._beyond):
-            assert places.left == places.count, f"all clients have gone, and {places.left} of {places.count} are free"
+        for slots in (self.server.connections._slots, self.server.connections._beyond):
+            assert slots.left == slots.count, f"all clients have gone, and {slots.left} of {slots.count} are free"
         kept = self.server.budget.num_bytes
         assert kept == 0, f"all clients have gone, and {kept} bytes are kept for them"
         known = len(self.server.in_flight)

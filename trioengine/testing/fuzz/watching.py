@@ -106,10 +106,10 @@ class Cancels:
 
 def _to_cancel(connection: RealtimeConnection, event: ResponseCancel) -> Response | None:
     """Without an id it is the conversation's."""
-    running = connection._responder.active
+    running = connection._in_conversation.active
     if event.response_id is None:
         return running[0] if running else None
-    found = (response for response in (*running, *connection._beside.active) if response.id == event.response_id)
+    found = (response for response in (*running, *connection._out_of_band.active) if response.id == event.response_id)
     return next(found, None)
 
 

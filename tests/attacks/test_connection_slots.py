@@ -1,4 +1,4 @@
-"""Connections that take places and do nothing: others, probes and operators still come in."""
+"""Connections that take slots and do nothing: others, probes and operators still come in."""
 
 import pytest
 import trio
@@ -8,9 +8,8 @@ from frames import HANDSHAKE, HEALTH, frame, read_until, request
 from loopback import on_loopback
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine.serve.body import LINGER_TIMEOUT
-from trioengine.serve.connection import BEYOND_TIMEOUT, MAX_BEYOND
-from trioengine.serve.limits import MAX_LEAVING, SHARE, Displaced, Places, network_of
+from trioengine.serve.connection import BEYOND_TIMEOUT, LINGER_TIMEOUT, MAX_BEYOND
+from trioengine.serve.limits import MAX_LEAVING, SHARE, ConnectionSlots, Displaced, network_of
 from trioengine.testing import simulated_engine
 
 VERSION = request("/version")
@@ -39,7 +38,7 @@ async def test_waiting_connections_make_room(autojump_clock, sent):
         assert not await is_closed(waiting[2])
         await waiting[2].aclose()
         await clients.all_closed()
-        assert clients.server.front_door._places.left == 3
+        assert clients.server.connections._slots.left == 3
 
 
 async def test_idle_connections_make_room(autojump_clock):
@@ -55,7 +54,7 @@ async def test_idle_connections_make_room(autojump_clock):
 
 
 async def test_a_flood_of_half_heads(autojump_clock):
-    """Many times as many as there are places: each newcomer that asks is answered."""
+    """Many times as many as there are slots: each newcomer that asks is answered."""
     async with open_clients(max_connections=8) as clients:
         for _ in range(20):
             for _ in range(8):
@@ -65,7 +64,7 @@ async def test_a_flood_of_half_heads(autojump_clock):
                 assert status_and_body(await clients.http(asked))[0] == 200
         await trio.sleep(60)
         await clients.all_closed()
-        assert clients.server.front_door._places.left == 8
+        assert clients.server.connections._slots.left == 8
 
 
 async def test_a_request_being_handled_keeps_its_place(autojump_clock):
@@ -123,8 +122,8 @@ async def test_lingering_connections_hold_no_places(autojump_clock, exchange):
         assert not await is_closed(idle)
         await idle.aclose()
         await clients.all_closed()
-        assert clients.server.front_door._places.left == 3
-        assert not clients.server.front_door._places._lingering
+        assert clients.server.connections._slots.left == 3
+        assert not clients.server.connections._slots._lingering
 
 
 async def test_one_that_lingers_is_read_to_its_end_where_there_is_room(autojump_clock):
@@ -132,9 +131,9 @@ async def test_one_that_lingers_is_read_to_its_end_where_there_is_room(autojump_
         stream = await lingering(clients, (REFUSED, b"}"))
         await stream.send_all(b"x" * 100_000)
         await trio.sleep(LINGER_TIMEOUT - 0.1)
-        assert clients.server.front_door._places.left == 2
+        assert clients.server.connections._slots.left == 2
         await trio.sleep(0.2)
-        assert clients.server.front_door._places.left == 3
+        assert clients.server.connections._slots.left == 3
 
 
 async def test_refused_connections_beyond_the_limit_leave_room_for_probes(autojump_clock):
@@ -183,7 +182,7 @@ async def test_those_beyond_the_limit_have_little_time(autojump_clock):
         assert trio.current_time() - before <= BEYOND_TIMEOUT
         assert status_and_body(answer)[0] == 503
         await trio.sleep(10)
-        assert clients.server.front_door._beyond.left == MAX_BEYOND
+        assert clients.server.connections._beyond.left == MAX_BEYOND
 
 
 async def test_a_client_beyond_the_limit_that_leaves(autojump_clock):
@@ -193,7 +192,7 @@ async def test_a_client_beyond_the_limit_that_leaves(autojump_clock):
             await stream.send_all(sent)
             await stream.aclose()
         await trio.sleep(10)
-        assert clients.server.front_door._beyond.left == MAX_BEYOND
+        assert clients.server.connections._beyond.left == MAX_BEYOND
 
 
 # ---- by address -----------------------------------------------------------------------------------------------------
@@ -232,13 +231,13 @@ def test_addresses():
 
 async def test_the_order_in_which_connections_make_room():
     """Of an address over its share the oldest, the newcomer's own before another's; else the oldest of all."""
-    places = Places(SHARE * 2)
+    slots = ConnectionSlots(SHARE * 2)
     left = []
 
     async def wait(name, address, task_status):
-        with places.take(address) as place:
+        with slots.take(address) as slot:
             try:
-                with place.waiting():
+                with slot.waiting():
                     task_status.started()
                     await trio.sleep_forever()
             except Displaced:
@@ -255,29 +254,29 @@ async def test_the_order_in_which_connections_make_room():
             await wait_all_tasks_blocked()
         assert left == ["a0", "b0", "a1", "single 0", "a2"]
         nursery.cancel_scope.cancel()
-    assert places.left == SHARE * 2
-    assert not places._waiting
-    assert not places._of_addresses
-    assert not places._over_share
+    assert slots.left == SHARE * 2
+    assert not slots._waiting
+    assert not slots._of_addresses
+    assert not slots._over_share
 
 
 async def test_only_so_many_make_room_at_once():
     """Their descriptors are not free before they are closed."""
-    places = Places(MAX_LEAVING + 1)
+    slots = ConnectionSlots(MAX_LEAVING + 1)
     async with trio.open_nursery() as nursery:
 
         async def wait(task_status):
-            with places.take(None) as place, pytest.raises(Displaced), place.waiting():
+            with slots.take(None) as slot, pytest.raises(Displaced), slot.waiting():
                 task_status.started()
                 await trio.sleep_forever()
 
         for _ in range(MAX_LEAVING + 1):
             await nursery.start(wait)
-        with places.take("x") as first:
+        with slots.take("x") as first:
             assert first is not None
-            takers = [places.take("x") for _ in range(MAX_LEAVING)]
+            takers = [slots.take("x") for _ in range(MAX_LEAVING)]
             taken = [taker.__enter__() for taker in takers]
-            assert [place is None for place in taken] == [False] * (MAX_LEAVING - 1) + [True]
+            assert [slot is None for slot in taken] == [False] * (MAX_LEAVING - 1) + [True]
             for taker in takers:
                 taker.__exit__(None, None, None)
         nursery.cancel_scope.cancel()
