@@ -7,9 +7,9 @@ import trio
 from expectations import GREEDY, LONG, chat, everything_is_given_back, reference
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import FinishReason, RequestRejected, SessionBusy, SessionEnded, TimedOut
+from trioengine import RequestRejected, SessionBusy, SessionEnded, TimedOut
 from trioengine.core.messages import StopSession
-from trioengine.core.types import Cause
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import simulated_engine, toy_answer
 
 

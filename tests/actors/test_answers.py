@@ -6,9 +6,10 @@ import pytest
 import trio
 from expectations import GREEDY, LONG, chat, reference, said
 
-from trioengine import FinishReason, RequestRejected, SamplingParams
+from trioengine import RequestRejected, SamplingParams
 from trioengine.core.lifecycle import Phase
 from trioengine.core.messages import AddMessage
+from trioengine.core.types import FinishReason
 from trioengine.testing import toy_answer, toy_model
 from trioengine.testing.toy_model import IM_END
 

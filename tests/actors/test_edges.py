@@ -10,7 +10,6 @@ from trio.testing import wait_all_tasks_blocked
 from trioengine import (
     EngineClosed,
     EngineConfig,
-    FinishReason,
     RequestRejected,
     SamplingParams,
     SessionBusy,
@@ -20,7 +19,7 @@ from trioengine import (
     open_engine,
 )
 from trioengine.core.lifecycle import Power
-from trioengine.core.types import Cause
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.toy_model import IM_END

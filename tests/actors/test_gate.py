@@ -4,11 +4,12 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineClosed, EngineConfig, EngineOverloaded, FinishReason, InvariantError, TimedOut
+from trioengine import EngineClosed, EngineConfig, EngineOverloaded, InvariantError, TimedOut
 from trioengine.actors.gate import Gate
 from trioengine.aio.deadline import NEVER, deadline_after
 from trioengine.core.ledger import RequestState
 from trioengine.core.lifecycle import PowerEvent
+from trioengine.core.types import FinishReason
 
 ONE = EngineConfig(model="toy", max_num_seqs=1, max_num_queued_reqs=0, max_num_batched_tokens=64, max_sessions=1)
 

@@ -5,9 +5,9 @@ import trio
 from expectations import LONG, everything_is_given_back
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineConfig, FinishReason, RequestRejected, SamplingParams, SessionEnded
+from trioengine import EngineConfig, RequestRejected, SamplingParams, SessionEnded
 from trioengine.core.lifecycle import Power
-from trioengine.core.types import Cause
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import simulated_engine
 
 ONE_SLOT = EngineConfig(model="toy", max_num_seqs=1, max_num_queued_reqs=0, max_num_batched_tokens=64)

@@ -8,19 +8,10 @@ import trio
 from expectations import GREEDY, LONG, orders_are_kept
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import (
-    Engine,
-    EngineClosed,
-    EngineConfig,
-    EngineOverloaded,
-    FinishReason,
-    ModelError,
-    WorkerLost,
-    open_engine,
-)
+from trioengine import Engine, EngineClosed, EngineConfig, EngineOverloaded, ModelError, WorkerLost, open_engine
 from trioengine.core.lifecycle import Power
 from trioengine.core.messages import EndSession, Fatal, FatalCode
-from trioengine.core.types import Cause
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 

@@ -8,17 +8,8 @@ import trio
 from expectations import GREEDY, LONG, chat
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import (
-    EngineAsleep,
-    EngineConfig,
-    EngineOverloaded,
-    FinishReason,
-    SessionBusy,
-    SessionEnded,
-    TimedOut,
-    open_engine,
-)
-from trioengine.core.types import Cause
+from trioengine import EngineAsleep, EngineConfig, EngineOverloaded, SessionBusy, SessionEnded, TimedOut, open_engine
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.simulation import DEFAULT_LIMITS

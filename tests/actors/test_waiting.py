@@ -13,13 +13,12 @@ from trioengine import (
     EngineClosed,
     EngineConfig,
     EngineOverloaded,
-    FinishReason,
     SamplingParams,
     SessionEnded,
     TimedOut,
 )
 from trioengine.actors.waiting_line import WaitingLine
-from trioengine.core.types import Cause
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 

@@ -22,6 +22,7 @@ from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.hub.model_info import read_model
+from trioengine.worker.image_decoding import read_tiles
 from trioengine.worker.runner.model_runner import TorchModelRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))

@@ -14,9 +14,8 @@ from trioengine.actors.gate import Gate
 from trioengine.actors.session import Session
 from trioengine.actors.sessions import Sessions
 from trioengine.actors.waiting_line import WaitingLine
-from trioengine.core.ledger import Ledger
-from trioengine.core.messages import FinishReason
-from trioengine.core.types import Cause
+from trioengine.core.ledger import Ledger, RequestState
+from trioengine.core.types import Cause, FinishReason
 
 
 def _reuse_ids(init: Any) -> Any:

@@ -19,6 +19,8 @@ from trioengine.actors.worker_session import Posting
 from trioengine.core.messages import AddMessage, ImageInput, PayloadConsumed
 from trioengine.serve.realtime.items import Item
 from trioengine.serve.realtime.response import Response
+from trioengine.worker.scheduling.engine_core import EngineCore
+from trioengine.worker.scheduling.images import PromptImages
 from trioengine.worker.scheduling.pictures import Payload, Pictures
 from trioengine.worker.scheduling.sequence import SequenceStatus
 

@@ -16,9 +16,8 @@ from trioengine.actors.session import Session
 from trioengine.actors.session_state import SessionState
 from trioengine.core.errors import Outcome
 from trioengine.core.lifecycle import Power
-from trioengine.core.messages import FinishReason
-from trioengine.core.power import ALL_TAGS, Tag
-from trioengine.core.types import Cause, Outcome
+from trioengine.core.power import ALL_TAGS, SleepState, Tag
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing.toy_model import ToyRunner
 from trioengine.worker.scheduling.scheduler import Scheduler
 

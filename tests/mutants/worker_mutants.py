@@ -6,7 +6,8 @@ from typing import Any
 
 from mutant import Mutant, replaced
 
-from trioengine.core.messages import AddSession, EndSession, FinishReason, StopSession
+from trioengine.core.messages import AddSession, EndSession, StopSession
+from trioengine.core.types import FinishReason
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.worker.scheduling.block_manager import BlockManager
 from trioengine.worker.scheduling.engine_core import EngineCore

@@ -13,18 +13,9 @@ import pytest
 import trio
 import trio.testing
 
-from trioengine import (
-    EngineConfig,
-    EngineOverloaded,
-    FinishReason,
-    ModelError,
-    SamplingParams,
-    SessionBusy,
-    WorkerLost,
-    open_engine,
-)
+from trioengine import EngineConfig, EngineOverloaded, ModelError, SamplingParams, SessionBusy, WorkerLost, open_engine
 from trioengine.core.lifecycle import Power
-from trioengine.core.types import Cause
+from trioengine.core.types import Cause, FinishReason
 
 PATIENCE = 300  # seconds; a guard against hanging, far beyond what is needed
 ORPHAN_PATIENCE = 60  # for what takes milliseconds

@@ -9,7 +9,6 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine import (
     EngineClosed,
-    FinishReason,
     InvalidConfig,
     RequestRejected,
     SamplingParams,
@@ -21,7 +20,7 @@ from trioengine import (
 )
 from trioengine.client.address import Address
 from trioengine.client.connection import WINDOW
-from trioengine.core.types import Cause
+from trioengine.core.types import Cause, FinishReason
 
 
 async def test_an_answer_streams(autojump_clock, remote, clients):

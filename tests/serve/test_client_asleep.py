@@ -8,8 +8,8 @@ from params import GREEDY, LONG
 from realtime_texts import assistant, reference, user
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineAsleep, FinishReason, TimedOut, connect
-from trioengine.core.types import Cause
+from trioengine import EngineAsleep, TimedOut, connect
+from trioengine.core.types import Cause, FinishReason
 
 
 async def test_who_does_not_wait_is_told(autojump_clock, remote, clients):

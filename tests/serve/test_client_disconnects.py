@@ -7,15 +7,8 @@ from params import GREEDY
 from realtime_texts import assistant, reference, user
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import (
-    ConnectionLost,
-    EngineClosed,
-    EngineOverloaded,
-    FinishReason,
-    SamplingParams,
-    connect,
-)
-from trioengine.core.types import Cause
+from trioengine import ConnectionLost, EngineClosed, EngineOverloaded, SamplingParams, connect
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import simulated_engine
 
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)

@@ -9,8 +9,8 @@ from params import GREEDY, LONG
 from realtime_texts import assistant, reference, user
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineConfig, EngineOverloaded, FinishReason, SamplingParams, TimedOut, connect
-from trioengine.core.types import Cause
+from trioengine import EngineConfig, EngineOverloaded, SamplingParams, TimedOut, connect
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import simulated_engine
 
 

@@ -16,7 +16,7 @@ from clients import Client, read_all, status_and_body
 from trio_websocket import ConnectionClosed, wrap_client_stream
 
 from trioengine import EngineConfig, EngineError, InvalidConfig, WorkerLost
-from trioengine.actors.engine import open_unwrapped_nursery
+from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.cli.process import obey_signals
 from trioengine.core.messages import Fatal, FatalCode
 from trioengine.serve import ServeConfig, Server, serve

@@ -24,6 +24,7 @@ from trioengine.core.messages import (
     Tokens,
 )
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import token_ids
 from trioengine.testing.simulated_process import SMALL_PAYLOAD_QUEUE, Behaviour, SimulatedMemfd
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.testing.simulation import DEFAULT_LIMITS, SealFailure, Simulation

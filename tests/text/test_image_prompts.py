@@ -19,7 +19,7 @@ from vision_chat import (
 
 from trioengine.core.errors import ModelError, RequestRejected
 from trioengine.core.image import VISION_MODEL, ImageProcessing
-from trioengine.core.messages import token_ids
+from trioengine.core.types import token_ids
 from trioengine.text.chat_tokenizer import TileSpan
 from trioengine.text.conversation import Conversation, prompt_length
 

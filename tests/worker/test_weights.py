@@ -15,6 +15,7 @@ from torch_driver import generate, load, reference
 from trioengine.core.errors import ModelError
 from trioengine.core.gguf import TensorType
 from trioengine.hub.llama_config import RopeScaling, RopeType, config_from_hf
+from trioengine.hub.model_config import Fields
 from trioengine.worker.models.llama import inverse_frequencies
 from trioengine.worker.weights import open_checkpoint
 

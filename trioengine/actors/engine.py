@@ -11,7 +11,7 @@ from typing import Any, Unpack
 import trio
 
 from trioengine.actors.engine_state import EngineState, as_lost
-from trioengine.actors.generation import Completion, Generation
+from trioengine.actors.generation import Generation
 from trioengine.actors.invariants import check_books
 from trioengine.actors.media import Media
 from trioengine.actors.ports import Ports
@@ -35,7 +35,7 @@ from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, 
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
 from trioengine.core.power import TagName
 from trioengine.core.sampling_params import Overflow, SamplingOptions, SamplingParams, merged_params, sampling_checked
-from trioengine.core.types import Cause
+from trioengine.core.types import Cause, Completion
 from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.conversation import Prompt
 

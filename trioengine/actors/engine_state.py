@@ -47,7 +47,7 @@ from trioengine.core.errors import (
 from trioengine.core.image import MAX_IMAGE_BYTES
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
 from trioengine.core.messages import Audited, Loading, Message, Ready, RequestFailed, SessionEnded, Tokens
-from trioengine.core.power import sorted_tags
+from trioengine.core.power import DesiredWorker, sorted_tags
 from trioengine.hub.model_info import ModelInfo
 from trioengine.text.chat_tokenizer import ChatTokenizer
 

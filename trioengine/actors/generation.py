@@ -14,6 +14,7 @@ from trioengine.core.errors import Outcome
 from trioengine.core.ledger import RequestState
 from trioengine.core.messages import TokensRow
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import Cause, Chunk, Completion, FinishReason, Logprobs, Usage
 from trioengine.text.conversation import Prepared, Prompt
 from trioengine.text.output import OutputText
 

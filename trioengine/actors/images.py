@@ -15,7 +15,8 @@ from trioengine.actors.waiting_line import waits_for
 from trioengine.aio.deadline import NEVER, Deadline
 from trioengine.core.errors import EngineOverloaded, RequestRejected
 from trioengine.core.image import Image
-from trioengine.core.messages import ImageInput, token_ids
+from trioengine.core.messages import ImageInput
+from trioengine.core.types import token_ids
 from trioengine.text.chat_tokenizer import PlacedImage
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from trioengine.core.lifecycle import Attachment, Event, Phase, Power, PowerEvent
 from trioengine.core.types import Usage
 
 

@@ -11,7 +11,8 @@ from trioengine.actors.images import payload_of
 from trioengine.actors.link import Link
 from trioengine.actors.observer import Observer
 from trioengine.actors.payload import Payload
-from trioengine.core.messages import AddMessage, AddSession, EndSession, StopSession, TokenIds, token_ids
+from trioengine.core.messages import AddMessage, AddSession, EndSession, StopSession
+from trioengine.core.types import TokenIds, token_ids
 from trioengine.text.chat_tokenizer import PlacedImage
 
 

@@ -12,12 +12,10 @@ import trio
 
 from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.cli.logs import configure_logs, log_what_python_prints, logged_workers
-from trioengine.cli.process import obey_signals, use_huge_pages
+from trioengine.cli.process import freeze_gc_when_ready, obey_signals, raise_fd_limit
 from trioengine.core.config import EngineConfig
-from trioengine.core.errors import EngineError
 from trioengine.hub.pull import locate
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.limits import raise_limit
 from trioengine.serve.server import serve
 
 if TYPE_CHECKING:
@@ -33,7 +31,7 @@ def run_server(
     configure_logs(log_level, as_json=log_json)
     if log_json:
         log_what_python_prints()
-    raise_limit()
+    raise_fd_limit()
     locate(config.model)  # what can be no model is refused before anything listens
     trio.run(_serve_with_log, config, serve_config, nullcontext() if log_json else _bars())
 
@@ -67,20 +65,6 @@ async def _serve(
                 logger.info("listening on http://%s", address)
             logger.info("loading %s", server.engine.config.model)
     logger.info("stopped")
-
-
-async def freeze_gc_when_ready(engine: Engine) -> None:
-    """What is there by then stays: it may lie in huge pages, and the collector need not look at it time and again.
-
-    Nor need it look as often for what comes: streams make little garbage with cycles, and many objects, every 700 of
-    which it would look at all of the young.
-    """
-    with suppress(EngineError):  # an engine that cannot run ends the server, which says so
-        await engine.ready()
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*COLLECT_AFTER)
-        use_huge_pages()
 
 
 async def _and_then_cancel(

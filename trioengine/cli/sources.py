@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import typer
 
-from trioengine.core.bounds import brief
+from trioengine.core.bounds import brief, did_you_mean
 from trioengine.core.errors import InvalidConfig, RequestRejected
 
 PREFIX = "TRIOENGINE_"

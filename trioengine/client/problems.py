@@ -16,6 +16,7 @@ from trioengine.core.errors import (
     EngineClosed,
     EngineError,
     EngineOverloaded,
+    Outcome,
     RequestRejected,
     SamplingFailed,
     SessionBusy,
@@ -23,8 +24,7 @@ from trioengine.core.errors import (
     TransitionFailed,
     WorkerLost,
 )
-from trioengine.core.messages import FinishReason, Usage
-from trioengine.core.types import Cause, Outcome
+from trioengine.core.types import Cause, FinishReason, Usage
 
 _IN_ITEM = re.compile(r"item(?:\.| '[^']*': )content\[(\d+)\](?:\.\w+)*")  # at the beginning of an error's message
 GOING_AWAY, TRY_AGAIN_LATER = 1001, 1013

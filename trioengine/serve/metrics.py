@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from trioengine.actors.engine import Engine
 from trioengine.actors.observer import FinishedRequest, Observer
 from trioengine.actors.statistics import Statistics
-from trioengine.core.messages import Usage
+from trioengine.core.types import Usage
 from trioengine.serve.body import DisconnectCounter
 from trioengine.serve.limits import ByteBudget
 

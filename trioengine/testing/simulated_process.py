@@ -14,7 +14,7 @@ from trio.testing import MemoryReceiveStream
 
 from trioengine.core.messages import Fatal
 from trioengine.worker.scheduling.image_queue import Decode, PictureDecoded, decode_picture
-from trioengine.worker.scheduling.pictures import Picture
+from trioengine.worker.scheduling.images import Picture
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from trioengine.testing.simulated_process import SIGSEGV, SimulatedDecoder, Simu
 from trioengine.testing.simulated_process import Behaviour as Behaviour
 from trioengine.testing.simulated_process import Health as Health
 from trioengine.testing.toy_model import Crash, ToyRunner, toy_decode
-from trioengine.worker.scheduling.engine_core import Event
-from trioengine.worker.scheduling.pictures import PayloadArrived
+from trioengine.worker.scheduling.engine_core import EngineCore, Event
+from trioengine.worker.scheduling.images import PayloadArrived
 from trioengine.worker.scheduling.step import Limits
 
 

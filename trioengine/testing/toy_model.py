@@ -20,8 +20,8 @@ from trioengine.hub.model_info import ModelFormat, ModelInfo
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
 from trioengine.worker.scheduling.image_queue import DecodedImage, ImageError
-from trioengine.worker.scheduling.pictures import Tile
-from trioengine.worker.scheduling.step import BlockCopy, SampledToken, ScheduledSequence, SchedulerOutput, TileShape
+from trioengine.worker.scheduling.images import Tile, TileShape
+from trioengine.worker.scheduling.step import BlockCopy, SampledToken, ScheduledSequence, SchedulerOutput
 
 ToyImage: TypeAlias = tuple[Iterable[int], bytes]  # where its tiles begin in a prompt, and its bytes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import TokenIds, token_ids
 from trioengine.text.tokenizer import Detokenizer, Tokenizer
 
 

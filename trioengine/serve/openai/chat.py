@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any
 
 from trioengine.actors.engine import Engine
-from trioengine.actors.generation import Completion, Generation
+from trioengine.actors.generation import Generation
 from trioengine.core.errors import EngineError, RequestRejected
-from trioengine.core.messages import FinishReason
-from trioengine.core.types import Cause
+from trioengine.core.types import Cause, Completion, FinishReason
 from trioengine.serve.access_log import REQUEST_ID, SESSION
 from trioengine.serve.auth import salted
 from trioengine.serve.body import Body

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii  # what dumps does with a string, without its preparations
 from typing import Any
 
-from trioengine.actors.generation import Chunk, Completion
-from trioengine.core.messages import Logprobs, Usage
+from trioengine.core.types import Chunk, Completion, Logprobs, Usage
 from trioengine.serve.errors import Problem
 from trioengine.text.tokenizer import Tokenizer
 

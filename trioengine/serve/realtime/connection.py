@@ -13,6 +13,7 @@ from trio_websocket import ConnectionClosed
 from trioengine.core.errors import EngineError
 from trioengine.serve.access_log import SESSION
 from trioengine.serve.body import DisconnectCounter, log_disconnect
+from trioengine.serve.config import ConnectionLimits
 from trioengine.serve.errors import ClientError, OverBudget, Problem, problem_of
 from trioengine.serve.limits import ALWAYS_TAKEN, Held, size_of
 from trioengine.serve.parsing import LONG_JSON, in_thread_if

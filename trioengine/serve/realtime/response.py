@@ -12,13 +12,13 @@ from typing import Any
 import trio
 
 from trioengine.actors.engine import Engine
-from trioengine.actors.generation import Completion, Generation
+from trioengine.actors.generation import Generation
 from trioengine.actors.kept_images import KeptImages
 from trioengine.actors.session import Session
 from trioengine.aio.nursery import Notifier
 from trioengine.core.errors import EngineError, RequestRejected
-from trioengine.core.messages import FinishReason, Usage
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import Cause, Completion, FinishReason, Usage
 from trioengine.serve.access_log import REQUEST_ID, set_field
 from trioengine.serve.auth import salted
 from trioengine.serve.errors import ClientError, Problem, RequestAborted, problem_of

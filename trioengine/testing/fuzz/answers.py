@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import Cause, Completion, FinishReason
 from trioengine.testing.fuzz.callers import Reader
 from trioengine.testing.fuzz.pictures import PICTURES, Content, Shown, Turn, check_seen, content_of
 from trioengine.testing.toy_model import (

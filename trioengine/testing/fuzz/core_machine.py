@@ -13,10 +13,11 @@ from hypothesis.stateful import initialize, precondition
 from trioengine.core import messages
 from trioengine.core.config import WorkerConfig
 from trioengine.core.connection import Connection, Role
-from trioengine.core.ledger import Ledger, Stand
+from trioengine.core.ledger import Ledger, RequestState
 from trioengine.core.lifecycle import Action, Attachment, Event, SessionLifecycle
-from trioengine.core.messages import FinishReason, Message, TokensRow, token_ids
+from trioengine.core.messages import Message, TokensRow
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import FinishReason, Usage, token_ids
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.program import pick, recorded
 
@@ -30,7 +31,7 @@ SETTLEMENTS = {settlement[0]: settlement for settlement in (ABORTED, REFUSED, LO
 READY = messages.Ready(
     "model", "cpu", "float32", vocab_size=8, max_model_len=64, kv_blocks_total=0, block_size=8, kernels="none"
 )
-USAGE = messages.Usage(0, 0, 0)
+USAGE = Usage(0, 0, 0)
 STATISTICS = messages.WorkerStatistics(*[0] * 11)
 
 
@@ -46,14 +47,14 @@ class ModelSession:
     freed: int = 0
     request: int = 0  # the latest
     in_flight: bool = False  # its slot is taken
-    stand: Stand = Stand.PREPARING
+    stand: RequestState = RequestState.PREPARING
     given_up: bool = False  # aborted, or the session ended
     due: list[Settlement] = field(default_factory=list)  # of each request that is over
     settled: list[Settlement] = field(default_factory=list)
 
     @property
     def preparing(self) -> bool:
-        return self.in_flight and self.stand is Stand.PREPARING
+        return self.in_flight and self.stand is RequestState.PREPARING
 
     @property
     def suspended(self) -> bool:
@@ -66,7 +67,7 @@ class ModelSession:
         return self.request if self.in_flight and not self.preparing else None
 
     def begin(self, request: int) -> None:
-        self.request, self.in_flight, self.stand, self.given_up = request, True, Stand.PREPARING, False
+        self.request, self.in_flight, self.stand, self.given_up = request, True, RequestState.PREPARING, False
 
     def learn(self, event: Event, said: Settlement | None) -> None:
         """A request is over by what is said of it, or when it is given up and nobody can say anything."""

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
 from trioengine.core.lifecycle import Phase
-from trioengine.core.messages import FinishReason
-from trioengine.core.types import Cause
+from trioengine.core.types import Cause, FinishReason
 from trioengine.serve.limits import InFlight
 from trioengine.testing.fuzz.answers import FuzzPrompt, prompt_of, reference
 from trioengine.testing.fuzz.oracles import Troubles, check_worker

@@ -26,8 +26,7 @@ from trioengine.core.errors import (
     WorkerLost,
 )
 from trioengine.core.lifecycle import Phase
-from trioengine.core.messages import FinishReason
-from trioengine.core.types import Cause
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing.fuzz.answers import asked, check_answer, prompt_ids, prompt_of
 from trioengine.testing.fuzz.callers import UNPREPARED, Call, Holder, Reader
 from trioengine.testing.fuzz.pictures import Turn, check_failed_image, is_refused, outline, outline_of

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trioengine.core.messages import FinishReason
+from trioengine.core.types import FinishReason
 from trioengine.serve.realtime.connection import GOING_AWAY, TRY_AGAIN_LATER
 from trioengine.serve.realtime.outbox import AWAKE
+from trioengine.serve.realtime.response import MAX_OUT_OF_BAND
 from trioengine.testing.fuzz.answers import Answer, prompt_of, reference, shortened
 from trioengine.testing.fuzz.oracles import Troubles
 from trioengine.testing.fuzz.pictures import (

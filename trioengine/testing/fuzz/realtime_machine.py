@@ -15,9 +15,9 @@ from trioengine.actors.kept_images import KeptImages
 from trioengine.actors.payload import Payload
 from trioengine.core.errors import TransitionFailed
 from trioengine.core.types import Cause
-from trioengine.serve.realtime import answering as realtime_answering
 from trioengine.serve.realtime import connection as realtime_connection
 from trioengine.serve.realtime import outbox as realtime_outbox
+from trioengine.serve.realtime import response as realtime_answering
 from trioengine.serve.realtime.connection import RealtimeConnection
 from trioengine.serve.realtime.outbox import SHOWN, Outbox
 from trioengine.serve.realtime.response import ResponseStatus
@@ -77,7 +77,7 @@ class ConversationImages:
         for connection in connections:
             for response in connection._active:
                 if response.status is ResponseStatus.IN_PROGRESS:
-                    yield from _payloads_in(response.order.messages)
+                    yield from _payloads_in(response.spec.messages)
 
 
 def _payloads_in(messages: Iterable[Mapping[str, Any]]) -> Iterator[Payload]:

@@ -18,8 +18,7 @@ from trioengine.actors.session import Session
 from trioengine.actors.waiting_line import WaitingLine, waits_for
 from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, TimedOut
 from trioengine.core.lifecycle import Power
-from trioengine.core.messages import FinishReason
-from trioengine.core.types import Cause
+from trioengine.core.types import Cause, FinishReason
 
 FOR_A_SESSION = ("sessions", "loading")  # codes
 FOR_A_REQUEST = ("queue", "loading", "restarting", "draining")

@@ -11,7 +11,7 @@ from hypothesis.stateful import precondition
 from trioengine.core.errors import TransitionFailed
 from trioengine.serve import connection
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.limits import ByteBudget
+from trioengine.serve.limits import ByteBudget, ConnectionSlot
 from trioengine.serve.server import Server
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES, PicturesEnvironment

@@ -21,7 +21,8 @@ from trioengine.worker.kernels.kv_cache import KVCache, count_blocks
 from trioengine.worker.kernels.linear import InvariantLinears
 from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.kernels.torch_kernels import TorchKernels
-from trioengine.worker.weights import Checkpoint, open_checkpoint
+from trioengine.worker.weights import open_checkpoint
+from trioengine.worker.weights.checkpoint import Checkpoint
 
 _PRECISION = 1e-6  # GGUF files hold float32
 

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from trioengine.core.messages import NO_TOKEN_LEFT, SAMPLING_FAILED, Logprobs
+from trioengine.core.messages import NO_TOKEN_LEFT, SAMPLING_FAILED
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import Logprobs
 from trioengine.worker.scheduling.sequence import Sequence
 from trioengine.worker.scheduling.step import SampledToken
 

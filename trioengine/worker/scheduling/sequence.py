@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import FinishReason, Usage
 from trioengine.worker.scheduling.images import Picture, PromptImages
 from trioengine.worker.scheduling.prefix_cache import root_digest
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from trioengine.core.errors import RequestRejected
-from trioengine.core.messages import SAMPLING_FAILED, Logprobs
+from trioengine.core.messages import SAMPLING_FAILED
 from trioengine.core.power import Tag
+from trioengine.core.types import Logprobs
 from trioengine.worker.scheduling.images import Tile, TilePiece, TileShape
 from trioengine.worker.scheduling.sequence import Sequence
 
