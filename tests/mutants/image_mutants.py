@@ -20,8 +20,8 @@ from trioengine.core.messages import AddMessage, ImageInput, PayloadConsumed
 from trioengine.serve.realtime.items import Item
 from trioengine.serve.realtime.response import Response
 from trioengine.worker.scheduling.engine_core import EngineCore
-from trioengine.worker.scheduling.images import PromptImages
-from trioengine.worker.scheduling.pictures import Payload, Pictures
+from trioengine.worker.scheduling.images import Payload, PromptImages
+from trioengine.worker.scheduling.pictures import Pictures
 from trioengine.worker.scheduling.sequence import SequenceStatus
 
 

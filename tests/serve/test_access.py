@@ -8,10 +8,9 @@ from clients import CHAT, chat, open_clients, read_all, status_and_body
 from trio.testing import wait_all_tasks_blocked
 from trio_websocket import HandshakeError
 
-from trioengine.serve.auth import Access
+from trioengine.serve.auth import Access, Role
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.http import BadRequest, Request
-from trioengine.serve.routes import Role
 
 KEY, OTHER, ADMIN = "sk-secret-1", "sk-secret-2", "sk-secret-admin"
 KEYS = {"api_key": (KEY, OTHER), "admin_key": ADMIN}
