@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PICTURE = Path(__file__).with_name("sessions.svg")
-LEFT, STEP, LANE = 108, 52, 44  # pixels: of the labels, between two steps, between two lanes
+LEFT, STEP, LANE = 108, 52, 44  # pixels: width of the labels, distance of two steps, of two lanes
 BOX, HEIGHT = 40, 26
-FIRST_LANE, BATCH, WORKER = 64, 212, 306  # where they begin
+FIRST_LANE, BATCH, WORKER = 64, 212, 306  # y of each part's top
 CANCEL, DEATH, REBIRTH, LAST = 5, 8, 10, 13  # columns: session 2 is gone, no worker, the next, the end
 SESSIONS = {  # by number: the steps in which it gets a token
     1: [*range(1, DEATH), *range(REBIRTH, LAST)],
@@ -40,18 +40,18 @@ text { fill: #1f2328; font: 14px system-ui, sans-serif; }
 
 
 def picture() -> str:
-    """The whole file."""
+    """Return the whole file."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {TOTAL}" width="{WIDTH}" height="{TOTAL}"'
     title = (
-        "Three sessions as lanes. The second is cancelled: the next step of the batch has no row of it. "
-        "The worker is killed: the other two go on with the next worker."
+        "Three sessions as lanes. The second is cancelled: the next step of the batch has no row for it. "
+        "The worker is killed: the other two continue on the next worker."
     )
     body = "\n".join([*steps(), *lanes(), *batch(), *workers(), *ends()])
     return f'{head} role="img">\n<title>{title}</title>\n<style>{STYLE}</style>\n{body}\n</svg>\n'
 
 
 def x_of(step: int) -> float:
-    """The left side of a step's boxes."""
+    """Return the left side of a step's boxes."""
     return LEFT + (step - 1) * STEP
 
 
@@ -80,7 +80,7 @@ def lanes() -> Iterator[str]:
 
 
 def batch() -> Iterator[str]:
-    """The rows of each step, one on the other."""
+    """Draw the rows of each step, stacked."""
     yield text(8, BATCH + 40, "rows of")
     yield text(8, BATCH + 58, "the batch")
     for step in range(1, LAST):
@@ -97,17 +97,17 @@ def workers() -> Iterator[str]:
 
 
 def ends() -> Iterator[str]:
-    """The cancellation and the death, through all that they touch."""
+    """Draw the cancellation and the death as lines through all affected parts."""
     for step, top, bottom in ((CANCEL, FIRST_LANE + LANE - 10, BATCH + 76), (DEATH, FIRST_LANE - 10, WORKER + 30)):
         x = x_of(step) - (STEP - BOX) / 2
         yield f'<line x1="{x:g}" y1="{top}" x2="{x:g}" y2="{bottom}" class="end"/>'
     yield text(x_of(CANCEL) + 4, FIRST_LANE + LANE + 18, "cancelled: no row", "why small")
-    yield text(x_of(DEATH) - 2, FIRST_LANE - 22, "kill -9 of the worker: the streams go on", "why small")
-    yield text(x_of(DEATH) + 2, WORKER + 18, "the next starts", "small")
+    yield text(x_of(DEATH) - 2, FIRST_LANE - 22, "kill -9 of the worker: the streams continue", "why small")
+    yield text(x_of(DEATH) + 2, WORKER + 18, "next one starts", "small")
     yield text(
         x_of(1),
         WORKER + 46,
-        "the other two keep the text that they have; the rest is computed by the next process",
+        "the other two keep their text so far; the next process computes the rest",
         "small",
     )
 

@@ -1,8 +1,8 @@
 """Record docs/recording.svg: a chat whose worker is killed in the middle of an answer: `python docs/make_recording.py`.
 
-Runs the real `trioengine chat` on a terminal of its own, types a question, kills the worker with SIGKILL, and draws the
-text with the times at which it came. Only waits of more than a few seconds are shortened: a busy machine needs them to
-start a worker. Needs the default model.
+Runs the real `trioengine chat` on a separate terminal, types a question, kills the worker with SIGKILL, and draws the
+text with the times at which it appeared. Waits of more than LONGEST_WAIT seconds, which a busy machine needs to start a
+worker, are shortened. Requires the default model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Text(NamedTuple):
 
 
 class Recorder:
-    """A process on a terminal, and its text as it comes."""
+    """A process on a terminal, and its text with times."""
 
     def __init__(self) -> None:
         self._master, terminal = pty.openpty()
@@ -69,12 +69,12 @@ class Recorder:
         return sum(len(piece.text) for piece in self.shown)
 
     def read(self, seconds: float) -> None:
-        """Take what comes in this time."""
+        """Take the text that the process writes within this time."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0 and select.select([self._master], [], [], left)[0]:
             text = _ESCAPES.sub("", os.read(self._master, 4096).decode("utf-8", "replace"))
             if len(self.shown) == 1:
-                text = text.lstrip()  # of the place of the progress bar
+                text = text.lstrip()  # remains of the progress bar
             if text:
                 self.shown.append(Text(self.now(), 0, text))
 
@@ -82,7 +82,7 @@ class Recorder:
         """Read until the text has come after the first `since` pieces."""
         deadline = time.monotonic() + PATIENCE
         while text not in "".join(piece.text for piece in self.shown[since:]):
-            assert time.monotonic() < deadline, "the chat does not answer"
+            assert time.monotonic() < deadline, "no answer from the chat"
             self.read(0.05)
 
     def type(self, text: str) -> None:
@@ -103,7 +103,7 @@ def _command_line(pid: str) -> bytes:
 
 
 def record() -> list[Text]:
-    """The chat from its start to the next prompt, and the line of the other terminal."""
+    """Record the chat from its start to the next prompt, and the line of the other terminal."""
     recorder = Recorder()
     try:
         recorder.until("\n> ", 1)
@@ -122,7 +122,7 @@ def record() -> list[Text]:
 
 
 def shortened(pieces: list[Text]) -> list[Text]:
-    """The pieces in their order, with no wait between two of them longer than LONGEST_WAIT."""
+    """Return the pieces in their order, with every wait between two of them cut to LONGEST_WAIT."""
     cut, before, result = 0.0, 0.0, []
     for piece in pieces:
         cut += max(0.0, piece.time - before - LONGEST_WAIT)
@@ -142,7 +142,7 @@ class Run(NamedTuple):
 
 
 def runs_of(pieces: list[Text]) -> list[Run]:
-    """The text of one pane, in lines of at most COLUMNS."""
+    """Return the text of one pane, in lines of at most COLUMNS."""
     row, column, runs = 0, 0, []
     for piece in pieces:
         for part in re.findall(r"\n|[^\n]+", piece.text):
@@ -177,7 +177,7 @@ svg { color-scheme: light dark; }
 
 
 def picture(pieces: list[Text]) -> str:
-    """The recording as an animated SVG that repeats."""
+    """Draw the recording as an animated SVG that repeats."""
     duration = max(piece.time for piece in pieces) + HOLD
     panes = [runs_of([piece for piece in pieces if piece.pane == pane]) for pane in (0, 1)]
     width = COLUMNS * _CELL + 2 * _MARGIN
@@ -199,7 +199,7 @@ def picture(pieces: list[Text]) -> str:
             )
         top += height + 10
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {top:g}" width="{width:g}" height="{top:g}"'
-    label = "A chat whose worker is killed in the middle of an answer: after a pause the answer goes on."
+    label = "A chat whose worker is killed in the middle of an answer: after a pause the answer continues."
     styled = "\n".join(styles)
     return f'{head} role="img">\n<title>{label}</title>\n<style>{styled}</style>\n' + "\n".join(parts) + "\n</svg>\n"
 

@@ -1,6 +1,6 @@
 // Types of trioengine.mjs. TypeScript finds them under the name trioengine.d.mts beside it.
 
-/** The version of the package that this client belongs to. */
+/** The version of the Python package that this client belongs to. */
 export const VERSION: string;
 
 export type Role = "system" | "user" | "assistant";
@@ -94,7 +94,7 @@ export interface Result {
 }
 
 export interface GenerationOptions {
-  /** Keep the turn in the conversation also if it is cancelled or fails, with the part of the answer that came. */
+  /** Keep the turn in the conversation even if it is cancelled or fails, with the part of the answer that arrived. */
   keepPartial?: boolean;
   /** Images before the text. */
   media?: Media[];
@@ -110,7 +110,7 @@ export interface Options extends Pick<GenerationOptions, "keepPartial"> {
   onState?: (state: EngineState) => void;
   /** Called when the connection is lost. */
   onLoss?: (error: TrioengineError) => void;
-  /** The class to use where there is no global WebSocket, such as that of the package ws. */
+  /** The class to use if there is no global WebSocket, such as the package ws's. */
   WebSocket?: new (url: string, protocols: string[]) => any;
 }
 
@@ -153,14 +153,14 @@ export class Session {
 
 export class Generation implements AsyncIterable<string> {
   private constructor();
-  /** All that came until now, read or not. */
+  /** The text so far, read or not. */
   readonly text: string;
   /** The server's latest description of the response. */
   readonly response: Response | null;
-  /** Whether the server is done with it. */
+  /** Whether the server has finished with it. */
   readonly isOver: boolean;
   readonly isCancelled: boolean;
-  /** Resolved when the server is done with it. */
+  /** Resolved when the server has finished with it. */
   readonly over: Promise<void>;
   cancel(): void;
   result(): Promise<Result>;

@@ -1,23 +1,23 @@
-// A client of trioengine's Realtime protocol, for browsers and for node: 22 and newer, before that with the package ws.
+// A client of trioengine's Realtime protocol, for browsers and for node (22 and newer; older versions need the package ws).
 //
 //   const session = await connect("ws://localhost:8000");
 //   for await (const text of session.generate("Hello!", { max_output_tokens: 64, temperature: 0 })) show(text);
 //   await session.close();
 //
-// A turn is the question and its answer. The conversation gets the turns that ran to their end; a turn that was
-// cancelled, failed or refused leaves nothing in it. A session whose connection is lost opens another one for the next
-// question, and gives it the conversation. Errors are thrown as TrioengineError. Types: trioengine.d.ts.
+// A turn is a question and its answer. Turns that ran to their end stay in the conversation; cancelled, failed and refused
+// turns are removed. After the loss of its connection a session opens another one for the next question, and sends the
+// conversation over it. Errors are thrown as TrioengineError. Types: trioengine.d.ts.
 
-export const VERSION = "0.1.0"; // of the package that this file belongs to
+export const VERSION = "0.1.0"; // of the Python package that this file belongs to
 
 const PATH = "/v1/realtime";
-const WINDOW = 32; // events that may be unanswered; a server closes the connection at 64
+const WINDOW = 32; // unanswered events at a time; a server closes the connection at 64
 const PROBE_TIMEOUT = 5000; // milliseconds
 const OPEN = 1, GOING_AWAY = 1001, TRY_AGAIN_LATER = 1013;
 const TOKEN = /^[!#$%&'*+.^_`|~0-9A-Za-z-]+$/; // of a subprotocol (RFC 9110, section 5.6.2)
 const OPTIONS = ["apiKey", "model", "history", "keepPartial", "onState", "onLoss", "WebSocket"];
 const GENERATION_OPTIONS = ["keepPartial", "media"];
-const SIGNATURES = { // of the media types, at the beginning of a file
+const SIGNATURES = { // first bytes of a file, by media type
   "image/png": /^\x89PNG/,
   "image/jpeg": /^\xff\xd8/,
   "image/gif": /^GIF8/,
@@ -32,8 +32,8 @@ const CLOSES = {
   1013: "the server had no room for a message",
 };
 
-/** `code` is the server's, or connection_lost, session_busy, session_ended; `param` the field at fault, `retryAfter`
- *  seconds, `status` that of HTTP where the handshake was refused, `closeCode` that of a WebSocket that was closed. */
+/** `code` is the server's, or connection_lost, session_busy, session_ended; `param` the field at fault; `retryAfter` in
+ *  seconds; `status` the HTTP status of a refused handshake; `closeCode` the code of a closed WebSocket. */
 export class TrioengineError extends Error {
   constructor({ code, message, param = null, retry_after = null, status = null, closeCode = null }) {
     super(message);
@@ -49,27 +49,27 @@ export async function connect(url, options = {}) {
   return session;
 }
 
-/** A conversation with the server at `url`, with or without /v1, over one WebSocket at a time: opened by `open`, by the
- *  first question, or by the first one after a loss. */
+/** A conversation with the server at `url`, with or without /v1, over one WebSocket at a time. It is opened by `open`, by
+ *  the first question, or by the first question after a loss. */
 export class Session {
-  id = null; // the server's, of the latest connection
+  id = null; // the server's id of the latest connection
   #address;
   #options;
-  #items; // of the conversation, in its order: {id, role, text, isCommitted}, and parts if it has images
-  #parts = new Map(); // of questions with images that the server has not taken yet: item id -> parts
+  #items; // of the conversation, in order: {id, role, text, isCommitted}, and parts if it has images
+  #parts = new Map(); // of questions with images that the server has not confirmed yet: item id -> parts
   #settings = {};
-  #connection = null; // null: none was opened, or it was lost
+  #connection = null; // null: not opened yet, or lost
   #opening = null; // the connection that is being opened
   #opened = null; // a promise of it
-  #running = null; // the generation that the server works on
-  #latest = null; // the one asked for last
+  #running = null; // the generation that the server is processing
+  #latest = null; // the last generation requested
   #count = 0;
   #isClosed = false;
 
   constructor(url, options = {}) {
     checkNames("Session", options, OPTIONS);
     if ((options.WebSocket ?? globalThis.WebSocket) === undefined) {
-      throw new TypeError("no global WebSocket: give that of the package ws as the option WebSocket");
+      throw new TypeError("no global WebSocket: pass the package ws's class as the option WebSocket");
     }
     if (options.apiKey !== undefined && !TOKEN.test(options.apiKey)) {
       const message = "apiKey has characters that the handshake of a WebSocket cannot carry";
@@ -85,13 +85,13 @@ export class Session {
     });
   }
 
-  /** The committed conversation, as chat messages; a content with images is a list of parts with their data URLs. */
+  /** The committed conversation as chat messages; a content with images is a list of parts with data URLs. */
   get history() {
     const committed = this.#items.filter((item) => item.isCommitted);
     return committed.map(({ role, text, parts }) => ({ role, content: parts ?? text }));
   }
 
-  /** Connect, if that is not done. Throws a TrioengineError with the reason when it cannot be done. */
+  /** Connect, unless connected. Throws a TrioengineError with the reason on failure. */
   async open() {
     if (this.#connection === null) await this.#connected();
   }
@@ -109,9 +109,9 @@ export class Session {
     return this.#ask(() => creation({ id: this.#newId("item"), role, text }));
   }
 
-  /** Ask for an answer, to this text or to the conversation as it is. Throws session_busy while another question is
-   *  unanswered; one that was cancelled is waited for. With `keepPartial` the turn stays in the conversation also if it
-   *  is cancelled or fails, with the part of the answer that came. `media` are images before the text: Blobs,
+  /** Ask for an answer, to this text or to the present conversation. Throws session_busy while another question is
+   *  unanswered; a cancelled question is waited for. With `keepPartial` the turn stays in the conversation even if it is
+   *  cancelled or fails, with the part of the answer that arrived. `media` are images before the text: Blobs,
    *  ArrayBuffers, views of these, or data URLs. */
   generate(text, settings = {}, options = {}) {
     checkNames("generate", options, GENERATION_OPTIONS);
@@ -135,7 +135,7 @@ export class Session {
     return generation;
   }
 
-  /** Close the WebSocket, and open no other; a question in progress fails. */
+  /** Close the WebSocket for good; a question in progress fails. */
   async close() {
     this.#isClosed = true;
     const connection = this.#connection ?? this.#opening;
@@ -152,7 +152,7 @@ export class Session {
     return this.#opened;
   }
 
-  /** Open a connection, and give it the settings and the conversation. */
+  /** Open a connection, and send the settings and the conversation over it. */
   async #connect() {
     if (this.#isClosed) throw ended();
     const connection = this.#dialled();
@@ -177,7 +177,7 @@ export class Session {
   #dialled() {
     try {
       return new Connection(this.#address, this.#options, (event) => this.#receive(event));
-    } catch (error) { // such as a page over TLS that asks for a server without
+    } catch (error) { // for example, a page over TLS and a server without TLS
       throw refused(`cannot open a WebSocket: ${error.message}`);
     }
   }
@@ -190,7 +190,7 @@ export class Session {
     if (!this.#isClosed) this.#options.onLoss?.(error);
   }
 
-  /** Send an event, and return a promise of its answer. In order, where the session is connected. */
+  /** Send an event, and return a promise of its reply. Keeps the order of calls if the session is connected. */
   #ask(prepare) {
     if (this.#connection !== null) return this.#connection.ask(...prepare());
     return this.#connected().then(() => this.#ask(prepare));
@@ -220,10 +220,10 @@ export class Session {
     this.#connection.post(generation.id, { type: "response.create", response: settings });
   }
 
-  /** The server refuses the question: the response that was asked for with it answers another one. */
+  /** The server has refused the question, so the response requested with it would answer another one: cancel it. */
   #spoil(generation, error) {
     generation.itemIds.forEach((id) => this.#parts.delete(id));
-    generation.fail(error); // also when it is over: without the question there may be nothing to respond to
+    generation.fail(error); // even if it is over: without the question there may be nothing to respond to
     this.#cancel(generation);
   }
 
@@ -233,7 +233,7 @@ export class Session {
     this.#connection.post(this.#newId("cancel"), { type: "response.cancel", ...response });
   }
 
-  /** The server is done with it, or gone: decide whether its turn stays. */
+  /** Decide whether its turn stays, when the server has finished with it or the connection is lost. */
   #finish(generation, error) {
     this.#running = null;
     const items = this.#items.filter((item) => generation.itemIds.includes(item.id));
@@ -244,7 +244,7 @@ export class Session {
 
   #commit(generation, items) {
     for (const item of items) item.isCommitted = true;
-    for (const id of generation.response.dropped_item_ids ?? []) this.#delete(id); // the model sees them no more
+    for (const id of generation.response.dropped_item_ids ?? []) this.#delete(id); // the model no longer sees them
     const answer = items.at(-1);
     if (answer.text !== generation.text) {
       answer.text = generation.text;
@@ -289,7 +289,7 @@ export class Session {
   }
 
   #add({ id, role }, previous) {
-    if (this.#items.some((item) => item.id === id)) return; // the server is given it again
+    if (this.#items.some((item) => item.id === id)) return; // sent again after a loss
     const index = this.#items.findIndex((item) => item.id === previous) + 1;
     this.#items.splice(index, 0, { id, role, text: "", parts: this.#parts.get(id) ?? null, isCommitted: false });
     this.#parts.delete(id);
@@ -315,15 +315,15 @@ export class Session {
   }
 }
 
-/** An answer: an async iterable of its texts. To leave the loop early cancels it. */
+/** An answer: an async iterable of its texts. Leaving the loop early cancels it. */
 export class Generation {
-  text = ""; // all that came, read or not
+  text = ""; // the text so far, read or not
   response = null; // the server's latest description: id, status, status_details, usage
   isOver = false;
   isCancelled = false;
-  over; // a promise, resolved when the server is done with it
-  // The session's part: it alone writes these.
-  id = null; // of the event that asked for it
+  over; // a promise, resolved when the server has finished with it
+  // Written only by the session:
+  id = null; // of the event that requested it
   itemIds = []; // of the turn: the question's, the answer's
   problem = null; // of the error event about it
   #keepPartial;
@@ -340,7 +340,7 @@ export class Generation {
     this.over = this.#finished.promise;
   }
 
-  /** Stop it: nothing more is read, and (without `keepPartial`) nothing of its turn stays in the conversation. */
+  /** Stop it: nothing more is read, and its turn is removed from the conversation (unless `keepPartial`). */
   cancel() {
     if (this.isOver || this.isCancelled) return;
     this.isCancelled = true;
@@ -411,19 +411,19 @@ export class Generation {
 
 /** One WebSocket, from its handshake to its close. */
 class Connection {
-  opened; // a promise of the session that the server begins with
+  opened; // a promise of the session in the server's first event
   closed; // a promise, resolved when the WebSocket is closed
   loss = null; // the error that ended it
   onLoss = () => {};
   #socket;
   #onEvent;
-  #promised = new Map(); // event id -> resolve and reject of its answer
+  #promised = new Map(); // event id -> resolve and reject of its reply
   #unsent = [];
   #unanswered = new Set(); // event ids
-  #problem = null; // the latest of no event of ours: of a message that was not kept, after which the server closes
+  #problem = null; // the latest error without an event id: the server dropped a message, and will close
 
   constructor(address, { apiKey, model, WebSocket = globalThis.WebSocket }, onEvent) {
-    const protocols = ["realtime"]; // a browser's WebSocket sends no headers of ours: the key goes here
+    const protocols = ["realtime"]; // browsers cannot set headers of a WebSocket, so the key goes here
     if (apiKey !== undefined) protocols.push(`openai-insecure-api-key.${apiKey}`);
     const socket = (this.#socket = new WebSocket(address.href, protocols));
     this.#onEvent = onEvent;
@@ -440,21 +440,21 @@ class Connection {
     });
   }
 
-  /** Send an event when its turn has come. */
+  /** Send an event when its turn comes. */
   post(id, event) {
     if (this.loss !== null) return;
     this.#unsent.push([id, JSON.stringify({ event_id: id, ...event })]);
     queueMicrotask(() => this.#send());
   }
 
-  /** Send an event, and return a promise of its answer. */
+  /** Send an event, and return a promise of its reply. */
   ask(id, event) {
     if (this.loss !== null) return Promise.reject(this.loss);
     this.post(id, event);
     return this.#promise(id);
   }
 
-  /** Close it for this reason. */
+  /** Close it with this reason. */
   close(error) {
     this.#lose(error);
     this.#socket.close(1000);
@@ -467,7 +467,7 @@ class Connection {
   #send() {
     while (this.#unsent.length > 0 && this.#unanswered.size < WINDOW && this.#socket.readyState === OPEN) {
       const [id, text] = this.#unsent.shift();
-      if (!/^(ask|cancel)_/.test(id)) this.#unanswered.add(id); // the others have one answer each
+      if (!/^(ask|cancel)_/.test(id)) this.#unanswered.add(id); // the others have one reply each
       this.#socket.send(text);
     }
   }
@@ -478,7 +478,7 @@ class Connection {
     switch (event.type) {
       case "session.created":
         return this.#answered("open", event.session);
-      case "session.updated": // events are answered in order
+      case "session.updated": // replies come in the order of the events
         return this.#answered([...this.#unanswered].find((id) => id.startsWith("update_")), event.session);
       case "conversation.item.done":
         return this.#answered(`create_${event.item.id}`, event.item);
@@ -522,7 +522,7 @@ function addressOf(url, model) {
   return address;
 }
 
-/** The event that makes this item, with its id. */
+/** Return the event that creates this item, with its id. */
 function creation({ id, role, text, parts }) {
   const type = role === "assistant" ? "output_text" : "input_text";
   const content = (parts ?? [{ type: "text", text }]).map((part) =>
@@ -530,12 +530,12 @@ function creation({ id, role, text, parts }) {
   return [`create_${id}`, { type: "conversation.item.create", item: { id, type: "message", role, content } }];
 }
 
-/** The text of a message's content. */
+/** Return the text of a message's content. */
 function textOf(content) {
   return typeof content === "string" ? content : content.map((part) => part.text ?? "").join("");
 }
 
-/** The parts of a question: its images, then its text. */
+/** Return the parts of a question: its images, then its text. */
 async function partsOf(media, text) {
   const urls = await Promise.all([...media].map(dataUrl));
   const images = urls.map((url) => ({ type: "image_url", image_url: { url } }));
@@ -568,7 +568,7 @@ function ended() {
   return new TrioengineError({ code: "session_ended", message: "the session was closed" });
 }
 
-/** The error for a WebSocket that was open and is closed. */
+/** Return the error for an open WebSocket that was closed. */
 function lossOf({ code, reason }, problem) {
   const message = `${CLOSES[code] ?? "the connection was closed"} (close code ${code}${reason && `: ${reason}`})`;
   const retry_after = code === TRY_AGAIN_LATER ? problem?.retry_after : null;
@@ -576,7 +576,7 @@ function lossOf({ code, reason }, problem) {
   return new TrioengineError({ code: name, message, retry_after, closeCode: code });
 }
 
-/** The error for a handshake that failed. A browser hides its status: a request over HTTP meets the same refusal. */
+/** Return the error for a failed handshake. Browsers hide its status, so a request over HTTP finds the same refusal. */
 async function refusalOf(address, apiKey, model) {
   const url = new URL(address.href.replace(/^ws/, "http"));
   url.pathname = url.pathname.replace(/realtime$/, "models");
@@ -606,7 +606,7 @@ function refusalBy(status, { error, data }, model) {
   return refused("the handshake of the WebSocket failed, though the server answers over HTTP");
 }
 
-/** The server answers, but a browser hides the answer from a page that the server does not allow. */
+/** Return the message for a server whose answer the browser hides, because the server does not allow the page's origin. */
 function unreadable(address) {
   const origin = globalThis.location?.origin;
   return `${address.host} refuses the connection: it does not allow pages of ${origin} (its option --allowed-origin), or it has no free connection`;

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from trioengine.actors.statistics import Statistics as Statistics
     from trioengine.client.client import Client as Client
     from trioengine.client.client import connect as connect
-    from trioengine.core.completion import Chunk as Chunk
-    from trioengine.core.completion import Completion as Completion
     from trioengine.core.config import EngineConfig as EngineConfig
     from trioengine.core.errors import ConnectionLost as ConnectionLost
     from trioengine.core.errors import EngineAsleep as EngineAsleep
@@ -38,12 +36,9 @@ if TYPE_CHECKING:
     from trioengine.core.errors import UnknownArgument as UnknownArgument
     from trioengine.core.errors import WorkerLost as WorkerLost
     from trioengine.core.lifecycle import Power as Power
-    from trioengine.core.messages import FinishReason as FinishReason
-    from trioengine.core.messages import Usage as Usage
-    from trioengine.core.outcome import Cause as Cause
     from trioengine.core.sampling_params import SamplingParams as SamplingParams
-    from trioengine.text.chat_message import ChatMessage as ChatMessage
     from trioengine.text.conversation import Prompt as Prompt
+    from trioengine.text.messages import ChatMessage as ChatMessage
 
 __version__ = "0.1.0"
 
@@ -56,8 +51,8 @@ _HOMES = {
     "Statistics": "trioengine.actors.statistics",
     "Client": "trioengine.client.client",
     "connect": "trioengine.client.client",
-    "Chunk": "trioengine.core.completion",
-    "Completion": "trioengine.core.completion",
+    "Chunk": "trioengine.core.types",
+    "Completion": "trioengine.core.types",
     "EngineConfig": "trioengine.core.config",
     "ConnectionLost": "trioengine.core.errors",
     "EngineAsleep": "trioengine.core.errors",
@@ -76,11 +71,11 @@ _HOMES = {
     "UnknownArgument": "trioengine.core.errors",
     "WorkerLost": "trioengine.core.errors",
     "Power": "trioengine.core.lifecycle",
-    "FinishReason": "trioengine.core.messages",
-    "Usage": "trioengine.core.messages",
-    "Cause": "trioengine.core.outcome",
+    "FinishReason": "trioengine.core.types",
+    "Usage": "trioengine.core.types",
+    "Cause": "trioengine.core.types",
     "SamplingParams": "trioengine.core.sampling_params",
-    "ChatMessage": "trioengine.text.chat_message",
+    "ChatMessage": "trioengine.text.messages",
     "Prompt": "trioengine.text.conversation",
 }
 

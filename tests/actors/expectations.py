@@ -16,7 +16,7 @@ FAILING = EngineConfig(model="toy", max_num_seqs=8, on_worker_loss="fail")
 async def everything_is_given_back(engine, simulation):
     """No session, request or block is left, on either side."""
     while engine.statistics().sessions:
-        await engine.gate.changed()
+        await engine.runtime.gate.changed()
     await engine.check_invariants()
     statistics = engine.statistics()
     assert (statistics.preparing, statistics.waiting, statistics.running, statistics.worker_sessions) == (0, 0, 0, 0)

@@ -10,8 +10,7 @@ from trioengine.core.lifecycle import Power
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.simulation import IMAGE_LIMITS
-from trioengine.testing.toy_model import toy_answer
-from trioengine.testing.toy_vision import ToyPicture
+from trioengine.testing.toy_model import ToyPicture, toy_answer
 
 EIGHT = SamplingParams(max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -40,7 +39,7 @@ def content_of(*images, text="What?"):
 
 def reference(generation, *pictures):
     """What the toy model answers to the prompt of a generation with these pictures."""
-    prepared, params = generation.prepared, generation.params
+    prepared, params = generation._state.prepared, generation.params
     images = [
         ([span.start for span in placed.spans], picture.data)
         for placed, picture in zip(prepared.images, pictures, strict=True)
@@ -58,4 +57,4 @@ async def nothing_is_left(engine, simulation):
     statistics = engine.statistics()
     assert (statistics.payload_bytes_inflight, statistics.payload_bytes_kept) == (0, 0)
     assert not simulation.memfds
-    assert not len(engine.payloads.line)
+    assert not len(engine.runtime.images.budget.line)

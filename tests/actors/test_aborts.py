@@ -7,9 +7,9 @@ import trio
 from expectations import GREEDY, LONG, chat, everything_is_given_back, reference
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import FinishReason, RequestRejected, SessionBusy, SessionEnded, TimedOut
+from trioengine import RequestRejected, SessionBusy, SessionEnded, TimedOut
 from trioengine.core.messages import StopSession
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import simulated_engine, toy_answer
 
 
@@ -47,7 +47,7 @@ async def test_leaving_early_takes_the_turn_back_and_waits(autojump_clock, simul
         async with session.generate("two", LONG) as generation:
             async for _ in generation:
                 break
-        assert generation.settled.is_set()
+        assert generation._state.settled.is_set()
         assert generation.completion.cause is Cause.CLIENT
         assert session.history == committed
         stops = [message for message in simulation.worker.received if isinstance(message, StopSession)]
@@ -96,7 +96,7 @@ async def test_abort_never_downgrades_a_finish_on_its_way(autojump_clock, simula
     expected = reference(engine, [5], LONG)
     async with engine.open_session() as session, session.generate([5], LONG) as generation:
         async for _ in generation:
-            if len(simulation.worker.step_loop.held_tokens(session.id)) == 1 + len(expected):
+            if len(simulation.worker.core.held_tokens(session.id)) == 1 + len(expected):
                 generation.abort()
         assert generation.completion.finish_reason is FinishReason.LENGTH
         assert list(generation.completion.token_ids) == expected

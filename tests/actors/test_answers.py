@@ -6,9 +6,10 @@ import pytest
 import trio
 from expectations import GREEDY, LONG, chat, reference, said
 
-from trioengine import FinishReason, RequestRejected, SamplingParams
+from trioengine import RequestRejected, SamplingParams
 from trioengine.core.lifecycle import Phase
 from trioengine.core.messages import AddMessage
+from trioengine.core.types import FinishReason
 from trioengine.testing import toy_answer, toy_model
 from trioengine.testing.toy_model import IM_END
 
@@ -34,7 +35,7 @@ async def test_an_answer_is_the_models(autojump_clock, simulated):
 async def test_a_slow_reader_gets_one_merged_chunk(autojump_clock, simulated):
     engine, _ = simulated
     async with engine.open_session() as session, session.generate([1, 2, 3], LONG) as generation:
-        await generation.settled.wait()
+        await generation.wait_settled()
         chunks = [chunk async for chunk in generation]
     assert [list(chunk.token_ids) for chunk in chunks] == [reference(engine, [1, 2, 3], LONG)]
     assert "length" in repr(generation)
@@ -72,7 +73,7 @@ async def test_a_stop_string_ends_the_answer_before_it(autojump_clock, simulated
         assert completion.finish_reason is FinishReason.STOP
         assert completion.text == whole[: whole.index(stop)] == "".join(chunk.text for chunk in chunks)
         assert engine.tokenizer.decode(completion.token_ids) == completion.text + stop
-        assert session.phase is Phase.IDLE
+        assert session._state.phase is Phase.IDLE
     assert engine.statistics().finished == 1
 
 

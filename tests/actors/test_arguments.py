@@ -10,7 +10,7 @@ import pytest
 from sides import SIDES, a_client, an_engine
 
 from trioengine import InvalidConfig, RequestRejected, Session, blocking, connect, open_engine
-from trioengine.actors.readable import Readable
+from trioengine.actors.generation import Generation
 from trioengine.client.session import Session as RemoteSession
 
 OPEN_SESSION = [
@@ -111,7 +111,7 @@ async def use(api, call, args, options):
         given = getattr(api, call.removeprefix("session."))(*args, **options)
         if isinstance(given, Coroutine):
             await given
-        elif isinstance(given, (Session, RemoteSession, Readable)):
+        elif isinstance(given, (Session, RemoteSession, Generation)):
             await stack.enter_async_context(given)
 
 

@@ -4,7 +4,8 @@ import pytest
 import trio
 from expectations import GREEDY, chat, reference
 
-from trioengine import EngineConfig, FinishReason, RequestRejected, SamplingParams, open_engine
+from trioengine import EngineConfig, RequestRejected, SamplingParams, open_engine
+from trioengine.core.types import FinishReason
 from trioengine.testing import Simulation
 
 

@@ -24,8 +24,8 @@ async def quietly(call):
 
 async def settled(engine):
     """Nothing is pending, and the engine is in a state that lasts."""
-    while engine.gate.num_pending or engine.gate.power not in SETTLED:
-        await engine.gate.changed()
+    while engine.runtime.gate.num_pending or engine.runtime.gate.power not in SETTLED:
+        await engine.runtime.gate.changed()
 
 
 @pytest.mark.parametrize("passes", PASSES)
@@ -40,7 +40,7 @@ async def test_a_sleeper_is_cancelled(autojump_clock, during, level, mode, twice
             match during:
                 case "restart":
                     simulation.worker.kill()
-                    while engine.gate.power is Power.AWAKE:
+                    while engine.runtime.gate.power is Power.AWAKE:
                         await trio.lowlevel.checkpoint()
                 case "wake":
                     await engine.sleep(mode="keep")

@@ -15,8 +15,8 @@ async def kill(engine, simulation):
     """Kill the worker, and wait for the next one."""
     incarnation = engine.statistics().incarnation
     simulation.worker.kill()
-    while engine.statistics().incarnation == incarnation or not engine.gate.is_awake:
-        await engine.gate.changed()
+    while engine.statistics().incarnation == incarnation or not engine.runtime.gate.is_awake:
+        await engine.runtime.gate.changed()
 
 
 async def test_a_request_that_was_streamed_and_left_is_of_use(autojump_clock):
@@ -86,5 +86,5 @@ async def test_a_worker_that_hangs_does_not_live(autojump_clock):
             for _ in range(10):
                 simulation.worker.stall()
                 incarnation = engine.statistics().incarnation
-                while engine.statistics().incarnation == incarnation or not engine.gate.is_awake:
-                    await engine.gate.changed()
+                while engine.statistics().incarnation == incarnation or not engine.runtime.gate.is_awake:
+                    await engine.runtime.gate.changed()

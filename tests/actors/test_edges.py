@@ -10,7 +10,6 @@ from trio.testing import wait_all_tasks_blocked
 from trioengine import (
     EngineClosed,
     EngineConfig,
-    FinishReason,
     RequestRejected,
     SamplingParams,
     SessionBusy,
@@ -20,7 +19,7 @@ from trioengine import (
     open_engine,
 )
 from trioengine.core.lifecycle import Power
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.toy_model import IM_END
@@ -159,7 +158,7 @@ async def test_stop_strings_count_as_finished(autojump_clock):
             lost = engine.statistics().incarnation
             simulation.worker.kill()
             while engine.statistics().incarnation == lost:
-                await engine.gate.changed()
+                await engine.runtime.gate.changed()
 
 
 @pytest.mark.parametrize("exit_code", [-40, 3])
@@ -212,7 +211,7 @@ async def test_each_worker_says_how_far_it_has_come_with_loading(autojump_clock)
         async with open_engine(EngineConfig(model="toy"), **engine_options) as engine:
             assert told == [(5, 10), (10, 10)]
             simulation.worker.exit(-9)
-            await engine.gate.changed()
+            await engine.runtime.gate.changed()
             await engine.ready()
             assert told == [(5, 10), (10, 10)] * 2
 

@@ -4,11 +4,13 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineClosed, EngineConfig, EngineOverloaded, FinishReason, InvariantError, TimedOut
+from trioengine import EngineClosed, EngineConfig, EngineOverloaded, InvariantError, TimedOut
+from trioengine.actors.effects import Effects
 from trioengine.actors.gate import Gate
 from trioengine.aio.deadline import NEVER, deadline_after
-from trioengine.core.ledger import Stand
+from trioengine.core.ledger import RequestState
 from trioengine.core.lifecycle import PowerEvent
+from trioengine.core.types import FinishReason
 
 ONE = EngineConfig(model="toy", max_num_seqs=1, max_num_queued_reqs=0, max_num_batched_tokens=64, max_sessions=1)
 
@@ -35,7 +37,7 @@ class Slots:
     """One kind of slot of a gate that has one of them, which is taken."""
 
     def __init__(self, kind):
-        self.gate = Gate(ONE)
+        self.gate = Gate(ONE, Effects(lambda _: self.gate.serve()))
         self.gate.change_power(PowerEvent.READY)
         self.line = self.gate.sessions if kind == "session" else self.gate.requests
         self.admission = self.gate.admit_session if kind == "session" else self.gate.admit_request
@@ -46,7 +48,8 @@ class Slots:
         if self._kind == "session":
             self.gate.free_session()
         else:
-            self.gate.settle(Stand.PREPARING, FinishReason.ABORT)
+            self.gate.ledger.settle(RequestState.PREPARING, FinishReason.ABORT)
+            self.gate.serve_requests()
 
     async def queue(self, nursery, count, **options):
         callers = [Caller(self.gate, self.line, self.admission) for _ in range(count)]

@@ -38,7 +38,8 @@ async def test_images_are_copied_one_request_after_the_other(autojump_clock):
         return function(*args)
 
     async with engine_for_images() as (engine, _):
-        engine.ports = replace(engine.ports, finish_in_thread=finish_in_thread)
+        images = engine.runtime.images
+        images.ports = replace(images.ports, finish_in_thread=finish_in_thread)
 
         async def ask_one():
             async with engine.open_session() as session:
@@ -92,7 +93,7 @@ async def test_a_history_without_images_needs_no_room(autojump_clock):
             async with first.generate("What?", LONG, media=[PICTURE]):
                 nursery.start_soon(partial(engine.generate, "And?", EIGHT, media=[OTHER]))
                 await wait_all_tasks_blocked()
-                assert len(engine.payloads.line) == 1
+                assert len(engine.runtime.images.budget.line) == 1
                 other.replace_history([{"role": "user", "content": "Hi."}])
 
 
@@ -123,7 +124,7 @@ async def in_the_line(engine, simulation, nursery):
 
     nursery.start_soon(wait)
     await wait_all_tasks_blocked()
-    assert len(engine.payloads.line) == 1
+    assert len(engine.runtime.images.budget.line) == 1
     return scope
 
 
@@ -143,7 +144,7 @@ async def test_a_session_that_ends_while_its_history_waits_for_room(autojump_clo
 
         nursery.start_soon(enter)
         await wait_all_tasks_blocked()
-        assert len(engine.payloads.line) == 1
+        assert len(engine.runtime.images.budget.line) == 1
         session.end()
         await wait_all_tasks_blocked()
         assert entered.is_set() and engine.statistics().rejected == 1
@@ -161,7 +162,7 @@ async def test_a_session_that_ends_while_its_history_is_copied(autojump_clock):
                 await session.__aenter__()
 
         nursery.start_soon(enter)
-        while engine.sealing.value != 0:
+        while engine.runtime.images.copying.value != 0:
             await trio.lowlevel.checkpoint()
         await trio.lowlevel.checkpoint()
         session.end()
@@ -171,7 +172,7 @@ async def test_a_session_that_ends_while_its_history_is_copied(autojump_clock):
 
 @pytest.mark.parametrize("call", ["generate", "keep_images", "open_session"])
 async def test_the_turn_to_copy_images_is_awaited_until_the_deadline(autojump_clock, call):
-    async with engine_for_images() as (engine, _), engine.sealing:
+    async with engine_for_images() as (engine, _), engine.runtime.images.copying:
         with trio.fail_after(2), pytest.raises(TimedOut, match="timed out after 1 s"):
             if call == "generate":
                 await engine.generate("What?", EIGHT, media=[PICTURE], timeout=1)
@@ -190,7 +191,7 @@ async def test_a_small_image_does_not_overtake_large_ones_that_wait(autojump_clo
             assert caught.value.code == "payloads"
             nursery.start_soon(partial(engine.generate, "And?", EIGHT, media=[OTHER]))
             await wait_all_tasks_blocked()
-            assert len(engine.payloads.line) == 2
+            assert len(engine.runtime.images.budget.line) == 2
             simulation.worker.payloads.by_hand = False
             simulation.worker.receive_payloads()
 
@@ -203,7 +204,7 @@ async def test_who_waits_behind_one_that_leaves_gets_the_room(autojump_clock):
             await wait_all_tasks_blocked()
             scope.cancel()
             await wait_all_tasks_blocked()
-            assert not len(engine.payloads.line)
+            assert not len(engine.runtime.images.budget.line)
             simulation.worker.payloads.by_hand = False
             simulation.worker.receive_payloads()
 

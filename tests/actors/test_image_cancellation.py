@@ -43,7 +43,7 @@ class Call:
     def __init__(self, engine, simulation, call, nursery):
         self.engine, self.simulation = engine, simulation
         self.scope = trio.CancelScope()
-        self.other = engine.payloads.reserve_now(SIZE, 1)
+        self.other = engine.runtime.images.budget.reserve_now(SIZE, 1)
         nursery.start_soon(self._run, call)
 
     async def _run(self, call):
@@ -77,7 +77,7 @@ async def test_cancelled_in_the_line_for_room(autojump_clock, call):
     async with engine_for_images(payload_memory=2 * SIZE) as (engine, simulation), trio.open_nursery() as nursery:
         started = Call(engine, simulation, call, nursery)
         await wait_all_tasks_blocked()
-        assert len(engine.payloads.line) == 1
+        assert len(engine.runtime.images.budget.line) == 1
         assert started.reserved_and_sealed == (0, 0)
         await started.cancelled()
 
@@ -119,9 +119,9 @@ async def test_cancelled_while_it_waits_for_a_worker(autojump_clock):
         await wait_all_tasks_blocked()
         simulation.stalled_starts = 1
         simulation.worker.kill()
-        await started.until(lambda: engine.gate.link is None)
+        await started.until(lambda: engine.runtime.gate.link is None)
         started.other.give_back()
-        await started.until(lambda: len(engine.gate.commits) == 1)
+        await started.until(lambda: len(engine.runtime.gate.commits) == 1)
         assert started.reserved_and_sealed == (2 * SIZE, 2 * SIZE)
         await started.cancelled()
         await engine.ready()

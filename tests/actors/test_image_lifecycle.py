@@ -21,7 +21,7 @@ from pictures import png
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineOverloaded, RequestRejected, TimedOut
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.testing import simulated_engine
 
 
@@ -56,7 +56,7 @@ async def test_a_request_whose_image_was_dropped_does_not_go_on(autojump_clock):
                 simulation.worker.kill()
                 with pytest.raises(RequestRejected, match="the image is not kept any more"):
                     await generation.result()
-                assert generation.losses.resumed == 0
+                assert generation._state.recovery.resumed == 0
 
 
 async def test_a_suspect_whose_image_was_dropped_is_not_tried(autojump_clock):
@@ -65,15 +65,15 @@ async def test_a_suspect_whose_image_was_dropped_is_not_tried(autojump_clock):
         async with engine.open_session() as session, engine.open_session() as other:
             async with session.generate("What?" * 40, LONG, media=[PICTURE]) as generation:
                 for incarnation in (1, 2):
-                    while engine.statistics().incarnation < incarnation or engine.gate.link is None:
-                        await engine.gate.changed()
+                    while engine.statistics().incarnation < incarnation or engine.runtime.gate.link is None:
+                        await engine.runtime.gate.changed()
                     await until(engine, lambda: not engine.statistics().payload_bytes_inflight)
                     if incarnation == 2:
                         other.replace_history([content_of(OTHER)])
                     simulation.worker.kill()
                 with pytest.raises(RequestRejected, match="the image is not kept any more"):
                     await generation.result()
-                assert (generation.num_tokens, generation.losses.resumed) == (0, 1)
+                assert (generation._state.num_tokens, generation._state.recovery.resumed) == (0, 1)
             generation, completion = await ask(other, "And?")
             assert completion.token_ids == reference(generation, OTHER)
             assert engine.statistics().incarnation == 3
@@ -91,7 +91,7 @@ async def test_a_request_that_waits_for_room_takes_none_of_a_request_that_lost_i
             for session, picture in ((first, PICTURE), (second, OTHER)):
                 nursery.start_soon(ask_about, session, picture)
                 await wait_all_tasks_blocked()
-            assert len(engine.payloads.line) == 1
+            assert len(engine.runtime.images.budget.line) == 1
             simulation.worker.kill()
 
 
@@ -115,7 +115,7 @@ async def test_the_images_of_a_suspended_request_stay_until_it_goes_on_or_ends(a
                 case "wake":
                     await engine.wake()
                     assert (await generation.result()).token_ids == reference(generation, PICTURE)
-            await generation.settled.wait()
+            await generation.wait_settled()
             assert engine.statistics().payload_bytes_inflight == 0
         if way != "close":
             await engine.wake()
@@ -257,6 +257,6 @@ async def test_a_kept_image_may_be_dropped(autojump_clock):
 
 async def test_whether_a_model_takes_images(autojump_clock):
     async with engine_for_images() as (engine, _):
-        assert engine.takes_images
+        assert engine.runtime.takes_images
     async with simulated_engine() as (engine, _):
-        assert not engine.takes_images
+        assert not engine.runtime.takes_images

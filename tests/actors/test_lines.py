@@ -5,9 +5,9 @@ import trio
 from expectations import LONG, everything_is_given_back
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineConfig, FinishReason, RequestRejected, SamplingParams, SessionEnded
+from trioengine import EngineConfig, RequestRejected, SamplingParams, SessionEnded
 from trioengine.core.lifecycle import Power
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import simulated_engine
 
 ONE_SLOT = EngineConfig(model="toy", max_num_seqs=1, max_num_queued_reqs=0, max_num_batched_tokens=64)
@@ -32,7 +32,7 @@ async def test_all_that_wait_in_line_are_aborted(autojump_clock, config, way):
             if way == "sleep":
                 await engine.sleep()
                 assert engine.power.power is Power.ASLEEP
-                assert not len(engine.gate.requests) and not len(engine.gate.sessions)
+                assert not len(engine.runtime.gate.requests) and not len(engine.runtime.gate.sessions)
             else:
                 assert engine.abort_all() == 4
         assert [completion.cause for completion in completions] == [Cause(way)] * 4
@@ -88,7 +88,7 @@ async def test_a_session_that_waits_for_its_slot_is_ended_too(autojump_clock):
         await wait_all_tasks_blocked()
         assert engine.abort_all() == 0  # no request
         await wait_all_tasks_blocked()
-        assert (len(engine.gate.sessions), engine.statistics().rejected) == (0, 1)
+        assert (len(engine.runtime.gate.sessions), engine.statistics().rejected) == (0, 1)
 
 
 @pytest.mark.parametrize("config", [ONE_SLOT, ONE_SESSION])
@@ -156,7 +156,7 @@ async def test_a_caller_that_is_cancelled_in_line_is_counted_as_aborted(autojump
             with trio.move_on_after(0.001) as scope:
                 await engine.generate("x", SHORT, wait=True)
             assert scope.cancelled_caught
-            engine.gate.check()
+            engine.runtime.gate.check()
         statistics = engine.statistics()
         assert (statistics.received, statistics.finished, statistics.aborted, statistics.rejected) == (2, 1, 1, 0)
         assert statistics.abort_causes[Cause.CLIENT] == 1

@@ -24,8 +24,8 @@ def losses(caplog):
 
 async def until_restarted(engine):
     incarnation = engine.statistics().incarnation
-    while engine.statistics().incarnation == incarnation or not engine.gate.is_awake:
-        await engine.gate.changed()
+    while engine.statistics().incarnation == incarnation or not engine.runtime.gate.is_awake:
+        await engine.runtime.gate.changed()
 
 
 def fields(record):
@@ -101,7 +101,7 @@ async def test_requests_at_the_last_attempt_fail(autojump_clock, losses):
             await anext(generation)
             simulation.failing_starts = 2
             simulation.worker.kill()
-            await generation.settled.wait()
+            await generation.wait_settled()
             with pytest.raises(WorkerLost):
                 await generation.result()
             await trio.sleep_forever()

@@ -8,11 +8,10 @@ from expectations import FAILING, everything_is_given_back
 
 from trioengine import SamplingParams, TimedOut, WorkerLost
 from trioengine.actors.observer import FinishedRequest, Observer
-from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
-from trioengine.worker.scheduling.limits import Limits
+from trioengine.worker.scheduling.step import Limits
 
 STEP = 0.02
 TEN = SamplingParams(max_tokens=10, ignore_eos=True)
@@ -200,7 +199,7 @@ async def test_counters_never_go_down(autojump_clock):
             for _ in range(2):
                 await engine.generate([7] * 9, SamplingParams(max_tokens=2, ignore_eos=True))
             statistics = engine.statistics()
-            worker = simulation.worker.step_loop.statistics()
+            worker = simulation.worker.core.statistics()
             seen.append({name: getattr(statistics, name) for name in names})
             assert worker.num_preemptions > 0
             assert worker.prefix_cache_hits > 0
@@ -220,7 +219,7 @@ async def lost(engine):
     """Until the worker is known to be dead and the next one is there."""
     incarnation = engine.statistics().incarnation
     while engine.statistics().incarnation == incarnation:
-        await engine.gate.changed()
+        await engine.runtime.gate.changed()
     await engine.ready()
 
 

@@ -14,11 +14,11 @@ async def test_what_is_taken_wakes_nobody(autojump_clock, simulated):
     def offer():
         if len(pieces) == 3:
             return False
-        pieces.append(generation.take())
+        pieces.append(generation.read_nowait())
         return True
 
     async with engine.open_session() as session, session.generate([1, 2, 3], LONG) as generation:
-        generation.offer_to(offer)
+        generation.set_sink(offer)
         async for chunk in generation:
             read.append(chunk)
             pieces.append(chunk)
@@ -35,7 +35,7 @@ async def test_a_text_that_is_taken_alone_is_read(autojump_clock, simulated):
     async with engine.open_session() as session, session.generate([1, 2, 3], params) as generation:
         first = await anext(generation)
         taken = []
-        generation.offer_to(lambda: taken.append(generation.take_text()) or len(taken) < 10)
+        generation.set_sink(lambda: taken.append(generation.read_text_nowait()) or len(taken) < 10)
         rest = [chunk async for chunk in generation]
     completion = generation.completion
     assert "".join([first.text, *taken, *(chunk.text for chunk in rest)]) == completion.text
@@ -53,13 +53,13 @@ async def test_an_offer_comes_when_the_whole_step_is_routed(autojump_clock, simu
         async with one.generate([1, 2, 3], LONG) as first, other.generate([4, 5], LONG) as second:
 
             def offer():
-                seen.append((first.num_tokens, second.num_tokens))
+                seen.append((first._state.num_tokens, second._state.num_tokens))
                 return False
 
-            first.offer_to(offer)
-            second.offer_to(offer)
-            await first.settled.wait()
-            await second.settled.wait()
+            first.set_sink(offer)
+            second.set_sink(offer)
+            await first.wait_settled()
+            await second.wait_settled()
     together = [counts for counts in seen if all(0 < count < 199 for count in counts)]
     assert len(together) > 100
     assert all(together.count(counts) == 2 for counts in set(together))
@@ -75,7 +75,7 @@ async def test_a_crash_ends_its_session_alone(autojump_clock, simulated, caplog)
         async with other.generate([4, 5], LONG) as sound:
             with pytest.raises(Exception, match="a bug"):
                 async with session.generate([1, 2, 3], LONG) as generation:
-                    generation.offer_to(crash)
+                    generation.set_sink(crash)
                     await generation.result()
             assert list((await sound.result()).token_ids) == reference(engine, [4, 5], LONG)
     assert "a bug" in caplog.text

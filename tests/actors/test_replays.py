@@ -9,8 +9,8 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig, SamplingParams, TimedOut, TransitionFailed, WorkerLost
 from trioengine.core.lifecycle import Power
-from trioengine.core.messages import AddMessage, FinishReason
-from trioengine.core.outcome import Cause
+from trioengine.core.messages import AddMessage
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import simulated_engine, toy_answer
 from trioengine.testing.toy_model import toy_logprobs
 
@@ -52,7 +52,7 @@ async def test_streams_go_on(autojump_clock, simulated, deaths):
             await generated(engine, 40 * death)
             simulation.worker.kill()
             while engine.state is Power.AWAKE:
-                await engine.gate.changed()
+                await engine.runtime.gate.changed()
             assert engine.statistics().suspended > 0
     for prompt, completion in completions.items():
         assert list(completion.token_ids) == reference(engine, prompt, LONG)
@@ -80,7 +80,7 @@ async def test_what_was_asked_for_goes_on_as_if_nothing_had_happened(autojump_cl
     async with engine.open_session() as session:
         stop = text[10:13]
         async with session.generate(prompt, SamplingParams(max_tokens=60, ignore_eos=True, stop=stop)) as generation:
-            await until(engine, lambda: generation.num_tokens == text.index(stop) + 2)
+            await until(engine, lambda: generation._state.num_tokens == text.index(stop) + 2)
             simulation.worker.kill()
             completion = await generation.result()
             assert (completion.finish_reason, completion.text) == (FinishReason.STOP, text[: text.index(stop)])
@@ -107,7 +107,7 @@ async def test_three_times_and_no_more(autojump_clock, simulated):
             await generated(engine, 5 * death)
             simulation.worker.kill()
             while engine.state is Power.AWAKE:
-                await engine.gate.changed()
+                await engine.runtime.gate.changed()
         with pytest.raises(WorkerLost):
             await generation.result()
     assert engine.statistics().failed == 1
@@ -163,7 +163,7 @@ async def test_a_request_ends_while_it_waits_for_a_worker(autojump_clock, what):
             await anext(generation)
             simulation.worker.kill()
             while engine.state is not Power.RESTARTING:
-                await engine.gate.changed()
+                await engine.runtime.gate.changed()
             match what:
                 case "stop":
                     generation.abort()
@@ -219,11 +219,11 @@ async def test_a_refused_update_leaves_a_trial_as_it_is(autojump_clock, mode, co
             await generated(engine, count)
             for _ in range(2):  # the second time before anybody got a token: all are suspects
                 simulation.worker.kill()
-                while engine.gate.link is not None:
-                    await engine.gate.changed()
-                while engine.gate.link is None:
-                    await engine.gate.changed()
-            assert engine.replays.has_suspects
+                while engine.runtime.gate.link is not None:
+                    await engine.runtime.gate.changed()
+                while engine.runtime.gate.link is None:
+                    await engine.runtime.gate.changed()
+            assert engine.runtime.recovery.has_suspects
             with pytest.raises(TransitionFailed, match="another architecture"):
                 await engine.update_weights("other", mode=mode)
             assert engine.state is Power.RESTARTING

@@ -72,7 +72,7 @@ async def test_the_last_death_on_the_way_to_sleep_ends_nothing(autojump_clock, l
         await restart(simulation)
         nursery.start_soon(engine.sleep, level)
         while engine.state is not Power.FALLING_ASLEEP:
-            await engine.gate.changed()
+            await engine.runtime.gate.changed()
         simulation.worker.kill()
         await trio.sleep(AGES)
         assert (engine.state, len(simulation.workers)) == (Power.ASLEEP, 2)
@@ -132,7 +132,7 @@ async def test_a_wake_that_fails_is_no_death_either(autojump_clock):
 async def test_nothing_follows_one_that_retires_awake_as_the_engine_drains(autojump_clock):
     async with simulated_engine() as (engine, simulation), trio.open_nursery() as nursery:
         nursery.start_soon(fall_asleep, engine, 2)
-        while not engine._supervisor.is_retiring:
+        while not engine.runtime.supervisor.is_retiring:
             await trio.lowlevel.checkpoint()
         assert await engine.drain()
         await trio.sleep(AGES)

@@ -19,12 +19,13 @@ from image_sessions import (
 )
 from pictures import png
 
-from trioengine import EngineOverloaded, FinishReason, RequestRejected
+from trioengine import EngineOverloaded, RequestRejected
 from trioengine.actors.media import source_of
-from trioengine.client.media import image_part
+from trioengine.client.prompt import image_part
+from trioengine.core.types import FinishReason
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulation import SealFailure
-from trioengine.testing.toy_vision import DamagedPicture, ToyPicture
+from trioengine.testing.toy_model import DamagedPicture, ToyPicture
 
 # ---- answers ------------------------------------------------------------------------------------------------------
 

@@ -8,19 +8,10 @@ import trio
 from expectations import GREEDY, LONG, orders_are_kept
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import (
-    Engine,
-    EngineClosed,
-    EngineConfig,
-    EngineOverloaded,
-    FinishReason,
-    ModelError,
-    WorkerLost,
-    open_engine,
-)
+from trioengine import Engine, EngineClosed, EngineConfig, EngineOverloaded, ModelError, WorkerLost, open_engine
 from trioengine.core.lifecycle import Power
 from trioengine.core.messages import EndSession, Fatal, FatalCode
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 
@@ -165,8 +156,8 @@ async def test_a_body_that_fails_with_the_engine_gives_one_error(autojump_clock)
         ) as (engine, simulation):
             simulation.worker.kill()
             while True:
-                await engine.gate.changed()
-                if engine.gate.failure is not None:
+                await engine.runtime.gate.changed()
+                if engine.runtime.gate.failure is not None:
                     raise WorkerLost("mine")
 
 
@@ -196,5 +187,5 @@ async def test_a_worker_that_the_kernel_lets_die_late(autojump_clock, takes):
         ended = trio.current_time() - began
         assert ended <= engine.config.worker_shutdown_timeout + 1.5
         assert worker.reaped
-        assert engine._supervisor.last_loss.exit_code == (-9 if takes < 1 else None)
+        assert engine.runtime.supervisor.last_loss.exit_code == (-9 if takes < 1 else None)
         outside.cancel_scope.cancel()

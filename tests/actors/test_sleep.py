@@ -10,9 +10,9 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineAsleep, TimedOut, TransitionFailed
 from trioengine.core.lifecycle import Power
-from trioengine.core.messages import FinishReason, Sleep
-from trioengine.core.outcome import Cause
-from trioengine.core.tag import Tag
+from trioengine.core.messages import Sleep
+from trioengine.core.power import Tag
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import simulated_engine
 
 MODES = ["abort", "wait", "keep"]
@@ -61,8 +61,8 @@ async def test_what_becomes_of_a_stream(autojump_clock, simulated, mode):
         nursery.start_soon(functools.partial(engine.sleep, mode=mode))
         await wait_all_tasks_blocked()
         while engine.state is not Power.ASLEEP:
-            await engine.gate.changed()
-        assert not simulation.worker.step_loop.sessions
+            await engine.runtime.gate.changed()
+        assert not simulation.worker.core.sessions
         assert (engine.statistics().suspended, engine.statistics().running) == (mode == "keep", 0)
         await engine.check_invariants()
         await engine.wake()
@@ -94,7 +94,7 @@ async def test_a_finished_answer_that_was_not_read_stays_finished(autojump_clock
     engine, _ = simulated
     async with engine.open_session() as session, session.generate("one", GREEDY) as generation:
         while generation.outcome is None:
-            await engine.gate.changed()
+            await engine.runtime.gate.changed()
         await engine.sleep(mode=mode)
         completion = await generation.result()
         assert list(completion.token_ids) == reference(engine, "one")
@@ -105,7 +105,7 @@ async def test_the_gate_is_closed_from_the_first_step(autojump_clock, simulated)
     """Also for what is being prepared then, and where the call waits behind another change."""
     engine, _ = simulated
     async with engine.open_session() as session, trio.open_nursery() as nursery:
-        engine._power.sleep(1, "abort", None, keep_waiting=False)  # as engine.sleep() before its first checkpoint
+        engine.runtime.power.sleep(1, "abort", None, keep_waiting=False)  # as engine.sleep() before its first checkpoint
         assert engine.state is Power.AWAKE
         with pytest.raises(EngineAsleep, match="about to sleep"):
             async with session.generate("one", GREEDY):
@@ -119,7 +119,7 @@ async def test_the_gate_is_closed_from_the_first_step(autojump_clock, simulated)
             scope.cancel()
             await engine.wake()
         nursery.start_soon(engine.sleep)
-        while not engine.gate.num_pending:
+        while not engine.runtime.gate.num_pending:
             await trio.lowlevel.checkpoint()
         assert engine.state in (Power.ASLEEP, Power.WAKING)
     assert engine.state is Power.ASLEEP
@@ -239,7 +239,7 @@ async def test_sleep_while_the_worker_restarts(autojump_clock, simulated, mode):
         await anext(stream)
         simulation.worker.kill()
         while engine.state is not Power.RESTARTING:
-            await engine.gate.changed()
+            await engine.runtime.gate.changed()
         await engine.sleep(mode=mode)
         assert engine.state is Power.ASLEEP
         await engine.check_invariants()
@@ -259,7 +259,7 @@ async def test_a_worker_that_dies_on_the_way_has_slept(autojump_clock, simulated
             await wait_all_tasks_blocked()
             simulation.worker.kill()
             while engine.state is not Power.ASLEEP:
-                await engine.gate.changed()
+                await engine.runtime.gate.changed()
             await engine.wake()
             assert list((await stream.result()).token_ids) == reference(engine, "one", LONG)
 

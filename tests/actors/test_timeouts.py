@@ -8,17 +8,8 @@ import trio
 from expectations import GREEDY, LONG, chat
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import (
-    EngineAsleep,
-    EngineConfig,
-    EngineOverloaded,
-    FinishReason,
-    SessionBusy,
-    SessionEnded,
-    TimedOut,
-    open_engine,
-)
-from trioengine.core.outcome import Cause
+from trioengine import EngineAsleep, EngineConfig, EngineOverloaded, SessionBusy, SessionEnded, TimedOut, open_engine
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.simulation import DEFAULT_LIMITS
@@ -96,7 +87,7 @@ async def test_a_request_in_line_is_over_when_it_is_refused(autojump_clock):
             with pytest.raises(TimedOut):
                 async with generation:
                     raise AssertionError("it was not admitted")
-            assert generation.settled.is_set()
+            assert generation._state.settled.is_set()
             assert generation.completion.cause is Cause.TIMEOUT
         assert (await other.ask("again", GREEDY)).text
 
@@ -246,7 +237,7 @@ async def test_a_finish_that_comes_after_the_deadline_changes_nothing(autojump_c
             async with generation:
                 await generation.result()
         completion = generation.completion
-        await generation.settled.wait()
+        await generation.wait_settled()
         assert generation.completion == completion
         assert (len(completion.token_ids), len(session.history)) == (finished, 2 * finished)
         assert (engine.statistics().finished, engine.statistics().aborted) == (finished, 1 - finished)

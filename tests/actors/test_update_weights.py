@@ -9,8 +9,8 @@ from expectations import GREEDY, LONG, chat, reference
 from trioengine import EngineAsleep, TransitionFailed
 from trioengine.core.lifecycle import Power
 from trioengine.core.messages import Wake
-from trioengine.core.outcome import Cause
-from trioengine.core.tag import Tag
+from trioengine.core.power import Tag
+from trioengine.core.types import Cause
 from trioengine.testing import toy_answer
 from trioengine.testing.toy_model import toy_weights
 
@@ -32,7 +32,7 @@ async def test_there_and_back_in_the_middle_of_a_session(autojump_clock, simulat
             messages = [*session.history[:-1]]
             assert list(completion.token_ids) == answer_of(engine, path, messages)
             assert (completion.weight_versions, completion.usage.cached_tokens) == ((version,), 0)
-    assert simulation.worker.step_loop.statistics().num_preemptions == 0
+    assert simulation.worker.core.statistics().num_preemptions == 0
 
 
 async def test_a_worker_that_is_lost_later_has_them_again(autojump_clock, simulated):

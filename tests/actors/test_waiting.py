@@ -13,13 +13,12 @@ from trioengine import (
     EngineClosed,
     EngineConfig,
     EngineOverloaded,
-    FinishReason,
     SamplingParams,
     SessionEnded,
     TimedOut,
 )
 from trioengine.actors.waiting_line import WaitingLine
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 
@@ -89,14 +88,14 @@ async def test_who_leaves_the_line_passes_its_turn_on(autojump_clock, way):
             else:
                 {"abort": generation.abort, "end": session.end, "cancel": leaving.cancel}[way]()
             await wait_all_tasks_blocked()
-            assert len(engine.gate.requests) == 1
+            assert len(engine.runtime.gate.requests) == 1
             await running.result()
         while engine.statistics().finished < 2:
-            await engine.gate.changed()
+            await engine.runtime.gate.changed()
         statistics = engine.statistics()
         assert (statistics.received, statistics.aborted, statistics.rejected) == (3, 1, 0)
         assert statistics.abort_causes[Cause.TIMEOUT if way == "timeout" else Cause.CLIENT] == 1
-        engine.gate.check()
+        engine.runtime.gate.check()
         session.end()
 
 

@@ -9,7 +9,7 @@ from expectations import GREEDY, LONG, reference, said
 from trioengine import EngineAsleep, EngineConfig, TimedOut, TransitionFailed
 from trioengine.core.lifecycle import Power
 from trioengine.core.messages import Wake
-from trioengine.core.tag import Tag
+from trioengine.core.power import Tag
 from trioengine.testing import simulated_engine
 
 
@@ -85,7 +85,7 @@ async def test_a_worker_that_dies_waking_is_no_wake(autojump_clock, simulated):
     await engine.sleep()
     simulation.worker.kill()
     while engine.statistics().worker_pid is not None:
-        await engine.gate.changed()
+        await engine.runtime.gate.changed()
     simulation.failing_starts = 1
     with pytest.raises(TransitionFailed, match="told not to start"):
         await engine.wake()
@@ -112,8 +112,8 @@ async def test_the_log_tells_what_was_done_and_what_was_not(autojump_clock, simu
     caplog.set_level(logging.INFO, "trioengine")
     caplog.clear()
     await engine.sleep(2, mode="keep")
-    while engine.gate.link is None:  # the next worker starts
-        await engine.gate.changed()
+    while engine.runtime.gate.link is None:  # the next worker starts
+        await engine.runtime.gate.changed()
     simulation.worker.runner.fail_wakes = 1
     with pytest.raises(TransitionFailed):
         await engine.wake(["weights"])

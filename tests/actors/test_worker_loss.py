@@ -9,7 +9,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig, EngineOverloaded, TimedOut, WorkerLost
 from trioengine.core.lifecycle import Power
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.testing import simulated_engine, toy_answer
 from trioengine.testing.simulated_worker import Behaviour
 
@@ -100,7 +100,7 @@ async def test_waiting_for_the_restart_has_a_limit(autojump_clock):
     async with simulated_engine(behaviours=[Behaviour(), Behaviour(load_time=50)]) as (engine, simulation):
         simulation.worker.kill()
         while engine.statistics().power is Power.AWAKE:
-            await engine.gate.changed()
+            await engine.runtime.gate.changed()
         with pytest.raises(TimedOut, match="restarting"):
             await engine.generate("x", wait=True, timeout=5)
         with pytest.raises(EngineOverloaded, match="no worker"):

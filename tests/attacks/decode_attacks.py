@@ -16,11 +16,11 @@ import encoded_images as images
 from image_attacks import IMAGES
 
 from trioengine.core.errors import RequestRejected
+from trioengine.core.image import ImageProcessing
 from trioengine.core.image_header import read_header
-from trioengine.core.image_processing import ImageProcessing
-from trioengine.worker.vision import decoding
-from trioengine.worker.vision.image_error import ImageError
-from trioengine.worker.vision.tiles import read_tiles
+from trioengine.worker import image_decoding
+from trioengine.worker.image_decoding import read_tiles
+from trioengine.worker.scheduling.image_queue import ImageError
 
 MIB = 1 << 20
 SIDE = 4096  # of accepted images, in pixels
@@ -154,6 +154,6 @@ if __name__ == "__main__":
         report(name, data)
     for name, make in accepted():
         report(f"large: {name}", make())
-    decoding.DECODE_SECONDS = SHORT
+    image_decoding.DECODE_SECONDS = SHORT
     for name, data in SLOW.items():
         report(name, data)

@@ -15,8 +15,8 @@ from vision_chat import chat_tokenizer
 
 from trioengine.actors.media import source_of_url
 from trioengine.core.errors import RequestRejected
+from trioengine.core.image import MAX_IMAGE_BYTES, Image, image_url
 from trioengine.core.image_header import MAX_SEGMENTS
-from trioengine.core.image_part import MAX_IMAGE_BYTES, Image, image_url
 from trioengine.text.conversation import Conversation
 
 MIB = 1 << 20

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from small_models import gguf_bytes, metadata, write_directory
 
+from trioengine.core.bounds import printable
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.core.image import ImageFormat, ImageInfo
-from trioengine.core.printable import printable
-from trioengine.hub.model_files import read_model
+from trioengine.hub.model_info import read_model
+from trioengine.worker.image_decoding import read_tiles
 from trioengine.worker.runner.model_runner import TorchModelRunner
-from trioengine.worker.vision.tiles import read_tiles
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 import tiny_smolvlm

@@ -9,8 +9,8 @@ from clients import CHAT, chat, open_clients, read_all, status_and_body
 from frames import read_until
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine.serve.byte_budget import ALWAYS_TAKEN, ByteBudget, size_of
-from trioengine.serve.problem import OverBudget
+from trioengine.serve.errors import OverBudget
+from trioengine.serve.limits import ALWAYS_TAKEN, ByteBudget, size_of
 from trioengine.serve.realtime.items import ITEM_SIZE
 
 # ---- bodies ---------------------------------------------------------------------------------------------------------

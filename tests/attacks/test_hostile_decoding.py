@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trioengine.core.image_header import MAX_PIXELS, MAX_WEBP_PIXELS
-from trioengine.worker.vision.decoding import DECODE_SECONDS
+from trioengine.worker.image_decoding import DECODE_SECONDS
 
 DATA = Path(__file__).parents[1] / "data"
 CHILD = Path(__file__).with_name("decode_attacks.py")

@@ -10,8 +10,7 @@ import tracemalloc
 import pytest
 
 from trioengine.core.errors import ModelError, RequestRejected
-from trioengine.text.chat_template import ChatTemplate
-from trioengine.text.template_sandbox import MAX_SOURCE
+from trioengine.text.chat_template import MAX_SOURCE, ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 MAX_CALLS = 250_000

@@ -10,7 +10,7 @@ from loopback import on_loopback
 from trio.testing import memory_stream_pair
 
 from trioengine.core.lifecycle import PowerEvent
-from trioengine.serve.keys import MIN_KEY_LENGTH
+from trioengine.serve.auth import MIN_KEY_LENGTH
 
 STATUS = re.compile(rb"HTTP/1\.1 \d{3} ")
 TOKENIZE = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -254,7 +254,7 @@ async def test_probes_are_logged_at_debug(autojump_clock, caplog, path, level):
     caplog.set_level(logging.DEBUG, "trioengine.access")
     async with open_clients() as clients:
         await clients.http(head(path))
-        clients.engine.gate.change_power(PowerEvent.DRAIN)
+        clients.engine.runtime.gate.change_power(PowerEvent.DRAIN)
         await clients.http(head(path))
         await clients.http(head(path, "Origin: null"))
     levels = [record.levelname for record in caplog.records if record.name == "trioengine.access"]

@@ -15,7 +15,7 @@ from trioengine.core.messages import AddMessage
 from trioengine.serve import ServeConfig, Server
 from trioengine.testing import simulated_engine
 from trioengine.testing.toy_model import VOCAB_SIZE
-from trioengine.worker.scheduling.limits import Limits
+from trioengine.worker.scheduling.step import Limits
 
 VICTIM, ATTACKER, ADMIN = "sk-victim", "sk-attacker", "sk-admin"
 PIN = "4711"
@@ -39,7 +39,7 @@ async def serving(**options):
         async def cached_tokens(content, key=None, **fields):
             """How many tokens of a chat completion's prompt were found in the prefix cache."""
             ours, theirs = memory_stream_pair()
-            nursery.start_soon(server.front_door.handle, theirs)
+            nursery.start_soon(server.connections.handle, theirs)
             body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1, **fields}
             answer = await _exchange(ours, json.dumps(body).encode(), key)
             return answer["usage"]["prompt_tokens_details"]["cached_tokens"]

@@ -13,11 +13,10 @@ import pytest
 import trio
 from websockets.sync.server import serve
 
-from trioengine.cli.answering import write_answer
 from trioengine.cli.app import run
-from trioengine.cli.json_line import json_line
-from trioengine.core.completion import Chunk, Completion
-from trioengine.core.messages import FinishReason, Usage
+from trioengine.cli.generate import write_answer
+from trioengine.cli.tty import json_line
+from trioengine.core.types import Chunk, Completion, FinishReason, Usage
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\x08\u202e\u2067\rred\n"
 HARMLESS = r"\x1b]0;title\x07\x1b[2J\x9b31m\x08\u202e\u2067red"

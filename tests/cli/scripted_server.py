@@ -5,7 +5,7 @@ import json
 import trio
 from trio.testing import memory_stream_pair
 
-from trioengine.cli.bench.http_client import Address
+from trioengine.client.address import Endpoint
 
 EVENT_STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
@@ -43,8 +43,8 @@ class ScriptedServer:
         self._scripts = list(scripts)
 
     @property
-    def address(self):
-        return Address(self._open, "localhost")
+    def endpoint(self):
+        return Endpoint("localhost", "/", [], self._open)
 
     async def _open(self):
         ours, theirs = memory_stream_pair()

@@ -22,10 +22,10 @@ CHAT = """
 import sys
 from contextlib import asynccontextmanager
 
-from trioengine.cli import main, sessions
+from trioengine.cli import chat_session, main
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
-from trioengine.worker.scheduling.limits import Limits
+from trioengine.worker.scheduling.step import Limits
 
 LIMITS = Limits(vocab_size=259, max_model_len=100_000, kv_blocks_total=20_000, block_size=16, max_num_seqs=8,
                 max_num_batched_tokens=64)
@@ -37,7 +37,7 @@ async def open_engine(config, **options):
     async with simulated_engine(limits=LIMITS, behaviours=[behaviour]) as (engine, _):
         yield engine
 
-sessions.open_engine = open_engine
+chat_session.open_engine = open_engine
 LOAD_TIME = float(sys.argv.pop(1))
 sys.argv = ["trioengine", "chat", "--ignore-eos", "--temperature", "0", *sys.argv[1:]]
 main()

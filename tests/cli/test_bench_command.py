@@ -75,6 +75,6 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_load(tmp_path, caps
 
 
 def test_a_plot_without_matplotlib(monkeypatch, capsys):
-    monkeypatch.setattr("trioengine.cli.bench.plot.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("trioengine.cli.bench.report.importlib.util.find_spec", lambda name: None)
     assert run(["bench", "serve", "--plot", "x.svg"]) == 2
     assert "--plot needs matplotlib: pip install matplotlib" in capsys.readouterr().err

@@ -6,14 +6,11 @@ import statistics
 import pytest
 
 from trioengine import InvalidConfig
-from trioengine.cli.bench.arrivals import arrivals
 from trioengine.cli.bench.config import BenchConfig
-from trioengine.cli.bench.departure import Moment, departures
-from trioengine.cli.bench.figures import percentile
-from trioengine.cli.bench.load import plan
-from trioengine.cli.bench.prompts import Length, Prompts
+from trioengine.cli.bench.load import LengthUnit, Moment, Prompts, arrivals, departures, plan
+from trioengine.cli.bench.report import percentile
 
-PROMPTS = Prompts([" a", " b"], Length.WORDS)
+PROMPTS = Prompts([" a", " b"], LengthUnit.WORDS)
 
 
 def close(value):

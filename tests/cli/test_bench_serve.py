@@ -9,16 +9,12 @@ from scripted_server import DONE, ScriptedServer, answer, plain, sse, text_event
 
 from trioengine import EngineError
 from trioengine.cli.bench.config import BenchConfig
-from trioengine.cli.bench.departure import Departure, Moment
-from trioengine.cli.bench.figures import figures
-from trioengine.cli.bench.http_client import Address
-from trioengine.cli.bench.load import plan
-from trioengine.cli.bench.prompts import Length, Prompts
-from trioengine.cli.bench.report import ServerSide, as_object, print_table
-from trioengine.cli.bench.sample import End
+from trioengine.cli.bench.load import Departure, End, LengthUnit, Moment, Prompts, plan
+from trioengine.cli.bench.report import ServerMeasurements, as_json_object, print_table, summarize
 from trioengine.cli.bench.serve import measure
+from trioengine.client.address import Endpoint
 
-PROMPTS = Prompts([" a", " b"], Length.WORDS)
+PROMPTS = Prompts([" a", " b"], LengthUnit.WORDS)
 WARM_UP = answer(0.1)
 
 
@@ -30,7 +26,7 @@ async def measured(config, *scripts, metrics=None):
     """The result of a load on a scripted server, and that server."""
     async with trio.open_nursery() as nursery:
         server = ScriptedServer(nursery, WARM_UP, *scripts, metrics=metrics)
-        result = await measure(config, server.address, PROMPTS)
+        result = await measure(config, server.endpoint, PROMPTS)
     return result, server
 
 
@@ -64,7 +60,7 @@ async def test_the_figures_of_a_run(autojump_clock):
     refused = plain(429, b'{"error": {"message": "the queue is full"}}')
     scripts = [answer(0.2, 0.1, 0.1), answer(0.3, 0.1), answer(1.0, 0.5, 0.5), refused]
     result, _ = await measured(config, *scripts)
-    told = figures(result.run, config.metrics, config.percentiles, config.goals)
+    told = summarize(result.run, config.metrics, config.percentiles, config.goals)
     assert (told.completed, told.left, told.failed, told.max_concurrent_requests) == (3, 0, 1, 4)
     assert (told.total_input_tokens, told.total_output_tokens, told.duration) == (9, 8, close(2.0))
     assert (told.request_throughput, told.request_goodput) == (close(1.5), close(1.0))
@@ -110,15 +106,15 @@ async def test_a_client_leaves(autojump_clock, monkeypatch, departure, seconds):
     left, stayed = result.run.samples
     assert (left.end, left.error, stayed.end) == (End.LEFT, None, End.COMPLETED)
     assert server.cut_short == [close(seconds)]
-    assert figures(result.run, ("ttft",), (99,)).completed == 1
+    assert summarize(result.run, ("ttft",), (99,)).completed == 1
 
 
 BROKEN = [
     (plain(400, b"no"), "HTTP 400: no"),
-    (b"", "the server closed the connection before the end of its answer"),
-    (b"nonsense\r\n\r\n", "the server's answer is not HTTP"),
+    (b"", "the server closed the connection before the end of its response"),
+    (b"nonsense\r\n\r\n", "the server's response is not HTTP"),
     ([(0, text_event("x"))], "the stream ended before [DONE]"),
-    ([(0, text_event("x")), (0, DONE)], "the server has not said how many tokens it was (usage)"),
+    ([(0, text_event("x")), (0, DONE)], "the server sent no token counts (usage)"),
     ([(0, sse({"error": {"message": "the worker was lost"}})), (0, DONE)], "the worker was lost"),
     ([(0, b"data: {\n\n")], "an event of the stream is not understood: b'{'"),
     ([(0, b'data: {"choices": [{}]}\n\n')], "an event of the stream is not understood"),
@@ -155,7 +151,7 @@ async def test_a_server_that_refuses_the_first_request(autojump_clock):
     async with trio.open_nursery() as nursery:
         server = ScriptedServer(nursery, plain(401, b'{"error": {"message": "a key is needed"}}'))
         with pytest.raises(EngineError, match="cannot be measured: HTTP 401: a key is needed"):
-            await measure(BenchConfig(), server.address, PROMPTS)
+            await measure(BenchConfig(), server.endpoint, PROMPTS)
 
 
 UNLISTED = [
@@ -175,7 +171,7 @@ async def test_a_server_that_does_not_list_its_models(autojump_clock, status, bo
             nursery, WARM_UP, models=plain(status, body if isinstance(body, bytes) else json.dumps(body).encode())
         )
         with pytest.raises(EngineError, match=said):
-            await measure(BenchConfig(), server.address, PROMPTS)
+            await measure(BenchConfig(), server.endpoint, PROMPTS)
 
 
 BASES = [
@@ -199,7 +195,7 @@ async def test_no_server(autojump_clock):
         raise OSError("nobody listens")
 
     with pytest.raises(EngineError, match="the connection to localhost failed: nobody listens"):
-        await measure(BenchConfig(), Address(refuse, "localhost"), PROMPTS)
+        await measure(BenchConfig(), Endpoint("localhost", "/", [], refuse), PROMPTS)
 
 
 BUCKETS = (0.01, 0.1, 1)
@@ -235,7 +231,7 @@ async def test_what_our_server_says_of_clients_that_leave(autojump_clock):
 
     async with trio.open_nursery() as nursery:
         server = ScriptedServer(nursery, WARM_UP, answer(0.1, 0.1, 0.1), metrics=metrics)
-        result = await measure(BenchConfig(num_prompts=10, leave=100, random_output_len=3), server.address, PROMPTS)
+        result = await measure(BenchConfig(num_prompts=10, leave=100, random_output_len=3), server.endpoint, PROMPTS)
     assert {sample.end for sample in result.run.samples} == {End.LEFT}
     stops = result.server.stop_to_ended
     assert (stops.count, stops.mean) == (10, close(0.3))
@@ -248,7 +244,7 @@ async def test_what_our_server_says_of_clients_that_leave(autojump_clock):
 async def test_a_server_without_our_metrics(autojump_clock, metrics):
     config = BenchConfig(num_prompts=2, leave=50)
     result, _ = await measured(config, answer(0.1, 0.1), metrics=metrics)
-    assert result.server == ServerSide()
+    assert result.server == ServerMeasurements()
 
 
 async def test_blocks_that_are_never_free(autojump_clock):
@@ -260,8 +256,8 @@ async def test_blocks_that_are_never_free(autojump_clock):
 
     result, _ = await measured(config, answer(0.1, 0.1), metrics=metrics)
     assert result.server.blocks_free == [float("inf")]
-    told = figures(result.run, config.metrics, config.percentiles)
-    report = as_object(config, result.model, Length.WORDS, told, result.server)
+    told = summarize(result.run, config.metrics, config.percentiles)
+    report = as_json_object(config, result.model, LengthUnit.WORDS, told, result.server)
     assert json.loads(json.dumps(report, allow_nan=False))["disconnect_to_blocks_free_ms"] == ["inf"]
 
 
@@ -271,8 +267,8 @@ async def test_blocks_that_are_never_free(autojump_clock):
 async def test_the_report_has_vllms_names(autojump_clock, capsys):
     config = BenchConfig(num_prompts=2, random_output_len=2, goodput=("e2el:1000",), api_key="secret", leave=50)
     result, _ = await measured(config, answer(0.1, 0.1))
-    told = figures(result.run, config.metrics, config.percentiles, config.goals)
-    report = as_object(config, result.model, Length.WORDS, told, result.server)
+    told = summarize(result.run, config.metrics, config.percentiles, config.goals)
+    report = as_json_object(config, result.model, LengthUnit.WORDS, told, result.server)
     text = json.dumps(report, allow_nan=False)
     assert "secret" not in text
     assert {"duration", "completed", "failed", "request_throughput", "request_goodput", "output_throughput"} <= set(
@@ -281,7 +277,7 @@ async def test_the_report_has_vllms_names(autojump_clock, capsys):
     assert {"mean_ttft_ms", "median_tpot_ms", "std_itl_ms", "p99_e2el_ms", "total_token_throughput"} <= set(report)
     assert (report["request_rate"], report["backend"], report["model"]) == ("inf", "openai", "scripted")
     assert report["mean_ttft_ms"] == close(100)
-    print_table(Length.WORDS, told, result.server)
+    print_table(LengthUnit.WORDS, told, result.server)
     table = capsys.readouterr().out
     for name in ("requests completed", "clients that left", "goodput", "time to first token (TTFT)", "100.00"):
         assert name in table

@@ -73,7 +73,7 @@ import os, select, sys
 
 class Slow:
     def find_spec(self, name, path=None, target=None):
-        if name == "trioengine.cli.chatting":
+        if name == "trioengine.cli.chat":
             os.write(1, b"importing\\n")
             select.select([0], [], [])
 

@@ -7,8 +7,8 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import SamplingParams
-from trioengine.cli import sessions
-from trioengine.cli.sessions import local_session, open_chat
+from trioengine.cli import chat_session
+from trioengine.cli.chat_session import local_session, open_chat
 from trioengine.core.config import EngineConfig
 from trioengine.testing import simulated_engine
 
@@ -83,7 +83,7 @@ async def test_a_worker_that_is_lost_is_told(autojump_clock, monkeypatch):
             simulations.append(simulation)
             yield engine
 
-    monkeypatch.setattr(sessions, "open_engine", open_engine)
+    monkeypatch.setattr(chat_session, "open_engine", open_engine)
     async with local_session(EngineConfig(), (), notices.append) as session:
         await wait_all_tasks_blocked()
         simulations[0].worker.exit(-9)

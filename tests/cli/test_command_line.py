@@ -64,7 +64,7 @@ BAD = [
         "error: --max-num-batched-tokens (2048) must be at least --max-num-seqs (4096)",
     ),
     (["serve", "--dtype", "float13"], 2, "error: --dtype must be"),
-    (["serve", "--host", "0.0.0.0"], 2, "error: --host 0.0.0.0 is reachable from other machines, and there is no key"),
+    (["serve", "--host", "0.0.0.0"], 2, "error: --host 0.0.0.0 is reachable from other machines, and no key is set"),
     (["serve", "--api-key", "two words"], 2, "error: --api-key must be keys of visible ASCII characters; they are not"),
     (
         ["serve", "--allowed-origin", "*"],
@@ -153,7 +153,7 @@ def test_a_variable_that_no_option_has_is_named_before_a_mistake(capsys, monkeyp
 def test_standard_output_without_room_is_named():
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with Path("/dev/full").open("w") as full:
-        command = [sys.executable, "-m", "trioengine.cli", "--help"]
+        command = [sys.executable, "-m", "trioengine", "--help"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
     assert (done.returncode, done.stderr) == (
         1,
@@ -215,7 +215,7 @@ def configured(monkeypatch):
         seen.append((config, prompt, params))
         raise Seen
 
-    monkeypatch.setattr("trioengine.cli.answering.print_answer", stop)
+    monkeypatch.setattr("trioengine.cli.generate.print_answer", stop)
 
     def configured(*arguments):
         assert run(["generate", *arguments]) == 1
@@ -268,7 +268,7 @@ def test_whatever_is_raised(monkeypatch, capsys, error, exit_code, printed):
 
 @pytest.mark.parametrize(("prompt", "stdin"), [("-", b"caf\xe9"), (b"caf\xe9", b"")])
 def test_a_prompt_that_is_not_utf8(prompt, stdin):
-    command = [sys.executable, "-m", "trioengine.cli", "generate", prompt]
+    command = [sys.executable, "-m", "trioengine", "generate", prompt]
     ended = subprocess.run(command, input=stdin, capture_output=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (2, b"")
     assert ended.stderr == b"trioengine: error: prompt is not UTF-8\n"
@@ -286,7 +286,7 @@ sys.exit(subprocess.run(child, stdin=subprocess.DEVNULL).returncode)
 """
 
 
-@pytest.mark.parametrize("arguments", [["-m", "trioengine.cli", "--version"], ["-c", WITH_NOTHING_OPEN]])
+@pytest.mark.parametrize("arguments", [["-m", "trioengine", "--version"], ["-c", WITH_NOTHING_OPEN]])
 @pytest.mark.parametrize("closed", [(0, 1, 2), (0,), (1,), (2,)])
 def test_standard_descriptors_that_are_closed(arguments, closed):
     def close():
@@ -299,7 +299,7 @@ def test_standard_descriptors_that_are_closed(arguments, closed):
 
 
 def test_the_last_newline_of_stdin_is_no_part_of_the_prompt(configured, monkeypatch):
-    monkeypatch.setattr("trioengine.cli.standard_input.read_all", io.StringIO("What…?\n\n").read)
+    monkeypatch.setattr("trioengine.cli.chat.read_all", io.StringIO("What…?\n\n").read)
     assert configured("-")[1] == "What…?\n"
 
 

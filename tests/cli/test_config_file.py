@@ -7,8 +7,8 @@ import pytest
 
 from trioengine import EngineConfig
 from trioengine.cli.app import run
-from trioengine.cli.config_file import read
-from trioengine.core.serve_config import ServeConfig
+from trioengine.cli.sources import read_config_file
+from trioengine.serve.config import ServeConfig
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def served(monkeypatch):
     def note(config, serve_config, **how):
         seen.append((config, serve_config, how))
 
-    monkeypatch.setattr("trioengine.cli.serving.serve_until_told", note)
+    monkeypatch.setattr("trioengine.cli.serve.run_server", note)
 
     def served(*arguments):
         assert run(["serve", *arguments]) == 0
@@ -181,7 +181,7 @@ def test_insecure_and_a_key_are_both_named(capsys, file, monkeypatch):
 
 
 def test_keys_are_not_shown(file):
-    config = read(Path(file("api_key = 'secret'")), {"api_key": list[str]})
+    config = read_config_file(Path(file("api_key = 'secret'")), {"api_key": list[str]})
     assert "secret" not in repr(config)
     assert config.values == {"api_key": ["secret"]}
 

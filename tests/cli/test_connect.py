@@ -13,7 +13,7 @@ from trioengine.cli.app import run
 
 
 def command(url, *options):
-    return [sys.executable, "-m", "trioengine.cli", "chat", "--connect", url, "--temperature", "0", *options]
+    return [sys.executable, "-m", "trioengine", "chat", "--connect", url, "--temperature", "0", *options]
 
 
 def chat(url, *options, lines="hello\nand then?\n\n"):

@@ -9,11 +9,20 @@ import sys
 
 import pytest
 
-from trioengine.cli.doctor import machine, model_cache
-from trioengine.cli.doctor.examination import examine
+from trioengine.cli.doctor import checks, run_checks
+from trioengine.cli.doctor.checks import (
+    CheckResult,
+    Severity,
+    check_cores,
+    check_limits,
+    check_memory,
+    check_models,
+    check_versions,
+    check_worker,
+    fatal,
+    warning,
+)
 from trioengine.cli.doctor.machine import Machine
-from trioengine.cli.doctor.part import Part, Severity, fatal, warning
-from trioengine.cli.doctor.software import versions, worker
 from trioengine.hub.known_models import SMOLLM2
 from trioengine.worker.probe import MARK
 
@@ -37,14 +46,14 @@ def files(tmp_path):
 MEMINFO = f"MemTotal:       {8 * GIB // 1024} kB\nMemFree: 1 kB\nMemAvailable:   {4 * GIB // 1024} kB\n"
 
 
-def messages(part):
-    return [(problem.severity, problem.message) for problem in part.problems]
+def messages(result):
+    return [(problem.severity, problem.message) for problem in result.problems]
 
 
 def test_memory_of_a_machine_without_a_container(files):
-    part = files({"proc/meminfo": MEMINFO}).memory()
-    assert part.facts == {"total_bytes": 8 * GIB, "available_bytes": 4 * GIB, "container_left_bytes": None}
-    assert part.problems == ()
+    result = check_memory(files({"proc/meminfo": MEMINFO}))
+    assert result.facts == {"total_bytes": 8 * GIB, "available_bytes": 4 * GIB, "container_left_bytes": None}
+    assert result.problems == ()
 
 
 CONTAINERS = {
@@ -70,9 +79,9 @@ CONTAINERS = {
 
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_memory_that_a_container_leaves(files, container):
-    part = files({"proc/meminfo": MEMINFO, **CONTAINERS[container]}).memory()
-    assert part.facts["container_left_bytes"] == GIB // 2
-    assert messages(part) == [(Severity.FATAL, "512 MiB of memory are free, the default model needs 1024 MiB")]
+    result = check_memory(files({"proc/meminfo": MEMINFO, **CONTAINERS[container]}))
+    assert result.facts["container_left_bytes"] == GIB // 2
+    assert messages(result) == [(Severity.FATAL, "512 MiB of memory are free, the default model needs 1024 MiB")]
 
 
 QUOTAS = [
@@ -88,22 +97,22 @@ QUOTAS = [
 @pytest.mark.parametrize("quota", QUOTAS)
 def test_cores_and_instruction_sets(files, quota):
     info = "processor : 0\nmodel name\t: Zen\nflags\t\t: fpu avx2 avx512_bf16\n"
-    part = files({"proc/cpuinfo": info, **quota}).cores()
-    assert (part.facts["cpu"], part.facts["instruction_sets"]) == ("Zen", ["avx2", "avx512_bf16"])
-    assert part.facts["quota_cores"] == 0.5
-    assert part.problems[0].remedy == "serve with --num-threads 1"
+    result = check_cores(files({"proc/cpuinfo": info, **quota}))
+    assert (result.facts["cpu"], result.facts["instruction_sets"]) == ("Zen", ["avx2", "avx512_bf16"])
+    assert result.facts["quota_cores"] == 0.5
+    assert result.problems[0].remedy == "serve with --num-threads 1"
 
 
 @pytest.mark.parametrize("quota", [{}, {"proc/self/cgroup": "0::/a\n", "cgroup/a/cpu.max": "max 100000\n"}])
 def test_no_quota(files, quota):
-    part = files(quota).cores()
-    assert (part.facts["quota_cores"], part.facts["cpu"], part.problems) == (None, None, ())
+    result = check_cores(files(quota))
+    assert (result.facts["quota_cores"], result.facts["cpu"], result.problems) == (None, None, ())
 
 
 def test_few_descriptors(monkeypatch):
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (256, 512))
-    part = Machine().limits()
-    assert messages(part) == [(Severity.WARNING, "at most 512 descriptors: so many connections less 64 are served")]
+    monkeypatch.setattr(checks.resource, "getrlimit", lambda which: (256, 512))
+    result = check_limits()
+    assert messages(result) == [(Severity.WARNING, "at most 512 descriptors: so many connections less 64 are served")]
 
 
 @pytest.fixture
@@ -113,11 +122,11 @@ def home(tmp_path, monkeypatch):
 
 
 def test_a_model_that_is_not_there_yet(home):
-    part = model_cache.model_cache()
-    assert part.facts["models"][SMOLLM2.name]["size_bytes"] is None
-    assert [problem.severity for problem in part.problems] == [Severity.WARNING]
-    assert part.problems[0].message.endswith(" is not there yet: the first start fetches 93 MB")  # as README says
-    assert part.problems[0].remedy == "trioengine pull"
+    result = check_models()
+    assert result.facts["models"][SMOLLM2.name]["size_bytes"] is None
+    assert [problem.severity for problem in result.problems] == [Severity.WARNING]
+    assert result.problems[0].message.endswith(" is not there yet: the first start fetches 93 MB")  # as README says
+    assert result.problems[0].remedy == "trioengine pull"
     assert not home.exists()
 
 
@@ -125,9 +134,9 @@ def test_a_model_that_is_damaged(home):
     path = home / SMOLLM2.location
     path.parent.mkdir(parents=True)
     path.write_bytes(b"x")
-    part = model_cache.model_cache()
-    assert part.facts["models"][SMOLLM2.name] == {"path": str(path), "size_bytes": 1, "sha256_ok": False}
-    assert messages(part) == [(Severity.FATAL, f"{path} is damaged: its checksum is wrong")]
+    result = check_models()
+    assert result.facts["models"][SMOLLM2.name] == {"path": str(path), "size_bytes": 1, "sha256_ok": False}
+    assert messages(result) == [(Severity.FATAL, f"{path} is damaged: its checksum is wrong")]
 
 
 def test_a_model_that_is_whole(home, monkeypatch):
@@ -141,29 +150,29 @@ def test_a_model_that_is_whole(home, monkeypatch):
         def hexdigest(self):
             return SMOLLM2.sha256
 
-    monkeypatch.setattr(model_cache.hashlib, "sha256", Digest)
-    assert model_cache.model_cache().problems == ()
+    monkeypatch.setattr(checks.hashlib, "sha256", Digest)
+    assert check_models().problems == ()
 
 
 def test_no_place_for_a_model(home, monkeypatch):
-    usage = model_cache.shutil.disk_usage(home.parent)._replace(free=1 << 20)
-    monkeypatch.setattr(model_cache.shutil, "disk_usage", lambda path: usage)
-    monkeypatch.setattr(model_cache.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(model_cache.os, "access", lambda path, mode: False)
-    found = messages(model_cache.model_cache())
+    usage = checks.shutil.disk_usage(home.parent)._replace(free=1 << 20)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks.os, "access", lambda path, mode: False)
+    found = messages(check_models())
     assert [severity for severity, _ in found] == [Severity.WARNING, *[Severity.FATAL] * 3]
     assert f"{home} cannot be written" in found[2][1]
 
 
 def test_versions():
-    part = versions()
-    assert None not in part.facts.values()
-    assert part.problems == ()
+    result = check_versions()
+    assert None not in result.facts.values()
+    assert result.problems == ()
 
 
 def test_a_package_that_is_missing(monkeypatch):
-    monkeypatch.setattr("trioengine.cli.doctor.software.PACKAGES", ("no-such-package", "torch"))
-    assert messages(versions()) == [(Severity.FATAL, "the package no-such-package is not installed")]
+    monkeypatch.setattr("trioengine.cli.doctor.checks.PACKAGES", ("no-such-package", "torch"))
+    assert messages(check_versions()) == [(Severity.FATAL, "the package no-such-package is not installed")]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +185,7 @@ def test_a_package_that_is_missing(monkeypatch):
     ],
 )
 def test_a_torch_that_is_broken(program, why):
-    assert messages(worker([sys.executable, "-c", program])) == [(Severity.FATAL, why)]
+    assert messages(check_worker([sys.executable, "-c", program])) == [(Severity.FATAL, why)]
 
 
 @pytest.mark.parametrize(
@@ -189,12 +198,12 @@ def test_a_torch_that_is_broken(program, why):
 )
 def test_a_machine_without_a_compiler(device, kernels, expected):
     found = json.dumps({"device": device, "kernels": kernels, "no_native_kernels": "there is no compiler"})
-    assert messages(worker([sys.executable, "-c", f"print({MARK!r} + {found!r})"])) == expected
+    assert messages(check_worker([sys.executable, "-c", f"print({MARK!r} + {found!r})"])) == expected
 
 
 def test_a_report_has_words_for_what_is_so_and_what_is_not_there(capsys):
     facts = {"sha256_ok": True, "container_left_bytes": None, "open": False}
-    assert examine({"part": lambda: Part(facts)}, as_json=False) == 0
+    assert run_checks({"part": lambda: CheckResult(facts)}, as_json=False) == 0
     assert [re.split(r" {2,}", line)[1:] for line in capsys.readouterr().out.splitlines()[1:4]] == [
         ["checksum right", "yes"],
         ["left in container", "no limit"],
@@ -203,8 +212,10 @@ def test_a_report_has_words_for_what_is_so_and_what_is_not_there(capsys):
 
 
 def test_a_report(capsys):
-    parts = {"memory": lambda: Part({"free_bytes": 2 * 10**9, "gpus": []}, (warning("ti\x1b[mght", "buy some"),))}
-    assert examine(parts, as_json=False) == 0
+    all_checks = {
+        "memory": lambda: CheckResult({"free_bytes": 2 * 10**9, "gpus": []}, (warning("ti\x1b[mght", "buy some"),))
+    }
+    assert run_checks(all_checks, as_json=False) == 0
     assert capsys.readouterr().out.splitlines() == [
         "memory",
         "  free                 2.00 GB",
@@ -213,7 +224,9 @@ def test_a_report(capsys):
         r"  warning: ti\x1b[mght",
         "    -> buy some",
     ]
-    assert examine(parts | {"disk": lambda: Part(problems=(fatal("none", "buy one"),))}, as_json=True) == 1
+    assert (
+        run_checks(all_checks | {"disk": lambda: CheckResult(problems=(fatal("none", "buy one"),))}, as_json=True) == 1
+    )
     said = json.loads(capsys.readouterr().out)
     assert (said["works"], said["memory"]["gpus"], len(said["problems"])) == (False, [], 2)
 
@@ -234,7 +247,7 @@ def test_it_works_without_the_packages_that_it_looks_for(tmp_path):
     names = ("torch", "trio", "tokenizers", "h11", "msgpack", "numpy", "rich", "gguf", "trio_websocket")
     (tmp_path / "sitecustomize.py").write_text(WITHOUT.format(names=names))
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "trioengine.cli", "doctor", "--json"]
+    command = [sys.executable, "-m", "trioengine", "doctor", "--json"]
     ended = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=False
     )
@@ -245,7 +258,7 @@ def test_it_works_without_the_packages_that_it_looks_for(tmp_path):
 
 
 def test_on_this_machine(smollm2):
-    command = [sys.executable, "-m", "trioengine.cli", "doctor", "--json"]
+    command = [sys.executable, "-m", "trioengine", "doctor", "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     said = json.loads(ended.stdout)
     assert (ended.returncode, ended.stderr, said["works"]) == (0, "", True)
@@ -256,6 +269,6 @@ def test_on_this_machine(smollm2):
 def test_the_probe_gets_no_keys(tmp_path, monkeypatch):
     monkeypatch.setenv("TRIOENGINE_API_KEY", "secret")
     seen = tmp_path / "seen"
-    worker((sys.executable, "-c", f"import os; open({str(seen)!r}, 'w').write(repr(dict(os.environ)))"))
+    check_worker((sys.executable, "-c", f"import os; open({str(seen)!r}, 'w').write(repr(dict(os.environ)))"))
     assert "PYTHONPATH" in seen.read_text()
     assert "secret" not in seen.read_text()

@@ -47,7 +47,7 @@ def test_sigterm_while_a_model_is_fetched(tmp_path, command, handler):
     home = tmp_path / "home"
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
-        [sys.executable, "-m", "trioengine.cli", *command],
+        [sys.executable, "-m", "trioengine", *command],
         env=os.environ | {"PYTHONPATH": path, "TRIOENGINE_HOME": str(home)},
         stderr=subprocess.PIPE,
         text=True,

@@ -1,4 +1,4 @@
-"""The help of the commands: how it is asked for, and what it shows."""
+"""The help of the commands: how it is asked for, its contents, and a command line without arguments."""
 
 import re
 import subprocess
@@ -103,8 +103,24 @@ def test_options_are_in_panels(capsys):
         panel = title or panel
         panels.setdefault(panel, []).extend([option] if option else [])
     titles = ["Arguments", "Options", "Model", "Batching and cache", "Network", "Security", "Limits", "Worker"]
-    assert list(panels) == titles, "a new option needs a panel in cli/panels.py"
+    assert list(panels) == titles, "a new option needs a panel in cli/help.py"
     assert {"api-key", "admin-key", "insecure"} <= set(panels["Security"])
     assert {"host", "port"} <= set(panels["Network"])
     assert {"device", "dtype"} <= set(panels["Model"])
     assert {"max-connections", "max-sessions"} <= set(panels["Limits"])
+
+
+def test_python_m_trioengine():
+    command = [sys.executable, "-m", "trioengine", "--version"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"{__version__}\n", "")
+
+
+@pytest.mark.parametrize(("arguments", "name"), [([], "generate"), (["bench"], "offline")])
+def test_without_arguments_the_help_is_printed(capsys, arguments, name):
+    assert run(arguments) == 2
+    without = capsys.readouterr()
+    assert run([*arguments, "--help"]) == 0
+    with_help = capsys.readouterr()
+    assert name in without.out
+    assert without == with_help

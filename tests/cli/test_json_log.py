@@ -11,9 +11,8 @@ import warnings
 import pytest
 import trio
 
-from trioengine.cli.logs import configure_logs, log_what_python_prints
-from trioengine.cli.stderr import Stderr
-from trioengine.cli.worker_log import logged_workers
+from trioengine.cli.errors import Stderr
+from trioengine.cli.logs import configure_logs, log_what_python_prints, logged_workers
 
 
 def serve(*arguments, environment=None):

@@ -44,7 +44,7 @@ def test_a_chat_of_a_pipe_ends_with_its_server():
     """Its reader could not tell an answer that is begun again from a whole one."""
     with server() as (process, port):
         options = ("--ignore-eos", "--temperature", "0", "--max-tokens", "400")
-        command = [sys.executable, "-m", "trioengine.cli", "chat", "--connect", f"http://127.0.0.1:{port}", *options]
+        command = [sys.executable, "-m", "trioengine", "chat", "--connect", f"http://127.0.0.1:{port}", *options]
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         with subprocess.Popen(command, **pipes) as chat:
             chat.stdin.write(b"hello\nagain\n")
@@ -62,7 +62,7 @@ def test_a_chat_goes_on_with_its_conversation_after_the_server_was_killed():
     with server() as (process, port):
         options = ("--ignore-eos", "--temperature", "0", "--max-tokens", "200")
         address = f"http://127.0.0.1:{port}"
-        with on_a_terminal("-m", "trioengine.cli", "chat", "--connect", address, *options, columns=200) as user:
+        with on_a_terminal("-m", "trioengine", "chat", "--connect", address, *options, columns=200) as user:
             user.until(PROMPT)
             ask(user, b"hello")
             process.kill()
@@ -85,9 +85,7 @@ def test_a_chat_goes_on_with_its_conversation_after_the_server_was_killed():
 
 def test_ctrl_c_stops_connecting_again_and_keeps_the_chat():
     with server() as (process, port):
-        with on_a_terminal(
-            "-m", "trioengine.cli", "chat", "--connect", f"http://127.0.0.1:{port}", columns=200
-        ) as user:
+        with on_a_terminal("-m", "trioengine", "chat", "--connect", f"http://127.0.0.1:{port}", columns=200) as user:
             user.until(PROMPT)
             ask(user, b"hello")
             process.kill()

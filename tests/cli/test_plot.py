@@ -4,8 +4,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from trioengine.cli.bench.memory_curve import MB, MemorySample
-from trioengine.cli.bench.plot import MAX_POINTS, plot_memory, thinned
+from trioengine.cli.bench.payload import MB, MemorySample, plot_memory
+from trioengine.cli.bench.report import MAX_POINTS, thinned
 
 
 def samples(count):

@@ -15,7 +15,7 @@ from pathlib import Path
 import trio
 from trio_websocket import open_websocket_url
 
-COMMAND = [sys.executable, "-m", "trioengine.cli"]
+COMMAND = [sys.executable, "-m", "trioengine"]
 STORY = ["generate", "Tell me a story.", "--ignore-eos"]  # longer than any test
 PATIENCE = 240  # seconds until a process that should have ended is a failure
 

@@ -21,7 +21,7 @@ import trio
 
 from trioengine import EngineConfig
 from trioengine.cli.logs import configure_logs
-from trioengine.cli.serving import _serve
+from trioengine.cli.serve import _serve
 from trioengine.serve import ServeConfig, serve
 from trioengine.testing import Simulation
 from trioengine.testing.simulated_worker import Behaviour

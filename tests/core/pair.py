@@ -1,6 +1,6 @@
 """Two connections joined by a fake link, and messages to send over it."""
 
-from trioengine.core.codec import LENGTH, encode
+from trioengine.core.codec import encode, frame
 from trioengine.core.config import WorkerConfig
 from trioengine.core.connection import Connection, Role
 from trioengine.core.image import ImageFormat, ImageInfo
@@ -14,7 +14,6 @@ from trioengine.core.messages import (
     EndSession,
     Fatal,
     FatalCode,
-    FinishReason,
     ImageInput,
     Loading,
     PayloadConsumed,
@@ -31,14 +30,13 @@ from trioengine.core.messages import (
     TokensRow,
     Updated,
     UpdateWeights,
-    Usage,
     Wake,
     Woken,
     WorkerStatistics,
-    token_ids,
 )
+from trioengine.core.power import Tag
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.tag import Tag
+from trioengine.core.types import FinishReason, Usage, token_ids
 
 STATISTICS = WorkerStatistics(*range(11))
 PARAMS = SamplingParams(max_tokens=4, seed=7, logit_bias={3: -1.5}, stop_token_ids=(5,))
@@ -119,5 +117,4 @@ class Pair:
 
 def unchecked(message):
     """The frame that a peer without rules would write."""
-    payload = encode(message)
-    return LENGTH.pack(len(payload)) + payload
+    return frame(encode(message))

@@ -13,6 +13,7 @@ import trio
 from trioengine import EngineConfig, InvalidConfig, RequestRejected, SamplingParams, UnknownArgument
 from trioengine.core.arguments import (
     check_callback,
+    check_cause,
     check_flag,
     check_history,
     check_label,
@@ -24,7 +25,7 @@ from trioengine.core.arguments import (
     names_checked,
 )
 from trioengine.core.bounds import counted
-from trioengine.core.outcome import Cause, check_cause
+from trioengine.core.types import Cause
 
 
 def check_x_role(message):

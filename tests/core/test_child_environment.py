@@ -2,8 +2,8 @@
 
 from dataclasses import fields
 
-from trioengine.core.child_environment import child_environment
-from trioengine.core.serve_config import ServeConfig
+from trioengine.core.config import child_environment
+from trioengine.serve.config import ServeConfig
 
 
 def test_keys_are_left_out():

@@ -4,10 +4,8 @@ import dataclasses
 
 import pytest
 
-from trioengine.core.completion import Chunk, Completion
-from trioengine.core.ledger import Ledger, Stand
-from trioengine.core.messages import FinishReason, Usage
-from trioengine.core.outcome import Cause
+from trioengine.core.ledger import Ledger, RequestState
+from trioengine.core.types import Cause, Chunk, Completion, FinishReason, Usage
 
 
 def test_a_chunk_and_a_completion_are_values():
@@ -29,7 +27,7 @@ def test_a_completion_names_the_call_for_chunks():
 def test_an_abort_is_counted_by_its_cause():
     ledger = Ledger()
     ledger.receive()
-    ledger.settle(Stand.PREPARING, FinishReason.ABORT, Cause.TIMEOUT)
+    ledger.settle(RequestState.PREPARING, FinishReason.ABORT, Cause.TIMEOUT)
     ledger.check()
     assert ledger.aborted == 1
     assert ledger.abort_causes[Cause.TIMEOUT] == 1

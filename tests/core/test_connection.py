@@ -1,6 +1,7 @@
 """Two connections joined by a fake link; the order of messages; misuse and bad peers."""
 
 import dataclasses
+from typing import get_args
 
 import hypothesis.strategies as st
 import msgpack
@@ -8,9 +9,9 @@ import pytest
 from hypothesis import given
 from pair import EVERY_MESSAGE, STATISTICS, Pair, add_message, row, unchecked
 
-from trioengine.core.codec import LENGTH, decode, encode
+from trioengine.core.codec import LENGTH, decode, encode, frame
 from trioengine.core.config import MAX_SESSIONS, WorkerConfig
-from trioengine.core.connection import MIN_FRAME_LIMIT, Connection, Role
+from trioengine.core.connection import MIN_FRAME_LIMIT, RULES, Connection, Role
 from trioengine.core.errors import FrameTooLarge, LocalProtocolError, RemoteProtocolError
 from trioengine.core.messages import (
     WIRE_NAMES,
@@ -22,7 +23,7 @@ from trioengine.core.messages import (
     EndSession,
     Fatal,
     FatalCode,
-    FinishReason,
+    FromWorker,
     Loading,
     Ping,
     Pong,
@@ -32,12 +33,18 @@ from trioengine.core.messages import (
     Shutdown,
     StopSession,
     Tokens,
-    token_ids,
+    ToWorker,
 )
+from trioengine.core.types import FinishReason, token_ids
 
 
 def test_every_message_is_here():
     assert {type(message) for message in EVERY_MESSAGE} == set(WIRE_NAMES)
+
+
+def test_every_message_has_a_rule_and_its_sender():
+    senders = dict.fromkeys(get_args(ToWorker), Role.ENGINE) | dict.fromkeys(get_args(FromWorker), Role.WORKER)
+    assert {message: rule.sender for message, rule in RULES.items()} == senders
 
 
 @pytest.mark.parametrize("message", EVERY_MESSAGE, ids=lambda message: WIRE_NAMES[type(message)])
@@ -53,7 +60,7 @@ def test_a_field_of_a_wrong_type_is_refused(message):
         with pytest.raises(RemoteProtocolError, match=WIRE_NAMES[type(message)]):
             decode(msgpack.packb(packed))
         del packed[field.name]
-        with pytest.raises(RemoteProtocolError, match="other fields"):
+        with pytest.raises(RemoteProtocolError, match=f"{WIRE_NAMES[type(message)]}: unexpected or missing fields"):
             decode(msgpack.packb(packed))
 
 
@@ -119,7 +126,7 @@ def test_garbage_is_a_remote_protocol_error_or_nothing(data):
 @given(st.binary(max_size=120))
 def test_garbage_payloads(data):
     connection = Connection(Role.WORKER)
-    connection.receive_data(LENGTH.pack(len(data)) + data)
+    connection.receive_data(frame(data))
     with pytest.raises(RemoteProtocolError):
         connection.next_message()
 
@@ -211,10 +218,10 @@ def test_what_the_worker_may_not_send(message):
 
 def test_the_wrong_way():
     pair = Pair()
-    with pytest.raises(LocalProtocolError, match="does not send"):
+    with pytest.raises(LocalProtocolError, match="SESSION_ENDED is not sent by the engine"):
         pair.engine.send(SessionEnded(1, STATISTICS))
     pair.engine.receive_data(pair.engine.send(AddSession(1)))
-    with pytest.raises(RemoteProtocolError, match="wrong way"):
+    with pytest.raises(RemoteProtocolError, match="ADD_SESSION is not sent by the worker"):
         pair.engine.next_message()
 
 
@@ -244,16 +251,14 @@ def test_a_frame_over_the_limit_is_refused_before_anything_changes():
         pair.worker.next_message()
 
 
-def test_what_was_encoded_beforehand_is_sent_as_it_is():
-    """Encoding changes nothing; the order of messages is checked when it is sent."""
+def test_encoding_changes_nothing_and_its_result_can_be_sent():
     pair = Pair()
     payload = pair.engine.encode(add_message())
     with pytest.raises(LocalProtocolError):
         pair.engine.send(add_message(), payload)
     pair.down(AddSession(1))
-    frame = pair.engine.send(add_message(), payload)
-    assert frame == LENGTH.pack(len(payload)) + payload
-    pair.worker.receive_data(frame)
+    assert pair.engine.send(add_message(), payload) == frame(payload)
+    pair.worker.receive_data(frame(payload))
     assert pair.worker.next_message() == add_message()
 
 

@@ -16,9 +16,7 @@ from trioengine import (
     UnknownArgument,
     WorkerLost,
 )
-from trioengine.core.completion import Completion
-from trioengine.core.messages import FinishReason, Usage
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause, Completion, FinishReason, Usage
 
 
 def test_errors_carry_their_fields():

@@ -11,9 +11,15 @@ from PIL import Image as PillowImage
 from PIL import ImageOps
 
 from trioengine.core.errors import RequestRejected
-from trioengine.core.exif import MAX_ENTRIES
 from trioengine.core.image import ImageFormat, ImageInfo
-from trioengine.core.image_header import MAX_PIXELS, MAX_SEGMENTS, MAX_SIDE, MAX_WEBP_PIXELS, read_header
+from trioengine.core.image_header import (
+    MAX_EXIF_ENTRIES,
+    MAX_PIXELS,
+    MAX_SEGMENTS,
+    MAX_SIDE,
+    MAX_WEBP_PIXELS,
+    read_header,
+)
 
 REAL = {
     **{f"{format} {mode}": encoded(format, mode=mode) for format, modes in images.MODES.items() for mode in modes},
@@ -104,8 +110,8 @@ def test_where_an_orientation_is_looked_for():
         ([images.segment(0xE1, app1 + other), images.segment(0xE1, app1 + exif), frame], 3),
         ([images.segment(0xE2, app1 + exif), frame], 3),
         ([images.segment(0xE1, exif), frame], 3),
-        ([images.segment(0xE1, app1 + images.exif(6, before=[0] * MAX_ENTRIES)), frame], 3),
-        ([images.segment(0xE1, app1 + images.exif(6, before=[0] * (MAX_ENTRIES - 1))), frame], 4),
+        ([images.segment(0xE1, app1 + images.exif(6, before=[0] * MAX_EXIF_ENTRIES)), frame], 3),
+        ([images.segment(0xE1, app1 + images.exif(6, before=[0] * (MAX_EXIF_ENTRIES - 1))), frame], 4),
         ([images.segment(0xE1, app1 + images.exif(6, kind=7)), frame], 3),
         ([images.segment(0xE1, app1 + b"II*\0"), frame], 3),
     ]:

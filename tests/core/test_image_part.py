@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trioengine.core import data_url
-from trioengine.core.data_url import parse_data_url
+from trioengine.core import image as image_module
 from trioengine.core.errors import RequestRejected
-from trioengine.core.image import ImageFormat, ImageInfo
-from trioengine.core.image_part import Image, image_url, is_image_part
+from trioengine.core.image import Image, ImageFormat, ImageInfo, image_url, is_image_part, parse_data_url
 
 WHERE = "messages[0].content[1]"
 
@@ -29,7 +27,7 @@ def refusal(function, *args, **options):
 @given(st.binary(max_size=3000), st.integers(1, 99))
 def test_data_comes_back(data, chunk):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data_url, "_CHUNK", 4 * chunk)
+        patch.setattr(image_module, "_CHUNK", 4 * chunk)
         assert parse_data_url(url_of(data), len(data)) == ("image/png", data)
         if data:
             error = refusal(parse_data_url, url_of(data), len(data) - 1, where=WHERE)
@@ -73,7 +71,7 @@ def test_what_is_not_base64(text):
 def test_base64_is_strict(text, chunk):
     """What is accepted is what is written back, but for the bits that a last character has too many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data_url, "_CHUNK", 4 * chunk)
+        patch.setattr(image_module, "_CHUNK", 4 * chunk)
         try:
             _, data = parse_data_url(f"data:;base64,{text}", 99)
         except RequestRejected:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trioengine.core.image_processing import MAX_EDGE, ImageGrid, ImageProcessing
+from trioengine.core.image import MAX_EDGE, ImageGrid, ImageProcessing
 
 REFERENCE = json.loads(Path(__file__).parents[1].joinpath("data/image_grid_reference.json").read_text())
 TOKENS = 2

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 import trioengine
-from trioengine import Cause, Completion, EngineConfig, FinishReason, Power, SamplingParams, Usage
+from trioengine import EngineConfig, Power, SamplingParams
+from trioengine.core.types import Cause, Completion, FinishReason, Usage
 
 
 @pytest.mark.parametrize("enumeration", [FinishReason, Cause, Power])

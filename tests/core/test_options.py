@@ -7,7 +7,8 @@ from typing import get_type_hints
 import pytest
 
 from trioengine import EngineConfig, InvalidConfig, RequestRejected, SamplingParams, UnknownArgument
-from trioengine.core.options import EngineOptions, SamplingOptions, merged_config, merged_params, sampling_checked
+from trioengine.core.config import EngineOptions, merged_config
+from trioengine.core.sampling_params import SamplingOptions, merged_params, sampling_checked
 
 
 @sampling_checked

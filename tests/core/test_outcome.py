@@ -2,8 +2,8 @@
 
 import pytest
 
-from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Outcome
+from trioengine.core.errors import Outcome
+from trioengine.core.types import FinishReason
 
 
 @pytest.mark.parametrize("finish_reason", FinishReason)

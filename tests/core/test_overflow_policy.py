@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trioengine import RequestRejected
-from trioengine.core.overflow import check_overflow, prompt_limit, retained
+from trioengine.core.sampling_params import check_overflow, prompt_limit, retained
 
 
 def test_the_policies_have_these_names():

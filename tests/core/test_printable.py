@@ -2,7 +2,7 @@
 
 import pytest
 
-from trioengine.core.printable import printable, printable_lines
+from trioengine.core.bounds import printable, printable_lines
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,8 @@
 
 import pytest
 
-from trioengine.core.arguments import check_content, kind_of
+from trioengine.core.arguments import PromptPlaces, check_content, kind_of
 from trioengine.core.errors import RequestRejected
-from trioengine.core.prompt_places import PromptPlaces
 
 TEXT = {"role": "user", "content": "Hello!"}
 PARTS = {"role": "user", "content": [{"type": "text", "text": "Hello!"}]}

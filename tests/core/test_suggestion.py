@@ -2,7 +2,7 @@
 
 import pytest
 
-from trioengine.core.suggestion import did_you_mean
+from trioengine.core.bounds import did_you_mean
 
 KNOWN = {"max_tokens", "stop", "seed"}
 

@@ -11,9 +11,9 @@ from trioengine.core.bounds import brief
 from trioengine.core.codec import decode, encode
 from trioengine.core.config import MAX_SESSIONS
 from trioengine.core.errors import InvariantError
-from trioengine.core.ledger import Ledger, Stand
-from trioengine.core.messages import AddMessage, Configure, FinishReason, token_ids
-from trioengine.core.outcome import Cause
+from trioengine.core.ledger import Ledger, RequestState
+from trioengine.core.messages import AddMessage, Configure
+from trioengine.core.types import Cause, FinishReason, token_ids
 
 HUGE = 10**400  # no float holds it
 UNPRINTABLE = 10**5000  # more digits than Python prints
@@ -270,10 +270,10 @@ def test_the_ledger_balances_on_every_way():
     for reason in FinishReason:
         ledger.receive()
         ledger.check()
-        ledger.move(Stand.PREPARING, Stand.WAITING)
+        ledger.move(RequestState.PREPARING, RequestState.WAITING)
         assert (ledger.preparing, ledger.waiting, ledger.running, ledger.in_flight) == (0, 1, 0, 1)
-        ledger.move(Stand.WAITING, Stand.RUNNING)
-        ledger.settle(Stand.RUNNING, reason)
+        ledger.move(RequestState.WAITING, RequestState.RUNNING)
+        ledger.settle(RequestState.RUNNING, reason)
         ledger.check()
     assert (ledger.received, ledger.finished, ledger.aborted, ledger.failed, ledger.rejected) == (4, 2, 1, 1, 1)
     ledger.free_session()
@@ -291,7 +291,7 @@ def test_a_ledger_that_does_not_balance_says_so():
         ledger.check()
     ledger = Ledger()
     ledger.receive()
-    ledger.move(Stand.WAITING, Stand.PREPARING)
+    ledger.move(RequestState.WAITING, RequestState.PREPARING)
     with pytest.raises(InvariantError, match="waiting"):
         ledger.check()
 
@@ -307,9 +307,9 @@ def test_a_request_that_leaves_the_line_is_received_and_aborted():
 def test_a_suspended_request_is_in_flight():
     ledger = Ledger()
     ledger.receive()
-    ledger.move(Stand.PREPARING, Stand.WAITING)
-    ledger.move(Stand.WAITING, Stand.SUSPENDED)
+    ledger.move(RequestState.PREPARING, RequestState.WAITING)
+    ledger.move(RequestState.WAITING, RequestState.SUSPENDED)
     assert (ledger.suspended, ledger.in_flight) == (1, 1)
     ledger.check()
-    ledger.settle(Stand.SUSPENDED, FinishReason.ABORT, Cause.SLEEP)
+    ledger.settle(RequestState.SUSPENDED, FinishReason.ABORT, Cause.SLEEP)
     assert (ledger.suspended, ledger.in_flight, ledger.abort_causes[Cause.SLEEP]) == (0, 0, 1)

@@ -3,9 +3,7 @@
 import json
 from pathlib import Path
 
-from trioengine.core.image import ImageFormat, ImageInfo
-from trioengine.core.image_part import Image
-from trioengine.core.image_processing import ImageProcessing
+from trioengine.core.image import Image, ImageFormat, ImageInfo, ImageProcessing
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.tokenizer import Tokenizer

@@ -161,8 +161,22 @@ def test_the_asyncio_example_is_cancelled_when_trio_has_ended(monkeypatch):
     asyncio.run(asyncio.wait_for(main(), 120))
 
 
-@pytest.mark.parametrize("page", ["README.md", *sorted(path.name for path in DOCS.glob("*.md"))])
+PAGES = ["../README.md", *sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))]
+
+
+def anchors(path):
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
-    path = DOCS.parent / page if page == "README.md" else DOCS / page
-    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
-        assert target.startswith("https://") or (path.parent / target).exists(), f"{page}: {target}"
+    path = DOCS / page
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", path.read_text()):
+        if target.startswith("https://"):
+            continue
+        linked = path.parent / target if target else path
+        assert linked.exists(), f"{page}: {target}"
+        assert not anchor or anchor in anchors(linked), f"{page}: {target}#{anchor}"

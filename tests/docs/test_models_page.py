@@ -4,11 +4,11 @@ import re
 from pathlib import Path
 
 from trioengine.core.gguf import MAX_DECODED, MAX_TENSORS, TensorType
-from trioengine.hub.architectures import GGUF_ARCHITECTURES, HF_ARCHITECTURES
-from trioengine.hub.fields import MAX_JSON, MAX_VALUES
-from trioengine.hub.huggingface_model import MAX_TOKENIZER
-from trioengine.hub.llama_gguf import MAX_PADDING
-from trioengine.hub.safetensors_header import MAX_HEADER
+from trioengine.hub.checkpoint import GGUF_ARCHITECTURES, HF_ARCHITECTURES
+from trioengine.hub.llama_config import MAX_PADDING
+from trioengine.hub.model_config import MAX_JSON, MAX_VALUES
+from trioengine.hub.model_info import MAX_TOKENIZER
+from trioengine.hub.safetensors import MAX_HEADER
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 

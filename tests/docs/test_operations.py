@@ -9,7 +9,7 @@ import pytest
 
 from trioengine import EngineConfig
 from trioengine.cli.app import run
-from trioengine.core.serve_config import ConnectionLimits, ServeConfig
+from trioengine.serve.config import ConnectionLimits, ServeConfig
 from trioengine.serve.realtime.connection import CLOSE_TIMEOUT
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -37,7 +37,7 @@ def test_defaults_are_true(field):
 
 def test_the_example_of_a_file_is_read(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr("trioengine.cli.serving.serve_until_told", lambda *configs, **how: seen.append(configs))
+    monkeypatch.setattr("trioengine.cli.serve.run_server", lambda *configs, **how: seen.append(configs))
     example = PAGE.partition("```toml\n")[2].partition("```")[0]
     (tmp_path / "file.toml").write_text(example)
     assert run(["serve", "--config", str(tmp_path / "file.toml")]) == 0
@@ -66,7 +66,7 @@ def test_the_recipes_install_the_torch_that_the_package_needs():
 
 def test_variables_that_the_recipes_set_are_options(monkeypatch):
     seen = []
-    monkeypatch.setattr("trioengine.cli.serving.serve_until_told", lambda *configs, **how: seen.append((configs, how)))
+    monkeypatch.setattr("trioengine.cli.serve.run_server", lambda *configs, **how: seen.append((configs, how)))
     monkeypatch.setenv("TRIOENGINE_LOG_JSON", "1")
     monkeypatch.setenv("TRIOENGINE_HOST", "0.0.0.0")
     assert run(["serve"]) == 0

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from trioengine.core.errors import ModelError
-from trioengine.hub.home import trioengine_home
-from trioengine.hub.known_models import KNOWN_MODELS, SMOLLM2
-from trioengine.hub.pull import located, pull, resolve
+from trioengine.hub.known_models import KNOWN_MODELS, SMOLLM2, trioengine_home
+from trioengine.hub.pull import locate, pull, resolve
 
 # ---- names and paths -----------------------------------------------------------------------------------------------
 
@@ -80,10 +79,10 @@ def test_files_and_directories_of_another_kind(tmp_path):
 
 
 def test_located_fetches_nothing(tmp_path):
-    assert located("SmolLM2-135M-Instruct") is None
-    assert located("org/Model-1.5") is None
+    assert locate("SmolLM2-135M-Instruct") is None
+    assert locate("org/Model-1.5") is None
     (tmp_path / "config.json").write_text("{}")
-    assert located(str(tmp_path)) == tmp_path
+    assert locate(str(tmp_path)) == tmp_path
 
 
 # ---- hub ids -------------------------------------------------------------------------------------------------------

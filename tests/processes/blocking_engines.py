@@ -23,7 +23,7 @@ async def everything_is_given_back(engine):
     gc.collect()
     with trio.fail_after(20):
         while engine.statistics().sessions:
-            await engine.gate.changed()
+            await engine.runtime.gate.changed()
     await engine.check_invariants()
 
 

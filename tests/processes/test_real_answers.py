@@ -5,7 +5,8 @@ import itertools
 import pytest
 import trio
 
-from trioengine import EngineConfig, FinishReason, SamplingParams, open_engine
+from trioengine import EngineConfig, SamplingParams, open_engine
+from trioengine.core.types import FinishReason
 
 PATIENCE = 300  # seconds; a guard against hanging
 GREEDY = SamplingParams(max_tokens=24, temperature=0)

@@ -43,8 +43,8 @@ def rss(engine):
 async def asleep(engine, level):
     """Bytes of a worker that sleeps; at level 2 of the fresh one, when it is there."""
     await engine.sleep(level)
-    while engine.gate.link is None:
-        await engine.gate.changed()
+    while engine.runtime.gate.link is None:
+        await engine.runtime.gate.changed()
     return rss(engine)
 
 

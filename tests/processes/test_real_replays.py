@@ -10,9 +10,10 @@ import poisoned_worker
 import pytest
 import trio
 
-from trioengine import EngineConfig, FinishReason, SamplingParams, WorkerLost, open_engine
+from trioengine import EngineConfig, SamplingParams, WorkerLost, open_engine
 from trioengine.actors import ports
 from trioengine.actors.observer import Observer
+from trioengine.core.types import FinishReason
 
 PATIENCE = 300  # seconds; a guard against hanging, far beyond what is needed
 STREAMS = 32

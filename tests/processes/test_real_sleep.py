@@ -8,7 +8,7 @@ import trio
 from trioengine import EngineAsleep, EngineConfig, SamplingParams, TransitionFailed, open_engine
 from trioengine.core.gguf import parse_gguf
 from trioengine.core.lifecycle import Power
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 
 PATIENCE = 300  # seconds; a guard against hanging, far beyond what is needed
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)

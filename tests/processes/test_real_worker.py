@@ -13,18 +13,9 @@ import pytest
 import trio
 import trio.testing
 
-from trioengine import (
-    EngineConfig,
-    EngineOverloaded,
-    FinishReason,
-    ModelError,
-    SamplingParams,
-    SessionBusy,
-    WorkerLost,
-    open_engine,
-)
+from trioengine import EngineConfig, EngineOverloaded, ModelError, SamplingParams, SessionBusy, WorkerLost, open_engine
 from trioengine.core.lifecycle import Power
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause, FinishReason
 
 PATIENCE = 300  # seconds; a guard against hanging, far beyond what is needed
 ORPHAN_PATIENCE = 60  # for what takes milliseconds
@@ -83,7 +74,7 @@ async def strike(engine, session, moment):
     if moment == "idle":
         os.kill(pid, signal.SIGKILL)
         while engine.statistics().power is Power.AWAKE:
-            await engine.gate.changed()
+            await engine.runtime.gate.changed()
         with pytest.raises(EngineOverloaded, match="restarting"):
             await session.generate("x").__aenter__()
         return
@@ -184,7 +175,7 @@ async def test_two_hundred_callers_leave_in_every_way_under_load(in_time, config
                 assert answer.finish_reason is FinishReason.LENGTH and len(answer.token_ids) == 20
                 await engine.check_invariants()
         while engine.statistics().sessions:
-            await engine.gate.changed()
+            await engine.runtime.gate.changed()
         await engine.check_invariants()
         statistics = engine.statistics()
         assert statistics.worker_sessions == statistics.running == statistics.waiting == statistics.preparing == 0
@@ -289,7 +280,7 @@ def test_cold_imports():
         ("trioengine.worker.process", ("trio", "torch", "numpy")),
         ("trioengine.actors.engine", ("torch", "gguf", "numpy")),
         ("trioengine.serve", ("torch", "numpy", "rich", "matplotlib")),
-        ("trioengine.cli.serving", ("torch", "rich", "matplotlib")),
+        ("trioengine.cli.serve", ("torch", "rich", "matplotlib")),
         ("trioengine.client.client", ("torch", "tokenizers", "prometheus_client")),
         ("trioengine.cli", ("torch", "trio")),
     ]:

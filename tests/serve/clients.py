@@ -14,7 +14,7 @@ from trio_websocket import wrap_client_stream
 from trioengine import Engine, EngineConfig
 from trioengine.actors.observer import Observer
 from trioengine.serve import ServeConfig, Server
-from trioengine.serve.byte_budget import ByteBudget, Held
+from trioengine.serve.limits import ByteBudget, Held
 from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulation import DEFAULT_LIMITS
 
@@ -181,7 +181,7 @@ class Clients:
         return self.stream(ours, theirs)
 
     async def _serve(self, stream):
-        await self.server.front_door.handle(stream)
+        await self.server.connections.handle(stream)
         self._num_open -= 1
         self._closed.set()
         self._closed = trio.Event()
@@ -229,7 +229,7 @@ class Clients:
 
     async def everything_is_given_back(self):
         while self.engine.statistics().sessions:
-            await self.engine.gate.changed()
+            await self.engine.runtime.gate.changed()
         await self.engine.check_invariants()
         statistics = self.engine.statistics()
         assert (statistics.preparing, statistics.waiting, statistics.running, statistics.suspended) == (0, 0, 0, 0)
@@ -242,12 +242,12 @@ async def open_clients(config=None, limits=DEFAULT_LIMITS, **options):
     async with simulated_engine(config, limits=limits) as (engine, simulation), trio.open_nursery() as nursery:
         clients = Clients(engine, simulation, nursery, **options)
         yield clients
-        clients.server.front_door.close_idle()
+        clients.server.connections.close_idle()
         with trio.fail_after(60):
             await clients.all_closed()
             await clients.everything_is_given_back()
         assert clients.server.budget.num_bytes == 0
-        assert clients.engine.payloads.payloads == ()
+        assert clients.engine.runtime.images.budget.payloads == ()
 
 
 @asynccontextmanager
@@ -286,7 +286,7 @@ async def first_token(engine):
 async def finished(engine, count):
     """Wait until so many requests ran to their end."""
     while engine.statistics().finished < count:
-        await engine.gate.changed()
+        await engine.runtime.gate.changed()
 
 
 async def receive_late(stream, size, send_timeout):

@@ -6,25 +6,25 @@ import trio
 from frames import request
 from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
-from trioengine.serve.access import Access
-from trioengine.serve.departures import Departures
-from trioengine.serve.front_door import FrontDoor
+from trioengine.serve.auth import Access
+from trioengine.serve.body import DisconnectCounter
+from trioengine.serve.connection import ConnectionHandler
 from trioengine.serve.http import json_response
 from trioengine.serve.routes import Route
 
 
-def front_door(clients, path, handler, departures=None, max_connections=8):
+def connection_handler(clients, path, handler, disconnects=None, max_connections=8):
     """A GET of `path` is answered by the handler, everything else as the server does it."""
-    config, door = clients.server.config, clients.server.front_door
-    return FrontDoor(
+    config, door = clients.server.config, clients.server.connections
+    return ConnectionHandler(
         {**door._routes, path: Route({"GET": handler})},
         Access(config),
         door._check_upgrade,
         door._realtime,
         budget=clients.server.budget,
-        departures=Departures() if departures is None else departures,
+        disconnects=DisconnectCounter() if disconnects is None else disconnects,
         limits=config.limits,
-        takes_images=lambda: clients.engine.takes_images,
+        takes_images=lambda: clients.engine.runtime.takes_images,
         max_connections=max_connections,
     )
 
@@ -45,10 +45,10 @@ class SlowDoor:
     """A front door whose `/slow` is answered when it may be."""
 
     def __init__(self, clients, **options):
-        self.departures = Departures()
+        self.disconnects = DisconnectCounter()
         self.may_answer = trio.Event()
         self.was_cancelled = False
-        self._door = front_door(clients, "/slow", self._answer, self.departures, **options)
+        self._door = connection_handler(clients, "/slow", self._answer, self.disconnects, **options)
         self.handle = self._door.handle
 
     async def _answer(self, request):

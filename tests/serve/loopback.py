@@ -27,7 +27,7 @@ async def on_loopback(limits=DEFAULT_LIMITS, **options):
         yield server
         with trio.fail_after(30):
             while server.engine.statistics().sessions:
-                await server.engine.gate.changed()
+                await server.engine.runtime.gate.changed()
             await server.engine.check_invariants()
-            assert server.engine.payloads.payloads == ()
+            assert server.engine.runtime.images.budget.payloads == ()
         server.abort()

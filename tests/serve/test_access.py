@@ -8,10 +8,9 @@ from clients import CHAT, chat, open_clients, read_all, status_and_body
 from trio.testing import wait_all_tasks_blocked
 from trio_websocket import HandshakeError
 
-from trioengine.core.serve_config import ServeConfig
-from trioengine.serve.access import Access
+from trioengine.serve.auth import Access, Role
+from trioengine.serve.config import ServeConfig
 from trioengine.serve.http import BadRequest, Request
-from trioengine.serve.routes import Role
 
 KEY, OTHER, ADMIN = "sk-secret-1", "sk-secret-2", "sk-secret-admin"
 KEYS = {"api_key": (KEY, OTHER), "admin_key": ADMIN}
@@ -211,7 +210,7 @@ async def test_so_many_of_a_key(autojump_clock):
             assert status_and_body(await clients.http(get("/health", bearer(KEY))))[0] == 200
         await clients.http(get("/health"))  # time for the goodbye
         assert status_and_body(await clients.http(get("/version", bearer(KEY))))[0] == 200
-        assert not clients.server.front_door._access._sessions
+        assert not clients.server.connections._access._sessions
 
 
 async def test_a_request_whose_body_still_comes_counts(autojump_clock):

@@ -9,10 +9,9 @@ from clients import CHAT, chat, open_clients, read_all, status_and_body
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine.cli.logs import JsonFormatter
-from trioengine.serve.access_log import request_id
+from trioengine.serve.access_log import REQUEST_ID, ContextFilter, request_id, set_field
 from trioengine.serve.http import Request
-from trioengine.serve.log_fields import REQUEST_ID, ContextFilter, about
-from trioengine.serve.openai.chat_request import ChatRequest
+from trioengine.serve.openai.request import ChatRequest
 
 ACCESS = "trioengine.access"
 
@@ -182,8 +181,8 @@ async def test_a_response_is_logged_under_its_id(autojump_clock, clients, log, m
 
 
 async def test_a_context_is_left():
-    with about(REQUEST_ID, "a"):
-        with about(REQUEST_ID, "b"):
+    with set_field(REQUEST_ID, "a"):
+        with set_field(REQUEST_ID, "b"):
             assert REQUEST_ID.get() == "b"
         assert REQUEST_ID.get() == "a"
     assert REQUEST_ID.get() is None

@@ -4,8 +4,8 @@ import pytest
 import trio
 from realtime_texts import GREEDY, LONG, assistant, reference, text_of, user
 
-from trioengine.core.outcome import Cause
-from trioengine.serve.realtime.beside import MAX_BESIDE
+from trioengine.core.types import Cause
+from trioengine.serve.realtime.response import MAX_OUT_OF_BAND
 
 NONE = {"conversation": "none"}
 WHOLE = {**GREEDY, "ignore_eos": True}  # however it goes, of the same length
@@ -72,13 +72,13 @@ async def test_an_input_of_the_conversations_own_response(autojump_clock, client
 async def test_several_run_at_once_beside_the_conversation(autojump_clock, clients):
     async with clients.realtime() as client:
         await client.say("hello")
-        names = [f"part {number}" for number in range(MAX_BESIDE)]
+        names = [f"part {number}" for number in range(MAX_OUT_OF_BAND)]
         for name in names:
             response = {"input": [item(name)], "metadata": {"name": name}, **NONE, **WHOLE}
             await client.send("response.create", response=response)
         await client.send("response.create", response={"metadata": {"name": "hello"}, **WHOLE})
         await client.send("response.create", event_id="too many", response={**NONE, **GREEDY})
-        responses = await done(client, MAX_BESIDE + 1)
+        responses = await done(client, MAX_OUT_OF_BAND + 1)
         texts = {response["metadata"]["name"]: text_of(response) for response in responses.values()}
         assert texts == {name: reference(clients, [user(name)], ignore_eos=True) for name in (*names, "hello")}
         (error,) = (event["error"] for event in client.events if event["type"] == "error")
@@ -89,7 +89,7 @@ async def test_several_run_at_once_beside_the_conversation(autojump_clock, clien
         )
         begun = [event["type"] for event in client.events].index("response.done")
         created = [event["type"] for event in client.events[:begun]].count("response.created")
-        assert created == MAX_BESIDE + 1
+        assert created == MAX_OUT_OF_BAND + 1
         assert (await client.respond(**NONE, **WHOLE))["status"] == "incomplete"
 
 
@@ -139,10 +139,10 @@ async def test_all_end_with_the_connection(autojump_clock, clients, rounds):
             await client.send("response.create", response=settings)
         for _ in range(rounds):
             await client.until("response.output_text.delta")
-        sessions = list(clients.engine._sessions)
+        sessions = list(clients.engine.runtime.sessions)
         assert len(sessions) == 3 or not rounds
     while clients.engine.statistics().sessions:
-        await clients.engine.gate.changed()
+        await clients.engine.runtime.gate.changed()
     assert {session.end_cause for session in sessions} <= {Cause.DISCONNECT}
     assert clients.engine.statistics().finished == 0
 
@@ -151,7 +151,7 @@ async def test_the_sessions_slot_is_free_when_it_is_done(autojump_clock, clients
     async with clients.realtime() as client:
         await client.respond(input=[item("hello")], **NONE, **GREEDY)
         while clients.engine.statistics().sessions:
-            await clients.engine.gate.changed()
+            await clients.engine.runtime.gate.changed()
         await clients.engine.check_invariants()
 
 

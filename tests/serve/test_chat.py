@@ -9,10 +9,10 @@ from clients import CHAT, chat, events_of
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine.actors.generation import Generation
+from trioengine.serve.body import Body
 from trioengine.serve.http import Request
 from trioengine.serve.openai.chat import _Answer
-from trioengine.serve.openai.chat_request import ChatRequest
-from trioengine.serve.streaming import Body
+from trioengine.serve.openai.request import ChatRequest
 from trioengine.testing import toy_answer
 from trioengine.testing.toy_model import toy_logprobs
 
@@ -274,8 +274,8 @@ async def test_the_request_is_let_go_of_before_the_first_token(autojump_clock, c
         assert not [entry for entry in objects if type(entry) is Request and entry.body]
         (answer,) = (entry for entry in objects if type(entry) is _Answer)
         assert not answer._messages
-        (session,) = clients.engine._sessions
-        assert session.generation.prompt is None
+        (session,) = clients.engine.runtime.sessions
+        assert session.request.prompt is None
 
 
 async def test_nothing_of_it_is_logged(autojump_clock, clients, caplog):

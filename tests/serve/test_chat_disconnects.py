@@ -12,9 +12,9 @@ from trio.testing import lockstep_stream_pair, wait_all_tasks_blocked
 
 from trioengine import EngineConfig
 from trioengine.core.messages import AddMessage
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.serve import ServeConfig
-from trioengine.serve.streaming import KEEP_ALIVE
+from trioengine.serve.body import KEEP_ALIVE
 from trioengine.testing import simulated_engine, toy_answer
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.simulation import DEFAULT_LIMITS
@@ -49,8 +49,8 @@ async def ended_by_disconnect(clients, session, generation):
 
 
 def only_session(clients):
-    (session,) = clients.engine._sessions
-    return session, session.generation
+    (session,) = clients.engine.runtime.sessions
+    return session, session.request
 
 
 @pytest.mark.parametrize("leave", LEAVING)
@@ -61,7 +61,7 @@ async def test_before_the_first_token(autojump_clock, clients, caplog, leave, st
         await client.send("POST", CHAT, chat(stream=stream, **LONG))
         await wait_all_tasks_blocked()
         session, generation = only_session(clients)
-        assert not generation.answer.token_ids
+        assert not generation.output.token_ids
         await leave(client.stream)
         await ended_by_disconnect(clients, session, generation)
     assert caplog.messages[1:] == ["client disconnected: it closed the connection"]  # after the line of the access log
@@ -84,7 +84,7 @@ async def test_in_the_middle_of_a_whole_answer(autojump_clock, clients, leave):
         await client.send("POST", CHAT, chat(**LONG))
         await first_token(clients.engine)
         session, generation = only_session(clients)
-        assert generation.answer.token_ids
+        assert generation.output.token_ids
         await leave(client.stream)
         await ended_by_disconnect(clients, session, generation)
 
@@ -131,13 +131,13 @@ async def test_while_it_is_queued(autojump_clock, leave, stream):
             await first_token(engine)
             await client.send("POST", CHAT, chat("you", stream=stream, **LONG))
             await wait_all_tasks_blocked()
-            session = list(engine._sessions)[-1]
-            generation = session.generation
+            session = list(engine.runtime.sessions)[-1]
+            generation = session.request
             assert (engine.statistics().running, engine.statistics().waiting) == (1, 1)
             await leave(client.stream)
             await generation.settled.wait()
             assert generation.outcome.cause is Cause.DISCONNECT
-            assert not generation.answer.token_ids
+            assert not generation.output.token_ids
             assert (engine.statistics().running, engine.statistics().waiting) == (1, 0)
             assert (await busy.answer()).json["usage"]["completion_tokens"] == 400
         await clients.all_closed()

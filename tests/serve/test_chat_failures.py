@@ -7,7 +7,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig
 from trioengine.core.lifecycle import PowerEvent
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.testing import simulated_engine
 
 LONG = {"max_tokens": 400}
@@ -47,7 +47,7 @@ async def test_a_full_engine_says_429(autojump_clock, stream):
 async def test_an_engine_that_ends_says_503(autojump_clock, event):
     async with simulated_engine() as (engine, simulation), trio.open_nursery() as nursery:
         clients = Clients(engine, simulation, nursery)
-        engine.gate.change_power(event)
+        engine.runtime.gate.change_power(event)
         answer = await clients.chat()
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
         assert answer.error["code"] == "shutting_down"
@@ -58,7 +58,7 @@ async def test_a_worker_that_restarts_says_503(autojump_clock):
     async with simulated_engine(config) as (engine, simulation), trio.open_nursery() as nursery:
         clients = Clients(engine, simulation, nursery)
         simulation.worker.exit(-9)
-        await engine.gate.changed()
+        await engine.runtime.gate.changed()
         answer = await clients.chat()
         assert (answer.status, answer.error["type"], answer.error["code"]) == (503, "server_error", "overloaded")
         assert int(answer.headers["retry-after"]) >= 1
@@ -93,8 +93,8 @@ async def test_a_worker_that_dies_in_the_middle(autojump_clock, clients):
 async def test_a_request_that_fails_alone(autojump_clock, clients):
     async with clients.connect() as client:
         await first_piece(client)
-        (session,) = clients.engine._sessions
-        clients.simulation.worker.runner.fail_requests.add(session.generation.request_id)
+        (session,) = clients.engine.runtime.sessions
+        clients.simulation.worker.runner.fail_requests.add(session.request.id)
         *_, error, done = await rest(client)
         assert (error["error"]["code"], done) == ("sampling_failed", "[DONE]")
 
@@ -103,8 +103,8 @@ async def test_a_whole_answer_that_fails(autojump_clock, clients):
     async with clients.connect() as client:
         await client.send("POST", CHAT, chat(**LONG))
         await wait_all_tasks_blocked()
-        (session,) = clients.engine._sessions
-        clients.simulation.worker.runner.fail_requests.add(session.generation.request_id)
+        (session,) = clients.engine.runtime.sessions
+        clients.simulation.worker.runner.fail_requests.add(session.request.id)
         answer = await client.answer()
         assert (answer.status, answer.error["code"]) == (500, "sampling_failed")
         assert answer.error["type"] == "server_error"
@@ -129,8 +129,8 @@ async def test_an_abort_is_an_error(autojump_clock, clients, cause, status):
 async def test_a_bug_in_the_middle(autojump_clock, clients, caplog, monkeypatch):
     async with clients.connect() as client:
         await first_piece(client)
-        (session,) = clients.engine._sessions
-        monkeypatch.setattr(session.generation, "_num_texts_read", "x")
+        (session,) = clients.engine.runtime.sessions
+        monkeypatch.setattr(session.request, "_num_texts_read", "x")
         *_, error, done = await rest(client)
         assert (error["error"]["code"], done) == ("internal_error", "[DONE]")
         assert error["error"]["message"] == "internal error"

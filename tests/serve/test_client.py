@@ -9,7 +9,6 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine import (
     EngineClosed,
-    FinishReason,
     InvalidConfig,
     RequestRejected,
     SamplingParams,
@@ -20,8 +19,8 @@ from trioengine import (
     connect,
 )
 from trioengine.client.address import Address
-from trioengine.client.posts import WINDOW
-from trioengine.core.outcome import Cause
+from trioengine.client.connection import WINDOW
+from trioengine.core.types import Cause, FinishReason
 
 
 async def test_an_answer_streams(autojump_clock, remote, clients):
@@ -74,8 +73,9 @@ async def test_a_request_aborted_as_its_turn_comes_is_never_asked(autojump_clock
         first.abort()
         nursery.start_soon(second.__aenter__)
         await wait_all_tasks_blocked()
-        settle, first.settle = first.settle, lambda: (settle(), second.abort())
-        await second.settled.wait()
+        request = first._state
+        settle, request._settle = request._settle, lambda: (settle(), second.abort())
+        await second._state.settled.wait()
         assert second.completion.cause is Cause.CLIENT
         async with session.generate("hello", GREEDY) as following:
             assert (await following.result()).text == reference(clients, [user("hello")])

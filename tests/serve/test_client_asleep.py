@@ -8,8 +8,8 @@ from params import GREEDY, LONG
 from realtime_texts import assistant, reference, user
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineAsleep, FinishReason, TimedOut, connect
-from trioengine.core.outcome import Cause
+from trioengine import EngineAsleep, TimedOut, connect
+from trioengine.core.types import Cause, FinishReason
 
 
 async def test_who_does_not_wait_is_told(autojump_clock, remote, clients):
@@ -52,8 +52,8 @@ async def test_who_waits_may_leave(autojump_clock, remote, clients, how):
                 with pytest.raises(TimedOut) if how == "timeout" else nullcontext():
                     async with waiting:
                         pass
-        assert waiting.outcome.finish_reason is FinishReason.ABORT
-        assert waiting.outcome.cause is (Cause.TIMEOUT if how == "timeout" else Cause.CLIENT)
+        assert waiting.completion.finish_reason is FinishReason.ABORT
+        assert waiting.completion.cause is (Cause.TIMEOUT if how == "timeout" else Cause.CLIENT)
         assert session.history == []
         await clients.engine.wake()
         async with session.generate("again", GREEDY) as generation:

@@ -21,7 +21,7 @@ from trioengine import (
     connect,
 )
 from trioengine.client.session import Session as RemoteSession
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.testing import simulated_engine
 
 

@@ -7,15 +7,8 @@ from params import GREEDY
 from realtime_texts import assistant, reference, user
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import (
-    ConnectionLost,
-    EngineClosed,
-    EngineOverloaded,
-    FinishReason,
-    SamplingParams,
-    connect,
-)
-from trioengine.core.outcome import Cause
+from trioengine import ConnectionLost, EngineClosed, EngineOverloaded, SamplingParams, connect
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import simulated_engine
 
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -40,7 +33,7 @@ async def test_a_connection_that_breaks_in_the_middle_of_an_answer(autojump_cloc
                     text += chunk.text
         broken = "the connection to the server broke off: the server died, or the network failed"
         assert (lost.value.code, str(lost.value)) == (1006, broken)
-        assert text == generation.text
+        assert text == generation._state.text
         assert reference(clients, [user("hello")], 400, ignore_eos=True).startswith(text)
         with pytest.raises(ConnectionLost):
             _ = generation.completion
@@ -120,7 +113,7 @@ async def test_cancelled_anywhere_the_connection_is_closed(autojump_clock, clien
                     await generation.result()
     await clients.all_closed()
     while clients.engine.statistics().sessions:
-        await clients.engine.gate.changed()
+        await clients.engine.runtime.gate.changed()
 
 
 @pytest.mark.parametrize("ticks", range(48))
@@ -149,7 +142,7 @@ async def test_leaving_a_session_in_the_middle_of_an_answer(autojump_clock, remo
     assert (generation.completion.finish_reason, generation.completion.cause) == (FinishReason.ABORT, Cause.CLIENT)
     await clients.all_closed()
     while clients.engine.statistics().sessions:
-        await clients.engine.gate.changed()
+        await clients.engine.runtime.gate.changed()
     assert trio.current_time() - before < 0.1
     assert clients.engine.statistics().aborted == 1
 

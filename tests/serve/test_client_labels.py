@@ -7,7 +7,7 @@ from params import LONG
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import SessionEnded, connect
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.testing import simulated_engine
 
 

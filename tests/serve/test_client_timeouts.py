@@ -5,9 +5,9 @@ import trio
 from params import GREEDY, LONG
 from realtime_texts import assistant, reference, user
 
-from trioengine import ConnectionLost, FinishReason, TimedOut, connect
+from trioengine import ConnectionLost, TimedOut, connect
 from trioengine.client.connection import PING_INTERVAL
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause, FinishReason
 
 
 class Gate(trio.abc.Stream):

@@ -9,8 +9,8 @@ from params import GREEDY, LONG
 from realtime_texts import assistant, reference, user
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineConfig, EngineOverloaded, FinishReason, SamplingParams, TimedOut, connect
-from trioengine.core.outcome import Cause
+from trioengine import EngineConfig, EngineOverloaded, SamplingParams, TimedOut, connect
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import simulated_engine
 
 
@@ -65,8 +65,8 @@ async def test_who_waits_may_leave(autojump_clock, crowded, how):
                     with pytest.raises(TimedOut) if how == "timeout" else nullcontext():
                         async with waiting:
                             pass
-            assert waiting.outcome.finish_reason is FinishReason.ABORT
-            assert waiting.outcome.cause is (Cause.TIMEOUT if how == "timeout" else Cause.CLIENT)
+            assert waiting.completion.finish_reason is FinishReason.ABORT
+            assert waiting.completion.cause is (Cause.TIMEOUT if how == "timeout" else Cause.CLIENT)
             assert other.history == []
         async with other.generate("again", GREEDY) as generation:
             assert (await generation.result()).text == reference(clients, [user("again")])

@@ -6,9 +6,8 @@ from clients import Clients, status_and_body
 from frames import HANDSHAKE, HEALTH, event, read_until, request
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine.serve.descriptors import RESERVE, affordable
-from trioengine.serve.front_door import BEYOND_TIMEOUT, MAX_BEYOND
-from trioengine.serve.sockets import LINGER_TIMEOUT
+from trioengine.serve.connection import BEYOND_TIMEOUT, LINGER_TIMEOUT, MAX_BEYOND
+from trioengine.serve.limits import RESERVE, clamp_to_fd_limit
 from trioengine.testing import simulated_engine
 
 VERSION = request("/version")
@@ -32,7 +31,7 @@ async def test_more_connections_than_the_server_takes(autojump_clock):
                     assert answer.count(b"HTTP/1.1 200 ") == 1
             assert (await client.ask("hello", temperature=0))["status"] == "completed"
             assert status_and_body(await clients.http(VERSION))[0] == 200
-        clients.server.front_door.close_idle()
+        clients.server.connections.close_idle()
 
 
 async def test_more_connections_than_the_server_refuses(autojump_clock):
@@ -44,14 +43,14 @@ async def test_more_connections_than_the_server_refuses(autojump_clock):
             for stream in refused:
                 await stream.send_all(VERSION)
             await wait_all_tasks_blocked()
-            front_door = clients.server.front_door
-            assert front_door._beyond.left == 0
+            connection_handler = clients.server.connections
+            assert connection_handler._beyond.left == 0
             assert status_and_body(await clients.http(VERSION))[0] == 503
             for stream in refused:
                 assert (await stream.receive_some()).startswith(b"HTTP/1.1 503 ")
             await trio.sleep(LINGER_TIMEOUT + 1)  # simulated: what was refused is let go then
-            assert front_door._beyond.left == MAX_BEYOND
-        clients.server.front_door.close_idle()
+            assert connection_handler._beyond.left == MAX_BEYOND
+        clients.server.connections.close_idle()
 
 
 async def test_a_bad_request_makes_room_until_it_is_closed(autojump_clock):
@@ -60,12 +59,12 @@ async def test_a_bad_request_makes_room_until_it_is_closed(autojump_clock):
         bad = clients.stream()
         await bad.send_all(b"nonsense\r\n\r\n")
         assert (await bad.receive_some()).startswith(b"HTTP/1.1 400 ")
-        assert clients.server.front_door._places.left == 0
+        assert clients.server.connections._slots.left == 0
         assert status_and_body(await clients.http(VERSION))[0] == 200
         assert await bad.receive_some() == b""
         await bad.aclose()
         assert status_and_body(await clients.http(HEALTH))[0] == 200
-        clients.server.front_door.close_idle()
+        clients.server.connections.close_idle()
 
 
 async def test_no_more_connections_than_descriptors(autojump_clock, descriptors, caplog):
@@ -77,10 +76,10 @@ async def test_no_more_connections_than_descriptors(autojump_clock, descriptors,
         async with clients.realtime(), clients.realtime():
             status, body = status_and_body(await clients.http(VERSION))
             assert (status, body["error"]["message"]) == (503, "connection limit reached (2)")
-    assert affordable(3) == 2
-    assert affordable(2) == 2
+    assert clamp_to_fd_limit(3) == 2
+    assert clamp_to_fd_limit(2) == 2
     descriptors(RESERVE - 1)
-    assert affordable(3) == 1
+    assert clamp_to_fd_limit(3) == 1
 
 
 REFUSED = [

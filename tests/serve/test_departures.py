@@ -12,7 +12,7 @@ async def test_an_http_client_that_goes_before_its_answer_is_counted(autojump_cl
     slow = SlowDoor(clients)
     async with slow.asked():
         pass
-    assert slow.departures.count == 1
+    assert slow.disconnects.count == 1
 
 
 async def test_an_http_client_that_has_its_answer_is_not_counted(autojump_clock, clients):
@@ -20,7 +20,7 @@ async def test_an_http_client_that_has_its_answer_is_not_counted(autojump_clock,
     async with slow.asked() as stream:
         slow.may_answer.set()
         assert (await read_all(stream)).startswith(b"HTTP/1.1 200 ")
-    assert slow.departures.count == 0
+    assert slow.disconnects.count == 0
 
 
 async def test_an_http_client_that_does_not_take_its_answer_is_counted(autojump_clock, clients, caplog):
@@ -31,4 +31,4 @@ async def test_an_http_client_that_does_not_take_its_answer_is_counted(autojump_
     async with slow.asked(ours, theirs) as stream:
         slow.may_answer.set()
         await read_all(stream, silence=100)
-    assert slow.departures.count == 1
+    assert slow.disconnects.count == 1

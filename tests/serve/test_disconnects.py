@@ -9,7 +9,7 @@ from frames import HANDSHAKE, SAY, event, read_until
 from trio.testing import lockstep_stream_pair, memory_stream_pair, wait_all_tasks_blocked
 from trio_websocket import ConnectionClosed
 
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 from trioengine.testing import simulated_engine, toy_answer
 
 LONG = {"temperature": 0, "max_output_tokens": 400, "ignore_eos": True}
@@ -30,7 +30,7 @@ async def nobody_is_left(clients):
     """At once: no timeout may have to pass for it."""
     before = trio.current_time()
     while clients.engine.statistics().sessions:
-        await clients.engine.gate.changed()
+        await clients.engine.runtime.gate.changed()
     assert trio.current_time() - before < 0.1
     statistics = clients.engine.statistics()
     assert (statistics.finished, statistics.aborted, statistics.failed) == (0, 1, 0)
@@ -59,12 +59,12 @@ async def test_a_client_that_vanishes_while_its_prompt_is_prepared(autojump_cloc
             await trio.lowlevel.checkpoint()
         await stream.aclose()
         while engine.statistics().sessions:
-            await engine.gate.changed()
+            await engine.runtime.gate.changed()
         aborted = [line for line in clients.server.metrics.render().splitlines() if b"requests_aborted_total{" in line]
         assert [line for line in aborted if not line.endswith(b" 0.0")] == [
             b'trioengine_requests_aborted_total{cause="disconnect"} 1.0'
         ]
-        clients.server.front_door.close_idle()
+        clients.server.connections.close_idle()
         await clients.all_closed()
 
 
@@ -85,8 +85,8 @@ async def test_a_clean_close_in_the_middle_of_a_response(autojump_clock, clients
 
 async def test_the_cause_is_the_disconnect(autojump_clock, clients):
     stream = await streaming(clients)
-    (session,) = clients.engine._sessions
-    generation = session.generation
+    (session,) = clients.engine.runtime.sessions
+    generation = session.request
     await stream.aclose()
     await nobody_is_left(clients)
     assert session.end_cause is Cause.DISCONNECT
@@ -98,7 +98,7 @@ async def test_a_client_that_leaves_while_idle(autojump_clock, clients):
         await client.ask("hello")
         assert clients.engine.statistics().sessions == 1
     while clients.engine.statistics().sessions:
-        await clients.engine.gate.changed()
+        await clients.engine.runtime.gate.changed()
 
 
 async def test_a_client_that_leaves_before_its_first_request_never_had_a_session(autojump_clock, clients):
@@ -117,7 +117,7 @@ async def test_a_client_that_never_reads_is_disconnected_and_delays_nobody(autoj
         assert (await other.ask("hello", temperature=0, max_output_tokens=5))["status"] in ("completed", "incomplete")
     assert trio.current_time() - before < 1
     while clients.engine.statistics().sessions:
-        await clients.engine.gate.changed()
+        await clients.engine.runtime.gate.changed()
     assert 19 < trio.current_time() - before < 30
 
 

@@ -39,7 +39,7 @@ async def test_a_connection_is_told(autojump_clock, clients):
         clients.simulation.worker.exit(-9)
         assert await next_state(client) == ("restarting", 2)
         assert await next_state(client) == ("awake", 2)
-    assert len(clients.engine._power._listeners) == 0
+    assert len(clients.engine.runtime.power._listeners) == 0
 
 
 async def test_new_weights_of_an_engine_that_sleeps(autojump_clock, clients):
@@ -132,7 +132,7 @@ async def test_a_client_that_does_not_read_costs_no_more(autojump_clock, clients
         theirs.send_stream.send_all_hook = send_later
         await client.say("x" * ROOM)
         await wait_all_tasks_blocked()
-        (listener,) = clients.engine._power._listeners
+        (listener,) = clients.engine.runtime.power._listeners
         for _ in range(100):
             await clients.engine.sleep()
             await clients.engine.wake()

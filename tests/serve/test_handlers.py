@@ -1,7 +1,7 @@
 """Handlers of requests: what ends one before it has answered, and what a crash of one leaves alone."""
 
 from clients import read_all, status_and_body
-from doors import SlowDoor, asked, front_door
+from doors import SlowDoor, asked, connection_handler
 from frames import HEALTH
 
 
@@ -26,7 +26,7 @@ async def test_a_handler_that_crashes(autojump_clock, clients, caplog):
     async def broken(request):
         raise ZeroDivisionError("a secret")
 
-    async with asked(front_door(clients, "/broken", broken), "/broken", more=HEALTH) as stream:
+    async with asked(connection_handler(clients, "/broken", broken), "/broken", more=HEALTH) as stream:
         data = await read_all(stream)
     assert data.startswith(b"HTTP/1.1 500 ")
     assert b"internal_error" in data

@@ -12,8 +12,8 @@ from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 from trioengine import EngineConfig, __version__
 from trioengine.core.lifecycle import PowerEvent
 from trioengine.serve import ServeConfig, Server
+from trioengine.serve.auth import is_loopback
 from trioengine.serve.http import json_response
-from trioengine.serve.origins import is_loopback
 from trioengine.testing import simulated_engine
 
 ROUTES = [
@@ -100,7 +100,7 @@ async def test_a_worker_that_hangs_is_no_health(autojump_clock):
         await trio.sleep(config.ping_interval + config.unresponsive_timeout / 2)
         assert await health() == (503, {"status": "unresponsive"})
         assert b"retry-after: 1\r\n" in await clients.http(request("/health", "HEAD"))
-        await engine.gate.changed()
+        await engine.runtime.gate.changed()
         await engine.ready()
         assert await health() == (200, {"status": "ok"})
         nursery.cancel_scope.cancel()
@@ -118,15 +118,15 @@ async def test_ready_follows_the_engine(autojump_clock):
 
         assert await ready() == (200, {"state": "awake"})
         simulation.worker.exit(-9)
-        await engine.gate.changed()
+        await engine.runtime.gate.changed()
         assert await ready() == (503, {"state": "restarting"})
         assert b"retry-after: 1\r\n" in await clients.http(request("/ready"))
         await engine.ready()
         assert await ready() == (200, {"state": "awake"})
-        engine.gate.change_power(PowerEvent.DRAIN)
+        engine.runtime.gate.change_power(PowerEvent.DRAIN)
         assert await ready() == (503, {"state": "draining"})
         assert status_and_body(await clients.http(request("/health"))) == (200, {"status": "ok"})
-        engine.gate.change_power(PowerEvent.CLOSE)
+        engine.runtime.gate.change_power(PowerEvent.CLOSE)
         assert await ready() == (503, {"state": "closed"})
         assert status_and_body(await clients.http(request("/health")))[0] == 503
         nursery.cancel_scope.cancel()
@@ -156,7 +156,7 @@ def test_loopback():
 async def test_insecure_serves_every_host(autojump_clock):
     async with simulated_engine() as (engine, _), trio.open_nursery() as nursery:
         ours, theirs = memory_stream_pair()
-        nursery.start_soon(Server(engine, ServeConfig(insecure=True)).front_door.handle, theirs)
+        nursery.start_soon(Server(engine, ServeConfig(insecure=True)).connections.handle, theirs)
         await ours.send_all(request("/health", host="example.com"))
         assert status_and_body(await read_all(ours))[0] == 200
         await ours.aclose()

@@ -20,7 +20,7 @@ from clients import first_token
 from trioengine import EngineConfig
 from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.serve import ServeConfig, serve
-from trioengine.serve.openai.chat_request import _FIELDS
+from trioengine.serve.openai.request import _FIELDS
 from trioengine.testing import Simulation, toy_answer
 from trioengine.testing.simulated_worker import Behaviour
 
@@ -40,7 +40,7 @@ async def running(step_time=0.001, name="toy"):
         await server.engine.ready()
         yield server
         while server.engine.statistics().sessions:
-            await server.engine.gate.changed()
+            await server.engine.runtime.gate.changed()
         await server.engine.check_invariants()
         server.abort()
 
@@ -146,7 +146,7 @@ async def test_openai_leaves_a_stream():
     async with running(step_time=0.05) as server:
         await under_asyncio(ask, server)
         while server.engine.statistics().sessions:
-            await server.engine.gate.changed()
+            await server.engine.runtime.gate.changed()
         assert server.engine.statistics().aborted == 1
 
 
@@ -166,7 +166,7 @@ async def test_openai_is_cancelled_while_it_waits():
             await first_token(server.engine)
             runs.set()
         while server.engine.statistics().sessions:
-            await server.engine.gate.changed()
+            await server.engine.runtime.gate.changed()
         assert server.engine.statistics().aborted == 1
 
 
@@ -212,7 +212,7 @@ async def test_openai_waits_and_asks_again_when_the_server_is_full():
         return client.with_options(max_retries=5).chat.completions.with_raw_response.create(**SHORT)
 
     async with running() as server:
-        gate = server.engine.gate
+        gate = server.engine.runtime.gate
         config, gate._config = gate._config, SimpleNamespace(max_sessions=8, max_num_seqs=0, max_num_queued_reqs=0)
 
         async def make_room():
@@ -247,7 +247,7 @@ async def test_httpx_leaves_a_stream():
             async with client.stream("POST", "/chat/completions", json=body) as response:
                 assert response.status_code == 200  # comes with the first token
         while server.engine.statistics().sessions:
-            await server.engine.gate.changed()
+            await server.engine.runtime.gate.changed()
         assert server.engine.statistics().aborted == 1
 
 
@@ -289,6 +289,6 @@ async def test_the_curl_examples_run():
 
 async def test_the_page_names_every_route_and_field():
     async with running() as server:
-        names = {path.removesuffix("*") for path in server.front_door._routes} - {"/", "/metrics"} | _FIELDS
+        names = {path.removesuffix("*") for path in server.connections._routes} - {"/", "/metrics"} | _FIELDS
     for name in names:
         assert f"`{name}" in PAGE or f" {name}" in PAGE, name

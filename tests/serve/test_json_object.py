@@ -7,8 +7,8 @@ from clients import CHAT, chat, open_clients
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trioengine.serve.json_object import MAX_DEPTH, load_object
-from trioengine.serve.problem import ClientError
+from trioengine.serve.errors import ClientError
+from trioengine.serve.parsing import MAX_DEPTH, load_object
 
 
 def nested(depth, opening="[", closing="]"):
@@ -33,7 +33,7 @@ NOT_JSON = [
     (b" \n", "the body is empty"),
     ('{"a": 1,\n "b" 2}', "the body is not JSON: line 2, column 6"),
     ("{} {}", "the body is not JSON: line 1, column 4"),
-    ('{"a": NaN}', "the body is not JSON: NaN is no number of JSON"),
+    ('{"a": NaN}', "the body is not JSON: NaN is not a JSON number"),
     (f'{{"a": {"1" * 5000}}}', "the body is not JSON"),
 ]
 

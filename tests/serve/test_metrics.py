@@ -11,14 +11,12 @@ from trio_websocket import ConnectionClosed
 
 from trioengine import EngineConfig, SamplingParams, TimedOut, WorkerLost
 from trioengine.actors.engine import Engine
-from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause, FinishReason
 from trioengine.serve import Server
-from trioengine.serve.metrics.histogram import Histogram
-from trioengine.serve.metrics.histograms import HISTOGRAMS
+from trioengine.serve.metrics import HISTOGRAMS, Histogram
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
-from trioengine.worker.scheduling.limits import Limits
+from trioengine.worker.scheduling.step import Limits
 
 STEP = 0.03
 TEN = SamplingParams(max_tokens=10, ignore_eos=True)
@@ -33,7 +31,7 @@ async def clients(autojump_clock, engine_config):
     ):
         clients = Clients(engine, simulation, nursery)
         yield clients
-        clients.server.front_door.close_idle()
+        clients.server.connections.close_idle()
         with trio.fail_after(60):
             await clients.all_closed()
             await clients.everything_is_given_back()
@@ -177,7 +175,7 @@ async def test_preemptions(autojump_clock):
         async with trio.open_nursery() as nursery:
             for start in (1, 2):
                 nursery.start_soon(engine.generate, [start] * 8, SamplingParams(max_tokens=30, ignore_eos=True))
-        preemptions = simulation.worker.step_loop.statistics().num_preemptions
+        preemptions = simulation.worker.core.statistics().num_preemptions
         assert Scrape(server.metrics.render().decode()).value("num_preemptions_total") == preemptions > 0
 
 
@@ -229,7 +227,7 @@ async def test_before_the_engine_is_ready_and_after_its_end(autojump_clock):
 # ---- clients that go ------------------------------------------------------------------------------------------------
 
 
-def departures(clients):
+def disconnects(clients):
     return now(clients).value("client_disconnected_total")
 
 
@@ -239,7 +237,7 @@ async def test_a_client_that_leaves_a_response_behind_is_counted(autojump_clock,
         await client.send("response.create", response={"max_output_tokens": 400})
         await client.until("response.created")
     await clients.all_closed()
-    assert departures(clients) == 1
+    assert disconnects(clients) == 1
     await clients.everything_is_given_back()
     assert now(clients).by_label("requests_aborted_total") == {"disconnect": 1}
 
@@ -260,14 +258,14 @@ async def test_a_client_that_is_sent_away_is_counted_if_it_has_a_response(autoju
             while True:
                 await client.websocket.get_message()
     await clients.all_closed()
-    assert departures(clients) == count
+    assert disconnects(clients) == count
 
 
 async def test_a_client_that_has_its_response_is_not_counted(autojump_clock, clients):
     async with clients.realtime() as client:
         await client.ask("hello")
     await clients.all_closed()
-    assert departures(clients) == 0
+    assert disconnects(clients) == 0
 
 
 @pytest.mark.parametrize("way", ["hangs up", "is silent"])
@@ -284,23 +282,23 @@ async def test_a_client_that_goes_is_counted_once(autojump_clock, clients, way):
             clients.simulation.worker.stall(60)
             theirs.send_stream.send_all_hook = trio.sleep_forever
         await clients.all_closed()
-    assert departures(clients) == 1
+    assert disconnects(clients) == 1
     if way == "is silent":
         clients.simulation.worker.kill()
-        await clients.engine.gate.changed()
+        await clients.engine.runtime.gate.changed()
         await clients.engine.ready()
 
 
 async def test_a_server_that_aborts_counts_no_departure(autojump_clock, clients):
     ours, theirs = memory_stream_pair()
     async with trio.open_nursery() as connections:
-        connections.start_soon(clients.server.front_door.handle, theirs)
+        connections.start_soon(clients.server.connections.handle, theirs)
         async with clients.realtime(ours) as client:
             await client.say("hello")
             await client.send("response.create")
             await client.until("response.created")
             connections.cancel_scope.cancel()
-    assert departures(clients) == 0
+    assert disconnects(clients) == 0
     await clients.everything_is_given_back()
 
 

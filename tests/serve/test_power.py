@@ -31,7 +31,7 @@ async def state(clients):
 
 async def until(clients, power):
     while clients.engine.state is not power:
-        await clients.engine.gate.changed()
+        await clients.engine.runtime.gate.changed()
 
 
 async def streaming(client):
@@ -131,9 +131,9 @@ async def test_ready_says_asleep_from_the_first_step(autojump_clock, clients):
     """The engine is still awake, and admits nothing."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(clients.engine.sleep)
-        while not clients.engine.gate.num_pending:
+        while not clients.engine.runtime.gate.num_pending:
             await trio.lowlevel.checkpoint()
-        route = clients.server.front_door._routes["/ready"].handlers["GET"]
+        route = clients.server.connections._routes["/ready"].handlers["GET"]
         assert (await route(None)).status == 503
     await post(clients, "/wake_up")
 
@@ -194,7 +194,7 @@ async def test_the_worker_dies_asleep(autojump_clock, clients):
     """Nobody needs it before it is woken."""
     await post(clients, "/sleep")
     clients.simulation.worker.exit(-9)
-    await clients.engine.gate.changed()
+    await clients.engine.runtime.gate.changed()
     assert await state(clients) == asleep(1)
     assert (await clients.request("GET", "/health")).status == 200
     assert len(clients.simulation.workers) == 1

@@ -29,7 +29,7 @@ async def test_requests_that_outlive_their_worker(autojump_clock, clients):
         for deaths in (1, 2):
             await anext(generation)
             clients.simulation.worker.kill()
-            await engine.gate.changed()
+            await engine.runtime.gate.changed()
             assert now(clients).values("num_requests_suspended", "requests_resumed_total") == [1, deaths - 1]
             await engine.ready()
             assert now(clients).values("num_requests_suspended", "requests_resumed_total") == [0, deaths]

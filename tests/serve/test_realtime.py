@@ -209,7 +209,7 @@ async def test_a_conversation_beyond_the_context_is_refused_before_it_is_taken_o
     """By its length alone: what the engine's session holds stays, for the conversation that it still fits."""
     async with clients.realtime() as client:
         first = await client.ask("hello", **GREEDY)
-        (session,) = clients.engine._sessions
+        (session,) = clients.engine.runtime.sessions
         item = {
             "id": "long",
             "type": "message",

@@ -265,7 +265,7 @@ async def test_a_client_that_leaves_at_any_moment(clients, passes):
             await trio.lowlevel.checkpoint()
     await clients.all_closed()
     while clients.engine.statistics().sessions:
-        await clients.engine.gate.changed()
+        await clients.engine.runtime.gate.changed()
     assert kept(clients) == 0
 
 
@@ -280,7 +280,7 @@ async def test_a_client_that_breaks_off(clients):
             await client.until("response.done")
     await clients.all_closed()
     while clients.engine.statistics().sessions:
-        await clients.engine.gate.changed()
+        await clients.engine.runtime.gate.changed()
     assert kept(clients) == 0
 
 

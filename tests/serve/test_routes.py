@@ -9,9 +9,10 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig, SamplingParams
 from trioengine.core.errors import InvariantError
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
+from trioengine.serve.auth import Role
 from trioengine.serve.http import json_response
-from trioengine.serve.routes import Role, get, route_of
+from trioengine.serve.routes import find_route, get
 from trioengine.testing import simulated_engine
 from trioengine.text.tokenizer import Tokenizer
 
@@ -56,9 +57,9 @@ def test_which_route():
         return json_response(200, {})
 
     routes = {"/a": get(handler), "/a/*": get(handler, Role.OPERATOR)}
-    assert route_of(routes, "/a") is routes["/a"]
-    assert route_of(routes, "/a/b") is route_of(routes, "/a/b/c") is route_of(routes, "/a/") is routes["/a/*"]
-    assert route_of(routes, "/ab") is None
+    assert find_route(routes, "/a") is routes["/a"]
+    assert find_route(routes, "/a/b") is find_route(routes, "/a/b/c") is find_route(routes, "/a/") is routes["/a/*"]
+    assert find_route(routes, "/ab") is None
 
 
 # ---- tokens -------------------------------------------------------------------------------------------------------
@@ -181,7 +182,7 @@ def test_the_special_tokens_around_a_text():
 
 
 async def test_the_roles(autojump_clock, clients):
-    routes = clients.server.front_door._routes
+    routes = clients.server.connections._routes
     operators = {path for path, route in routes.items() if route.role is Role.OPERATOR}
     power = {"/sleep", "/wake_up", "/wakeup", "/update_weights", "/is_sleeping"}
     assert operators == {"/debug/invariants", "/abort_request"} | power
@@ -232,7 +233,7 @@ async def test_invariants_that_do_not_hold(autojump_clock, clients, monkeypatch)
 
 async def test_invariants_without_a_worker(autojump_clock, clients):
     clients.simulation.worker.exit(-9)
-    await clients.engine.gate.changed()
+    await clients.engine.runtime.gate.changed()
     assert (await clients.request("GET", "/debug/invariants")).status == 503
     await clients.engine.ready()
 
@@ -332,7 +333,7 @@ async def test_abort_all_and_the_line(autojump_clock):
             nursery.start_soon(lambda: engine.generate("hello", ENDLESS))
         await wait_all_tasks_blocked()
         assert (await clients.request("POST", "/abort_request", {"abort_all": True})).json == {"aborted": 3}
-        assert len(engine.gate.requests) == 0
+        assert len(engine.runtime.gate.requests) == 0
 
 
 async def test_abort_all(autojump_clock, clients):

@@ -6,7 +6,7 @@ import pytest
 import trio
 from trio.testing import assert_checkpoints, assert_no_checkpoints, memory_stream_pair
 
-from trioengine.serve.sockets import Sender
+from trioengine.serve.body import Sender
 
 LONG = bytes(range(256)) * 50_000
 

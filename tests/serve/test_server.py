@@ -16,11 +16,11 @@ from clients import Client, read_all, status_and_body
 from trio_websocket import ConnectionClosed, wrap_client_stream
 
 from trioengine import EngineConfig, EngineError, InvalidConfig, WorkerLost
-from trioengine.actors.engine import open_unwrapped_nursery
+from trioengine.aio.nursery import open_unwrapped_nursery
+from trioengine.cli.process import obey_signals
 from trioengine.core.messages import Fatal, FatalCode
 from trioengine.serve import ServeConfig, Server, serve
-from trioengine.serve.signals import obey_signals
-from trioengine.serve.sockets import address, guard
+from trioengine.serve.connection import enable_keepalive, format_address
 from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 
@@ -91,7 +91,7 @@ async def test_a_conversation_over_a_real_socket():
         async with realtime(state.server) as client:
             assert (await client.ask("hello", **SHORT))["status"] == "incomplete"
         while state.server.engine.statistics().sessions:
-            await state.server.engine.gate.changed()
+            await state.server.engine.runtime.gate.changed()
         await state.server.engine.check_invariants()
 
 
@@ -171,7 +171,7 @@ async def test_the_first_signal_drains_and_the_second_aborts():
 STUBBORN = """
 import trio
 import trio.testing
-from trioengine.serve.signals import obey_signals
+from trioengine.cli.process import obey_signals
 
 class Stubborn:
     async def drain(self, timeout):
@@ -271,7 +271,7 @@ async def test_every_address_is_told(autojump_clock):
         assert server.port == ports[0]
         assert server.addresses == tuple(f"127.0.0.1:{port}" for port in ports)
         server.abort()
-    assert address("::1", 80) == "[::1]:80"
+    assert format_address("::1", 80) == "[::1]:80"
 
 
 async def test_events_are_json_on_the_wire():
@@ -284,6 +284,6 @@ async def test_the_kernel_watches_accepted_sockets():
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     async with listener, await trio.open_tcp_stream("127.0.0.1", listener.socket.getsockname()[1]):
         async with await listener.accept() as accepted:
-            guard(accepted)
+            enable_keepalive(accepted)
             assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 20_000

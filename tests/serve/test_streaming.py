@@ -6,13 +6,12 @@ import socket
 import pytest
 import trio
 from clients import HttpClient, receive_late
-from doors import front_door
+from doors import connection_handler
 from trio.testing import lockstep_stream_pair, memory_stream_pair, wait_all_tasks_blocked
 
-from trioengine.serve.http import json_response
-from trioengine.serve.problem import ClientError
-from trioengine.serve.sockets import CHUNK, Sender
-from trioengine.serve.streaming import KEEP_ALIVE, Body, Disconnected, StreamingResponse
+from trioengine.serve.body import CHUNK, KEEP_ALIVE, Body, Disconnected, Sender
+from trioengine.serve.errors import ClientError
+from trioengine.serve.http import StreamingResponse, json_response
 
 LONG = bytes(range(256)) * 50_000
 
@@ -27,7 +26,7 @@ def connect(clients):
             return StreamingResponse(write, **options)
 
         ours, theirs = pair or memory_stream_pair()
-        nursery.start_soon(front_door(clients, "/stream", handler).handle, theirs)
+        nursery.start_soon(connection_handler(clients, "/stream", handler).handle, theirs)
         return HttpClient(ours)
 
     return connect
@@ -185,7 +184,7 @@ async def test_a_send_that_fails_is_a_departure(autojump_clock, connect, caplog)
     departed = trio.Event()
 
     async def write(body):
-        body.on_departure = departed.set
+        body.on_disconnect = departed.set
         await body.send(b"a")
 
     ours, theirs = memory_stream_pair()
@@ -201,7 +200,7 @@ async def test_who_answers_is_told_of_a_departure_first(autojump_clock, connect)
     told, log = trio.Event(), []
 
     async def write(body):
-        body.on_departure = lambda: log.append("departed")
+        body.on_disconnect = lambda: log.append("disconnected")
         try:
             await body.send(b"a")
             await trio.sleep_forever()
@@ -216,7 +215,7 @@ async def test_who_answers_is_told_of_a_departure_first(autojump_clock, connect)
     await client.head()
     await client.stream.aclose()
     await told.wait()
-    assert log == ["departed", "cancelled"]
+    assert log == ["disconnected", "cancelled"]
 
 
 # ---- pieces that are sent without waiting ----------------------------------------------------------------------------
@@ -229,7 +228,7 @@ async def streaming():
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
     async with trio.SocketStream(ours) as server, trio.SocketStream(theirs) as client, trio.open_nursery() as nursery:
         body = Body(Sender(server), nursery, send_timeout=10.0)
-        body.open(bytes, bytes, b".")
+        body.start(bytes, bytes, b".")
         assert not body.can_send_now  # its head is another's to send
         await body.send(b"first ")
         yield body, client
@@ -275,28 +274,28 @@ async def test_a_client_that_does_not_read_the_rest_is_gone(autojump_clock):
     with theirs:
         async with trio.SocketStream(ours) as server, trio.open_nursery() as nursery:
             body = Body(Sender(server), nursery, send_timeout=10.0)
-            body.open(bytes, bytes, b".")
+            body.start(bytes, bytes, b".")
             await body.send(b"first")
             body.send_now(LONG)
             nursery.start_soon(body.watch)
     assert nursery.cancel_scope.cancel_called
-    assert str(body.departed) == "it does not read"
+    assert str(body.disconnected) == "it does not read"
     assert not body.can_send_now
 
 
 async def test_a_client_that_closes_before_the_rest_is_gone():
     ours, theirs = trio.socket.socketpair()
-    departures = []
+    disconnects = []
     async with trio.SocketStream(ours) as server, trio.open_nursery() as nursery:
         body = Body(Sender(server), nursery, send_timeout=10.0)
-        body.open(bytes, bytes, b"")
-        body.on_departure = lambda: departures.append("told")
+        body.start(bytes, bytes, b"")
+        body.on_disconnect = lambda: disconnects.append("told")
         await body.send(b"first")
         body.send_now(LONG)
         theirs.close()
     assert nursery.cancel_scope.cancel_called
-    assert departures == ["told"]
-    assert str(body.departed) == "it closed the connection"
+    assert disconnects == ["told"]
+    assert str(body.disconnected) == "it closed the connection"
 
 
 async def test_a_client_that_is_gone_is_told_nothing_more():
@@ -305,9 +304,9 @@ async def test_a_client_that_is_gone_is_told_nothing_more():
     async with trio.SocketStream(theirs) as client:
         async with trio.SocketStream(ours) as server, trio.open_nursery() as nursery:
             body = Body(Sender(server), nursery, send_timeout=10.0)
-            body.open(bytes, bytes, b"")
+            body.start(bytes, bytes, b"")
             await body.send(b"first")
-            body.depart(Disconnected("it closed the connection"))
+            body.disconnect(Disconnected("it closed the connection"))
             await body.send(b"second")
         assert await client.receive_some() == b"first"
         assert await client.receive_some() == b""
@@ -318,7 +317,7 @@ async def test_what_is_sent_at_once_is_no_silence(autojump_clock):
     ours, theirs = trio.socket.socketpair()
     async with trio.SocketStream(theirs) as client, trio.SocketStream(ours) as server, trio.open_nursery() as nursery:
         body = Body(Sender(server), nursery, send_timeout=60.0)
-        body.open(bytes, bytes, b".")
+        body.start(bytes, bytes, b".")
         await body.send(b"0")
         nursery.start_soon(body.watch)
         for number in range(1, 6):

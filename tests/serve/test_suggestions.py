@@ -110,7 +110,7 @@ async def test_an_unknown_parameter(autojump_clock, clients, target, message):
 
 
 async def test_no_route_ignores_a_parameter(autojump_clock, clients):
-    routes = clients.server.front_door._routes
+    routes = clients.server.connections._routes
     assert {"/", "/health", "/metrics", "/v1/models", CHAT, "/tokenize", "/is_sleeping", "/sleep"} <= routes.keys()
     for path, route in routes.items():
         for method in route.handlers.keys() - {"HEAD"}:
@@ -180,4 +180,4 @@ async def test_a_route_that_is_like_no_other(autojump_clock, clients):
 async def test_a_method_that_is_not_allowed(autojump_clock, clients, method, path, allowed):
     answer = await clients.request(method, path)
     assert (answer.status, answer.error["code"], answer.headers["allow"]) == (405, "method_not_allowed", allowed)
-    assert answer.error["message"] == f"{path!r} does not allow {method}; allowed: {allowed}"
+    assert answer.error["message"] == f"method {method} is not allowed for {path}; allowed: {allowed}"

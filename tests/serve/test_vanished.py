@@ -76,9 +76,9 @@ async def slow_clients(max_num_seqs):
 
 
 def held_blocks(clients):
-    step_loop = clients.simulation.worker.step_loop
-    statistics = step_loop.statistics()
-    return step_loop.limits.kv_blocks_total - statistics.kv_blocks_free - statistics.kv_blocks_cached
+    core = clients.simulation.worker.core
+    statistics = core.statistics()
+    return core.limits.kv_blocks_total - statistics.kv_blocks_free - statistics.kv_blocks_cached
 
 
 @pytest.mark.parametrize("after", [0.5, 1.05, 1.15, 5.0])

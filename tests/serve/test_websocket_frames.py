@@ -11,7 +11,7 @@ from frames import HANDSHAKE, MASK, event, frame, read_until
 from trio.testing import lockstep_stream_pair
 from wsproto.events import AcceptConnection
 
-from trioengine.serve.websocket_protocol import WebSocketProtocol
+from trioengine.serve.websocket import WebSocketProtocol
 
 TEXT, BINARY, CLOSE, PING, PONG = 1, 2, 8, 9, 10
 CANCEL = json.dumps({"type": "response.cancel"}).encode()

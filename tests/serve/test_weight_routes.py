@@ -136,7 +136,7 @@ async def test_the_worker_dies_of_them(autojump_clock, clients):
         clients.simulation.worker.stall()
         await client.send("POST", "/update_weights", {"name": "one"})
         while clients.engine.state is not Power.UPDATING:
-            await clients.engine.gate.changed()
+            await clients.engine.runtime.gate.changed()
         assert (await clients.request("GET", "/ready")).json == {"state": "asleep"}
         clients.simulation.worker.exit(-9)
         answer = await client.answer()
@@ -160,7 +160,7 @@ async def test_a_client_that_leaves(autojump_clock, clients):
         await client.head()
         await operator.send("POST", "/update_weights", {"name": "one", "mode": "wait"})
         while clients.engine.state is not Power.UPDATING:
-            await clients.engine.gate.changed()
+            await clients.engine.runtime.gate.changed()
         await trio.aclose_forcefully(operator.stream)
         await client.rest()
         await clients.engine.ready()

@@ -20,7 +20,7 @@ class Served:
         self.log = log
         options = "--port 0 --max-model-len 512 --kv-cache-memory 33554432 --max-num-seqs 8 --served-model-name m"
         options += " --num-threads 1"  # two that wait for each other are many times slower on a busy machine
-        command = [sys.executable, "-m", "trioengine.cli", "serve", str(model), *options.split(), *more]
+        command = [sys.executable, "-m", "trioengine", "serve", str(model), *options.split(), *more]
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(command, stderr=stderr)
         self.port = int(self._wait_for(r"listening on http://127\.0\.0\.1:(\d+)"))

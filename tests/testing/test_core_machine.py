@@ -1,13 +1,13 @@
 """The fuzzer on the core alone: it finds nothing, takes every transition, and finds the mutants of table and books."""
 
 import pytest
+from mutants import MUTANTS
 
 from trioengine.core.lifecycle import SESSION_TRANSITIONS
 from trioengine.testing.fuzz.core_machine import CoreMachine
+from trioengine.testing.fuzz.machine import session_state
 from trioengine.testing.fuzz.program import Program, ReplayFile, replay
-from trioengine.testing.fuzz.rare import session_state
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer
-from trioengine.testing.mutants import MUTANTS
 
 PROGRAMS = 500
 IN_REACH = ("F2", "F7", "F8", "F28", "F41")  # what is wrong in the table or in the books

@@ -7,13 +7,12 @@ import subprocess
 import sys
 
 import pytest
+from mutants import MUTANTS
 
 from trioengine.testing.fuzz.engine_machine import EngineMachine
-from trioengine.testing.fuzz.machines import MACHINES
+from trioengine.testing.fuzz.machine import TABLE_STATES
 from trioengine.testing.fuzz.program import Program, ReplayFile, replay
-from trioengine.testing.fuzz.rare import TABLE_STATES
-from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
-from trioengine.testing.mutants import MUTANTS
+from trioengine.testing.fuzz.runner import MACHINES, PROFILES, Fuzzer, silence
 
 RUNS = {  # seed and programs: those that reach what can be reached soonest
     "EngineMachine": (3, 600),
@@ -177,7 +176,7 @@ def run_python(script, text="", *args, **environment):
 
 REPLAYS = """
 import json, sys
-from trioengine.testing.fuzz.machines import MACHINES
+from trioengine.testing.fuzz.runner import MACHINES
 from trioengine.testing.fuzz.program import ReplayFile, replay
 checksums = {}
 for text in json.load(sys.stdin):
@@ -225,7 +224,7 @@ def first_programs(machine, count):
 PROGRAMS_OF_A_SEED = """
 import sys
 from trioengine.testing.fuzz.runner import PROFILES, Fuzzer, silence
-from trioengine.testing.fuzz.machines import MACHINES
+from trioengine.testing.fuzz.runner import MACHINES
 if sys.argv[1] == "more":
     import trioengine.cli, trioengine.serve, asyncio, http.server
     from hypothesis import given, strategies as st

@@ -22,16 +22,13 @@ from trioengine.core.messages import (
     PayloadConsumed,
     Ready,
     Tokens,
-    token_ids,
 )
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.testing.behaviour import Behaviour
-from trioengine.testing.simulated_payload import SimulatedMemfd
-from trioengine.testing.simulated_process import SMALL_PAYLOAD_QUEUE
+from trioengine.core.types import token_ids
+from trioengine.testing.simulated_process import SMALL_PAYLOAD_QUEUE, Behaviour, SimulatedMemfd
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.testing.simulation import DEFAULT_LIMITS, SealFailure, Simulation
-from trioengine.testing.toy_model import toy_answer
-from trioengine.testing.toy_vision import TOY_TILE
+from trioengine.testing.toy_model import TOY_TILE, toy_answer
 
 LIMITS = replace(DEFAULT_LIMITS, tile=TOY_TILE)
 PROMPT = [1, 7, 7, 7, 2]
@@ -176,7 +173,7 @@ async def test_a_death_closes_what_the_worker_holds() -> None:
     bench.worker.turn()
     bench.worker.turn()
     bench.worker.turn()
-    assert bench.worker.step_loop.num_payloads == 1
+    assert bench.worker.core.num_payloads == 1
     assert [payload.is_open for payload in sealed.passed] == [True]
     bench.worker.kill()
     assert [payload.is_open for payload in sealed.passed] == [False]
@@ -195,7 +192,7 @@ async def test_a_payload_that_leaks_is_noticed() -> None:
     await bench.worker.send_payload(1, SimulatedMemfd([b"cat"]))
     bench.worker.receive_payloads()
     bench.worker.turn()
-    bench.worker.step_loop._scheduler.payloads._early.clear()
+    bench.worker.core._scheduler.payloads._early.clear()
     bench.send(AddSession(1), EndSession(1))
     with pytest.raises(AssertionError, match="payloads open that it does not know"):
         settle(bench.worker)

@@ -4,8 +4,8 @@ import pytest
 
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.image_header import read_header
-from trioengine.testing.toy_vision import toy_decode, toy_file
-from trioengine.worker.vision.image_error import ImageError
+from trioengine.testing.toy_model import toy_decode, toy_file
+from trioengine.worker.scheduling.image_queue import ImageError
 
 
 @pytest.mark.parametrize(("value", "format"), [(7, ImageFormat.PNG), (255, ImageFormat.JPEG)])

@@ -1,10 +1,9 @@
 """What a program does not need to fail is left out of it."""
 
-from trioengine.testing.fuzz.machines import MACHINES
+from mutants import MUTANTS
+
 from trioengine.testing.fuzz.program import Program, replay
-from trioengine.testing.fuzz.runner import silence
-from trioengine.testing.fuzz.trimming import trimmed
-from trioengine.testing.mutants import MUTANTS
+from trioengine.testing.fuzz.runner import MACHINES, silence, trimmed
 
 OPEN, SETTLE = ("open", {"wait": True}), ("settle", {})
 ASK = ("ask", {"which": 0, "max_tokens": 2, "reads": True})

@@ -7,15 +7,14 @@ import tracemalloc
 import pytest
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from known_templates import KNOWN
-from template_pieces import EXPRESSIONS, STATEMENTS
+from known_templates import EXPRESSIONS, KNOWN, STATEMENTS
 
 from trioengine.core.errors import ModelError, RequestRejected
 from trioengine.testing.toy_model import toy_model
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.conversation import Conversation
-from trioengine.text.template_budget import Budget, TemplateTooCostly
+from trioengine.text.template_operations import Budget, TemplateTooCostly
 
 TEXT = ("Lorem ipsum dolor sit amet, \n" * 150)[:4096]
 CALL = {"id": "x1", "function": {"name": "f", "arguments": {"a": [1, {"b": "ü"}]}}}

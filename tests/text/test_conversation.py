@@ -7,7 +7,7 @@ from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as RawTokenizer
 
 from trioengine import ModelError, RequestRejected
-from trioengine.core.messages import token_ids
+from trioengine.core.types import token_ids
 from trioengine.testing import toy_model
 from trioengine.testing.toy_model import CHAT_TEMPLATE, END_OF_TEXT, IM_END, IM_START
 from trioengine.text.chat_template import ChatTemplate
@@ -79,7 +79,7 @@ def test_special_tokens_inside_an_answer_are_no_part_of_the_next_prompt(output, 
 
 def test_a_real_tokenizer_gives_the_same_prompt_again(smollm2):
     """Where the text around an end token would be other tokens without it."""
-    from trioengine.hub.model_files import read_model
+    from trioengine.hub.model_info import read_model
 
     model = read_model(smollm2)
     chat = ChatTokenizer(model.tokenizer, model.chat_template)
@@ -93,7 +93,7 @@ def test_a_real_tokenizer_gives_the_same_prompt_again(smollm2):
 
 
 def test_generated_ids_are_kept_though_the_tokenizer_would_choose_others(smollm2):
-    from trioengine.hub.model_files import read_model
+    from trioengine.hub.model_info import read_model
 
     model = read_model(smollm2)
     chat = ChatTokenizer(model.tokenizer, model.chat_template)
@@ -108,7 +108,7 @@ def test_generated_ids_are_kept_though_the_tokenizer_would_choose_others(smollm2
 
 
 def test_a_stop_string_within_a_token_leaves_the_text_that_was_seen(smollm2):
-    from trioengine.hub.model_files import read_model
+    from trioengine.hub.model_info import read_model
 
     model = read_model(smollm2)
     chat = ChatTokenizer(model.tokenizer, model.chat_template)

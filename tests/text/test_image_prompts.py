@@ -18,11 +18,10 @@ from vision_chat import (
 )
 
 from trioengine.core.errors import ModelError, RequestRejected
-from trioengine.core.image import VISION_MODEL
-from trioengine.core.image_processing import ImageProcessing
-from trioengine.core.messages import token_ids
+from trioengine.core.image import VISION_MODEL, ImageProcessing
+from trioengine.core.types import token_ids
+from trioengine.text.chat_tokenizer import TileSpan
 from trioengine.text.conversation import Conversation, prompt_length
-from trioengine.text.placed_image import TileSpan
 
 CHATS = {name: chat_tokenizer(template) for name, template in REFERENCE["templates"].items()}
 CHAT = CHATS["smolvlm"]

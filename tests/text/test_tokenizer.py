@@ -12,12 +12,11 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from trioengine import ModelError
-from trioengine.hub.model_files import read_model
+from trioengine.hub.model_info import read_model
 from trioengine.testing import toy_model
 from trioengine.text.chat_tokenizer import ChatTokenizer
-from trioengine.text.detokenizer import Detokenizer
-from trioengine.text.stop_strings import StopMatcher
-from trioengine.text.tokenizer import Tokenizer
+from trioengine.text.output import StopMatcher
+from trioengine.text.tokenizer import Detokenizer, Tokenizer
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "data" / "tokenizer_reference.json").read_text())
 

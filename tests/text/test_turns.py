@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trioengine import RequestRejected
-from trioengine.core.messages import token_ids
+from trioengine.core.types import token_ids
 from trioengine.testing import toy_model
 from trioengine.text.chat_tokenizer import ChatTokenizer
-from trioengine.text.conversation import Conversation, least_prompt
-from trioengine.text.turns import Turns
+from trioengine.text.conversation import Conversation, newest_turn
+from trioengine.text.messages import Turns
 
 TOY = toy_model()
 CHAT = ChatTokenizer(TOY.tokenizer, TOY.chat_template)
@@ -49,12 +49,12 @@ def test_the_leading_system_messages_and_the_newest_turn_are_not_dropped():
         messages[:2] + messages[7:],
     ]
     assert turns.dropped(2) == range(2, 7)
-    assert turns.newest == least_prompt(messages) == messages[:2] + messages[7:]
+    assert turns.newest == newest_turn(messages) == messages[:2] + messages[7:]
 
 
 @pytest.mark.parametrize("prompt", ["a text", [1, 2, 3]])
 def test_what_is_no_chat_is_not_shortened(prompt):
-    assert least_prompt(prompt) == prompt
+    assert newest_turn(prompt) == prompt
 
 
 def conversation(turns):

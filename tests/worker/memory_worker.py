@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from trioengine.core.tag import Tag
+from trioengine.core.power import Tag
 from trioengine.worker import __main__ as worker
 from trioengine.worker.process import run
 

@@ -6,7 +6,7 @@ import shutil
 from torch_driver import generate, reference
 
 from trioengine.core.errors import InvariantError
-from trioengine.core.tag import Tag
+from trioengine.core.power import Tag
 
 EXPECTED = reference("tiny_reference.json")["plain"]["output"]
 WEIGHTS, KV_CACHE = frozenset({Tag.WEIGHTS}), frozenset({Tag.KV_CACHE})

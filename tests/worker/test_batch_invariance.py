@@ -9,13 +9,13 @@ from torch_driver import load, needs_compiler, reference
 
 from trioengine.core.errors import ModelError
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.worker.layers import invariant_linear
-from trioengine.worker.layers.invariant_linear import InvariantLinears, RowPlan, find_plan, row_plans
-from trioengine.worker.runner.batch import make_batch
-from trioengine.worker.runner.sampler import sample
-from trioengine.worker.scheduling.limits import Limits
+from trioengine.worker.kernels import linear
+from trioengine.worker.kernels.batch import make_batch
+from trioengine.worker.kernels.linear import InvariantLinears, RowPlan, find_plan, row_plans
+from trioengine.worker.runner.sampling import sample
 from trioengine.worker.scheduling.scheduler import Scheduler
 from trioengine.worker.scheduling.sequence import Sequence
+from trioengine.worker.scheduling.step import Limits
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +182,7 @@ def sum_in_order(x, weight):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("size", "index"), [(1, 0), (16, 2), (3, None)])
 def test_the_cheapest_plan_that_holds(monkeypatch, dtype, size, index):
-    monkeypatch.setattr(invariant_linear, "make_linear", lambda weight, bias=None: depends_on_rows(weight, size=size))
+    monkeypatch.setattr(linear, "make_linear", lambda weight, bias=None: depends_on_rows(weight, size=size))
     found = find_plan(torch.Size((20, 12)), dtype, has_bias=False)
     assert found == (None if index is None else row_plans(512)[index])
 
@@ -199,7 +199,7 @@ def position_matters(weight, bias=None):
 
 @pytest.mark.parametrize(("make", "index"), [(single_rows_differ, 1), (position_matters, 3)])
 def test_other_plans(monkeypatch, make, index):
-    monkeypatch.setattr(invariant_linear, "make_linear", make)
+    monkeypatch.setattr(linear, "make_linear", make)
     assert find_plan(torch.Size((20, 12)), torch.float32, has_bias=False) == row_plans(512)[index]
 
 
@@ -224,7 +224,7 @@ def test_a_plan_changes_the_numbers_of_rows_alone(plan):
 def test_each_shape_is_tried_once(monkeypatch):
     tried = []
     monkeypatch.setattr(
-        invariant_linear, "find_plan", lambda *key, has_bias: tried.append((*key, has_bias)) or RowPlan(1, 1, 512)
+        linear, "find_plan", lambda *key, has_bias: tried.append((*key, has_bias)) or RowPlan(1, 1, 512)
     )
     linears = InvariantLinears(is_required=True)
     for out_features in (8, 16, 8):
@@ -241,7 +241,7 @@ def test_each_shape_is_tried_once(monkeypatch):
 
 
 def without_plans(monkeypatch):
-    monkeypatch.setattr(invariant_linear, "find_plan", lambda *key, has_bias: None)
+    monkeypatch.setattr(linear, "find_plan", lambda *key, has_bias: None)
 
 
 def test_without_a_plan_float32_warns_once_a_shape(path, monkeypatch, capfd):

@@ -10,12 +10,10 @@ from array import array
 import pytest
 
 from trioengine.core.image import ImageFormat, ImageInfo
-from trioengine.testing.simulated_payload import SimulatedPayload
+from trioengine.testing.simulated_process import SimulatedPayload
 from trioengine.worker.decoder import DecoderThread
-from trioengine.worker.scheduling.decode_queue import DecodedImage, PictureDecoded
-from trioengine.worker.scheduling.payloads import Payload
-from trioengine.worker.scheduling.pictures import Picture, PictureStatus
-from trioengine.worker.vision.image_error import ImageError
+from trioengine.worker.scheduling.image_queue import DecodedImage, ImageError, PictureDecoded
+from trioengine.worker.scheduling.images import Payload, Picture, PictureStatus
 
 INFO = ImageInfo(ImageFormat.PNG, 8, 8)
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F  # noqa: N812
 from test_weights import write_gguf
 from torch_driver import generate, load
 
-from trioengine.worker.layers.linear import FEW_ROWS, has_four_bit_kernel, make_linear, wants_four_bit
-from trioengine.worker.quantization.four_bit import join_four_bit, read_four_bit
-from trioengine.worker.quantization.gguf import dequantize_gguf
+from trioengine.worker.kernels.four_bit import join_four_bit, read_four_bit
+from trioengine.worker.kernels.linear import FEW_ROWS, has_four_bit_kernel, make_linear, wants_four_bit
 from trioengine.worker.weights import open_checkpoint
+from trioengine.worker.weights.gguf import dequantize_gguf
 
 needs_kernel = pytest.mark.skipif(not has_four_bit_kernel(), reason="this CPU has no four-bit kernel")
 

@@ -14,12 +14,11 @@ from hypothesis import example, given, settings
 from PIL import Image
 from torch_driver import reference
 
-from trioengine.core.image import ImageFormat, ImageInfo
+from trioengine.core.image import ImageFormat, ImageInfo, ImageProcessing
 from trioengine.core.image_header import read_header
-from trioengine.core.image_processing import ImageProcessing
-from trioengine.worker.vision import decoding
-from trioengine.worker.vision.image_error import ImageError
-from trioengine.worker.vision.tiles import read_tiles
+from trioengine.worker import image_decoding
+from trioengine.worker.image_decoding import read_tiles
+from trioengine.worker.scheduling.image_queue import ImageError
 
 CASES = reference("image_modes_reference.json")
 HALF = (0.5, 0.5, 0.5)
@@ -51,7 +50,7 @@ def test_tiles_are_those_of_transformers(case):
 @pytest.mark.parametrize("strip", [1, 50])
 def test_strips_of_any_height(monkeypatch, strip):
     """What is transparent is laid on white a strip at a time."""
-    monkeypatch.setattr(decoding, "_STRIP", strip)
+    monkeypatch.setattr(image_decoding, "_STRIP", strip)
     data, info = read(CASES["png RGBA"])
     assert digest(read_tiles(data, info, PROCESSING)) == CASES["png RGBA"]["tiles"]
 
@@ -60,23 +59,23 @@ def test_strips_of_any_height(monkeypatch, strip):
 def test_a_quarter_turn_that_was_not_declared(name):
     """The prompt has the tiles of the declared dimensions, so the image stays as it lies in the file."""
     data, info = read(CASES[name])
-    image = decoding.decode(data, ImageInfo(info.format, info.height, info.width))
+    image = image_decoding.decode(data, ImageInfo(info.format, info.height, info.width))
     assert image.tobytes() == Image.open(io.BytesIO(data)).convert("RGB").tobytes()
 
 
 def test_raw_pixels():
     pixels = np.arange(3 * 5 * 4, dtype=np.uint8)
-    image = decoding.decode(pixels.tobytes(), ImageInfo(ImageFormat.RGB, 5, 4))
+    image = image_decoding.decode(pixels.tobytes(), ImageInfo(ImageFormat.RGB, 5, 4))
     assert image.size == (5, 4)
     assert image.tobytes() == pixels.tobytes()
     with pytest.raises(ImageError, match=r"^an RGB image of 4 x 4 pixels has 48 bytes, got 60$"):
-        decoding.decode(pixels.tobytes(), ImageInfo(ImageFormat.RGB, 4, 4))
+        image_decoding.decode(pixels.tobytes(), ImageInfo(ImageFormat.RGB, 4, 4))
 
 
 def test_other_dimensions_than_declared(case):
     data, info = read(case)
     with pytest.raises(ImageError, match=r"^the image has \d\d x \d\d pixels, not 24 x 14 as declared$"):
-        decoding.decode(data, ImageInfo(info.format, 24, 14))
+        image_decoding.decode(data, ImageInfo(info.format, 24, 14))
 
 
 def test_another_format_than_declared(case):
@@ -84,7 +83,7 @@ def test_another_format_than_declared(case):
     other = ImageFormat.PNG if info.format is not ImageFormat.PNG else ImageFormat.JPEG
     message = f"^the image is no {other.name} image, or is truncated or damaged$"
     with pytest.raises(ImageError, match=message):
-        decoding.decode(data, ImageInfo(other, info.width, info.height))
+        image_decoding.decode(data, ImageInfo(other, info.width, info.height))
 
 
 def test_a_large_image_is_opened_without_a_warning():
@@ -92,32 +91,32 @@ def test_a_large_image_is_opened_without_a_warning():
     file = io.BytesIO()
     Image.new("1", (20000, 20000)).save(file, "PNG")
     with pytest.raises(ImageError, match="the image has 20000 x 20000 pixels, not 10 x 10 as declared"):
-        decoding.decode(file.getvalue(), ImageInfo(ImageFormat.PNG, 10, 10))
+        image_decoding.decode(file.getvalue(), ImageInfo(ImageFormat.PNG, 10, 10))
 
 
 def test_an_image_that_takes_too_long(case, monkeypatch):
     """It fails at Pillow's next read; each look at the clock takes 11 s here."""
-    monkeypatch.setattr(decoding, "thread_time", itertools.count(step=11).__next__)
+    monkeypatch.setattr(image_decoding, "thread_time", itertools.count(step=11).__next__)
     data, info = read(case)
     name = {"webp": "WebP"}.get(info.format, info.format.upper())
     with pytest.raises(ImageError, match=f"^the {name} image takes more than 10 s to decode$"):
-        decoding.decode(data, info)
+        image_decoding.decode(data, info)
 
 
 def test_a_jpeg_is_read_in_small_blocks(monkeypatch):
     """So that the time is looked at between a few scans: a file of 20 MiB may have 200,000, of 0.04 s each."""
     looks = itertools.count(step=1e-9)
-    monkeypatch.setattr(decoding, "thread_time", looks.__next__)
+    monkeypatch.setattr(image_decoding, "thread_time", looks.__next__)
     file = io.BytesIO()
     Image.effect_noise((99, 99), 99).save(file, "JPEG", progressive=True)
-    decoding.decode(file.getvalue(), read_header(file.getvalue()))
+    image_decoding.decode(file.getvalue(), read_header(file.getvalue()))
     assert next(looks) > 1e-9 * len(file.getvalue()) / 256
 
 
 def decode(data, info):
     """The pixels, or None after an ImageError, which does not say what the decoder said."""
     try:
-        return decoding.decode(data, info).tobytes()
+        return image_decoding.decode(data, info).tobytes()
     except ImageError as exc:
         found = str(exc)
     assert any(message in found for message in MESSAGES)
@@ -187,4 +186,4 @@ def test_whatever_is_in_its_metadata_an_image_is_as_declared(format, exif):
     info = read_header(file.getvalue())
     refusals = ImageError if format == "JPEG" else ()
     with contextlib.suppress(refusals):
-        assert decoding.decode(file.getvalue(), info).size == (info.width, info.height)
+        assert image_decoding.decode(file.getvalue(), info).size == (info.width, info.height)

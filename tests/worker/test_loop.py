@@ -21,7 +21,6 @@ from trioengine.core.messages import (
     EndSession,
     Fatal,
     FatalCode,
-    FinishReason,
     Loading,
     Ping,
     Pong,
@@ -32,8 +31,9 @@ from trioengine.core.messages import (
     StopSession,
     Tokens,
 )
+from trioengine.core.types import FinishReason
 from trioengine.worker.loop import OnProgress, serve
-from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
+from trioengine.worker.scheduling.step import SampledToken, SchedulerOutput
 from trioengine.worker.transport import Progress, Transport
 
 

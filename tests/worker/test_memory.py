@@ -22,10 +22,10 @@ from trioengine.core.messages import (
     Tokens,
     Wake,
     Woken,
-    token_ids,
 )
+from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.tag import ALL_TAGS, Tag
+from trioengine.core.types import token_ids
 
 SCRIPT = Path(__file__).with_name("memory_worker.py")
 MIB = 1 << 20

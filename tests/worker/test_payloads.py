@@ -14,8 +14,8 @@ import pytest
 from toy_worker import memfds_of
 
 from trioengine.core.errors import RemoteProtocolError
-from trioengine.worker.payloads import PAYLOAD_ID, SEALS, SealedPayload, start_receiving
-from trioengine.worker.scheduling.payloads import PayloadArrived
+from trioengine.worker.scheduling.images import PayloadArrived
+from trioengine.worker.transport import PAYLOAD_ID, SEALS, SealedPayload, start_receiving
 
 
 def memfd(data: bytes = b"an image", seals: int = SEALS) -> int:

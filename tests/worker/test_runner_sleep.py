@@ -10,13 +10,13 @@ from sleeping_runner import DAMAGES, EXPECTED, KV_BYTES, KV_CACHE, WEIGHTS, Fail
 from torch_driver import generate, load
 
 from trioengine.core.errors import InvariantError, ModelError
-from trioengine.core.tag import ALL_TAGS, Tag
+from trioengine.core.power import ALL_TAGS, Tag
+from trioengine.worker.kernels import linear
 from trioengine.worker.kernels.torch_kernels import TorchKernels
-from trioengine.worker.layers import linear
 from trioengine.worker.models.llama import LlamaModel
+from trioengine.worker.runner.model_weights import HostCopy
 from trioengine.worker.weights import open_checkpoint
-from trioengine.worker.weights.host_copy import HostCopy
-from trioengine.worker.weights.reader import WeightReader
+from trioengine.worker.weights.checkpoint import WeightReader
 
 ORDERS = {"at once": [ALL_TAGS], "weights first": [WEIGHTS, KV_CACHE], "kv_cache first": [KV_CACHE, WEIGHTS]}
 

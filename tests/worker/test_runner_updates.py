@@ -6,7 +6,7 @@ from test_weights import write_gguf
 from torch_driver import load
 
 from trioengine.core.errors import ModelError
-from trioengine.core.tag import ALL_TAGS
+from trioengine.core.power import ALL_TAGS
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from torch_driver import generate, load, needs_compiler, reference
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.worker.kernels import torch_attention
-from trioengine.worker.runner.kv_cache import KVCache
+from trioengine.worker.kernels import torch_kernels
+from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.runner.model_runner import TorchModelRunner
 from trioengine.worker.runner.model_spec import choose_device, choose_dtype
-from trioengine.worker.scheduling.output import BlockCopy, ScheduledSequence, SchedulerOutput
 from trioengine.worker.scheduling.sequence import Sequence
+from trioengine.worker.scheduling.step import BlockCopy, ScheduledSequence, SchedulerOutput
 
 VARIANTS = reference("tiny_reference.json")
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=48, ignore_eos=True)
@@ -32,7 +32,7 @@ def kernels(request, monkeypatch):
     if request.param == "native":
         needs_compiler()
         return "native"
-    monkeypatch.setattr(torch_attention, "_SCORES_BYTES", 0 if request.param == "fused" else 1 << 20)
+    monkeypatch.setattr(torch_kernels, "_SCORES_BYTES", 0 if request.param == "fused" else 1 << 20)
     return "torch"
 
 

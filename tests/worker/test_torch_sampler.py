@@ -9,9 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.worker.runner.logits import process_row
-from trioengine.worker.runner.random import uniform
-from trioengine.worker.runner.sampler import _first_above, best_tokens, sample
+from trioengine.worker.runner.sampling import _first_above, best_tokens, process_row, sample, uniform
 from trioengine.worker.scheduling.sequence import Sequence
 
 VOCAB = 300  # more than a bucket, and no multiple of one

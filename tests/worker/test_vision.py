@@ -12,11 +12,11 @@ from torch_driver import load, needs_compiler, reference
 from trioengine.core.errors import InvariantError
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.hub.model_files import read_model
-from trioengine.worker.runner.batch import EmbeddedRows, make_batch
-from trioengine.worker.scheduling.output import ScheduledSequence, SchedulerOutput
+from trioengine.hub.model_info import read_model
+from trioengine.worker.image_decoding import read_tiles
+from trioengine.worker.kernels.batch import EmbeddedRows, make_batch
 from trioengine.worker.scheduling.sequence import Sequence
-from trioengine.worker.vision.tiles import read_tiles
+from trioengine.worker.scheduling.step import ScheduledSequence, SchedulerOutput
 
 REFERENCE = reference("vision_reference.json")
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=64, ignore_eos=True)

@@ -7,12 +7,12 @@ import torch
 from torch_driver import load
 
 from trioengine.core.errors import InvariantError, ModelError
-from trioengine.core.tag import ALL_TAGS
+from trioengine.core.power import ALL_TAGS
+from trioengine.worker.kernels import linear
 from trioengine.worker.kernels.torch_kernels import TorchKernels
-from trioengine.worker.layers import linear
-from trioengine.worker.models.model import build_model
+from trioengine.worker.models.base import load_model
 from trioengine.worker.weights import open_checkpoint
-from trioengine.worker.weights.reader import WeightReader
+from trioengine.worker.weights.checkpoint import WeightReader
 
 KV_BYTES = 8 << 20
 TILES = torch.arange(3 * 32 * 32, dtype=torch.uint8).view(1, 3, 32, 32)
@@ -86,7 +86,7 @@ def test_all_weights_move_to_host_memory(runner, directory, monkeypatch):
     wanted = checkpoint.config.wanted_tensors()
     reader = WeightReader(checkpoint, wanted, torch.float32, torch.device("cpu"), lambda done, total: None)
     with torch.inference_mode():
-        model = build_model(checkpoint.config, reader, TorchKernels(checkpoint.config.text.num_heads), 256)
+        model = load_model(checkpoint.config, reader, TorchKernels(checkpoint.config.text.num_heads), 256)
     checkpoint.close()
     runner._weights._state = type(runner._weights._state)(model, reader.in_use())
     before = features(runner)

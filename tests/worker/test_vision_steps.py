@@ -6,12 +6,13 @@ import pytest
 from torch_driver import load, needs_compiler, reference
 
 from trioengine.core.image import ImageFormat, ImageInfo
-from trioengine.core.messages import AddMessage, AddSession, ImageInput, PayloadConsumed, Tokens, token_ids
+from trioengine.core.messages import AddMessage, AddSession, ImageInput, PayloadConsumed, Tokens
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.testing.simulated_payload import SimulatedDecoder, SimulatedPayload
-from trioengine.worker.scheduling.limits import Limits
-from trioengine.worker.scheduling.payloads import PayloadArrived
-from trioengine.worker.scheduling.step_loop import StepLoop
+from trioengine.core.types import token_ids
+from trioengine.testing.simulated_process import SimulatedDecoder, SimulatedPayload
+from trioengine.worker.scheduling.engine_core import EngineCore
+from trioengine.worker.scheduling.images import PayloadArrived
+from trioengine.worker.scheduling.step import Limits
 
 REFERENCE = reference("vision_reference.json")
 
@@ -43,7 +44,7 @@ class Worker:
         }
         self.decoded = []
         self.decoder = SimulatedDecoder(runner.vision.decode, self.decoded.append)
-        self.step_loop = StepLoop(runner, Limits(**limits), lambda: 0.0, decoder=self.decoder)
+        self.core = EngineCore(runner, Limits(**limits), lambda: 0.0, decoder=self.decoder)
         self.answers, self.consumed, self.sources = {}, [], []
 
     def add(self, number, case, pictures):
@@ -56,11 +57,11 @@ class Worker:
             info = ImageInfo(ImageFormat.RGB, *size)
             images.append(ImageInput(len(self.sources), "image", data[:64], info, len(data), token_ids(tiles)))
         params = SamplingParams(temperature=0.0, seed=0, max_tokens=len(case["output"]), ignore_eos=True)
-        self.step_loop.handle(AddSession(number))
+        self.core.handle(AddSession(number))
         message = AddMessage(number, number, 0, token_ids(case["input_ids"]), params, (), images=tuple(images))
-        self.take(self.step_loop.handle(message))
+        self.take(self.core.handle(message))
         for image in images:
-            self.take(self.step_loop.handle(PayloadArrived(image.payload, self.sources[image.payload - 1])))
+            self.take(self.core.handle(PayloadArrived(image.payload, self.sources[image.payload - 1])))
 
     def tile_starts(self, ids):
         processing, position = self.runner.processing, 0
@@ -70,12 +71,12 @@ class Worker:
             position += processing.tokens_per_tile
 
     def run(self):
-        while self.step_loop.has_work or len(self.decoder):
+        while self.core.has_work or len(self.decoder):
             if len(self.decoder):
                 self.decoder.decode()
-                self.take(self.step_loop.handle(self.decoded.pop()))
-            self.take(self.step_loop.step())
-            self.step_loop.check_integrity()
+                self.take(self.core.handle(self.decoded.pop()))
+            self.take(self.core.step())
+            self.core.check_integrity()
 
     def take(self, replies):
         for reply in replies:

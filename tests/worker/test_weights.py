@@ -14,9 +14,9 @@ from torch_driver import generate, load, reference
 
 from trioengine.core.errors import ModelError
 from trioengine.core.gguf import TensorType
-from trioengine.hub.fields import Fields
 from trioengine.hub.llama_config import RopeScaling, RopeType, config_from_hf
-from trioengine.worker.layers.rotary import inverse_frequencies
+from trioengine.hub.model_config import Fields
+from trioengine.worker.models.llama import inverse_frequencies
 from trioengine.worker.weights import open_checkpoint
 
 TYPES = [tensor_type.name for tensor_type in TensorType]
@@ -332,7 +332,7 @@ def test_buffers_and_tied_heads_are_passed_over(tiny_llama, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "'mamba' is not supported; supported: llama"),
+        ({"model_type": "mamba"}, "'mamba' is not supported; supported: idefics3, llama"),
         ({"model_type": None}, "model_type None (architectures ['LlamaForCausalLM']) is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         (

@@ -19,16 +19,16 @@ from trioengine.core.config import WorkerConfig
 from trioengine.core.connection import Connection, Role
 from trioengine.core.errors import ModelError
 from trioengine.core.image import ImageFormat, ImageInfo
-from trioengine.core.messages import AddMessage, Configure, FromWorker, ImageInput, Loading, Ready, ToWorker, token_ids
+from trioengine.core.messages import AddMessage, Configure, FromWorker, ImageInput, Loading, Ready, ToWorker
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import token_ids
 from trioengine.worker.decoder import Vision
 from trioengine.worker.loop import OnProgress
-from trioengine.worker.payloads import PAYLOAD_ID, SEALS
 from trioengine.worker.process import run
-from trioengine.worker.scheduling.decode_queue import DecodedImage
-from trioengine.worker.scheduling.limits import TileShape
-from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
-from trioengine.worker.vision.image_error import ImageError
+from trioengine.worker.scheduling.image_queue import DecodedImage, ImageError
+from trioengine.worker.scheduling.images import TileShape
+from trioengine.worker.scheduling.step import SampledToken, SchedulerOutput
+from trioengine.worker.transport import PAYLOAD_ID, SEALS
 
 VOCAB_SIZE = 1000
 

@@ -17,14 +17,13 @@ from trioengine.actors.request import Request
 from trioengine.actors.runtime import Runtime
 from trioengine.actors.session_actor import SessionActor
 from trioengine.actors.waiting_line import NOT_NOW, waits_for
+from trioengine.core.arguments import PromptPlaces
 from trioengine.core.errors import EngineError, RequestRejected, TimedOut
 from trioengine.core.lifecycle import Phase
-from trioengine.core.outcome import Cause
-from trioengine.core.overflow import prompt_limit
-from trioengine.core.prompt_places import PromptPlaces
-from trioengine.core.sampling_params import SamplingParams
-from trioengine.text.answer import Answer
-from trioengine.text.conversation import Conversation, Prepared, Prompt, least_prompt, prompt_length
+from trioengine.core.sampling_params import SamplingParams, prompt_limit
+from trioengine.core.types import Cause
+from trioengine.text.conversation import Conversation, Prepared, Prompt, newest_turn, prompt_length
+from trioengine.text.output import OutputText
 
 # ---- a session ------------------------------------------------------------------------------------------------------
 
@@ -82,6 +81,10 @@ async def admit(runtime: Runtime, session: SessionActor, request: Request) -> No
                 runtime, session, request, RequestImages(runtime.images, wait=request.wait, deadline=request.deadline)
             )
         )
+    except EngineError as exc:
+        for observer in runtime.observers:
+            observer.request_refused(request, exc)
+        raise
     finally:
         del session.waiting[request]
 
@@ -145,11 +148,11 @@ async def _prepare(entry: _Entry) -> None:
     request.prepared = dataclasses.replace(prepared, images=tuple(images))
     model = runtime.model
     request.eos_token_ids = tuple(model.eos_token_ids)
-    request.output = Answer(model.tokenizer, request.params, model.eos_token_ids)
+    request.output = OutputText(model.tokenizer, request.params, model.eos_token_ids)
 
 
 def _check_length(entry: _Entry, prompt: Prompt) -> None:
-    least = least_prompt(prompt) if entry.session.overflow == "drop_oldest_turns" else prompt
+    least = newest_turn(prompt) if entry.session.overflow == "drop_oldest_turns" else prompt
     entry.session.conversation.check_length(least, entry.runtime.limits.max_model_len)
 
 

@@ -14,7 +14,7 @@ from trioengine.actors.audit import check_books
 from trioengine.actors.images import KeptImages, RequestImages, put_images
 from trioengine.actors.media import Media
 from trioengine.actors.ports import Ports
-from trioengine.actors.power_change import Level, ModeName, Weights
+from trioengine.actors.power_change import Level, ModeName, PowerChange, Weights
 from trioengine.actors.runtime import Runtime
 from trioengine.actors.session import Session
 from trioengine.actors.states import PowerState, States
@@ -22,18 +22,22 @@ from trioengine.actors.statistics import Statistics, statistics_of
 from trioengine.aio.calls import opens, whole_answer
 from trioengine.aio.deadline import deadline_after
 from trioengine.aio.nursery import open_unwrapped_nursery
-from trioengine.core.arguments import check_callback, check_flag, check_request, check_seconds, names_checked
+from trioengine.core.arguments import (
+    check_callback,
+    check_cause,
+    check_flag,
+    check_request,
+    check_seconds,
+    names_checked,
+)
 from trioengine.core.bounds import brief, counted
-from trioengine.core.completion import Completion
-from trioengine.core.config import EngineConfig
+from trioengine.core.config import EngineConfig, EngineOptions, merged_config
 from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvalidConfig, ModelError
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
 from trioengine.core.messages import Ready
-from trioengine.core.options import EngineOptions, SamplingOptions, merged_config, merged_params, sampling_checked
-from trioengine.core.outcome import Cause, check_cause
-from trioengine.core.overflow import Overflow
-from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.tag import TagName
+from trioengine.core.power import TagName
+from trioengine.core.sampling_params import Overflow, SamplingOptions, SamplingParams, merged_params, sampling_checked
+from trioengine.core.types import Cause, Completion
 from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.conversation import Prompt
 
@@ -59,14 +63,16 @@ class Engine:
         check_callback("on_progress", on_progress)
         check_callback("on_load", on_load)
         self.config = EngineConfig() if config is None else config
-        self._runtime = Runtime(self.config, Ports() if ports is None else ports, on_load)
-        self.config.check_cores(self._runtime.ports.num_cores)
+        self.ports = Ports() if ports is None else ports
+        self.runtime = Runtime(self.config, self.ports, on_load)  # the engine's parts; for servers, without a promise
+        self.observers = self.runtime.observers  # each of them gets the events from when it is added
+        self.config.check_cores(self.ports.num_cores)
         self._on_progress = on_progress
         self._closing = trio.Event()
         self._finding = trio.CancelScope()  # the model, which may take a download
 
     def __repr__(self) -> str:
-        ledger = self._runtime.gate.ledger
+        ledger = self.runtime.gate.ledger
         counts = f"{counted(ledger.sessions, 'session')}, {counted(ledger.in_flight, 'request')}"
         return f"<Engine {self.config.model!r} {self.state}: {counts}>"
 
@@ -75,31 +81,31 @@ class Engine:
     @property
     def state(self) -> Power:
         """The engine's state: it admits requests while it is `awake`."""
-        return self._runtime.gate.power
+        return self.runtime.gate.power
 
     @property
     def power(self) -> PowerState:
         """The engine's state, with the level of its sleep, the tags that sleep, and the version of its weights."""
-        return self._runtime.power.state
+        return self.runtime.power.state
 
     @property
     def weights(self) -> Weights:
         """The weights that the model has, or will have when it wakes."""
-        return self._runtime.power.weights
+        return self.runtime.power.weights
 
     @property
     def tokenizer(self) -> ChatTokenizer:
         """`encode`, `decode` and `apply_chat_template`. EngineOverloaded until the model's files are read."""
-        return self._runtime.tokenizer
+        return self.runtime.tokenizer
 
     @property
     def limits(self) -> Ready:
         """The model as its worker runs it: context, KV blocks, dtype, device. EngineOverloaded until it is READY."""
-        return self._runtime.limits
+        return self.runtime.limits
 
     def statistics(self) -> Statistics:
         """The counts at this moment; the worker's as it reported them last."""
-        runtime = self._runtime
+        runtime = self.runtime
         return statistics_of(
             runtime.gate, runtime.supervisor, runtime.images.budget, runtime.worker_counts, runtime.kv_blocks_total
         )
@@ -114,7 +120,7 @@ class Engine:
         `worker_shutdown_timeout`.
         """
         task_status.started(self)
-        runtime = self._runtime
+        runtime = self.runtime
         try:
             with self._finding:
                 path = await runtime.ports.find_model(self.config.model, self._on_progress)
@@ -146,28 +152,26 @@ class Engine:
 
     async def _supervise(self) -> None:
         try:
-            await self._runtime.supervisor.run()
+            await self.runtime.supervisor.run()
         except EngineError as exc:
-            self._runtime.give_up(exc)
+            self.runtime.give_up(exc)
             raise
 
     def close(self) -> None:
         """End the engine: sessions are ended, requests in flight are aborted. Harmless when closed."""
         self._closing.set()
         self._finding.cancel()
-        self._runtime.gate.change_power(PowerEvent.CLOSE)
+        self.runtime.gate.change_power(PowerEvent.CLOSE)
 
     async def ready(self) -> None:
         """Wait until requests are admitted, also for the end of a sleep. Raises why, if that will never be.
 
         A worker whose process is dead, or was sent SIGKILL, is not waited on: its successor is.
         """
-        while not (self._runtime.gate.is_awake and self._runtime.supervisor.is_alive):
-            if self._runtime.gate.power in (Power.DRAINING, Power.CLOSED):
-                raise copy(
-                    self._runtime.gate.failure or EngineClosed(f"the engine is {self._runtime.gate.power.value}")
-                )
-            await self._runtime.gate.changed()
+        while not (self.runtime.gate.is_awake and self.runtime.supervisor.is_alive):
+            if self.runtime.gate.power in (Power.DRAINING, Power.CLOSED):
+                raise copy(self.runtime.gate.failure or EngineClosed(f"the engine is {self.runtime.gate.power.value}"))
+            await self.runtime.gate.changed()
 
     # ---- what users call ------------------------------------------------------------------------------------------
 
@@ -197,8 +201,8 @@ class Engine:
         """
         deadline = deadline_after(timeout)
         return Session(
-            self._runtime,
-            self._runtime.new_session(label=label, history=history, wait=wait, overflow=overflow, deadline=deadline),
+            self.runtime,
+            self.runtime.new_session(label=label, history=history, wait=wait, overflow=overflow, deadline=deadline),
         )
 
     @whole_answer
@@ -215,8 +219,8 @@ class Engine:
         **options: Unpack[SamplingOptions],
     ) -> Completion:
         """One answer, in a session of its own. Errors and keywords as in Session.generate."""
-        state = self._runtime.new_session(wait=wait, deadline=deadline_after(timeout), opens_with_request=True)
-        generation = Session(self._runtime, state).generate(
+        state = self.runtime.new_session(wait=wait, deadline=deadline_after(timeout), opens_with_request=True)
+        generation = Session(self.runtime, state).generate(
             prompt, merged_params(params, options), media=media, timeout=timeout, wait=wait, label=label
         )
         del prompt, media  # this frame lives as long as the answer takes, and must not keep an image
@@ -235,7 +239,7 @@ class Engine:
         Returns how many this call aborts: 0 where there is none, or where all were aborted before or have an outcome.
         A finish that is on its way wins.
         """
-        return self._runtime.sessions.abort(check_request(request), Cause.CLIENT)
+        return self.runtime.sessions.abort(check_request(request), Cause.CLIENT)
 
     @names_checked
     def abort_all(self, cause: Cause = Cause.ABORT_ALL, *, keep_waiting: bool = False) -> int:
@@ -246,8 +250,8 @@ class Engine:
         """
         cause = check_cause(cause)
         keeps = check_flag("keep_waiting", keep_waiting)
-        num_waiting = 0 if keeps else self._runtime.sessions.abort_waiting(cause)  # before a slot is theirs
-        return num_waiting + self._runtime.sessions.abort_all(cause)
+        num_waiting = 0 if keeps else self.runtime.sessions.abort_waiting(cause)  # before a slot is theirs
+        return num_waiting + self.runtime.sessions.abort_all(cause)
 
     @names_checked
     async def drain(self, timeout: float | None = None) -> bool:
@@ -258,12 +262,12 @@ class Engine:
         an update is aborted at once. Cancelled, the engine goes on draining.
         """
         seconds = math.inf if timeout is None else check_seconds(timeout)
-        causes = self._runtime.gate.ledger.abort_causes
+        causes = self.runtime.gate.ledger.abort_causes
         before = causes[Cause.SHUTDOWN]
-        is_changing = not self._runtime.needs.runs_requests or self._runtime.gate.num_pending
-        self._runtime.gate.change_power(PowerEvent.DRAIN)
+        is_changing = not self.runtime.power.desired_worker.runs_requests or self.runtime.gate.num_pending
+        self.runtime.gate.change_power(PowerEvent.DRAIN)
         if is_changing:
-            self._runtime.sessions.abort_phase(Phase.SUSPENDED, Cause.SHUTDOWN)
+            self.runtime.sessions.abort_phase(Phase.SUSPENDED, Cause.SHUTDOWN)
         with trio.move_on_after(seconds):
             await self._quiet()
             return causes[Cause.SHUTDOWN] == before
@@ -273,8 +277,8 @@ class Engine:
         return False
 
     async def _quiet(self) -> None:
-        while self._runtime.gate.ledger.in_flight:
-            await self._runtime.gate.changed()
+        while self.runtime.gate.ledger.in_flight:
+            await self.runtime.gate.changed()
 
     @names_checked
     async def keep_images(
@@ -292,8 +296,8 @@ class Engine:
         for a value that is not an image and where the model takes none, EngineOverloaded where there is no room,
         TimedOut after `timeout` seconds. Cancelled, nothing is kept. `wait` as in Session.generate.
         """
-        images = RequestImages(self._runtime.images, wait=wait, deadline=deadline_after(timeout))
-        prompt, sources = self._runtime.take_images(messages, where=where)
+        images = RequestImages(self.runtime.images, wait=wait, deadline=deadline_after(timeout))
+        prompt, sources = self.runtime.take_images(messages, where=where)
         del messages  # whose bytes need not be there while they are copied
         try:
             return KeptImages(put_images(prompt, await images.admit(sources)))
@@ -320,7 +324,7 @@ class Engine:
         engine loads or drains, or to level 1 from level 2. Where the engine sleeps at this level, it only ends, with
         `abort`, what was kept. Cancelled, the caller does not wait any more, and the engine falls asleep all the same.
         """
-        await self._runtime.power.sleep(level, mode, timeout, keep_waiting=keep_waiting).wait()
+        await self._changed(self.runtime.power.sleep(level, mode, timeout, keep_waiting=keep_waiting))
 
     @names_checked
     async def wake(self, tags: TagName | Collection[TagName] | None = None, *, reload: bool = True) -> None:
@@ -332,7 +336,7 @@ class Engine:
         Raises RequestRejected for an unknown tag, and TransitionFailed when it fails: then all sleeps as it did before.
         Cancelled, the caller does not wait any more, and the engine wakes all the same.
         """
-        await self._runtime.power.wake(tags, reload=check_flag("reload", reload)).wait()
+        await self._changed(self.runtime.power.wake(tags, reload=check_flag("reload", reload)))
 
     @names_checked
     async def update_weights(self, path: str | Path, *, mode: ModeName = "abort", timeout: float | None = None) -> None:
@@ -345,17 +349,16 @@ class Engine:
         Raises RequestRejected for an unknown mode, and TransitionFailed when it fails: then the old weights stay.
         Cancelled, the caller does not wait any more, and the weights are updated all the same.
         """
-        await self._runtime.power.update_weights(path, mode, timeout).wait()
+        await self._changed(self.runtime.power.update_weights(path, mode, timeout))
+
+    async def _changed(self, change: PowerChange) -> None:
+        for observer in self.runtime.observers:
+            observer.change_requested(change)
+        await change.wait()
 
     def states(self) -> States:
         """`with engine.states() as states: async for state in states`: the state now, then each that follows."""
-        return self._runtime.power.states()
-
-    @property
-    def is_responsive(self) -> bool:
-        """False while a worker hangs: it has not answered for half of `unresponsive_timeout`, and will be killed."""
-        current = self._runtime.supervisor.current
-        return current is None or current.is_responsive
+        return self.runtime.power.states()
 
     @names_checked
     async def check_invariants(self, *, timeout: float = 30.0) -> None:
@@ -366,10 +369,10 @@ class Engine:
         dies meanwhile. Asleep without a worker, the engine's own books are verified.
         """
         seconds = check_seconds(timeout)
-        self._runtime.gate.check()
-        check_books(self._runtime.gate.ledger, self._runtime.sessions)
-        self._runtime.images.budget.check()
-        link, power = self._runtime.gate.link, self._runtime.gate.power
+        self.runtime.gate.check()
+        check_books(self.runtime.gate.ledger, self.runtime.sessions)
+        self.runtime.images.budget.check()
+        link, power = self.runtime.gate.link, self.runtime.gate.power
         if power is Power.CLOSED:
             raise EngineClosed("the engine is closed")
         if link is None and power is Power.ASLEEP:
@@ -378,7 +381,7 @@ class Engine:
             raise EngineOverloaded("there is no worker to ask", code=power.value)
         if power in (Power.WAKING, Power.UPDATING):
             raise EngineOverloaded("the worker may be loading weights", code=power.value)
-        await self._runtime.auditor.audit(link, self._runtime.gate.mint(), self._runtime.sessions.attached, seconds)
+        await self.runtime.auditor.audit(link, self.runtime.gate.mint(), self.runtime.sessions.attached, seconds)
 
 
 @opens("engine")
@@ -406,7 +409,7 @@ async def open_engine(
             yield engine
             engine.close()
     except BaseExceptionGroup as group:
-        if engine._runtime.gate.failure is not None and group.split(EngineError)[1] is None:
-            failure = engine._runtime.gate.failure
+        if engine.runtime.gate.failure is not None and group.split(EngineError)[1] is None:
+            failure = engine.runtime.gate.failure
             raise copy(failure) if isinstance(failure, ModelError) else failure from failure.__cause__
         raise

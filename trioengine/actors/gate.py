@@ -11,12 +11,13 @@ overtake: it lines up behind the others, or is refused with EngineOverloaded or 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import trio
 
 from trioengine.actors.effects import Effects
 from trioengine.actors.link import Link
+from trioengine.actors.observer import Observer, Slot
 from trioengine.actors.waiting_line import NOT_NOW, WaitingLine, waits_for
 from trioengine.aio.deadline import NEVER, Deadline
 from trioengine.aio.nursery import Notifier
@@ -36,19 +37,20 @@ class Gate:
     Every method that may let a caller in line go on adds an effect for it, or serves the line, and drains the effects.
     """
 
-    def __init__(self, config: EngineConfig, effects: Effects) -> None:
+    def __init__(self, config: EngineConfig, effects: Effects, observers: Sequence[Observer] = ()) -> None:
         self.power = Power.LOADING
         self.ledger = Ledger()
         self.retry_after = 1.0  # seconds; what a refused caller is told while the worker restarts
         self.failure: Exception | None = None  # why the engine closed by itself
         self.link: Link | None = None  # to the incarnation that is READY
-        self.sessions = WaitingLine()  # for a session slot
-        self.requests = WaitingLine()  # for a request slot
-        self.commits = WaitingLine()  # with a request slot, for a worker
+        self.sessions = WaitingLine(observers)  # for a session slot
+        self.requests = WaitingLine(observers)  # for a request slot
+        self.commits = WaitingLine(observers)  # with a request slot, for a worker
         self.is_quarantining = False  # suspects of a worker's death run alone: nothing is admitted beside them
         self.num_pending = 0  # sleeps and updates that are asked for, and not done
         self._config = config
         self._effects = effects
+        self._observers = observers
         self._changes = Notifier()
         self._last_id = 0
 
@@ -61,7 +63,9 @@ class Gate:
 
     def change_power(self, event: PowerEvent) -> None:
         """Take the transition of the power table."""
-        self.power = next_power(self.power, event)
+        before, self.power = self.power, next_power(self.power, event)
+        for observer in self._observers:
+            observer.power_moved(before, event)
         self._change(0)
 
     def begin_pending(self) -> None:
@@ -127,15 +131,29 @@ class Gate:
 
     def admit_session(self) -> int:
         """Take a session slot and return the session's id. Raises EngineClosed, EngineAsleep or EngineOverloaded."""
-        self._check_session_slot()
+        self._check_slot(Slot.SESSION, self._check_session_slot)
         self.ledger.open_session()
-        return self.mint()
+        return self._mint_for(Slot.SESSION)
 
     def admit_request(self) -> int:
         """Take a request slot and return the request's id. Raises EngineClosed, EngineAsleep or EngineOverloaded."""
-        self._check_request_slot()
+        self._check_slot(Slot.REQUEST, self._check_request_slot)
         self.ledger.receive()
-        return self.mint()
+        return self._mint_for(Slot.REQUEST)
+
+    def _check_slot(self, slot: Slot, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except EngineError as exc:
+            for observer in self._observers:
+                observer.slot_refused(slot, exc)
+            raise
+
+    def _mint_for(self, slot: Slot) -> int:
+        id = self.mint()
+        for observer in self._observers:
+            observer.slot_taken(slot, id)
+        return id
 
     def committing_link(self) -> Link:
         """The link for a request that was admitted: a draining engine still runs it. Raises as `admit_request`."""

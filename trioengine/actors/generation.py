@@ -18,10 +18,9 @@ from trioengine.aio.calls import AsyncOnly
 from trioengine.aio.deadline import Deadline
 from trioengine.aio.nursery import Notifier
 from trioengine.core.arguments import check_flag, check_label, check_wait
-from trioengine.core.completion import Chunk, Completion
-from trioengine.core.errors import TimedOut
-from trioengine.core.outcome import Cause, Outcome
+from trioengine.core.errors import Outcome, TimedOut
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import Cause, Chunk, Completion
 
 _NOT_ENTERED = "the generation was not entered: use `async with session.generate(...)`"
 

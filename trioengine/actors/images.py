@@ -11,15 +11,17 @@ from typing import Any, Self, TypeVar
 import trio
 
 from trioengine.actors.media import ImageSource, Media, SealedImage, seal_images, source_of, source_of_url
+from trioengine.actors.observer import Observer
 from trioengine.actors.payload import Payload, PayloadBudget, Reservation
 from trioengine.actors.ports import Ports
 from trioengine.actors.waiting_line import waits_for
 from trioengine.aio.deadline import NEVER, Deadline
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineOverloaded, RequestRejected
-from trioengine.core.image_part import MAX_IMAGE_BYTES, Image, image_url, is_image_part
-from trioengine.core.messages import ImageInput, token_ids
-from trioengine.text.placed_image import PlacedImage, image_parts
+from trioengine.core.image import MAX_IMAGE_BYTES, Image, image_url, is_image_part
+from trioengine.core.messages import ImageInput
+from trioengine.core.types import token_ids
+from trioengine.text.chat_tokenizer import PlacedImage, image_parts
 
 MAX_WAIT = 60.0  # seconds for room in the budget, whatever the request's own timeout
 
@@ -27,8 +29,8 @@ MAX_WAIT = 60.0  # seconds for room in the budget, whatever the request's own ti
 class ImageStore:
     """The images of one engine: room for them, and the means to copy them out of this process's memory."""
 
-    def __init__(self, config: EngineConfig, ports: Ports) -> None:
-        self.budget = PayloadBudget(config.payload_memory, ports.max_payloads())
+    def __init__(self, config: EngineConfig, ports: Ports, observers: Sequence[Observer] = ()) -> None:
+        self.budget = PayloadBudget(config.payload_memory, ports.max_payloads(), observers)
         self.max_bytes = min(config.payload_memory, MAX_IMAGE_BYTES)  # of one image
         self.copying = trio.Semaphore(1)  # images are copied one request after the other: the cores are for answers
         self.secret = ports.mint_secret()  # keys the digests of images

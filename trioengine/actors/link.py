@@ -21,8 +21,7 @@ from trioengine.actors.payload import Payload
 from trioengine.actors.ports import WorkerProcess
 from trioengine.core.connection import Connection, Role
 from trioengine.core.errors import RemoteProtocolError
-from trioengine.core.messages import AddMessage, Message, PayloadConsumed
-from trioengine.core.power_order import Answer, Change
+from trioengine.core.messages import AddMessage, ControlReply, ControlRequest, Message, PayloadConsumed
 
 READ_SIZE = 1 << 16
 
@@ -38,7 +37,7 @@ class Link:
         self._payloads: dict[int, Payload] = {}  # handed over, and not consumed
         self._unsent: deque[int] = deque()
         self._handed_over = trio.Event()
-        self._reply: Answer | None = None
+        self._reply: ControlReply | None = None
         self._replied = trio.Event()
 
     def post(self, message: Message) -> None:
@@ -47,20 +46,25 @@ class Link:
         self._posted.set()
 
     def post_with(self, message: Message, payloads: Sequence[Payload]) -> None:
-        """Post a message, and pass the payloads of its images, if it has any."""
-        self.post(message)
+        """Post a message, and pass the payloads of its images, if it has any: each with a pin, which the link gives back."""
+        try:
+            self.post(message)
+        except BaseException:
+            for payload in payloads:
+                payload.unpin()
+            raise
         if isinstance(message, AddMessage):
             for image, payload in zip(message.images, payloads, strict=True):
-                self.hand_over(image.payload, payload)
+                self._hand_over(image.payload, payload)
 
-    async def ask(self, change: Change) -> Answer | None:
+    async def ask(self, change: ControlRequest) -> ControlReply | None:
         """Post the message and wait for the reply; None when the worker is lost. One at a time; cancelled, it stays posted."""
         self.post(change)
         self._reply, self._replied = None, trio.Event()
         await self._replied.wait()
         return self._reply
 
-    def on_reply(self, message: Answer) -> None:
+    def on_reply(self, message: ControlReply) -> None:
         """Deliver the worker's reply to `ask`."""
         self._reply = message
         self._replied.set()
@@ -79,9 +83,8 @@ class Link:
         """The payloads that were handed over and of which the worker has not said PAYLOAD_CONSUMED."""
         return frozenset(self._payloads)
 
-    def hand_over(self, payload_id: int, payload: Payload) -> None:
-        """Pass a payload to the worker, under an id that a message announced in this step."""
-        payload.pin()
+    def _hand_over(self, payload_id: int, payload: Payload) -> None:
+        """Pass a pinned payload to the worker, under an id that a message announced in this step."""
         self._payloads[payload_id] = payload
         self._unsent.append(payload_id)
         self._handed_over.set()

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from trioengine.actors.ports import SealedBytes
 from trioengine.core.bounds import brief
-from trioengine.core.data_url import parse_data_url
 from trioengine.core.errors import RequestRejected
-from trioengine.core.image import BytesLike, ImageFormat, ImageInfo
+from trioengine.core.image import BytesLike, ImageFormat, ImageInfo, parse_data_url
 from trioengine.core.image_header import check_size, read_header
 
 CHUNK_SIZE = 1 << 20  # bytes

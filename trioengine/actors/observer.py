@@ -1,10 +1,12 @@
-"""The observer: is told what happens in an engine, and how long it took. The front makes its histograms of this."""
+"""Observers of an engine: methods that it calls when something happens. The server makes its histograms with one."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
-from trioengine.core.messages import Usage
+from trioengine.core.lifecycle import Attachment, Event, Phase, Power, PowerEvent
+from trioengine.core.types import Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +19,21 @@ class FinishedRequest:
     generation_tokens: int
 
 
-class Observer:
-    """Its methods are called in the step in which it happens, some for every token; they must not block or raise.
+class Slot(enum.Enum):
+    """What the gate admits to."""
 
-    Each does nothing unless overridden. Times are in seconds, by trio's clock. A request begins when its Generation is
-    entered: its time to the first token contains the wait for a slot, if there was one.
+    SESSION = "session"
+    REQUEST = "request"
+
+
+class Observer:
+    """Base class: each method does nothing unless overridden. They are called synchronously, in the step of the event.
+
+    They must not block or raise: an exception propagates into the engine. `step`, `first_token` and `next_tokens` are
+    called for every step or token, the others a few times a request. Times are in seconds, by trio's clock. A request
+    begins when its Generation is entered: its time to the first token contains the wait for a slot, if there was one.
+
+    Sessions, generations and changes are passed as they are, typed `object`, because this module imports none of them.
     """
 
     def step(self, num_tokens: int) -> None:
@@ -36,8 +48,56 @@ class Observer:
     def request_resumed(self) -> None:
         """A request whose worker was lost goes on with the next one."""
 
+    # ---- requests and sessions --------------------------------------------------------------------------------------
+
+    def request_created(self, generation: object) -> None:
+        """The current task has created a Generation, which is not entered yet."""
+
+    def request_refused(self, generation: object, error: Exception) -> None:
+        """Entering a Generation raises this."""
+
+    def session_entering(self, session: object) -> None:
+        """The current task begins to enter a Session."""
+
+    def session_opened(self, session: object) -> None:
+        """The Session was entered."""
+
+    def session_moved(self, session: object, phase: Phase, attachment: Attachment, event: Event) -> None:
+        """The event was applied to a Session that was in this phase and attachment; its actions follow."""
+
     def request_finished(self, request: FinishedRequest) -> None:
         """A request ran to its end."""
 
     def session_stopped(self, seconds: float) -> None:
         """The worker let go of what it was told to stop or to end, so long after that was posted."""
+
+    # ---- admission --------------------------------------------------------------------------------------------------
+
+    def slot_taken(self, slot: Slot, id: int) -> None:
+        """A session or a request is admitted, under this id."""
+
+    def slot_refused(self, slot: Slot, error: Exception) -> None:
+        """A session or a request is not admitted now; it may wait for that."""
+
+    def line_joined(self, line: object) -> None:
+        """The current task waits in a WaitingLine."""
+
+    def line_serving(self, line: object, task: object) -> None:
+        """It is the turn of this task, which was the first in a WaitingLine."""
+
+    def line_served(self, line: object, task: object, *, is_admitted: bool) -> None:
+        """The turn of this task is over; if it was not admitted, it is refused or waits on, as the first."""
+
+    # ---- the engine and its worker ----------------------------------------------------------------------------------
+
+    def power_moved(self, power: Power, event: PowerEvent) -> None:
+        """The event was applied to an engine in this state."""
+
+    def change_requested(self, change: object) -> None:
+        """A sleep, a wake or an update is queued as this PowerChange."""
+
+    def worker_retired(self) -> None:
+        """The worker is told to exit, because a fresh one is to take its place."""
+
+    def engine_failed(self, error: Exception) -> None:
+        """No worker can be had: the engine ends with this error."""

@@ -10,7 +10,9 @@ once. See docs/decisions/029.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
+from trioengine.actors.observer import Observer
 from trioengine.actors.ports import SealedBytes
 from trioengine.actors.waiting_line import WaitingLine
 from trioengine.core.errors import EngineOverloaded, InvariantError, RequestRejected
@@ -112,8 +114,8 @@ class PayloadBudget:
     for a small one of them while the first in the line waits for more.
     """
 
-    def __init__(self, max_bytes: int, max_count: int) -> None:
-        self.line = WaitingLine()
+    def __init__(self, max_bytes: int, max_count: int, observers: Sequence[Observer] = ()) -> None:
+        self.line = WaitingLine(observers)
         self.max_bytes = max_bytes
         self.max_count = max_count
         self._payloads: OrderedDict[Payload, None] = OrderedDict()  # with bytes; the least recently used first

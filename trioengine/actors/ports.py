@@ -25,10 +25,10 @@ from typing import Any, Protocol, TypeVar
 import trio
 
 import trioengine
-from trioengine.core.child_environment import child_environment
+from trioengine.core.config import child_environment
 from trioengine.core.errors import EngineError, WorkerLost
 from trioengine.core.image import BytesLike
-from trioengine.hub.model_files import ModelInfo, read_model
+from trioengine.hub.model_info import ModelInfo, read_model
 from trioengine.hub.pull import resolve
 
 T = TypeVar("T")

@@ -26,12 +26,9 @@ from trioengine.actors.states import PowerState, States
 from trioengine.actors.supervisor import Supervisor
 from trioengine.core.errors import ModelError, TransitionFailed
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
-from trioengine.core.memory import Memory, WeightsState
-from trioengine.core.messages import Sleep, Slept, UpdateWeights, Wake
-from trioengine.core.outcome import Cause
-from trioengine.core.power_order import Answer
-from trioengine.core.tag import Tag, sorted_tags
-from trioengine.core.worker_needs import WorkerNeeds, worker_needs
+from trioengine.core.messages import ControlReply, Sleep, Slept, UpdateWeights, Wake
+from trioengine.core.power import DesiredWorker, SleepState, Tag, WeightsState, desired_worker, sorted_tags
+from trioengine.core.types import Cause
 
 logger = logging.getLogger("trioengine")
 DO_NOT_WAKE = "the weights are updated, but do not wake"
@@ -53,7 +50,7 @@ class PowerActor:
         check_model: Callable[[str], Awaitable[None]],
     ) -> None:
         self.weights = Weights("", 1)
-        self.memory = Memory()
+        self.memory = SleepState()
         self._gate = gate
         self._sessions = sessions
         self._recovery = recovery
@@ -73,9 +70,9 @@ class PowerActor:
         return PowerState(self._gate.power, self.memory.level, self.memory.asleep, self.weights.version)
 
     @property
-    def needs(self) -> WorkerNeeds:
+    def desired_worker(self) -> DesiredWorker:
         """What a worker is needed for now."""
-        return worker_needs(
+        return desired_worker(
             self._gate.power,
             self.memory.asleep,
             in_flight=self._gate.ledger.in_flight,
@@ -201,7 +198,7 @@ class PowerActor:
             self._gate.change_power(PowerEvent.WAKE)
             await self._take_back(tags)
         if Tag.WEIGHTS in wanted - tags:
-            self.memory = self.memory.awaiting()
+            self.memory = self.memory.awaiting_update()
 
     async def _take_back(self, tags: frozenset[Tag]) -> None:
         try:
@@ -249,7 +246,7 @@ class PowerActor:
         finally:
             self._waits_for_worker = False
         self._gate.change_power(PowerEvent.UPDATED)
-        was_awaited = self.memory.weights is WeightsState.AWAITED
+        was_awaited = self.memory.weights is WeightsState.AWAITING_UPDATE
         self.memory = self.memory.updated()
         if was_awaited:
             self._gate.change_power(PowerEvent.WAKE)
@@ -335,7 +332,7 @@ class PowerActor:
         if self._gate.power is not expected:
             raise TransitionFailed(f"the engine is {self._gate.power.value}")
 
-    def _check_answer(self, answer: Answer | None) -> None:
+    def _check_answer(self, answer: ControlReply | None) -> None:
         if answer is None:
             raise self._lost()
         if not isinstance(answer, Slept) and answer.error is not None:

@@ -16,7 +16,7 @@ from trioengine.core.arguments import check_flag, rejected
 from trioengine.core.bounds import brief, integer, number
 from trioengine.core.config import MAX_SECONDS
 from trioengine.core.errors import TransitionFailed
-from trioengine.core.tag import ALL_TAGS, Tag
+from trioengine.core.power import ALL_TAGS, Tag
 
 logger = logging.getLogger("trioengine")
 MAX_PATH = 4096  # characters

@@ -11,13 +11,13 @@ from trioengine.actors.images import image_inputs
 from trioengine.actors.media import Media
 from trioengine.actors.request_times import RequestTimes
 from trioengine.aio.deadline import Deadline
-from trioengine.core.completion import Chunk, Completion
-from trioengine.core.ledger import Stand
-from trioengine.core.messages import AddMessage, FinishReason, Logprobs, TokensRow, Usage
-from trioengine.core.outcome import Cause, Outcome
+from trioengine.core.errors import Outcome
+from trioengine.core.ledger import RequestState
+from trioengine.core.messages import AddMessage, TokensRow
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.text.answer import Answer
+from trioengine.core.types import Cause, Chunk, Completion, FinishReason, Logprobs, Usage
 from trioengine.text.conversation import Prepared, Prompt
+from trioengine.text.output import OutputText
 
 
 @dataclass(slots=True)
@@ -75,9 +75,9 @@ class Request(ReadableRequest):
         super().__init__(params, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label)
         self.prompt: Any = prompt  # of any type; dropped when the request is prepared, as the media are
         self.media = media
-        self.state = Stand.PREPARING
+        self.state = RequestState.PREPARING
         self.prepared: Prepared | None = None
-        self.output: Answer | None = None
+        self.output: OutputText | None = None
         self.resolved: SamplingParams | None = None  # with max_tokens and a seed, as the worker gets them
         self.eos_token_ids: tuple[int, ...] = ()  # of the model
         self.usage: Usage | None = None  # of the first attachment that produced a token

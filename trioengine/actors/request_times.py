@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import trio
 
 from trioengine.actors.observer import FinishedRequest, Observer
-from trioengine.core.messages import Usage
+from trioengine.core.types import Usage
 
 
 class RequestTimes:

@@ -62,10 +62,9 @@ from trioengine.core.messages import (
     Updated,
     Woken,
 )
-from trioengine.core.overflow import Overflow
-from trioengine.core.tag import sorted_tags
-from trioengine.core.worker_needs import WorkerNeeds
-from trioengine.hub.model_files import ModelInfo
+from trioengine.core.power import sorted_tags
+from trioengine.core.sampling_params import Overflow
+from trioengine.hub.model_info import ModelInfo
 from trioengine.text.chat_tokenizer import ChatTokenizer
 
 logger = logging.getLogger("trioengine")
@@ -80,18 +79,19 @@ class Runtime:
         self.ports = ports
         self.observers: list[Observer] = []  # one that is added observes from then on
         self.effects = Effects(self._carry_out)
-        self.gate = Gate(config, self.effects)
-        self.images = ImageStore(config, ports)
+        self.gate = Gate(config, self.effects, self.observers)
+        self.images = ImageStore(config, ports, self.observers)
         self.sessions = Sessions(self.effects)
         self.recovery = Recovery(config, self.gate, self.sessions)
         self.supervisor = Supervisor(
             config,
             ports,
             self.gate,
-            needs=lambda: self.needs,
+            desired=lambda: self.power.desired_worker,
             worker_config=self._worker_config,
             dispatch=self.dispatch,
             on_lost=self._on_worker_lost,
+            observers=self.observers,
         )
         self.power = PowerActor(self.gate, self.sessions, self.recovery, self.supervisor, self._check_model)
         self.auditor = Auditor()
@@ -216,18 +216,19 @@ class Runtime:
             case _:
                 raise AssertionError(f"no handler for {effect}")
 
-    # ---- the worker -----------------------------------------------------------------------------------------------
-
     @property
-    def needs(self) -> WorkerNeeds:
-        """The worker that the engine needs at this moment."""
-        return self.power.needs
+    def is_responsive(self) -> bool:
+        """False while a worker hangs: it has not answered for half of `unresponsive_timeout`, and will be killed."""
+        current = self.supervisor.current
+        return current is None or current.is_responsive
+
+    # ---- the worker -----------------------------------------------------------------------------------------------
 
     def _worker_config(self) -> WorkerConfig:
         """The configuration of a worker that starts now."""
         path, version = self.power.weights
         limits = self._limits
-        asleep = sorted_tags(self.needs.asleep)
+        asleep = sorted_tags(self.power.desired_worker.asleep)
         config = replace(self.config.for_worker(path), weight_version=version, asleep=asleep)
         if limits is None:
             return config
@@ -294,7 +295,7 @@ class Runtime:
             raise RemoteProtocolError(f"READY with weights {limits.weight_version}, not {version}")
         self._limits = limits
         self.gate.link = incarnation.link
-        if self.needs.runs_requests:
+        if self.power.desired_worker.runs_requests:
             self.recovery.resume(incarnation.link)
         if not self.recovery.has_suspects:
             self.gate.change_power(PowerEvent.READY)
@@ -331,6 +332,8 @@ class Runtime:
         self.gate.failure = error
         self.recovery.give_up_all(as_lost(error))
         self.effects.drain()
+        for observer in self.observers:
+            observer.engine_failed(error)
 
 
 def as_lost(error: EngineError) -> WorkerLost:

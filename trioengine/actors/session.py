@@ -16,11 +16,15 @@ from trioengine.actors.runtime import Runtime
 from trioengine.actors.session_actor import SessionActor
 from trioengine.aio.calls import AsyncOnly, whole_answer
 from trioengine.aio.deadline import deadline_after
-from trioengine.core.completion import Completion
-from trioengine.core.options import SamplingOptions, merged_params, sampling_checked
-from trioengine.core.outcome import Cause
-from trioengine.core.overflow import Overflow, check_overflow
-from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.sampling_params import (
+    Overflow,
+    SamplingOptions,
+    SamplingParams,
+    check_overflow,
+    merged_params,
+    sampling_checked,
+)
+from trioengine.core.types import Cause, Completion
 from trioengine.text.conversation import Prompt
 
 
@@ -72,6 +76,8 @@ class Session(AsyncOnly):
         if state.entered:
             raise RuntimeError("a session is entered once")
         state.entered = True
+        for observer in self._runtime.observers:
+            observer.session_entering(self)
         try:
             with state.opening:
                 await open_session(self._runtime, state)
@@ -80,6 +86,8 @@ class Session(AsyncOnly):
                 self._runtime.gate.ledger.reject()
         if not state.is_open:
             raise state.ended_error()
+        for observer in self._runtime.observers:
+            observer.session_opened(self)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -124,7 +132,10 @@ class Session(AsyncOnly):
             wait=wait,
             label=label,
         )
-        return Generation(request, partial(admit, self._runtime, state, request))
+        generation = Generation(request, partial(admit, self._runtime, state, request))
+        for observer in self._runtime.observers:
+            observer.request_created(generation)
+        return generation
 
     @whole_answer
     @sampling_checked

@@ -27,24 +27,29 @@ from trioengine.actors.payload import Payload
 from trioengine.actors.request import Request
 from trioengine.aio.deadline import NEVER, Deadline
 from trioengine.core.arguments import check_history, check_label, check_wait
-from trioengine.core.errors import EngineClosed, EngineError, RequestRejected, SamplingFailed, SessionBusy, SessionEnded
-from trioengine.core.ledger import Stand
+from trioengine.core.errors import (
+    EngineClosed,
+    EngineError,
+    Outcome,
+    RequestRejected,
+    SamplingFailed,
+    SessionBusy,
+    SessionEnded,
+)
+from trioengine.core.ledger import RequestState
 from trioengine.core.lifecycle import Action, Attachment, Event, Phase, SessionLifecycle
 from trioengine.core.messages import (
     SAMPLING_FAILED,
     AddMessage,
     AddSession,
     EndSession,
-    FinishReason,
     Message,
     RequestFailed,
     StopSession,
-    TokenIds,
     TokensRow,
-    token_ids,
 )
-from trioengine.core.outcome import Cause, Outcome
-from trioengine.core.overflow import Overflow, check_overflow
+from trioengine.core.sampling_params import Overflow, check_overflow
+from trioengine.core.types import Cause, FinishReason, TokenIds, token_ids
 from trioengine.text.conversation import Conversation
 
 logger = logging.getLogger("trioengine")
@@ -53,7 +58,7 @@ _NOT_ENTERED = "the session was not entered: use `async with engine.open_session
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Effect: post a message to the worker that holds the session, and pass the payloads of its images."""
+    """Effect: post a message to the worker that holds the session, and pass the payloads of its images, each pinned."""
 
     session: SessionActor
     link: Link
@@ -369,7 +374,7 @@ class SessionActor:
         """A row of a step, received at `now`."""
         self._held.extend(row.token_ids)
         request = self._in_flight()
-        is_first = request.state is not Stand.RUNNING  # of this attachment
+        is_first = request.state is not RequestState.RUNNING  # of this attachment
         if is_first:
             self._begin_answer(request, row)
         if request.outcome is None:
@@ -383,8 +388,8 @@ class SessionActor:
             self._finish()
 
     def _begin_answer(self, request: Request, row: TokensRow) -> None:
-        if request.state is Stand.WAITING:
-            self._move(request, Stand.RUNNING)
+        if request.state is RequestState.WAITING:
+            self._move(request, RequestState.RUNNING)
         self._effects.add(AnswerBegan(self, request, len(row.token_ids) > 0 and request.outcome is None))
 
     def on_failed(self, message: RequestFailed) -> None:
@@ -442,11 +447,15 @@ class SessionActor:
         self._link = link
         self._apply(event, request.message(self.id, num_held, self._gate.mint))
         self.hold_payloads()
-        self._move(request, Stand.WAITING)
+        self._move(request, RequestState.WAITING)
 
     def _apply(self, event: Event, message: AddMessage | None = None) -> None:
         assert self.id is not None, "only a session with a slot has transitions"
-        for action in self._lifecycle.apply(event):
+        phase, attachment = self._lifecycle.phase, self._lifecycle.attachment
+        actions = self._lifecycle.apply(event)
+        for observer in self._observers:
+            observer.session_moved(self, phase, attachment, event)
+        for action in actions:
             match action:
                 case Action.POST_ADD_SESSION:
                     self._post(AddSession(self.id))
@@ -474,7 +483,10 @@ class SessionActor:
     def _post_message(self, message: AddMessage) -> None:
         prepared = self._in_flight().prepared
         assert prepared is not None, "commit follows prepare"
-        self._post(message, tuple(payload_of(placed.image) for placed in prepared.images))
+        payloads = tuple(payload_of(placed.image) for placed in prepared.images)
+        for payload in payloads:
+            payload.pin()
+        self._post(message, payloads)
         self._held = self._held[: message.base]
         self._held.extend(message.token_ids)
 
@@ -499,7 +511,7 @@ class SessionActor:
     def _suspend(self) -> None:
         """The request waits for a worker, and its images with it: they are not dropped to make room for others."""
         request = self._in_flight()
-        self._move(request, Stand.SUSPENDED)
+        self._move(request, RequestState.SUSPENDED)
         assert request.prepared is not None, "it was committed"
         with suppress(RequestRejected):  # one was dropped before: refused when the request would go on
             self._suspended_images.pin(request.prepared.images)
@@ -519,7 +531,7 @@ class SessionActor:
         request.set_settled()
         self._effects.add(RequestSettled(self, request))
 
-    def _move(self, request: Request, state: Stand) -> None:
+    def _move(self, request: Request, state: RequestState) -> None:
         self._gate.ledger.move(request.state, state)
         request.state = state
 

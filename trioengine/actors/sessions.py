@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from trioengine.actors.effects import Effects
 from trioengine.actors.session_actor import SessionActor
 from trioengine.core.lifecycle import Phase
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause
 
 
 class Sessions:

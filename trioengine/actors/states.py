@@ -10,7 +10,7 @@ from typing import Self
 
 from trioengine.aio.nursery import Notifier
 from trioengine.core.lifecycle import Power
-from trioengine.core.tag import Tag
+from trioengine.core.power import Tag
 
 MAX_UNREAD = 64
 

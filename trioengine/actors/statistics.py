@@ -10,8 +10,8 @@ from trioengine.actors.gate import Gate
 from trioengine.actors.payload import PayloadBudget
 from trioengine.actors.supervisor import Supervisor
 from trioengine.core.lifecycle import Power
-from trioengine.core.messages import Audited, FinishReason, Tokens, WorkerStatistics
-from trioengine.core.outcome import Cause
+from trioengine.core.messages import Audited, Tokens, WorkerStatistics
+from trioengine.core.types import Cause, FinishReason
 
 
 @dataclass(frozen=True, slots=True)

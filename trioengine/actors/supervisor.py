@@ -7,17 +7,18 @@ shutdown.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import trio
 
 from trioengine.actors.gate import Gate
 from trioengine.actors.incarnation import Dispatch, Incarnation
+from trioengine.actors.observer import Observer
 from trioengine.actors.ports import Ports
 from trioengine.core.config import EngineConfig, WorkerConfig
 from trioengine.core.errors import EngineError, ModelError, WorkerLost
-from trioengine.core.worker_needs import WorkerNeeds
+from trioengine.core.power import DesiredWorker
 
 logger = logging.getLogger("trioengine")
 LOSS_FIELDS = ("worker_pid", "requests_resumed", "requests_failed", "deaths", "max_restarts")  # of its log record
@@ -40,10 +41,11 @@ class Supervisor:
         ports: Ports,
         gate: Gate,
         *,
-        needs: Callable[[], WorkerNeeds],
+        desired: Callable[[], DesiredWorker],
         worker_config: Callable[[], WorkerConfig],
         dispatch: Dispatch,
         on_lost: Callable[[EngineError], Settlement],
+        observers: Sequence[Observer],
     ) -> None:
         """`on_lost` settles or suspends everything in flight, in one step; `dispatch` handles a worker's messages."""
         self.incarnations = 0
@@ -54,10 +56,11 @@ class Supervisor:
         self._config = config
         self._ports = ports
         self._gate = gate
-        self._needs = needs
+        self._desired = desired
         self._worker_config = worker_config
         self._dispatch = dispatch
         self._on_lost = on_lost
+        self._observers = observers
         self._deaths = 0  # in a row, of workers that delivered no token
         self._shutdown = trio.Event()
         self._scope = trio.CancelScope(shield=True)
@@ -73,6 +76,8 @@ class Supervisor:
 
     def retire(self) -> None:
         """Let the worker exit, which holds no session and is posted nothing more; if one is wanted, it follows soon."""
+        for observer in self._observers:
+            observer.worker_retired()
         if self.current is not None:
             self.current.is_retiring = True
             self.current.end()
@@ -106,15 +111,15 @@ class Supervisor:
                         raise
                     self._log_loss(exc, self._on_worker_lost(exc), None)
                 lost = not retired
-                if self._needs().is_wanted and not (retired or self._shutdown.is_set()):
+                if self._desired().should_run and not (retired or self._shutdown.is_set()):
                     await self._back_off()
-                while not (self._needs().is_wanted or self._shutdown.is_set()):
+                while not (self._desired().should_run or self._shutdown.is_set()):
                     await self._gate.changed()
 
     def _on_worker_lost(self, error: EngineError) -> Settlement:
         self.last_loss = error
         settlement = self._on_lost(error)
-        counts = settlement.counts_against_worker and self._needs().is_indispensable
+        counts = settlement.counts_against_worker and self._desired().is_indispensable
         self._deaths += counts
         return settlement._replace(counts_against_worker=counts)
 
@@ -131,10 +136,10 @@ class Supervisor:
     @property
     def _gives_up(self) -> bool:
         """Whether too many workers have died in a row for another one to be started."""
-        return self._needs().is_wanted and self._deaths >= self._config.max_restarts
+        return self._desired().should_run and self._deaths >= self._config.max_restarts
 
     def _next_step(self, settlement: Settlement) -> str:
-        if not self._needs().is_wanted:
+        if not self._desired().should_run:
             return "the next worker starts when it is needed"
         if self._gives_up:
             return f"giving up after {self._deaths} deaths in a row"
@@ -161,7 +166,7 @@ class Supervisor:
         if incarnation.is_retiring or self._shutdown.is_set():
             return incarnation.is_retiring
         is_first = self.incarnations == 1 and not incarnation.ready
-        if is_first or (isinstance(error, ModelError) and self._needs().is_indispensable):
+        if is_first or (isinstance(error, ModelError) and self._desired().is_indispensable):
             raise error
         self._log_loss(error, settlement, process.pid)
         return False

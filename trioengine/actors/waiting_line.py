@@ -8,12 +8,13 @@ waits there is nothing to be had. Who is cancelled leaves the line in the step o
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 
 import trio
 
+from trioengine.actors.observer import Observer
 from trioengine.core.errors import EngineAsleep, EngineOverloaded
 
 NOT_NOW = (EngineOverloaded, EngineAsleep)  # what a caller may wait for the end of
@@ -38,7 +39,8 @@ class _Waiter:
 class WaitingLine:
     """Callers with an admission each: a function that takes a slot, or raises one of NOT_NOW while it cannot."""
 
-    def __init__(self) -> None:
+    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+        self._observers = observers
         self._waiters: OrderedDict[trio.lowlevel.Task, _Waiter] = OrderedDict()
 
     def __len__(self) -> int:
@@ -51,6 +53,8 @@ class WaitingLine:
         """
         task = trio.lowlevel.current_task()
         waiter = self._waiters[task] = _Waiter(admission, wait)
+        for observer in self._observers:
+            observer.line_joined(self)
 
         def leave(_: object) -> trio.lowlevel.Abort:
             del self._waiters[task]
@@ -65,7 +69,7 @@ class WaitingLine:
         while self._waiters:
             task, waiter = self._waiters.popitem(last=False)
             try:
-                waiter.admission()
+                self._admit(task, waiter)
             except Exception as exc:
                 if waits_for(exc, waiter.wait):
                     self._waiters[task] = waiter
@@ -74,6 +78,17 @@ class WaitingLine:
                     return
                 waiter.refusal = exc
             trio.lowlevel.reschedule(task)
+
+    def _admit(self, task: trio.lowlevel.Task, waiter: _Waiter) -> None:
+        for observer in self._observers:
+            observer.line_serving(self, task)
+        is_admitted = False
+        try:
+            waiter.admission()
+            is_admitted = True
+        finally:
+            for observer in self._observers:
+                observer.line_served(self, task, is_admitted=is_admitted)
 
     def num_refusable(self, refusal: Exception) -> int:
         """How many wait that do not wait for the end of this."""

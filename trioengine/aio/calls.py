@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from trioengine.aio.nursery import check_trio
-from trioengine.core.restricted import Restricted
+from trioengine.core.types import Restricted
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -9,8 +9,8 @@ import trio
 
 from trioengine.core.arguments import rejected
 from trioengine.core.bounds import brief, counted, number
-from trioengine.core.completion import Completion
 from trioengine.core.errors import TimedOut
+from trioengine.core.types import Completion
 
 
 @dataclass(frozen=True, slots=True)

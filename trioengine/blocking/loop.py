@@ -1,28 +1,39 @@
-"""Trio in a thread of its own, and calls into it that block."""
+"""Trio in a thread of its own, and methods that block on calls into it, with short tracebacks."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import functools
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from copy import copy
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import trio
 
-from trioengine.core.errors import EngineClosed, EngineError
+from trioengine.core.errors import (
+    ConnectionLost,
+    EngineClosed,
+    EngineError,
+    ModelError,
+    RequestRejected,
+    TransitionFailed,
+)
+from trioengine.core.types import Restricted
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class _Ended(Exception):
-    """The loop has ended before the task."""
+    """The loop ended before the task."""
 
 
 class Task(Generic[T]):
-    """A function that runs in the loop, and its result."""
+    """A function call in the loop, and its result."""
 
     def __init__(self, function: Callable[..., Awaitable[T]], *args: object) -> None:
         self.scope = trio.CancelScope()
@@ -41,7 +52,7 @@ class Task(Generic[T]):
 
 
 class Loop:
-    """Trio in a thread, in which `opening` is entered and left; `resource` is what it gives."""
+    """Runs trio in a thread, which enters and leaves `opening`; `resource` is the object that it opens."""
 
     def __init__(self, opening: Callable[[], AbstractAsyncContextManager[Any]]) -> None:
         self._opening = opening
@@ -49,25 +60,25 @@ class Loop:
         self._opened: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._closing = trio.Event()
         self._starting = trio.CancelScope()
-        self._calls: trio.Nursery | None = None  # while calls are taken
+        self._calls: trio.Nursery | None = None  # of the calls; None before opening and after closing
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="trioengine", daemon=True)
         self._thread.start()
         try:
             self.resource = self._opened.result()
-        except BaseException:  # also KeyboardInterrupt, in the middle of a download
+        except BaseException:  # KeyboardInterrupt in the middle of a download, for example
             self._post(self._starting.cancel)
             self.close()
             raise
 
     def close(self) -> None:
-        """Cancel every call, close the resource and wait for the thread's end; harmless when closed."""
+        """Cancel every call, close the resource and wait for the thread to end; harmless when closed."""
         self._post(self._closing.set)
         if not self._is_own_thread:
             self._thread.join()
 
     def end_soon(self, end: Callable[[], object]) -> None:
-        """Call this in the loop, unless it has ended."""
+        """Call `end` in the loop, without waiting, unless the loop has ended."""
         self._post(end)
 
     def call(self, function: Callable[..., Awaitable[T]], *args: object) -> T:
@@ -85,7 +96,7 @@ class Loop:
 
     @contextmanager
     def running(self, function: Callable[..., Awaitable[T]], *args: object) -> Iterator[Task[T]]:
-        """A task in the loop, which is cancelled and has ended when the block is left."""
+        """Run a task in the loop for the block; leaving the block cancels it and waits for its end."""
         task = Task(function, *args)
         try:
             if not self._post(partial(self._start, task)):
@@ -96,12 +107,15 @@ class Loop:
                 concurrent.futures.wait([task.future])
 
     def result(self, task: Task[T]) -> T:
-        """The task's result. Raises its error, and the failure that ended the loop before it, or EngineClosed."""
+        """Wait for the task's result.
+
+        Raises its error; if the loop ended before it, the failure that ended the loop, or EngineClosed.
+        """
         try:
             return task.future.result()
         except _Ended:
             pass
-        except EngineClosed as exc:  # the engine has failed, and the loop is about to end
+        except EngineClosed as exc:  # the engine failed, and the loop is about to end
             if isinstance(exc.__cause__, EngineError):
                 raise copy(exc.__cause__) from None
             raise
@@ -140,7 +154,7 @@ class Loop:
             self._calls.start_soon(task.run)
 
     def _post(self, function: Callable[[], object]) -> bool:
-        """Call this in the loop soon; False if the loop has ended."""
+        """Call the function in the loop soon. Returns False if the loop has ended."""
         with suppress(trio.RunFinishedError):
             self._token.result().run_sync_soon(function)
             return True
@@ -148,5 +162,88 @@ class Loop:
 
     @property
     def _is_own_thread(self) -> bool:
-        """Whether this runs in the loop's thread, where a finalizer may run."""
+        """Whether the caller is in the loop's thread: a finalizer may be."""
         return threading.current_thread() is self._thread
+
+
+H = TypeVar("H", bound="Handle")
+SHORTENED = (EngineError, KeyboardInterrupt)  # other exceptions are bugs, and need their frames
+_HOLDS_ITS_CAUSE = (ConnectionLost, ModelError, RequestRejected, TransitionFailed)  # of a network or a file: not a bug
+
+logger = logging.getLogger("trioengine")
+
+
+class Handle(Restricted, refuses=("await", "async with", "async for")):
+    """Base class of the blocking handles; `inner` is the asynchronous object in the loop."""
+
+    loop: Loop
+    inner: Any
+
+    def __repr__(self) -> str:
+        return repr(self.inner)
+
+
+def shortened(error: BaseException) -> BaseException:
+    """Remove the frames of the loop and its thread from the error, and log them at DEBUG.
+
+    Causes stay, unless the error's message repeats their reason. The first cause that is not one of trioengine's own
+    errors keeps its frames, and so do the causes behind it.
+    """
+    logger.debug("the whole traceback of %s", type(error).__name__, exc_info=error)
+    cause: BaseException | None = error
+    while isinstance(cause, SHORTENED):
+        cause.__traceback__ = cause.__context__ = None  # IPython shows no cell error for a context that is a group
+        if isinstance(cause, _HOLDS_ITS_CAUSE):
+            cause.__cause__ = None
+        cause = cause.__cause__
+    return error
+
+
+def shortens(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate the function: its errors are raised with this frame only."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except SHORTENED as error:
+            raise shortened(error) from error.__cause__
+
+    return call
+
+
+def awaited(method: Callable[Concatenate[Any, P], Awaitable[T]]) -> Callable[Concatenate[Handle, P], T]:
+    """Make a blocking method of the coroutine method, with the same arguments, result and errors."""
+
+    @shortens
+    @functools.wraps(method)
+    def call(self: Handle, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        run: Callable[[], Awaitable[T]] = partial(getattr(self.inner, method.__name__), *args, **kwargs)
+        return self.loop.call(run)
+
+    return call
+
+
+def posted(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Handle, P], T]:
+    """Make a method that calls the method in the loop."""
+
+    @shortens
+    @functools.wraps(method)
+    def call(self: Handle, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        run: Callable[[], T] = partial(getattr(self.inner, method.__name__), *args, **kwargs)
+        return self.loop.call_sync(run)
+
+    return call
+
+
+def opened(
+    method: Callable[Concatenate[Any, P], object], opens: Callable[[H, Any], T]
+) -> Callable[Concatenate[H, P], T]:
+    """Make a method that calls the method in the loop and passes its result to `opens`."""
+
+    @shortens
+    @functools.wraps(method)
+    def call(self: H, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return opens(self, self.loop.call_sync(partial(getattr(self.inner, method.__name__), *args, **kwargs)))
+
+    return call

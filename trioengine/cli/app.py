@@ -12,27 +12,30 @@ from typing import Annotated, Literal
 import typer
 
 from trioengine import __version__
-from trioengine.cli.arguments import (
+from trioengine.cli.bench import bench_app
+from trioengine.cli.errors import Stderr, report_failure
+from trioengine.cli.help import CommandGroup, PanelCommand
+from trioengine.cli.options import (
+    ENGINE_OPTIONS,
     HELP_FLAGS,
     LOCAL_SERVER,
     MODEL_HELP,
+    SAMPLING_OPTIONS,
+    SERVE_OPTIONS,
     AdminKey,
     Connect,
     Json,
     Model,
     ModelOption,
+    build,
     require_command,
+    with_options,
 )
-from trioengine.cli.bench_app import bench_app
-from trioengine.cli.failures import exit_code
-from trioengine.cli.options import ENGINE_OPTIONS, SAMPLING_OPTIONS, SERVE_OPTIONS, build, with_options
-from trioengine.cli.panels import CommandGroup, PanelCommand
-from trioengine.cli.sources import typed, words
-from trioengine.cli.stderr import Stderr
+from trioengine.cli.sources import given_on_command_line, option_source
 from trioengine.core.config import DEFAULT_MODEL, EngineConfig
 from trioengine.core.errors import InvalidConfig
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.serve_config import ServeConfig
+from trioengine.serve.config import ServeConfig
 
 app = typer.Typer(
     name="trioengine",
@@ -54,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except (Exception, KeyboardInterrupt, BaseExceptionGroup) as exc:
-        return exit_code(exc, stderr)
+        return report_failure(exc, stderr)
 
 
 def _print_version(asked: bool) -> None:
@@ -85,10 +88,10 @@ def serve(
     **fields: object,
 ) -> None:
     """Serve a model over WebSocket and HTTP, until SIGINT or SIGTERM."""
-    from trioengine.cli.serving import serve_until_told
+    from trioengine.cli.serve import run_server
 
     config, serve_config = build(EngineConfig, fields, model=model), build(ServeConfig, fields)
-    serve_until_told(config, serve_config, log_level=log_level, log_json=log_json)
+    run_server(config, serve_config, log_level=log_level, log_json=log_json)
 
 
 @command()
@@ -100,8 +103,8 @@ def generate(
     **fields: object,
 ) -> None:
     """Print one answer."""
-    from trioengine.cli.answering import print_answer
-    from trioengine.cli.standard_input import read_all
+    from trioengine.cli.chat import read_all
+    from trioengine.cli.generate import print_answer
 
     prompt = read_all().removesuffix("\n") if prompt == "-" else prompt
     params = build(SamplingParams, fields)
@@ -110,10 +113,12 @@ def generate(
 
 def _check_chat(context: typer.Context) -> None:
     """Refuse typed options that have no effect; a variable or a file may be for other commands, too."""
-    connect, given = words(context, "connect"), typed(context)
+    connect, given = option_source(context, "connect"), given_on_command_line(context)
     for option in ENGINE_OPTIONS:
         if connect is not None and option.name in given:
-            raise InvalidConfig(f"{words(context, option.name)} is not for {connect}: the server has the engine")
+            raise InvalidConfig(
+                f"{option_source(context, option.name)} is not for {connect}: the server has the engine"
+            )
     if connect is None and "api_key" in given:
         raise InvalidConfig("--api-key is for --connect: it is the server's key")
 
@@ -134,18 +139,18 @@ def chat(
     twice where a line is awaited, ends the chat. Each line of a pipe that is not empty is a message. When a server is
     lost, a chat on a terminal connects again with the next message; a chat of a pipe fails.
     """
-    from trioengine.cli.keys import hidden_on_terminal
+    from trioengine.cli.tty import hide_keys
 
-    with hidden_on_terminal():  # from here on: the imports take a part of a second
-        from trioengine.cli.chatting import hold_chat
-        from trioengine.cli.sessions import local_session, remote_session
+    with hide_keys():  # from here on: the imports take a part of a second
+        from trioengine.cli.chat import run_chat
+        from trioengine.cli.chat_session import local_session, remote_session
 
         params = build(SamplingParams, fields)
         if connect is not None:
-            hold_chat(partial(remote_session, connect, api_key, model), model or connect, params)
+            run_chat(partial(remote_session, connect, api_key, model), model or connect, params)
         else:
             config = build(EngineConfig, fields, model=DEFAULT_MODEL if model is None else model)
-            hold_chat(partial(local_session, config), config.model, params)
+            run_chat(partial(local_session, config), config.model, params)
 
 
 @command()
@@ -169,7 +174,7 @@ def sleep(
 
     Waits until it has.
     """
-    from trioengine.cli.operating import operate
+    from trioengine.cli.operate import operate
 
     operate(connect, admin_key, "POST", "/sleep", {"level": level, "mode": mode, "timeout": timeout}, as_json=json)
 
@@ -192,7 +197,7 @@ def wake(
 
     Waits until it has.
     """
-    from trioengine.cli.operating import operate
+    from trioengine.cli.operate import operate
 
     given = {"tags": tags or None, "reload": None if reload else "false"}
     operate(connect, admin_key, "POST", "/wake_up", given, as_json=json)
@@ -202,7 +207,7 @@ def wake(
 @with_options()
 def status(connect: Connect = LOCAL_SERVER, admin_key: AdminKey = None, json: Json = False) -> None:
     """Print whether a server's engine is awake, and its weights."""
-    from trioengine.cli.operating import operate
+    from trioengine.cli.operate import operate
 
     operate(connect, admin_key, "GET", "/is_sleeping", {}, as_json=json)
 
@@ -227,9 +232,9 @@ def doctor(json: Json = False) -> int:
 
     Prints its hardware and software, and the problems; exit code 1 if it cannot work.
     """
-    from trioengine.cli.doctor.examination import examine, looks
+    from trioengine.cli.doctor import CHECKS, run_checks
 
-    return examine(looks(), as_json=json)
+    return run_checks(CHECKS, as_json=json)
 
 
 @command()
@@ -240,14 +245,6 @@ def fuzz(
     seed: Annotated[int | None, typer.Option(min=0, help="The same seed runs the same programs. [default: 0]")] = None,
     profile: Annotated[
         Literal["quick", "deep"] | None, typer.Option(help="How long the programs are. [default: quick]")
-    ] = None,
-    mutant: Annotated[
-        str | None,
-        typer.Option(help="Put this bug into the engine first; with --replay, instead of the file's, or none."),
-    ] = None,
-    mutants: Annotated[bool, typer.Option("--mutants", help="Hunt every mutant, and print a table.")] = False,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, help="With --mutants: how many seeds for each. [default: 8]")
     ] = None,
     replay: Annotated[Path | None, typer.Option(help="Run the program in this file again.")] = None,
     machine: Annotated[str | None, typer.Option(help="Only this one: engine, power, realtime, http or core.")] = None,
@@ -260,7 +257,7 @@ def fuzz(
     On a simulated worker; exit code 1 if there is one.
     """
     try:
-        from trioengine.cli import fuzzing
+        from trioengine.cli.fuzz import run as run_fuzz
     except ModuleNotFoundError as exc:
         if exc.name != "hypothesis":
             raise
@@ -271,11 +268,8 @@ def fuzz(
         "examples": examples,
         "seed": seed,
         "profile": profile,
-        "mutant": mutant,
-        "mutants": mutants or None,
-        "seeds": seeds,
         "replay": replay,
         "machine": machine,
         "keep": keep,
     }
-    return fuzzing.run({name: value for name, value in options.items() if value is not None})
+    return run_fuzz({name: value for name, value in options.items() if value is not None})

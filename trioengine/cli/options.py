@@ -18,14 +18,16 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import typer
 from typer.models import OptionInfo
 
-from trioengine.cli import config_file
-from trioengine.cli.bench.config import HELP as LOAD_HELP
-from trioengine.cli.bench.config import BenchConfig
-from trioengine.cli.panels import panel_of
-from trioengine.cli.sources import in_the_users_words, variable, warn_of_unknown_variables
+from trioengine.cli.help import panel_of
+from trioengine.cli.sources import (
+    environment_variable,
+    read_config_file,
+    rename_fields_in_errors,
+    warn_about_unknown_variables,
+)
 from trioengine.core.config import EngineConfig
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.serve_config import ServeConfig
+from trioengine.serve.config import ServeConfig
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -96,7 +98,8 @@ _HELP = {
 _NOT_OPTIONS = ("model", "restart_delays", "logit_bias", "logprobs", "cache_salt")
 
 
-def _options(cls: type, panel: str | None, texts: Mapping[str, str] = _HELP) -> list[inspect.Parameter]:
+def options_of(cls: type, panel: str | None, texts: Mapping[str, str] = _HELP) -> list[inspect.Parameter]:
+    """Make an option of each field of a dataclass; `panel` is its place in the help, None for the one in `PANELS`."""
     hints = typing.get_type_hints(cls)
     fields = [field for field in dataclasses.fields(cls) if field.name not in _NOT_OPTIONS]
     return [_option(field, hints[field.name], panel or panel_of(field.name), texts[field.name]) for field in fields]
@@ -137,10 +140,9 @@ def _kind(hint: Any) -> Any:
     return hint
 
 
-ENGINE_OPTIONS = _options(EngineConfig, None)
-SERVE_OPTIONS = _options(ServeConfig, None)
-SAMPLING_OPTIONS = _options(SamplingParams, "Sampling")
-LOAD_OPTIONS = _options(BenchConfig, "Load", LOAD_HELP)
+ENGINE_OPTIONS = options_of(EngineConfig, None)
+SERVE_OPTIONS = options_of(ServeConfig, None)
+SAMPLING_OPTIONS = options_of(SamplingParams, "Sampling")
 
 
 def with_options(*groups: list[inspect.Parameter], check: Check | None = None) -> Callable[[F], F]:
@@ -160,13 +162,13 @@ def with_options(*groups: list[inspect.Parameter], check: Check | None = None) -
         for parameter in parameters:
             (info,) = parameter.annotation.__metadata__
             if isinstance(info, OptionInfo):
-                info.envvar, info.show_envvar = variable(parameter.name), False
+                info.envvar, info.show_envvar = environment_variable(parameter.name), False
 
         @functools.wraps(command)
         def run(*, _context: typer.Context, **options: object) -> object:
             _context.find_root().obj.as_json = options.get("log_json") is True
-            warn_of_unknown_variables(_context)
-            with in_the_users_words(_context):
+            warn_about_unknown_variables(_context)
+            with rename_fields_in_errors(_context):
                 if check is not None:
                     check(_context)
                 return command(**options)
@@ -192,7 +194,7 @@ def _config_option(parameters: list[inspect.Parameter]) -> inspect.Parameter:
 
     def read(context: typer.Context, path: Path | None) -> None:
         if path is not None:
-            context.obj = config_file.read(path, kinds)
+            context.obj = read_config_file(path, kinds)
             context.default_map = dict(context.obj.values)
 
     option = typer.Option(
@@ -210,3 +212,20 @@ def build(cls: Callable[..., T], fields: Mapping[str, object], **others: object)
     names = {field.name for field in dataclasses.fields(typing.cast("Any", cls))}
     given = {name: value for name, value in fields.items() if name in names and value not in (None, [])}
     return cls(**others, **given)
+
+
+HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
+LOCAL_SERVER = "http://127.0.0.1:8000"  # as `serve` listens without options
+MODEL_HELP = "A name that `pull` knows, a .gguf file, a Hugging Face directory or a hub id."
+Model = Annotated[str, typer.Argument(help=MODEL_HELP, envvar="TRIOENGINE_MODEL", show_envvar=False)]
+Connect = Annotated[str, typer.Option(metavar="URL", help="The server.")]
+AdminKey = Annotated[str | None, typer.Option(help="The server's key for operators.")]
+ModelOption = Annotated[str, typer.Option("--model", help=MODEL_HELP)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def require_command(context: typer.Context) -> None:
+    """Without a command, print the help and end with exit code 2."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(2)

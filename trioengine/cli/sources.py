@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+import tomllib
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 import typer
 
-from trioengine.cli.config_file import ConfigFile
+from trioengine.core.bounds import brief, did_you_mean
 from trioengine.core.errors import InvalidConfig, RequestRejected
-from trioengine.core.suggestion import did_you_mean
 
 PREFIX = "TRIOENGINE_"
 _OTHER_VARIABLES = (f"{PREFIX}HOME",)
 
 
-def variable(name: str) -> str:
+def environment_variable(name: str) -> str:
     """The environment variable of an option."""
     return f"{PREFIX}{name.upper()}"
 
 
-def warn_of_unknown_variables(context: Any) -> None:
+def warn_about_unknown_variables(context: Any) -> None:
     """Write a warning for each variable of ours that no command reads."""
     root = context.find_root()
     for warning in _unknown_variables(root.command, os.environ):
@@ -47,7 +50,7 @@ def _variables_of(command: Any) -> Iterator[str]:
         yield from _variables_of(below)
 
 
-def words(context: typer.Context, name: str) -> str | None:
+def option_source(context: typer.Context, name: str) -> str | None:
     """What the user calls the option that was given; None if none of this name was, or it is an argument."""
     source = context.get_parameter_source(name)
     match source.name if source is not None else None:
@@ -55,7 +58,7 @@ def words(context: typer.Context, name: str) -> str | None:
             parameter = next(parameter for parameter in context.command.params if parameter.name == name)
             return parameter.opts[0] if parameter.param_type_name == "option" else None
         case "ENVIRONMENT":
-            return variable(name)
+            return environment_variable(name)
         case "DEFAULT_MAP" if isinstance(context.obj, ConfigFile):
             return context.obj.where(name)
     return None
@@ -67,14 +70,14 @@ def _flag(context: typer.Context, name: str) -> str | None:
     return next((option.opts[0] for option in options if option.name == name), None)
 
 
-def typed(context: typer.Context) -> list[str]:
+def given_on_command_line(context: typer.Context) -> list[str]:
     """The options and arguments that were given on the command line, by their names."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
 @contextmanager
-def in_the_users_words(context: typer.Context) -> Iterator[None]:
+def rename_fields_in_errors(context: typer.Context) -> Iterator[None]:
     """Errors that name a field name what the user has given instead."""
     try:
         yield
@@ -86,8 +89,121 @@ def in_the_users_words(context: typer.Context) -> Iterator[None]:
 
 
 def _translated(context: typer.Context, message: str, fields: Iterable[str]) -> str:
-    for field in fields:
-        said = words(context, field) or _flag(context, field)
+    for name in fields:
+        said = option_source(context, name) or _flag(context, name)
         if said is not None:
-            message = re.sub(rf"\b{field}\b", said.replace("\\", r"\\"), message, count=1)
+            message = re.sub(rf"\b{name}\b", said.replace("\\", r"\\"), message, count=1)
     return message
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """The values in a file, by the names of the options."""
+
+    path: Path
+    values: Mapping[str, object] = field(repr=False)  # keys of clients among them
+    spelling: Mapping[str, str]
+
+    def where(self, name: str) -> str:
+        """The place of an option, for a message."""
+        return f"config file {self.path}: {self.spelling[name]}"
+
+
+def read_config_file(path: Path, kinds: Mapping[str, Any]) -> ConfigFile:
+    """A file for a command with options of these names and types.
+
+    Raises InvalidConfig, which names the file and the key; a value for an option of text is not shown, as it may be a
+    key of a client.
+    """
+    values: dict[str, object] = {}
+    spelling: dict[str, str] = {}
+    for key, value in _load(path).items():
+        name = key.replace("-", "_")
+        if name not in kinds and isinstance(value, dict):
+            raise InvalidConfig(f"config file {path}: {brief(key)} is a table; options stand at the top, in no table")
+        if name not in kinds:
+            raise InvalidConfig(
+                f"config file {path}: {brief(key)} is not an option of this command{_suggestion(key, kinds)}"
+            )
+        if name in values:
+            raise InvalidConfig(f"config file {path}: {key} is there twice, as {spelling[name]}, too")
+        if not fits(value, kinds[name]):
+            raise InvalidConfig(f"config file {path}: {key} {_problem(value, kinds[name])}")
+        is_one_of_a_list = is_list(kinds[name]) and not isinstance(value, list)
+        values[name], spelling[name] = [value] if is_one_of_a_list else value, key
+    return ConfigFile(path, values, spelling)
+
+
+def is_true(path: Path, name: str) -> bool:
+    """Whether a file turns an option on, even if the rest of it will be refused. A pipe is not read."""
+    with suppress(InvalidConfig, OSError):
+        return path.is_file() and any(
+            value is True for key, value in _load(path).items() if key.replace("-", "_") == name
+        )
+    return False
+
+
+def _suggestion(key: str, kinds: Iterable[str]) -> str:
+    """The option that was probably meant, spelled as the key is."""
+    options = kinds if "_" in key else [name.replace("_", "-") for name in kinds]
+    return did_you_mean(key, options)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_bytes().decode() + "\n")  # or a mistake in the last line has no number
+    except OSError as exc:
+        raise InvalidConfig(f"config file {path}: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise InvalidConfig(f"config file {path}: not UTF-8") from exc
+    except (tomllib.TOMLDecodeError, RecursionError) as exc:
+        raise InvalidConfig(f"config file {path}: not TOML: {exc}") from exc
+
+
+def _problem(value: object, kind: Any) -> str:
+    problem = requirement(kind) + (", or a list of them" if is_list(kind) and isinstance(value, list) else "")
+    return f"{problem}, got {brief(value)}" if element_of(kind) in (bool, int, float) else problem
+
+
+_WANTED = {bool: "true or false", int: "an integer", float: "a number", str: "a string", Path: "a path"}
+_TOML = {bool: bool, int: int, float: float | int, str: str, Path: str}  # as tomllib gives them
+
+
+def requirement(kind: Any, low: float | None = None, high: float | None = None) -> str:
+    """The rule for a value of the type, or for each of a list, between two bounds, which are allowed."""
+    kind = element_of(kind)
+    if typing.get_origin(kind) is Literal:
+        return f"must be {_either(typing.get_args(kind))}"
+    return f"must be {_WANTED[kind]}{_range(low, high)}"
+
+
+def fits(value: object, kind: Any) -> bool:
+    """Whether a value of TOML is one of the type; of a type of lists it is an element or a list."""
+    if isinstance(value, list) and is_list(kind):
+        return all(fits(each, element_of(kind)) for each in value)
+    kind = element_of(kind)
+    wanted = _TOML[str if typing.get_origin(kind) is Literal else kind]
+    return isinstance(value, wanted) and (kind is bool or not isinstance(value, bool))
+
+
+def is_list(kind: Any) -> bool:
+    """Whether an option may be given several times."""
+    return typing.get_origin(kind) is list
+
+
+def element_of(kind: Any) -> Any:
+    """The type of one value of an option."""
+    return typing.get_args(kind)[0] if is_list(kind) else kind
+
+
+def _either(choices: Sequence[object]) -> str:
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _range(low: float | None, high: float | None) -> str:
+    if low is not None and high is not None:
+        return f" from {low} to {high}"
+    if low is not None:
+        return f" of at least {low}"
+    return "" if high is None else f" of at most {high}"

@@ -1,4 +1,4 @@
-"""The conversation of a session: what was committed, and the items by which the server knows it."""
+"""The conversation of a session: the committed messages, and the items that hold them at the server."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from collections.abc import Collection, Sequence
 from copy import copy
 
 from trioengine.aio.nursery import Notifier
-from trioengine.client.media import has_images
-from trioengine.client.posts import Posts
+from trioengine.client.connection import Posts
 from trioengine.client.problems import placed
-from trioengine.client.prompt import MAX_EVENT, MAX_IMAGE_EVENT, Message, item_of, rendered
+from trioengine.client.prompt import MAX_EVENT, MAX_IMAGE_EVENT, Message, has_images, item_of, rendered
 from trioengine.core.errors import EngineError, RequestRejected
 
 
 class Conversation:
-    """Each change is posted in the step in which it is made."""
+    """Posts each change in the step in which it is made."""
 
     def __init__(self, posts: Posts) -> None:
         self.messages: list[Message] = []
-        self._item_ids: list[str] = []  # of these
-        self._posts = posts
+        self.posts = posts
+        self._item_ids: list[str] = []  # of the messages
         self._ids = itertools.count(1)
         self._unconfirmed: set[str] = set()  # events of the history that was given
-        self._refusal: EngineError | None = None  # the server's, of one of these
-        self._changes = Notifier()  # of these two
+        self._refusal: EngineError | None = None  # the server's first, of one of these events
+        self._confirmed = Notifier()
 
     def prepared(self, messages: Sequence[Message]) -> dict[str, str]:
-        """The events that make items of these messages, by the items' ids. Raises RequestRejected; posts nothing."""
+        """The events that create items of these messages, by the items' ids. Raises RequestRejected; posts nothing."""
         ids = [f"item_{next(self._ids)}" for _ in messages]
         return {
             id: rendered(
@@ -40,67 +39,69 @@ class Conversation:
         }
 
     def create(self, events: dict[str, str]) -> None:
-        """Post what was prepared."""
+        """Post prepared events."""
         for id, text in events.items():
-            self._posts.put(text, f"create_{id}")
+            self.posts.put(text, f"create_{id}")
 
     def delete(self, item_ids: Sequence[str]) -> None:
+        """Delete items at the server."""
         for id in item_ids:
             event_id = f"delete_{id}"
-            self._posts.put(rendered("conversation.item.delete", event_id, {"item_id": id}), event_id)
+            self.posts.put(rendered("conversation.item.delete", event_id, {"item_id": id}), event_id)
 
     def truncate(self, item_id: str, text_end: int) -> None:
-        """Cut an answer that is longer at the server than here."""
+        """Cut an answer at the server to its first `text_end` characters."""
         place = {"item_id": item_id, "content_index": 0, "text_end": text_end}
-        self._posts.put(rendered("conversation.item.truncate", f"truncate_{item_id}", place))
+        self.posts.put(rendered("conversation.item.truncate", f"truncate_{item_id}", place))
 
     def commit(self, messages: Sequence[Message], item_ids: Sequence[str]) -> None:
-        """These are part of it from now on."""
+        """Append messages that the server has as these items."""
         self.messages += messages
         self._item_ids += item_ids
 
     def drop(self, item_ids: Collection[str]) -> None:
-        """Take these messages out of it; others are ignored."""
+        """Remove the messages of these items, here and at the server; unknown ids are ignored."""
         dropped = set(item_ids)
         kept = [(message, id) for message, id in zip(self.messages, self._item_ids, strict=True) if id not in dropped]
         self.delete([id for id in self._item_ids if id in dropped])
         self.messages, self._item_ids = [message for message, _ in kept], [id for _, id in kept]
 
     def replace(self, messages: Sequence[Message], events: dict[str, str]) -> None:
-        """These messages, whose events were prepared, are all of it."""
+        """Make these messages, with their prepared events, the whole conversation."""
         self.delete(self._item_ids)
         self.messages, self._item_ids = list(messages), list(events)
         self._unconfirmed = {f"create_{id}" for id in events}
         self._refusal = None
         self.create(events)
-        self._changes.notify()
+        self._confirmed.notify()
 
-    def answered(self, event_id: object, error: EngineError | None = None) -> None:
-        """The server has done what this event asks for, or refuses it."""
-        self._posts.answered(event_id)
+    def on_answer(self, event_id: object, error: EngineError | None = None) -> None:
+        """Process the server's answer to an event: done, or refused with `error`. Other ids are ignored."""
+        self.posts.on_answer(event_id)
         if isinstance(event_id, str) and event_id in self._unconfirmed:
             self._unconfirmed.remove(event_id)
-            self._refusal = self._refusal or (error and self._of_history(error, event_id.removeprefix("create_")))
-            self._changes.notify()
+            if error is not None and self._refusal is None:
+                self._refusal = self._refusal_of_history(error, event_id.removeprefix("create_"))
+            self._confirmed.notify()
 
-    def _of_history(self, error: EngineError, item_id: str) -> EngineError:
-        """An error about this item, with the place in the history."""
-        renamed = self.named(error, item_id)
-        if renamed is not error or not isinstance(error, RequestRejected):
-            return renamed
+    def _refusal_of_history(self, error: EngineError, item_id: str) -> EngineError:
+        """The error about this item, with its place in the history."""
+        error_with_place = self.with_place(error, item_id)
+        if error_with_place is not error or not isinstance(error, RequestRejected):
+            return error_with_place
         place = f"history[{self._item_ids.index(item_id)}]"
         return RequestRejected(error.code, f"{place}: {error.message}", param=place)
 
-    def named(self, error: EngineError, item_id: str) -> EngineError:
-        """The server's error about this item; if it is one of the conversation's, with the place in the history."""
+    def with_place(self, error: EngineError, item_id: str) -> EngineError:
+        """The server's error about this item, with its place in the history if the item is part of that."""
         if item_id not in self._item_ids:
             return error
         index = self._item_ids.index(item_id)
         return placed(error, f"history[{index}]", self.messages[index])
 
     async def confirmed(self) -> None:
-        """Wait until the server has the history that it was given. Raises why it refuses it, until it is replaced."""
+        """Wait until the server has the history that was given. Raises its refusal, until the history is replaced."""
         while self._unconfirmed:
-            await self._changes.wait()
+            await self._confirmed.wait()
         if self._refusal is not None:
             raise copy(self._refusal)

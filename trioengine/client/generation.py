@@ -1,142 +1,153 @@
-"""A generation over a connection: one request as its reader sees it, like the engine's."""
+"""A generation over a connection: one request as its reader sees it, with the surface of the engine's."""
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from copy import copy
+from types import TracebackType
+from typing import Self
 
-from trioengine.actors.readable import Readable
-from trioengine.aio.deadline import Deadline
-from trioengine.client.media import Media
-from trioengine.client.prompt import Message
-from trioengine.core.completion import Chunk, Completion
-from trioengine.core.errors import EngineError, TimedOut
-from trioengine.core.messages import Usage
-from trioengine.core.outcome import Cause, Outcome
-from trioengine.core.prompt_places import PromptPlaces
+import trio
+
+from trioengine.aio.calls import AsyncOnly
+from trioengine.client.request import Request, Stage
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import Cause, Chunk, Completion
 
-if TYPE_CHECKING:
-    from trioengine.client.session import Session
-
-
-class Stage(enum.Enum):
-    """Where its response stands, as the server says."""
-
-    NONE = "none"  # nothing is asked, or what was asked is over
-    ASKED = "asked"
-    CREATED = "created"
-    ADMITTED = "admitted"  # the engine has taken the request
+_NOT_ENTERED = "the generation was not entered: use `async with session.generate(...)`"
 
 
-class Generation(Readable["Session"]):
+class Generation(AsyncOnly, refuses=("for",)):
     """One request: `async with session.generate(...) as generation: async for chunk in generation`.
 
-    Entering asks the server; what is refused is raised there, and TimedOut if the timeout passes on the way. Iterating
-    ends normally for stop, length and abort; after the last delta it raises the typed error of a failed request, and
-    TimedOut for a request that its timeout has aborted. Leaving before the outcome aborts the request:
-    its turn is taken back at once (`keep_partial` keeps what came until then), and leaving waits until the server has
-    let go of it, or the timeout passes. When the scope is cancelled, leaving does the same but does not wait.
-    Cancelling a read loses nothing: the next read goes on. Chunks and completion have no token ids and no logprobs:
-    these are not sent.
+    Entering asks the server. It raises the server's refusal, and TimedOut if the timeout passes first. Iterating ends
+    normally for stop, length and abort; after the last delta it raises the typed error of a failed request, and
+    TimedOut for a request that its timeout has aborted. Leaving before the outcome aborts the request: its turn is
+    taken back at once (`keep_partial` keeps the text received so far), and leaving waits until the server has released
+    the request, or the timeout passes. When the scope is cancelled, leaving does the same but does not wait. Cancelling
+    a read loses nothing: the next read continues. Reading before entering raises RuntimeError, unless the request has
+    an outcome; while another task enters, reading waits. Chunks and completion have no token ids and no logprobs,
+    because the server does not send them.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        prompt: object,
-        params: SamplingParams,
-        *,
-        media: Sequence[Media] = (),
-        keep_partial: bool,
-        deadline: Deadline,
-        wait: bool | None,
-        label: str | None = None,
-    ) -> None:
-        super().__init__(session, params, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label)
-        self.prompt: Any = prompt  # until it is sent, as the media
-        self.media = media
-        self.response_id: str | None = None  # the server's
-        # The session's part: it alone writes these.
-        self.stage = Stage.NONE
-        self.messages: list[Message] = []
-        self.item_ids: list[str] = []  # of these
-        self.places = PromptPlaces.of(prompt, media)
-        self.answer_id: str | None = None  # the item of the answer
-        self.ask_id = ""  # the event that asked for the response
-        self.problem: EngineError | None = None  # what an error event said of it
-        self.refusal: EngineError | None = None  # why the engine does not take it
-        self.spoiled: EngineError | None = None  # why its prompt is not what it should be
-        self.abort_cause: Cause | None = None
-        self.cancel_sent = False
-        self.is_kept = False
-        self.usage = Usage(0, 0, 0)
-        self.dropped_turns = 0
-        self._pieces: list[str] = []  # of the answer
-        self._unread: list[str] = []  # of these
+    _noun = "a generation"
+    _usage = (
+        "use `async with session.generate(...) as generation` to read it in chunks by `async for`, "
+        "or `await session.ask(...)` for the whole answer"
+    )
+
+    def __init__(self, state: Request, enter: Callable[[Request], Awaitable[None]]) -> None:
+        self._state = state
+        self._enter = enter  # asks the server; raises the refusal
+        self._entered = False
+        self._may_have_more = False  # True from entering on, unless that fails
+        self._is_being_read = False
+
+    def __repr__(self) -> str:
+        state = self._state
+        id = f" {state.id}" if state.id is not None else ""
+        label = f" {state.label!r}" if state.label is not None else ""
+        return f"<Generation{id}{label} {self._progress}>"
 
     @property
     def _progress(self) -> str:
-        return "waiting" if self.stage is Stage.NONE else self.stage.value
-
-    def take_id(self, ids: Iterator[int]) -> None:
-        """Take the next one, unless it has one."""
-        if self._request_id is None:
-            self.request_id = next(ids)
-
-    def timed_out(self) -> TimedOut:
-        if self.refusal is None:
-            return super().timed_out()
-        error = self.deadline.passed(f"while waiting: {self.refusal}", self.completion)
-        error.__cause__ = self.refusal
-        return error
+        if self._state.outcome is not None:
+            return self._state.outcome.finish_reason.value
+        if not self._entered:
+            return "not entered"
+        if not self._may_have_more:
+            return "refused"
+        if self._state.id is None:
+            return "in line"
+        return "waiting" if self._state.stage is Stage.NONE else self._state.stage.value
 
     @property
-    def text(self) -> str:
-        """What came until now, read or not."""
-        if len(self._pieces) > 1:
-            self._pieces = ["".join(self._pieces)]
-        return self._pieces[0] if self._pieces else ""
-
-    def _answer(self, outcome: Outcome) -> Completion:
-        return Completion(
-            self.request_id,
-            self.text,
-            (),
-            None,
-            outcome.finish_reason,
-            outcome.cause,
-            self.usage,
-            dropped_turns=self.dropped_turns,
-        )
+    def label(self) -> str | None:
+        """The caller's name for the request."""
+        return self._state.label
 
     @property
-    def _has_unread(self) -> bool:
-        return bool(self._unread)
-
-    def take(self) -> Chunk:
-        text, self._unread = "".join(self._unread), []
-        return Chunk(text, ())
-
-    # ---- what the session tells it; synchronous -------------------------------------------------------------------
+    def params(self) -> SamplingParams:
+        """The sampling parameters."""
+        return self._state.params
 
     @property
-    def is_stopping(self) -> bool:
-        """Whether it was told to end; the server may not have heard of it."""
-        return self.outcome is not None or self.abort_cause is not None
+    def request_id(self) -> int:
+        """The client's number of the request. Raises RuntimeError before the request is entered or aborted."""
+        if self._state.id is None:
+            raise RuntimeError(_NOT_ENTERED)
+        return self._state.id
 
-    def receive(self, text: str) -> None:
-        if self.outcome is None and self.spoiled is None and text:
-            self._pieces.append(text)
-            self._unread.append(text)
-            self._changes.notify()
+    @property
+    def response_id(self) -> str | None:
+        """The server's id of the response; None until the server has begun it."""
+        return self._state.response_id
 
-    def notify(self) -> None:
-        """Its stage has changed."""
-        self._changes.notify()
+    @property
+    def completion(self) -> Completion:
+        """The answer, once there is an outcome; partial if it was aborted. Raises the error of a failed request."""
+        outcome = self._state.outcome
+        if outcome is None:
+            raise RuntimeError("the generation has no outcome yet: read it to its end, or `await generation.result()`")
+        if outcome.error is not None:
+            raise copy(outcome.error)
+        return self._state.completion(outcome)
 
-    async def answered(self) -> None:
-        """Wait until the server has said whether the engine takes the request."""
-        while self.stage is not Stage.NONE and (self.stage is not Stage.ADMITTED or self.spoiled is not None):
-            await self._changes.wait()
+    def abort(self) -> bool:
+        """Abort the request; a finish that is on its way wins. Harmless once there is an outcome.
+
+        Returns whether this call aborts it: False if it has an outcome, or was aborted before.
+        """
+        return self._state.abort(Cause.CLIENT)
+
+    async def result(self) -> Completion:
+        """Read to the end and return the whole answer. Raises the typed error of a failed request, and TimedOut."""
+        async for _ in self:
+            pass
+        return self.completion
+
+    async def __aenter__(self) -> Self:
+        if self._entered:
+            raise RuntimeError("a generation is entered once")
+        self._entered = self._may_have_more = True
+        try:
+            await self._enter(self._state)
+            self._state.check_timeout()
+        except BaseException:
+            self._may_have_more = False
+            self._state.changes.notify()
+            raise
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        state = self._state
+        state.withdraw()
+        if not state.settled.is_set() and (exc is None or isinstance(exc, Exception)):
+            with trio.move_on_at(state.deadline.at):
+                await state.settled.wait()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._is_being_read:
+            raise trio.BusyResourceError("another task reads this generation")
+        state = self._state
+        self._is_being_read = True
+        try:
+            if state.has_unread or state.outcome is not None:
+                await trio.lowlevel.checkpoint()
+            while not state.has_unread and state.outcome is None:
+                if not self._may_have_more:
+                    raise RuntimeError(_NOT_ENTERED)
+                await state.changes.wait()
+        finally:
+            self._is_being_read = False
+        if state.has_unread:
+            return Chunk(state.take_unread(), ())
+        if state.outcome is not None and state.outcome.error is not None:
+            raise copy(state.outcome.error)
+        state.check_timeout()
+        raise StopAsyncIteration

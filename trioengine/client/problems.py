@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from trioengine.client.websocket import ABNORMAL, Closed, Rejected
+from trioengine.aio.websocket import ABNORMAL, Closed, Rejected
 from trioengine.core.bounds import number
 from trioengine.core.config import MAX_SECONDS
 from trioengine.core.errors import (
@@ -16,6 +16,7 @@ from trioengine.core.errors import (
     EngineClosed,
     EngineError,
     EngineOverloaded,
+    Outcome,
     RequestRejected,
     SamplingFailed,
     SessionBusy,
@@ -23,7 +24,7 @@ from trioengine.core.errors import (
     TransitionFailed,
     WorkerLost,
 )
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause, FinishReason, Usage
 
 _IN_ITEM = re.compile(r"item(?:\.| '[^']*': )content\[(\d+)\](?:\.\w+)*")  # at the beginning of an error's message
 GOING_AWAY, TRY_AGAIN_LATER = 1001, 1013
@@ -120,3 +121,31 @@ def _param(param: object) -> str | None:
         return "prompt"
     name = param.removeprefix("response.")
     return "max_tokens" if name == "max_output_tokens" else name
+
+
+def outcome_of(response: dict[str, Any], cause: Cause | None, problem: EngineError | None) -> Outcome:
+    """`cause` is that of an abort that was asked for, `problem` what an error event said of the response."""
+    match response["status"]:
+        case "completed":
+            return Outcome(FinishReason.STOP)
+        case "incomplete":
+            return Outcome(FinishReason.LENGTH)
+        case "failed":
+            failure = response["status_details"]["error"]
+            aborted_by = abort_cause(failure)
+            if aborted_by is None:
+                return Outcome(FinishReason.ERROR, error=problem or error_of(failure))
+            return Outcome(FinishReason.ABORT, aborted_by)
+        case _:
+            return Outcome(FinishReason.ABORT, cause or Cause.CLIENT)
+
+
+def usage_of(response: dict[str, Any]) -> Usage:
+    usage = response.get("usage") or {}
+    cached = (usage.get("input_token_details") or {}).get("cached_tokens", 0)
+    return Usage(usage.get("input_tokens", 0), usage.get("output_tokens", 0), cached)
+
+
+def length_of(response: dict[str, Any]) -> int:
+    """Characters of the answer, as the server has it."""
+    return sum(len(part["text"]) for item in response["output"] for part in item["content"])

@@ -9,12 +9,15 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, cast
+import re
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ParamSpec, Self, TypeVar, cast
 
-from trioengine.core.bounds import brief, number
+from trioengine.core.bounds import brief, did_you_mean, number
 from trioengine.core.errors import InvalidConfig, RequestRejected, UnknownArgument
-from trioengine.core.suggestion import did_you_mean
+from trioengine.core.types import Cause
 
 _REMEDIES = {"stream": "session.generate(...) gives an answer in chunks"}  # for arguments of other libraries
 P = ParamSpec("P")
@@ -89,6 +92,14 @@ def check_request(request: object) -> int | str:
     return request
 
 
+def check_cause(cause: str) -> Cause:
+    """Return the cause of this name. Raises RequestRejected for another one."""
+    try:
+        return Cause(cause)
+    except ValueError:
+        raise rejected("cause", f"must be one of {', '.join(Cause)}, got {brief(cause)}") from None
+
+
 def check_callback(field: str, callback: object) -> None:
     """Raise InvalidConfig unless it can be called, or is None."""
     if not (callback is None or callable(callback)):
@@ -109,7 +120,7 @@ def check_names(function: str, given: Iterable[str], known: Sequence[str], other
 
 def fields_checked(cls: type[T]) -> type[T]:
     """The dataclass, which raises UnknownArgument for a keyword that is no field of it."""
-    init, known = cls.__init__, [field.name for field in dataclasses.fields(cast("Any", cls))]
+    init, known = cls.__init__, field_names(cls)
 
     @functools.wraps(init)
     def checked(self: T, *args: Any, **kwargs: Any) -> None:
@@ -123,6 +134,11 @@ def fields_checked(cls: type[T]) -> type[T]:
 def names_checked(function: Callable[P, R]) -> Callable[P, R]:
     """The function, which raises UnknownArgument for an unknown keyword. For functions without `**` parameters."""
     return checked_call(function, function.__name__, parameters_of(function))
+
+
+def field_names(cls: type[object]) -> list[str]:
+    """The names of a dataclass's fields."""
+    return [field.name for field in dataclasses.fields(cast("Any", cls))]
 
 
 def parameters_of(function: Callable[..., object]) -> list[str]:
@@ -150,3 +166,54 @@ def checked_call(
     checked.__name__ = name
     checked.__qualname__ = function.__qualname__.removesuffix(function.__name__) + name  # that of its coroutines, too
     return cast("Callable[P, R]", checked)
+
+
+_PLACE = re.compile(r"prompt\[(\d+)\]\.content(?:\[(\d+)\]((?:\.\w+)*))?")  # in the messages that a prompt became
+_WHOLE = re.compile(r"^messages(?=$|: )")  # the templates' name of all of them
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlaces:
+    """A prompt as it was given; its media became the first parts of the last message."""
+
+    is_text: bool  # it became the only message
+    last: int  # the index of the last message
+    ends_with_text: bool  # the last message's content is a string, which became the one part behind the media
+    num_media: int
+
+    @classmethod
+    def of(cls, prompt: object, media: object) -> Self:
+        """The places of arguments that are not checked yet."""
+        if isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt:
+            is_text, last, content = False, len(prompt) - 1, prompt[-1]
+            content = content.get("content") if isinstance(content, Mapping) else None
+        else:
+            is_text, last, content = isinstance(prompt, str), 0, prompt
+        return cls(is_text, last, isinstance(content, str), len(media) if isinstance(media, Sequence) else 0)
+
+    def name(self, place: str) -> str:
+        """A place among the messages, which may be the beginning of an error's message, by the call's arguments."""
+        if (found := _PLACE.match(place)) is None:
+            return _WHOLE.sub("prompt", place, count=1)
+        return self._name(int(found[1]), found) + place[found.end() :]
+
+    def _name(self, index: int, found: re.Match[str]) -> str:
+        if index == self.last and found[2] is not None:
+            if (part := int(found[2]) - self.num_media) < 0:
+                return f"media[{found[2]}]"
+            if not self.is_text:
+                return f"prompt[{index}].content" + ("" if self.ends_with_text else f"[{part}]{found[3]}")
+        return "prompt" if self.is_text else found[0]
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Within, RequestRejected has these names."""
+        try:
+            yield
+        except RequestRejected as exc:
+            raise self.rejection(exc).with_traceback(exc.__traceback__) from exc.__cause__
+
+    def rejection(self, error: RequestRejected) -> RequestRejected:
+        """The error with its places by these names."""
+        param = None if error.param is None else self.name(error.param)
+        return RequestRejected(error.code, self.name(error.message), param=param)

@@ -1,15 +1,15 @@
-"""What a value may be: each check gives the value as a plain int or float, or raises ValueError with the rule."""
+"""Checks and messages about single values."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import numbers
 import operator
 import reprlib
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
-
-from trioengine.core.printable import printable
 
 MAX_COUNT = 2**31 - 1  # of tokens, sequences, …: what an int32 holds
 MAX_INT64 = 2**63 - 1  # what msgpack and torch hold
@@ -82,3 +82,64 @@ def excerpt(text: str, length: int = 200) -> str:
     """A message of another library about a file, printable on one line of at most `length` characters."""
     shown = printable(text[:length])
     return shown if len(shown) <= length else shown[: length - 1] + "…"
+
+
+_CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
+_LINE_SEPARATORS = (0x2028, 0x2029)
+_BIDI_OVERRIDES = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))  # embeddings and isolates, too
+_SURROGATES = range(0xD800, 0xE000)  # JSON can hold lone ones; UTF-8 cannot
+
+UNPRINTABLE = frozenset((*_CONTROLS, *_LINE_SEPARATORS, *_BIDI_OVERRIDES, *_SURROGATES))  # code points
+_ESCAPES = {code: repr(chr(code))[1:-1] for code in UNPRINTABLE}
+_ESCAPES_IN_LINES = _ESCAPES | {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
+
+
+def printable(text: str) -> str:
+    """The text on one line: control characters, line ends and bidi overrides are escaped, as in Python's repr."""
+    return text.translate(_ESCAPES)
+
+
+def printable_lines(text: str) -> str:
+    """The same for text of several lines: newlines and tabs are kept, and carriage returns left out."""
+    return text.translate(_ESCAPES_IN_LINES)
+
+
+_COMPARED = 80  # characters: the comparison takes their square
+_LIKENESS = 0.68  # least likeness, from 0 to 1: "levle" and "level" have 0.8, "system" and "stream" 0.67
+_BEGINNING = 3  # least characters of a name that is taken for the beginning of a longer one
+_ALIASES: Mapping[str, tuple[str, ...]] = {  # names of other interfaces, and ours for the same thing
+    "input": ("messages", "prompt"),
+    "max_completion_tokens": ("max_output_tokens", "max_tokens"),
+    "max_new_tokens": ("max_tokens", "max_output_tokens"),
+    "max_output_tokens": ("max_tokens",),
+    "max_tokens": ("max_output_tokens",),
+    "messages": ("prompt", "history"),
+    "n_predict": ("max_tokens", "max_output_tokens"),
+    "prompt": ("messages",),
+    "repeat_penalty": ("repetition_penalty",),
+    "sampling_params": ("params",),
+    "stop_sequences": ("stop",),
+    "system": ("instructions", "messages", "history"),
+}
+
+
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """`; did you mean 'x'?` with the name that was probably meant, after the prefix; empty if none is near."""
+    meant = _meant(name[:_COMPARED], set(known))
+    return f"; did you mean {prefix + meant!r}?" if meant else ""
+
+
+def _meant(name: str, known: Collection[str]) -> str | None:
+    """The name that another interface's stands for, the only known name that begins with it, or the nearest."""
+    aliases = _aliases_of(known)
+    longer = [other for other in known if other.startswith(name)] if len(name) >= _BEGINNING else []
+    if len(longer) == 1 and name not in aliases:
+        return longer[0]
+    names = aliases | {other: other for other in known}
+    nearest = difflib.get_close_matches(name, sorted(names), n=1, cutoff=_LIKENESS)
+    return names[nearest[0]] if nearest else None
+
+
+def _aliases_of(known: Collection[str]) -> dict[str, str]:
+    meanings = {alias: [name for name in ours if name in known] for alias, ours in _ALIASES.items()}
+    return {alias: names[0] for alias, names in meanings.items() if names}

@@ -1,8 +1,8 @@
-"""Messages to bytes and back: a frame is a u32 little-endian length, then one msgpack map.
+"""Messages to bytes and back: a frame is a little-endian u32 length and a payload, which is one msgpack map.
 
-The map holds the message's wire name under "type" and its fields by name; dataclasses inside it are arrays of their
+The map holds the message's wire name under "type" and its fields by name. Dataclasses inside it are arrays of their
 fields, token ids are little-endian int32 bytes, Enum members their values. The converters are made once, from the
-dataclasses' annotations; a payload that does not fit them exactly is a RemoteProtocolError.
+dataclasses' annotations; `decode` raises RemoteProtocolError for a payload that does not fit them exactly.
 """
 
 from __future__ import annotations
@@ -26,18 +26,8 @@ LENGTH = struct.Struct("<I")
 _TYPE = "type"
 
 
-class _Mismatch(Exception):
-    """A value does not have the type that the message's field wants."""
-
-
-class _Converter(NamedTuple):
-    pack: Callable[[Any], Any]
-    unpack: Callable[[Any], Any]
-    plain: frozenset[type] = frozenset()  # what is of these types is packed, and unpacked, as it is
-
-
 def encode(message: Message) -> bytes:
-    """The message's payload, without the length in front."""
+    """Return the message's payload. Raises LocalProtocolError if a value cannot be packed."""
     name, fields = _SCHEMAS[type(message)]
     packed: dict[str, Any] = {_TYPE: name}
     for field, converter in fields:
@@ -49,7 +39,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(payload: bytes | memoryview) -> Message:
-    """The message in a payload; RemoteProtocolError where it is not exactly one."""
+    """Return the message in a payload. Raises RemoteProtocolError unless it is exactly one."""
     try:
         packed = msgpack.unpackb(payload, strict_map_key=False)
     except Exception as exc:  # msgpack raises a dozen types, ValueError's children and others, for malformed input
@@ -62,14 +52,60 @@ def decode(payload: bytes | memoryview) -> Message:
         raise RemoteProtocolError(f"unknown message type {name[:40]!r}")
     _, fields = _SCHEMAS[cls]
     if len(packed) != len(fields) or any(field not in packed for field, _ in fields):
-        raise RemoteProtocolError(f"{name} has other fields than it should")
+        raise RemoteProtocolError(f"{name}: unexpected or missing fields")
     try:
         return cls(**{field: converter.unpack(packed[field]) for field, converter in fields})  # type: ignore[no-any-return]
     except (_Mismatch, RequestRejected) as exc:
         raise RemoteProtocolError(f"{name}: {exc}") from exc
 
 
+def frame(payload: bytes) -> bytes:
+    """Put the payload's length in front of it."""
+    return LENGTH.pack(len(payload)) + payload
+
+
+class FrameBuffer:
+    """Bytes from the pipe, which come in any portions, cut into frames."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def __bool__(self) -> bool:
+        """Whether bytes are left."""
+        return bool(self._data)
+
+    def add(self, data: bytes | bytearray) -> None:
+        self._data += data
+
+    def next_payload(self, max_bytes: int) -> bytes | None:
+        """Remove the first frame and return its payload; None when more bytes are needed.
+
+        Raises RemoteProtocolError if the frame claims more than `max_bytes`.
+        """
+        if len(self._data) < LENGTH.size:
+            return None
+        (length,) = LENGTH.unpack_from(self._data)
+        if length > max_bytes:
+            raise RemoteProtocolError(f"a frame claims {length} bytes; the limit is {max_bytes}")
+        end = LENGTH.size + length
+        if len(self._data) < end:
+            return None
+        payload = bytes(memoryview(self._data)[LENGTH.size : end])
+        del self._data[:end]
+        return payload
+
+
 # ---- converters ---------------------------------------------------------------------------------------------------
+
+
+class _Mismatch(Exception):
+    """A value does not have the type that the message's field wants."""
+
+
+class _Converter(NamedTuple):
+    pack: Callable[[Any], Any]
+    unpack: Callable[[Any], Any]
+    plain: frozenset[type] = frozenset()  # values of these types are packed and unpacked unchanged
 
 
 def _exactly(kind: type) -> _Converter:
@@ -135,14 +171,14 @@ def _enum(kind: type[enum.Enum]) -> _Converter:
         try:
             return kind(value)
         except ValueError:
-            raise _Mismatch(f"{str(value)[:40]!r} is no {kind.__name__}") from None
+            raise _Mismatch(f"{str(value)[:40]!r} is not a value of {kind.__name__}") from None
 
     return _Converter(lambda member: member.value, unpack)
 
 
 def _dataclass(cls: type) -> _Converter:
     fields = _fields(cls)
-    # by the types of all fields, as packed: what is not plain. A token is a row, most of whose fields are
+    # Conversions by the types of the packed fields: there is a row for each token, and most of its fields are plain.
     conversions: dict[tuple[type, ...], list[tuple[int, Callable[[Any], Any]]]] = {}
 
     def pack(value: Any) -> list[Any]:
@@ -156,7 +192,7 @@ def _dataclass(cls: type) -> _Converter:
         wanted = _conversions(fields, shape) if known is None else known
         for index, convert in wanted:
             value[index] = convert(value[index])
-        if known is None:  # and converted: there are few of these
+        if known is None:  # and the values fit; few combinations of types occur
             conversions[shape] = wanted
         return cls(*value)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict
 
-from trioengine.core.arguments import fields_checked
+from trioengine.core.arguments import check_names, field_names, fields_checked
 from trioengine.core.bounds import MAX_COUNT, MAX_INT64, brief, changed_fields, counted, integer, number
 from trioengine.core.errors import InvalidConfig
-from trioengine.core.tag import Tag
+from trioengine.core.power import Tag
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MAX_SESSIONS = 50_000  # so that AUDITED, with 18 bytes a session and its request, always fits a frame
@@ -179,3 +179,68 @@ class EngineConfig:
 
 def _numbers(values: tuple[float, ...], low: int, high: int) -> tuple[float, ...]:
     return tuple(number(value, low, high) for value in values)
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of EngineConfig."""
+
+    model: str
+    device: str
+    dtype: DType
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_queued_reqs: int
+    max_sessions: int
+    max_num_batched_tokens: int
+    chunked_prefill_size: int | None
+    block_size: int
+    kv_cache_memory: int | None
+    gpu_memory_utilization: float
+    enable_prefix_caching: bool
+    encoder_cache_memory: int
+    payload_memory: int
+    num_threads: int | None
+    kernels: Kernels
+    batch_invariant: bool
+    startup_timeout: float
+    step_timeout: float
+    unresponsive_timeout: float
+    ping_interval: float
+    worker_shutdown_timeout: float
+    restart_delays: tuple[float, ...] | list[float]
+    max_restarts: int
+    on_worker_loss: OnWorkerLoss
+
+
+_ENGINE_KEYWORDS = ("ports", "on_progress", "on_load")  # of `open_engine`, beside the configuration
+
+
+def merged_config(config: EngineConfig | str | None, options: Mapping[str, Any]) -> EngineConfig:
+    """`config`, which may be a model's name or path; or the defaults with these fields in place of their own.
+
+    Raises UnknownArgument for an unknown field, TypeError for fields beside a whole configuration, and InvalidConfig
+    for a bad value.
+    """
+    check_names("open_engine", options, field_names(EngineConfig), _ENGINE_KEYWORDS)
+    if isinstance(config, EngineConfig):
+        if options:
+            raise TypeError(f"give either an EngineConfig or its fields ({', '.join(options)}), not both")
+        return config
+    if config is None:
+        return EngineConfig(**options)
+    if "model" in options:
+        raise TypeError("the model is given twice: as the first argument and as model=…")
+    return EngineConfig(model=config, **options)
+
+
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return a copy without the variables of options that hold keys: TRIOENGINE_API_KEY, TRIOENGINE_ADMIN_KEY.
+
+    /proc/PID/environ shows a process's first environment as long as it lives, and no child needs a key.
+    """
+    return {name: value for name, value in environment.items() if not _holds_keys(name)}
+
+
+def _holds_keys(name: str) -> bool:
+    """Match every option that is named after a key, so that a new one is left out as well."""
+    return name.startswith("TRIOENGINE_") and name.endswith("_KEY")

@@ -1,18 +1,28 @@
-"""The protocol between the engine and one worker incarnation: frames, and the order of messages.
+"""The protocol between the engine and one worker incarnation: which message may be sent when.
 
 One class drives both ends, in h11's manner: `send(message) -> bytes`, `receive_data(bytes)`, `next_message()`. It does
-no I/O. What we may not send is LocalProtocolError and changes nothing; what the peer may not send is
-RemoteProtocolError and makes the connection useless.
+no I/O. Both ends apply the same rules to the messages they send and receive, so both know the same state. A message of
+ours that breaks a rule raises LocalProtocolError and changes nothing; a message of the peer's raises
+RemoteProtocolError, and the connection cannot be used any more.
 
-The order, per attachment: `ADD_SESSION (ADD_MESSAGE STOP_SESSION?)* END_SESSION` downwards; upwards rows of the request
-in flight, its last one or REQUEST_FAILED ending it, and SESSION_ENDED after END_SESSION, once, last. Both ends apply
-the same rules to what they send and what they receive. Messages cross: a STOP may meet a request that has finished,
-and rows may meet an END; both are legal.
+An incarnation passes through stages: NEW, CONFIGURED, READY, and FAILED after FATAL. For each session, while READY:
 
-The payloads that an ADD_MESSAGE announces travel beside the frames; PAYLOAD_CONSUMED is said once for each, before or
-after its request's end, or its session's.
+    engine to worker: ADD_SESSION (ADD_MESSAGE STOP_SESSION?)* END_SESSION
+    worker to engine: TOKENS with rows of the request in flight, which ends with its last row or with REQUEST_FAILED;
+                      SESSION_ENDED after END_SESSION, once, last
 
-SLEEP, WAKE and UPDATE_WEIGHTS are said while there is no attachment, in the order of `PowerOrder`.
+Messages cross on the way: a STOP_SESSION may meet a request that has finished, and rows may meet an END_SESSION; both
+are legal. A message of the engine's may also cross FATAL, after which the worker sends nothing.
+
+The payloads that an ADD_MESSAGE announces travel beside the frames; PAYLOAD_CONSUMED follows once for each, before or
+after the end of its request or session.
+
+SLEEP, WAKE and UPDATE_WEIGHTS (control requests) are sent one at a time, while no session exists; each has a reply.
+Until the reply, and while any tag sleeps, no session is added.
+
+PING and PONG, AUDIT and AUDITED are pairs: one PING at a time; AUDITs are answered in their order.
+
+`RULES`, at the end, is the whole protocol as a table: a row for each message.
 """
 
 from __future__ import annotations
@@ -22,22 +32,22 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
-from trioengine.core.codec import LENGTH, decode, encode
+from trioengine.core.codec import FrameBuffer, decode, encode, frame
 from trioengine.core.errors import FrameTooLarge, LocalProtocolError, ProtocolError, RemoteProtocolError
-from trioengine.core.frames import FrameBuffer
 from trioengine.core.messages import (
-    DOWNWARDS,
     WIRE_NAMES,
     AddMessage,
     AddSession,
     Audit,
     Audited,
     Configure,
+    ControlReply,
+    ControlRequest,
     EndSession,
     Fatal,
-    FinishReason,
+    Loading,
     Message,
     PayloadConsumed,
     Ping,
@@ -45,6 +55,7 @@ from trioengine.core.messages import (
     Ready,
     RequestFailed,
     SessionEnded,
+    Shutdown,
     Sleep,
     Slept,
     StopSession,
@@ -54,277 +65,300 @@ from trioengine.core.messages import (
     Wake,
     Woken,
 )
-from trioengine.core.power_order import Answer, Change, PowerOrder
-from trioengine.core.stage import STAGES, Stage
+from trioengine.core.power import ALL_TAGS, Tag
+from trioengine.core.types import FinishReason
 
-MIN_FRAME_LIMIT = 1 << 20
+MIN_FRAME_LIMIT = 1 << 20  # bytes
 
 
 class Role(enum.Enum):
-    """Which end of the connection this is."""
+    """One end of the connection."""
 
     ENGINE = "engine"
     WORKER = "worker"
 
 
+class Stage(enum.Enum):
+    """A stage of an incarnation."""
+
+    NEW = "new"
+    CONFIGURED = "configured"
+    READY = "ready"
+    FAILED = "failed"  # FATAL was sent
+
+
+class _Violation(Exception):
+    """A message breaks a rule; the text follows the message's name in the error."""
+
+
 @dataclass(slots=True)
 class _Attachment:
-    """What both ends know of one session of the worker."""
+    """One session, from ADD_SESSION to SESSION_ENDED."""
 
     ending: bool = False
-    latest_request: int = 0  # the last one that was added; 0: none yet
+    latest_request: int = 0  # 0: none yet
     in_flight: bool = False
 
 
 class Connection:
-    """One end of the pipe to, or in, one worker incarnation. Not safe for threads: guard it with one lock."""
+    """One end of the pipe between the engine and one worker incarnation. Not thread-safe: guard it with one lock."""
 
     def __init__(self, role: Role) -> None:
         self.role = role
         self.stage = Stage.NEW
         self.max_frame_bytes = MIN_FRAME_LIMIT
-        self._vocab_size = 0  # said in READY
+        self._peer = Role.WORKER if role is Role.ENGINE else Role.ENGINE
+        self._vocab_size = 0  # from READY
         self._attachments: dict[int, _Attachment] = {}
         self._payloads: set[int] = set()  # announced, and not consumed
         self._latest_payload = 0
-        self._audits: deque[int] = deque()
-        self._ping: int | None = None
-        self._power = PowerOrder()
+        self._asleep: frozenset[Tag] = frozenset()
+        self._control: ControlRequest | None = None  # without a reply yet
+        self._audits: deque[int] = deque()  # not answered yet
+        self._ping: int | None = None  # not answered yet
         self._frames = FrameBuffer()
         self._broken: RemoteProtocolError | None = None
 
     @property
     def sessions(self) -> frozenset[int]:
-        """The sessions that were added and of which SESSION_ENDED has not been said."""
+        """The sessions that were added and whose SESSION_ENDED has not been sent."""
         return frozenset(self._attachments)
 
     @property
     def open_sessions(self) -> frozenset[int]:
-        """Those of them that were not told to end."""
+        """The sessions that were added and whose END_SESSION has not been sent."""
         return frozenset(session for session, attachment in self._attachments.items() if not attachment.ending)
 
     @property
     def payloads(self) -> frozenset[int]:
-        """The payloads that messages announced and of which PAYLOAD_CONSUMED has not been said."""
+        """The payloads that were announced and whose PAYLOAD_CONSUMED has not been sent."""
         return frozenset(self._payloads)
-
-    def send(self, message: Message, payload: bytes | None = None) -> bytes:
-        """The frame to write. Raises LocalProtocolError, or FrameTooLarge, and changes nothing then.
-
-        `payload` is what `encode` gave for the message, where that had to be known before.
-        """
-        if (type(message) in DOWNWARDS) is not (self.role is Role.ENGINE):
-            raise LocalProtocolError(f"the {self.role.value} does not send {WIRE_NAMES[type(message)]}")
-        apply = self._check(message, LocalProtocolError)
-        payload = self.encode(message) if payload is None else payload
-        apply()
-        return LENGTH.pack(len(payload)) + payload
-
-    def encode(self, message: Message) -> bytes:
-        """The message's payload; FrameTooLarge if it does not fit a frame. Nothing is sent."""
-        payload = encode(message)
-        if len(payload) > self.max_frame_bytes:
-            name = WIRE_NAMES[type(message)]
-            raise FrameTooLarge(f"{name} takes {len(payload)} bytes, a frame at most {self.max_frame_bytes}")
-        return payload
-
-    def receive_data(self, data: bytes | bytearray) -> None:
-        """Take bytes as they came from the pipe, in any portions."""
-        self._frames.add(data)
-
-    def next_message(self) -> Message | None:
-        """The next whole message, or None when more bytes are needed. Raises RemoteProtocolError, then always."""
-        if self._broken is not None:
-            raise self._broken
-        try:
-            return self._next_message()
-        except RemoteProtocolError as exc:
-            self._broken = exc
-            raise
 
     @property
     def has_partial_frame(self) -> bool:
-        """Whether bytes are left that are no whole message: at the end of the stream, a torn frame."""
+        """Whether bytes of an incomplete frame are left: at the end of the stream, a torn frame."""
         return bool(self._frames)
 
-    def _next_message(self) -> Message | None:
-        payload = self._frames.next_payload(self.max_frame_bytes)
-        if payload is None:
-            return None
-        message = decode(payload)
-        if (type(message) in DOWNWARDS) is (self.role is Role.ENGINE):
-            raise RemoteProtocolError(f"{WIRE_NAMES[type(message)]} came the wrong way")
-        self._check(message, RemoteProtocolError)()
+    def send(self, message: Message, payload: bytes | None = None) -> bytes:
+        """Return the frame to write; `payload` is the result of `encode` for the message, if that was called before.
+
+        Raises LocalProtocolError for a message that is not legal now, FrameTooLarge for one that does not fit a frame;
+        nothing is changed then.
+        """
+        payload = self.encode(message) if payload is None else payload
+        self._apply(message, self.role, LocalProtocolError)
+        return frame(payload)
+
+    def encode(self, message: Message) -> bytes:
+        """Return the message's payload, whether or not it is legal now. Raises FrameTooLarge if no frame holds it."""
+        payload = encode(message)
+        if len(payload) > self.max_frame_bytes:
+            name = WIRE_NAMES[type(message)]
+            raise FrameTooLarge(f"{name} takes {len(payload)} bytes; a frame holds at most {self.max_frame_bytes}")
+        return payload
+
+    def receive_data(self, data: bytes | bytearray) -> None:
+        """Add bytes that came from the pipe, in portions of any size."""
+        self._frames.add(data)
+
+    def next_message(self) -> Message | None:
+        """Return the next whole message, or None when more bytes are needed.
+
+        Raises RemoteProtocolError for bytes that are not a legal message; every later call raises it again.
+        """
+        if self._broken is not None:
+            raise self._broken
+        try:
+            payload = self._frames.next_payload(self.max_frame_bytes)
+            if payload is None:
+                return None
+            message = decode(payload)
+            self._apply(message, self._peer, RemoteProtocolError)
+        except RemoteProtocolError as exc:
+            self._broken = exc
+            raise
         return message
 
-    # ---- the order: each check raises `blame` or returns the change to make ---------------------------------------
+    def _apply(self, message: Message, sender: Role, blame: type[ProtocolError]) -> None:
+        """Take over the change of state that the message makes; raise `blame`, and change nothing, if it is illegal."""
+        rule = RULES[type(message)]
+        try:
+            if rule.sender is not sender:
+                raise _Violation(f"is not sent by the {sender.value}")
+            if self.stage not in rule.stages:
+                raise _Violation(f"while the connection is {self.stage.value}")
+            rule.apply(self, message)
+        except _Violation as exc:
+            raise blame(f"{WIRE_NAMES[type(message)]} {exc}") from None
 
-    def _check(self, message: Any, blame: type[ProtocolError]) -> Callable[[], None]:
-        name = WIRE_NAMES[type(message)]
-        if self.stage not in STAGES[type(message)]:
-            raise blame(f"{name} while the connection is {self.stage.value}")
-        check = _CHECKS.get(type(message))
-        return _no_change if check is None else check(self, message, blame)
+    # ---- rules: each raises _Violation, or changes the state -----------------------------------------------------
 
-    def _check_configure(self, message: Configure, blame: type[ProtocolError]) -> Callable[[], None]:
-        def apply() -> None:
-            self.stage = Stage.CONFIGURED
-            self._power = PowerOrder(message.config.asleep)
+    def _unchanged(self, message: Message) -> None:
+        """The stage is the only condition."""
 
-        return apply
+    def _configure(self, message: Configure) -> None:
+        self.stage = Stage.CONFIGURED
+        self._asleep = frozenset(message.config.asleep)
 
-    def _check_ready(self, message: Ready, blame: type[ProtocolError]) -> Callable[[], None]:
-        def apply() -> None:
-            self.stage = Stage.READY
-            self.max_frame_bytes = max(MIN_FRAME_LIMIT, 8 * message.max_model_len)
-            self._vocab_size = message.vocab_size
+    def _ready(self, message: Ready) -> None:
+        self.stage = Stage.READY
+        self.max_frame_bytes = max(MIN_FRAME_LIMIT, 8 * message.max_model_len)
+        self._vocab_size = message.vocab_size
 
-        return apply
+    def _fatal(self, message: Fatal) -> None:
+        self.stage = Stage.FAILED
 
-    def _check_fatal(self, message: Fatal, blame: type[ProtocolError]) -> Callable[[], None]:
-        return lambda: setattr(self, "stage", Stage.FAILED)
-
-    def _check_add_session(self, message: AddSession, blame: type[ProtocolError]) -> Callable[[], None]:
-        self._power.check_session(blame)
+    def _add_session(self, message: AddSession) -> None:
+        if self._control is not None:
+            raise _Violation(f"while {WIRE_NAMES[type(self._control)]} is unanswered")
+        if self._asleep:
+            raise _Violation("while the worker sleeps")
         if message.session in self._attachments:
-            raise blame(f"ADD_SESSION: session {message.session} is there already")
-        return lambda: self._attachments.__setitem__(message.session, _Attachment())
+            raise _Violation(f"for session {message.session}, which exists already")
+        self._attachments[message.session] = _Attachment()
 
-    def _check_add_message(self, message: AddMessage, blame: type[ProtocolError]) -> Callable[[], None]:
-        attachment = self._open(message.session, "ADD_MESSAGE", blame)
+    def _add_message(self, message: AddMessage) -> None:
+        attachment = self._open(message.session)
         if attachment.in_flight:
-            raise blame(f"ADD_MESSAGE: session {message.session} has request {attachment.latest_request} in flight")
+            raise _Violation(f"while request {attachment.latest_request} of session {message.session} is in flight")
         if message.request <= attachment.latest_request:
-            raise blame(f"ADD_MESSAGE: request {message.request} is not newer than {attachment.latest_request}")
+            raise _Violation(f"with request {message.request}, which is not newer than {attachment.latest_request}")
         payloads = [image.payload for image in message.images]
         if any(later <= earlier for earlier, later in pairwise([self._latest_payload, *payloads])):
-            raise blame(f"ADD_MESSAGE: payloads {payloads} do not ascend from {self._latest_payload}")
+            raise _Violation(f"with payloads {payloads}, which do not ascend from {self._latest_payload}")
+        attachment.latest_request = message.request
+        attachment.in_flight = True
+        self._payloads.update(payloads)
+        self._latest_payload = payloads[-1] if payloads else self._latest_payload
 
-        def apply() -> None:
-            attachment.latest_request = message.request
-            attachment.in_flight = True
-            self._payloads.update(payloads)
-            self._latest_payload = payloads[-1] if payloads else self._latest_payload
-
-        return apply
-
-    def _check_stop_session(self, message: StopSession, blame: type[ProtocolError]) -> Callable[[], None]:
-        attachment = self._open(message.session, "STOP_SESSION", blame)
+    def _stop_session(self, message: StopSession) -> None:
+        attachment = self._open(message.session)
         if message.request != attachment.latest_request:
-            raise blame(f"STOP_SESSION: request {message.request} is not the session's {attachment.latest_request}")
-        return _no_change
+            raise _Violation(f"for request {message.request}, which is not the session's {attachment.latest_request}")
 
-    def _check_end_session(self, message: EndSession, blame: type[ProtocolError]) -> Callable[[], None]:
-        attachment = self._open(message.session, "END_SESSION", blame)
-        return lambda: setattr(attachment, "ending", True)
+    def _end_session(self, message: EndSession) -> None:
+        self._open(message.session).ending = True
 
-    def _check_tokens(self, message: Tokens, blame: type[ProtocolError]) -> Callable[[], None]:
+    def _tokens(self, message: Tokens) -> None:
         finished = []
-        seen = set()
         for row in message.rows:
-            attachment = self._in_flight(row.session, row.request, "TOKENS", blame)
-            if row.session in seen:
-                raise blame(f"TOKENS: two rows of session {row.session}")
-            seen.add(row.session)
-            if row.finish_reason is FinishReason.ERROR:
-                raise blame("TOKENS: a row ends in an error, which is REQUEST_FAILED's to say")
+            attachment = self._in_flight(row.session, row.request)
             if row.token_ids and not 0 <= min(row.token_ids) <= max(row.token_ids) < self._vocab_size:
-                raise blame(f"TOKENS: a token beyond the vocabulary of {self._vocab_size}")
-            if not row.token_ids and row.finish_reason is None:
-                raise blame("TOKENS: a row has no token, and is not the last one")
-            if row.finish_reason is not None and row.usage is None:
-                raise blame("TOKENS: a last row has no usage")
-            if row.finish_reason is not None:
-                finished.append(attachment)
+                raise _Violation(f"with a token outside the vocabulary of {self._vocab_size}")
+            if row.finish_reason is None:
+                if not row.token_ids:
+                    raise _Violation("with a row that has no token and is not the last one")
+                continue
+            if row.finish_reason is FinishReason.ERROR:
+                raise _Violation("with a row that ends in an error, which REQUEST_FAILED reports")
+            if row.usage is None:
+                raise _Violation("with a last row that has no usage")
+            finished.append(attachment)
+        if len({row.session for row in message.rows}) < len(message.rows):
+            raise _Violation("with two rows of one session")
+        for attachment in finished:
+            attachment.in_flight = False
 
-        def apply() -> None:
-            for attachment in finished:
-                attachment.in_flight = False
+    def _request_failed(self, message: RequestFailed) -> None:
+        self._in_flight(message.session, message.request).in_flight = False
 
-        return apply
-
-    def _check_request_failed(self, message: RequestFailed, blame: type[ProtocolError]) -> Callable[[], None]:
-        attachment = self._in_flight(message.session, message.request, "REQUEST_FAILED", blame)
-        return lambda: setattr(attachment, "in_flight", False)
-
-    def _check_session_ended(self, message: SessionEnded, blame: type[ProtocolError]) -> Callable[[], None]:
+    def _session_ended(self, message: SessionEnded) -> None:
         attachment = self._attachments.get(message.session)
         if attachment is None or not attachment.ending:
-            raise blame(f"SESSION_ENDED: session {message.session} was not told to end")
-        return lambda: self._attachments.__delitem__(message.session)
+            raise _Violation(f"for session {message.session}, which is not ending")
+        del self._attachments[message.session]
 
-    def _check_payload_consumed(self, message: PayloadConsumed, blame: type[ProtocolError]) -> Callable[[], None]:
+    def _payload_consumed(self, message: PayloadConsumed) -> None:
         if message.payload not in self._payloads:
-            raise blame(f"PAYLOAD_CONSUMED: payload {message.payload} was not announced, or is consumed already")
-        return lambda: self._payloads.remove(message.payload)
+            raise _Violation(f"for payload {message.payload}, which was not announced or is consumed already")
+        self._payloads.remove(message.payload)
 
-    def _check_audit(self, message: Audit, blame: type[ProtocolError]) -> Callable[[], None]:
-        return lambda: self._audits.append(message.audit)
-
-    def _check_audited(self, message: Audited, blame: type[ProtocolError]) -> Callable[[], None]:
-        if not self._audits or self._audits[0] != message.audit:
-            raise blame(f"AUDITED {message.audit} does not answer the oldest AUDIT")
-
-        def apply() -> None:
-            self._audits.popleft()
-
-        return apply
-
-    def _check_change(self, message: Change, blame: type[ProtocolError]) -> Callable[[], None]:
+    def _request_control(self, message: ControlRequest) -> None:
         if self._attachments:
-            raise blame(f"{WIRE_NAMES[type(message)]} while {len(self._attachments)} sessions are there")
-        return self._power.check_change(message, blame)
+            raise _Violation(f"while sessions exist ({len(self._attachments)})")
+        if self._control is not None:
+            raise _Violation(f"while {WIRE_NAMES[type(self._control)]} is unanswered")
+        if isinstance(message, Wake) and not (message.tags and self._asleep.issuperset(message.tags)):
+            raise _Violation("for tags that are awake")
+        self._control = message
 
-    def _check_answer(self, message: Answer, blame: type[ProtocolError]) -> Callable[[], None]:
-        return self._power.check_answer(message, blame)
+    def _reply_to_control(self, message: ControlReply) -> None:
+        expected = _REPLIES[type(message)]
+        if type(self._control) is not expected:
+            raise _Violation(f"without {WIRE_NAMES[expected]} to answer")
+        match self._control, message:
+            case Sleep(), _:
+                self._asleep = ALL_TAGS
+            case Wake(tags), Woken(None):
+                self._asleep -= frozenset(tags)
+        self._control = None
 
-    def _check_ping(self, message: Ping, blame: type[ProtocolError]) -> Callable[[], None]:
+    def _audit(self, message: Audit) -> None:
+        self._audits.append(message.audit)
+
+    def _audited(self, message: Audited) -> None:
+        if not self._audits or self._audits[0] != message.audit:
+            raise _Violation(f"{message.audit}, which does not answer the oldest AUDIT")
+        self._audits.popleft()
+
+    def _send_ping(self, message: Ping) -> None:
         if self._ping is not None:
-            raise blame("PING while another is not answered")
-        return lambda: setattr(self, "_ping", message.ping)
+            raise _Violation("while another one is unanswered")
+        self._ping = message.ping
 
-    def _check_pong(self, message: Pong, blame: type[ProtocolError]) -> Callable[[], None]:
+    def _pong(self, message: Pong) -> None:
         if self._ping != message.ping:
-            raise blame(f"PONG {message.ping} answers no PING")
-        return lambda: setattr(self, "_ping", None)
+            raise _Violation(f"{message.ping}, which answers no PING")
+        self._ping = None
 
-    def _open(self, session: int, name: str, blame: type[ProtocolError]) -> _Attachment:
+    def _open(self, session: int) -> _Attachment:
         attachment = self._attachments.get(session)
         if attachment is None or attachment.ending:
-            raise blame(f"{name}: session {session} is {'ending' if attachment else 'not there'}")
+            raise _Violation(f"for session {session}, which {'is ending' if attachment else 'does not exist'}")
         return attachment
 
-    def _in_flight(self, session: int, request: int, name: str, blame: type[ProtocolError]) -> _Attachment:
+    def _in_flight(self, session: int, request: int) -> _Attachment:
         attachment = self._attachments.get(session)
         if attachment is None or not attachment.in_flight or attachment.latest_request != request:
-            raise blame(f"{name}: request {request} of session {session} is not in flight")
+            raise _Violation(f"for request {request} of session {session}, which is not in flight")
         return attachment
 
 
-def _no_change() -> None:
-    """What applying a message does that changes nothing."""
+class Rule(NamedTuple):
+    """A row of the protocol: the sender, the stages in which the message may be sent, and the change it makes."""
+
+    sender: Role
+    stages: frozenset[Stage]
+    apply: Callable[[Connection, Any], None]
 
 
-_CHECKS: dict[type, Callable[[Connection, Any, type[ProtocolError]], Callable[[], None]]] = {
-    Configure: Connection._check_configure,
-    Ready: Connection._check_ready,
-    Fatal: Connection._check_fatal,
-    AddSession: Connection._check_add_session,
-    AddMessage: Connection._check_add_message,
-    StopSession: Connection._check_stop_session,
-    EndSession: Connection._check_end_session,
-    Tokens: Connection._check_tokens,
-    RequestFailed: Connection._check_request_failed,
-    SessionEnded: Connection._check_session_ended,
-    PayloadConsumed: Connection._check_payload_consumed,
-    Audit: Connection._check_audit,
-    Audited: Connection._check_audited,
-    Ping: Connection._check_ping,
-    Pong: Connection._check_pong,
-    Sleep: Connection._check_change,
-    Wake: Connection._check_change,
-    UpdateWeights: Connection._check_change,
-    Slept: Connection._check_answer,
-    Woken: Connection._check_answer,
-    Updated: Connection._check_answer,
+_REPLIES: dict[type[ControlReply], type[ControlRequest]] = {Slept: Sleep, Woken: Wake, Updated: UpdateWeights}
+_NEW, _CONFIGURED, _READY = frozenset({Stage.NEW}), frozenset({Stage.CONFIGURED}), frozenset({Stage.READY})
+_ALIVE = _NEW | _CONFIGURED | _READY
+_CROSSING = frozenset({Stage.FAILED})  # the engine's message may cross FATAL on the way
+_SERVING = _READY | _CROSSING
+RULES: dict[type[Message], Rule] = {
+    Configure: Rule(Role.ENGINE, _NEW, Connection._configure),
+    AddSession: Rule(Role.ENGINE, _SERVING, Connection._add_session),
+    AddMessage: Rule(Role.ENGINE, _SERVING, Connection._add_message),
+    StopSession: Rule(Role.ENGINE, _SERVING, Connection._stop_session),
+    EndSession: Rule(Role.ENGINE, _SERVING, Connection._end_session),
+    Audit: Rule(Role.ENGINE, _SERVING, Connection._audit),
+    Ping: Rule(Role.ENGINE, _ALIVE | _CROSSING, Connection._send_ping),
+    Sleep: Rule(Role.ENGINE, _SERVING, Connection._request_control),
+    Wake: Rule(Role.ENGINE, _SERVING, Connection._request_control),
+    UpdateWeights: Rule(Role.ENGINE, _SERVING, Connection._request_control),
+    Shutdown: Rule(Role.ENGINE, _ALIVE | _CROSSING, Connection._unchanged),
+    Loading: Rule(Role.WORKER, _CONFIGURED, Connection._unchanged),
+    Ready: Rule(Role.WORKER, _CONFIGURED, Connection._ready),
+    Tokens: Rule(Role.WORKER, _READY, Connection._tokens),
+    RequestFailed: Rule(Role.WORKER, _READY, Connection._request_failed),
+    SessionEnded: Rule(Role.WORKER, _READY, Connection._session_ended),
+    PayloadConsumed: Rule(Role.WORKER, _READY, Connection._payload_consumed),
+    Audited: Rule(Role.WORKER, _READY, Connection._audited),
+    Pong: Rule(Role.WORKER, _ALIVE, Connection._pong),
+    Slept: Rule(Role.WORKER, _READY, Connection._reply_to_control),
+    Woken: Rule(Role.WORKER, _READY, Connection._reply_to_control),
+    Updated: Rule(Role.WORKER, _READY, Connection._reply_to_control),
+    Fatal: Rule(Role.WORKER, _ALIVE, Connection._fatal),
 }

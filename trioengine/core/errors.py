@@ -1,11 +1,15 @@
-"""The typed errors that trioengine raises, and the two directions of blame between the engine and its worker."""
+"""The typed errors that trioengine raises, and the outcome of a request, which may be one of them.
+
+Errors of the protocol between the engine and its worker have two directions of blame: ours (LocalProtocolError) and the
+peer's (RemoteProtocolError).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass
+from typing import Self
 
-if TYPE_CHECKING:
-    from trioengine.core.completion import Completion
+from trioengine.core.types import Cause, Completion, FinishReason
 
 
 class EngineError(Exception):
@@ -151,6 +155,20 @@ class TransitionFailed(EngineError):
 
 class InvariantError(EngineError):
     """The books do not balance; the message says which clause, and by how much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a request ended: `cause` is set for ABORT, `error` for ERROR."""
+
+    finish_reason: FinishReason
+    cause: Cause | None = None
+    error: EngineError | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer came to its own end."""
+        return self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class ProtocolError(EngineError):

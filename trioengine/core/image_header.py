@@ -14,7 +14,6 @@ from zlib import crc32
 
 from trioengine.core.bounds import brief
 from trioengine.core.errors import RequestRejected
-from trioengine.core.exif import PREFIX, UPRIGHT, orientation_of
 from trioengine.core.image import ImageFormat, ImageInfo
 
 MAX_PIXELS = 1 << 26  # 192 MiB as RGB
@@ -94,16 +93,49 @@ def _unpack(layout: str, data: memoryview, at: int = 0) -> tuple[Any, ...]:
         raise _BadHeader("is truncated") from None
 
 
+# ---- EXIF: a directory of TIFF (CIPA DC-008) ------------------------------------------------------------------------
+
+_EXIF_PREFIX = b"Exif\0\0"  # of EXIF data in a JPEG segment; elsewhere it may be there
+MAX_EXIF_ENTRIES = 1 << 10  # of the directory, that are looked at
+_TIFF_BYTE_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
+_ORIENTATION = 0x0112
+_EXIF_INTEGERS = {3: "H", 4: "I"}  # by a value's type
+_UPRIGHT = 1
+_ORIENTATIONS = range(1, 9)
+
+
+def _orientation_of(exif: bytes | memoryview) -> int:
+    """How the stored pixels are turned to be shown, 1 to 8. Damaged data turns nothing."""
+    tiff = exif[len(_EXIF_PREFIX) :] if exif[: len(_EXIF_PREFIX)] == _EXIF_PREFIX else exif
+    order = _TIFF_BYTE_ORDERS.get(bytes(tiff[:4]), "")
+    try:
+        orientation = _stored_orientation(tiff, order) if order else _UPRIGHT
+    except struct.error:
+        return _UPRIGHT
+    return orientation if orientation in _ORIENTATIONS else _UPRIGHT
+
+
+def _stored_orientation(tiff: bytes | memoryview, order: str) -> int:
+    (start,) = struct.unpack_from(f"{order}I", tiff, 4)
+    (count,) = struct.unpack_from(f"{order}H", tiff, start)
+    for at in range(start + 2, start + 2 + 12 * min(count, MAX_EXIF_ENTRIES), 12):
+        tag, kind = struct.unpack_from(f"{order}HH", tiff, at)
+        if tag == _ORIENTATION and kind in _EXIF_INTEGERS:
+            value: int = struct.unpack_from(order + _EXIF_INTEGERS[kind], tiff, at + 8)[0]
+            return value
+    return _UPRIGHT
+
+
 class _Shown(NamedTuple):
     """An image as it is shown, and how its stored pixels are turned for that."""
 
     width: int
     height: int
-    orientation: int = UPRIGHT
+    orientation: int = _UPRIGHT
 
 
 def _shown(size: Size, exif: memoryview | None) -> _Shown:
-    orientation = UPRIGHT if exif is None else orientation_of(exif)
+    orientation = _UPRIGHT if exif is None else _orientation_of(exif)
     return _Shown(*(size[::-1] if orientation >= _FIRST_QUARTER_TURN else size), orientation)
 
 
@@ -147,7 +179,7 @@ def _jpeg(data: memoryview) -> _Shown:
     """The size in the frame header, which has to be the only one before the first scan."""
     size = exif = None
     for marker, content in _jpeg_segments(data):
-        if marker == _EXIF_SEGMENT and exif is None and content[: len(PREFIX)] == PREFIX:
+        if marker == _EXIF_SEGMENT and exif is None and content[: len(_EXIF_PREFIX)] == _EXIF_PREFIX:
             exif = content
         elif marker in _START_OF_FRAME and size is not None:
             raise _BadHeader("has two frame headers")

@@ -15,11 +15,10 @@ from __future__ import annotations
 import enum
 
 from trioengine.core.errors import InvariantError
-from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Cause
+from trioengine.core.types import Cause, FinishReason
 
 
-class Stand(enum.Enum):
+class RequestState(enum.Enum):
     """Where a request in flight stands."""
 
     PREPARING = "preparing"
@@ -37,7 +36,7 @@ class Ledger:
         self.rejected = 0
         self.finish_reasons = dict.fromkeys(FinishReason, 0)
         self.abort_causes = dict.fromkeys(Cause, 0)
-        self._stands = dict.fromkeys(Stand, 0)
+        self._states = dict.fromkeys(RequestState, 0)
 
     @property
     def finished(self) -> int:
@@ -53,23 +52,23 @@ class Ledger:
 
     @property
     def preparing(self) -> int:
-        return self._stands[Stand.PREPARING]
+        return self._states[RequestState.PREPARING]
 
     @property
     def waiting(self) -> int:
-        return self._stands[Stand.WAITING]
+        return self._states[RequestState.WAITING]
 
     @property
     def running(self) -> int:
-        return self._stands[Stand.RUNNING]
+        return self._states[RequestState.RUNNING]
 
     @property
     def suspended(self) -> int:
-        return self._stands[Stand.SUSPENDED]
+        return self._states[RequestState.SUSPENDED]
 
     @property
     def in_flight(self) -> int:
-        return sum(self._stands.values())
+        return sum(self._states.values())
 
     def open_session(self) -> None:
         self.sessions += 1
@@ -82,7 +81,7 @@ class Ledger:
 
     def receive(self) -> None:
         self.received += 1
-        self._stands[Stand.PREPARING] += 1
+        self._states[RequestState.PREPARING] += 1
 
     def leave_line(self, cause: Cause) -> None:
         """A request that waited for a slot is aborted without one."""
@@ -90,13 +89,13 @@ class Ledger:
         self.finish_reasons[FinishReason.ABORT] += 1
         self.abort_causes[cause] += 1
 
-    def move(self, before: Stand, after: Stand) -> None:
-        self._stands[before] -= 1
-        self._stands[after] += 1
+    def move(self, before: RequestState, after: RequestState) -> None:
+        self._states[before] -= 1
+        self._states[after] += 1
 
-    def settle(self, stand: Stand, finish_reason: FinishReason, cause: Cause | None = None) -> None:
+    def settle(self, stand: RequestState, finish_reason: FinishReason, cause: Cause | None = None) -> None:
         """The request is over, and its slot is free; `cause` is that of an abort."""
-        self._stands[stand] -= 1
+        self._states[stand] -= 1
         self.finish_reasons[finish_reason] += 1
         if cause is not None:
             self.abort_causes[cause] += 1
@@ -106,6 +105,6 @@ class Ledger:
         settled = self.finished + self.aborted + self.failed
         if self.received != settled + self.in_flight:
             raise InvariantError(f"received {self.received} != settled {settled} + in flight {self.in_flight}")
-        negative = {stand.value: count for stand, count in self._stands.items() if count < 0}
+        negative = {stand.value: count for stand, count in self._states.items() if count < 0}
         if negative or self.sessions < 0:
             raise InvariantError(f"counts below zero: {negative or {'sessions': self.sessions}}")

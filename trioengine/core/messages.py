@@ -8,38 +8,17 @@ from __future__ import annotations
 
 import enum
 import re
-from array import array
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, get_args
+from typing import TypeAlias, get_args
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.image import ImageInfo
+from trioengine.core.power import Tag
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.tag import Tag
-
-if TYPE_CHECKING:
-    TokenIds: TypeAlias = array[int]  # typecode "i": 4 bytes a token
-else:
-    TokenIds = array  # not subscriptable before Python 3.12
-
-
-def token_ids(ids: Iterable[int] = ()) -> TokenIds:
-    """Pack token ids: `array("i", ids)`."""
-    return array("i", ids)
-
+from trioengine.core.types import FinishReason, Logprobs, TokenIds, Usage
 
 SAMPLING_FAILED = "sampling_failed"  # codes of REQUEST_FAILED, beside those of RequestRejected
 NO_TOKEN_LEFT = "no_token_left"
-
-
-class FinishReason(enum.StrEnum):
-    """Why an answer ended; `ERROR` never travels in a row (see REQUEST_FAILED)."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-    ERROR = "error"
 
 
 # ---- to the worker -----------------------------------------------------------------------------------------------
@@ -173,20 +152,6 @@ class Ready:
     block_size: int
     kernels: str  # native or torch
     weight_version: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What a request took: tokens, and seconds on the worker."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int  # of the prompt, found in the prefix cache
-    queue_time: float = 0.0  # from its arrival at the worker to its first step
-    prefill_time: float = 0.0  # from its first step to its first token
-
-
-Logprobs: TypeAlias = Mapping[int, float]  # of one position: {token_id: logprob}, the chosen token first
 
 
 @dataclass(slots=True)  # there is one for each token: to make a frozen one takes four times as long
@@ -351,7 +316,9 @@ FromWorker: TypeAlias = (
 )
 Message: TypeAlias = ToWorker | FromWorker
 
-DOWNWARDS = frozenset(get_args(ToWorker))
+ControlRequest: TypeAlias = Sleep | Wake | UpdateWeights
+ControlReply: TypeAlias = Slept | Woken | Updated
+
 WIRE_NAMES: dict[type, str] = {  # AddSession: ADD_SESSION
     cls: re.sub(r"(?<=.)(?=[A-Z])", "_", cls.__name__).upper() for cls in get_args(Message)
 }

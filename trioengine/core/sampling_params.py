@@ -1,12 +1,14 @@
-"""How the next token is chosen, and when an answer stops: the names and meanings are vLLM's."""
+"""Parameters of one request."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, Literal, ParamSpec, TypeAlias, TypedDict, TypeVar, cast, get_args
 
-from trioengine.core.arguments import fields_checked
+from trioengine.core.arguments import checked_call, field_names, fields_checked, parameters_of, rejected
 from trioengine.core.bounds import MAX_COUNT, MAX_INT64, brief, changed_fields, integer, number
 from trioengine.core.errors import RequestRejected
 
@@ -137,3 +139,76 @@ def _checked(name: str, check: Callable[..., T], value: object, low: float, high
 
 def _token_id(name: str, value: object) -> int:
     return _checked(name, integer, value, 0, MAX_COUNT, what=": token id")
+
+
+Overflow: TypeAlias = Literal["refuse", "drop_oldest_turns"]
+
+
+def check_overflow(overflow: object) -> Overflow:
+    """Return the policy of this name. Raises RequestRejected for another one."""
+    if overflow not in get_args(Overflow):
+        names = " or ".join(map(repr, get_args(Overflow)))
+        raise rejected("overflow", f"must be {names}, got {overflow!r:.60}")
+    return cast("Overflow", overflow)
+
+
+def prompt_limit(max_model_len: int, max_tokens: int | None) -> int:
+    """Tokens that a prompt may have without losing its oldest turns.
+
+    The rest of the context is room for an answer of `max_tokens`, of half of the context at most, or by default of a
+    quarter of it.
+    """
+    room = max_model_len // 4 if max_tokens is None else min(max_tokens, max_model_len // 2)
+    return max_model_len - room
+
+
+def retained(limit: int, ratio: float) -> int:
+    """Tokens to which a prompt over its `limit` is shortened.
+
+    With a ratio below 1 more turns go at once than have to, so that the next ones fit without a cut, and find the
+    prompt before them in the prefix cache.
+    """
+    return int(limit * ratio)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of SamplingParams."""
+
+    max_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    stop: str | tuple[str, ...] | list[str]
+    stop_token_ids: tuple[int, ...] | list[int]
+    min_tokens: int
+    ignore_eos: bool
+    logit_bias: Mapping[int, float]
+    logprobs: int | None
+    skip_special_tokens: bool
+    cache_salt: str
+
+
+_REQUEST_KEYWORDS = ("keep_partial", "timeout", "wait", "label")  # of `generate`, beside the sampling parameters
+
+
+def merged_params(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
+    """`params`, or the defaults, with these fields in place of its own. Raises RequestRejected for a bad value."""
+    if not (params is None or isinstance(params, SamplingParams)):
+        raise rejected("params", f"must be SamplingParams, got {type(params).__name__}")
+    return dataclasses.replace(SamplingParams() if params is None else params, **options)
+
+
+def sampling_checked(function: Callable[P, R], name: str | None = None) -> Callable[P, R]:
+    """The function under this name. It raises UnknownArgument unless a keyword is a parameter of it or of sampling."""
+    known = [*parameters_of(function), *field_names(SamplingParams)]
+    function = inspect.unwrap(function)  # another name of one that is checked already is checked once
+    return checked_call(function, name or function.__name__, known, _REQUEST_KEYWORDS)

@@ -12,11 +12,12 @@ from typing import cast
 
 from trioengine.core.bounds import brief
 from trioengine.core.errors import ModelError
-from trioengine.core.image_processing import MAX_EDGE, ImageProcessing
+from trioengine.core.image import MAX_EDGE, ImageProcessing
 from trioengine.hub import llama_config
-from trioengine.hub.fields import Fields, read_json
-from trioengine.hub.llama_config import LlamaConfig, Shape, count_layers
+from trioengine.hub.llama_config import LlamaConfig, count_layers
+from trioengine.hub.model_config import Fields, Shape, read_json
 
+MODEL_TYPES = ("idefics3", "smolvlm")
 TEXT_PREFIX, VISION_PREFIX = "model.text_model.", "model.vision_model."
 PATCHES, POSITIONS = "embeddings.patch_embedding", "embeddings.position_embedding"  # behind VISION_PREFIX
 CONNECTOR = "model.connector.modality_projection.proj"

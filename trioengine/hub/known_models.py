@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
+
+from trioengine.core.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +43,24 @@ SMOLLM2 = KnownModel(
     license="Apache-2.0",
 )
 KNOWN_MODELS = {model.name: model for model in (SMOLLM2,)}
+
+
+def trioengine_home() -> Path:
+    """$TRIOENGINE_HOME, else `trioengine` in the user's cache directory; ModelError where the user has none."""
+    if home := os.environ.get("TRIOENGINE_HOME"):
+        return expanded(home).absolute()
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else expanded("~/.cache")).absolute() / "trioengine"
+
+
+def expanded(path: str) -> Path:
+    """With the user's home for ~; ModelError where there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as exc:  # no home directory, or no such user
+        raise ModelError(f"{shown(path)}: {exc}") from exc
+
+
+def shown(text: str) -> str:
+    """What a user gave, for an error message."""
+    return repr(text if len(text) <= 200 else text[:200] + "…")

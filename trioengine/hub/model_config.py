@@ -1,16 +1,45 @@
-"""What every architecture's configuration has; nothing else but a model's own files asks for more."""
+"""The fields of a model's files, each checked as it is read; files are bounded before they are read."""
 
 from __future__ import annotations
 
+import json
+import stat
+from collections.abc import Mapping
 from dataclasses import Field
-from typing import Any, ClassVar, Protocol
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar, Protocol, TypeAlias
 
-from trioengine.core.image_processing import ImageProcessing
-from trioengine.hub.llama_config import LlamaConfig, Shape
+from trioengine.core.bounds import MAX_COUNT, MAX_FLOAT32, brief, integer, number
+from trioengine.core.errors import ModelError
+from trioengine.core.image import ImageProcessing
+
+Shape: TypeAlias = tuple[int, ...]  # rows first
+
+MAX_JSON = 6 << 20  # bytes
+MAX_VALUES = 1 << 18  # of a JSON text, counted by its separators: some 110 bytes of memory each at most
+
+
+class TextConfig(Protocol):
+    """The shape of a decoder, as far as the KV cache and the choice of kernels depend on it."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
 
 
 class ModelConfig(Protocol):
-    """A frozen dataclass; two checkpoints are the same model if their configurations are equal."""
+    """The configuration of one architecture: a frozen dataclass. Equal configurations mean interchangeable weights."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
@@ -20,19 +49,148 @@ class ModelConfig(Protocol):
         ...
 
     @property
-    def text(self) -> LlamaConfig:
+    def text(self) -> TextConfig:
         """The decoder: its vocabulary, its context, and the heads of the KV cache."""
         ...
 
     @property
     def images(self) -> ImageProcessing | None:
-        """How the model sees images; None: it sees none."""
+        """The preprocessing of images; None for a model of texts only."""
         ...
 
     def wanted_tensors(self) -> dict[str, Shape]:
-        """Every tensor that the model needs, by its Hugging Face name."""
+        """Return the shape of every tensor that the model needs, by its Hugging Face name."""
         ...
 
     def optional_tensors(self) -> dict[str, Shape]:
-        """Tensors that may be there."""
+        """Return the shapes of the tensors that a checkpoint may have beside these."""
         ...
+
+
+class Fields:
+    """Values by name; a ModelError names the file and the field."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
+        """`prefix` stands before the fields' names in messages."""
+        self.path = path
+        self._values = values
+        self._prefix = prefix
+
+    def bad(self, field: str, rule: str, default: Any = None) -> ModelError:
+        """The error of a field whose value, or whose default, breaks the rule."""
+        value = self.get(field)
+        return ModelError(
+            f"{self.path}: {self._prefix}{field} {rule}, got {brief(default if value is None else value)}"
+        )
+
+    def get(self, field: str) -> Any:
+        """The value, unchecked; None if it is absent."""
+        return self._values.get(field)
+
+    def string(self, field: str) -> str:
+        """A string, or an added token's object with its `content`; "" if it is absent or null."""
+        value = self.get(field)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        if value is not None and not isinstance(value, str):
+            raise self.bad(field, "must be a string")
+        return value or ""
+
+    def count(self, field: str, default: int | None = None) -> int:
+        """An integer from 1 to 2**31 - 1; `default`, where there is one, if it is absent or null."""
+        value = self.get(field)
+        try:
+            return integer(default if value is None else value, 1, MAX_COUNT)
+        except ValueError:
+            raise self.bad(field, f"must be an integer from 1 to {MAX_COUNT}", default) from None
+
+    def number(self, field: str, default: float | None = None) -> float:
+        """A number above zero that float32 holds; `default`, where there is one, if it is absent or null."""
+        value = self.get(field)
+        try:
+            return number(default if value is None else value, 0.0, MAX_FLOAT32, above=True)
+        except ValueError:
+            raise self.bad(field, f"must be a number above 0 and at most {MAX_FLOAT32}") from None
+
+    def flag(self, field: str, default: bool = False) -> bool:
+        """True or false; `default` if it is absent or null."""
+        value = self.get(field)
+        if value is not None and not isinstance(value, bool):
+            raise self.bad(field, "must be true or false")
+        return default if value is None else bool(value)
+
+    def object(self, field: str, defaults: Mapping[str, Any] | None = None) -> Fields:
+        """The fields of an object, empty if it is absent or null; `defaults` are values of absent or null fields."""
+        value = self.get(field)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.bad(field, "must be an object")
+        given = {name: entry for name, entry in (value or {}).items() if entry is not None}
+        return Fields(self.path, {**(defaults or {}), **given}, f"{self._prefix}{field}.")
+
+    def numbers(self, field: str, count: int, default: float, low: float) -> tuple[float, ...]:
+        """A list of `count` numbers of at least `low` that float32 holds; all are `default` if it is absent or null."""
+        value = self.get(field)
+        entries = [default] * count if value is None else value
+        try:
+            if not isinstance(entries, list) or len(entries) != count:
+                raise ValueError
+            return tuple(number(entry, low, MAX_FLOAT32) for entry in entries)
+        except ValueError:
+            raise self.bad(field, f"must be {count} numbers from {low} to {MAX_FLOAT32}") from None
+
+    def token_ids(self, field: str, vocab_size: int) -> tuple[int, ...]:
+        """A token id or a list of them; empty if it is absent or null."""
+        value = self.get(field)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(id) is int and 0 <= id < vocab_size for id in ids):
+            raise self.bad(field, f"must be token ids below {vocab_size}")
+        return tuple(dict.fromkeys(ids))
+
+
+def read_json(path: Path, *, required: bool = False) -> Fields:
+    """The fields of a JSON object; none if the file is absent and not required. Raises ModelError."""
+    if not required and not path.exists():
+        return Fields(path, {})
+    try:
+        fields = parse_json(read_file(path, MAX_JSON))
+    except UnicodeDecodeError:
+        raise ModelError(f"{path}: not UTF-8") from None
+    except (ValueError, RecursionError) as exc:
+        raise ModelError(f"{path}: not JSON: {exc}") from exc
+    if not isinstance(fields, dict):
+        raise ModelError(f"{path}: no JSON object")
+    return Fields(path, fields)
+
+
+def parse_json(data: bytes, **options: Any) -> Any:
+    """A JSON text as `json.loads` reads it. Raises ValueError or RecursionError, also for more than MAX_VALUES."""
+    if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_VALUES:
+        raise ValueError(f"more than {MAX_VALUES} values")
+    return json.loads(data.decode(), **options)
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 text of at most MAX_JSON bytes. Raises ModelError."""
+    try:
+        return read_file(path, MAX_JSON).decode()
+    except UnicodeDecodeError:
+        raise ModelError(f"{path}: not UTF-8") from None
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """The contents of a file of at most `limit` bytes. Raises ModelError."""
+    with open_file(path) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ModelError(f"{path}: the file is larger than {limit} bytes")
+    return data
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file: pipes and devices might block. Raises ModelError."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ModelError(f"{path}: not a regular file")
+        return path.open("rb")
+    except OSError as exc:
+        raise ModelError(f"{path}: {exc.strerror}") from exc

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trioengine.core.errors import ModelError
-from trioengine.core.image_processing import ImageProcessing
+from trioengine.core.image import ImageProcessing
+from trioengine.hub.checkpoint import GGUFModelHeader, map_file, read_gguf, read_safetensors
+from trioengine.hub.model_config import Fields, read_file, read_json, read_text
+from trioengine.hub.pull import name_of
 from trioengine.text.chat_template import ChatTemplate
-from trioengine.text.tokenizer import Tokenizer
+from trioengine.text.tokenizer import CONTROL, GGUF_ARRAYS, Tokenizer
 
 
 class ModelFormat(enum.Enum):
@@ -45,3 +48,158 @@ def naming(path: Path) -> Iterator[None]:
         if str(path) in str(exc):
             raise
         raise ModelError(f"{path}: {exc}") from exc
+
+
+def read_model(path: Path) -> ModelInfo:
+    """Read a .gguf file, or a directory as Hugging Face has them; blocks, for less than a second.
+
+    Truncated and lying weight files are refused, too. Raises ModelError, naming the file and the field, and of a pulled
+    file the remedy.
+    """
+    if path.is_dir():
+        return read_directory(path)
+    try:
+        return read_gguf_file(path)
+    except ModelError as exc:
+        if (name := name_of(path)) is None:
+            raise
+        raise ModelError(f"{exc}; remove it and run `trioengine pull {name}`") from exc
+
+
+MAX_TOKENIZER = 32 << 20  # bytes
+_GENERATION, _TOKENIZER = "generation_config.json", "tokenizer_config.json"
+
+
+def read_directory(directory: Path) -> ModelInfo:
+    """Raises ModelError, naming the file and the field."""
+    header = read_safetensors(directory)
+    config = header.config
+    tokenizer_config = read_json(directory / _TOKENIZER)
+    tokenizer_file = directory / "tokenizer.json"
+    with naming(tokenizer_file):
+        tokenizer = Tokenizer.from_json(read_file(tokenizer_file, MAX_TOKENIZER), vocab_size=config.text.vocab_size)
+        _check_image_token(config.images, tokenizer)
+    end_configs = (read_json(directory / _GENERATION), header.fields)
+    return ModelInfo(
+        path=directory,
+        format=ModelFormat.SAFETENSORS,
+        model_type=config.model_type,
+        context_length=config.text.max_position_embeddings,
+        vocab_size=config.text.vocab_size,
+        eos_token_ids=_eos_token_ids(end_configs, tokenizer_config, tokenizer, config.text.vocab_size),
+        chat_template=_chat_template(directory, tokenizer_config, has_processor=config.images is not None),
+        tokenizer=tokenizer,
+        images=config.images,
+    )
+
+
+def _eos_token_ids(
+    configs: tuple[Fields, Fields], tokenizer_config: Fields, tokenizer: Tokenizer, vocab_size: int
+) -> tuple[int, ...]:
+    """Of the first file that lists any; at last, the tokenizer's own eos_token."""
+    for config in configs:
+        if ids := config.token_ids("eos_token_id", vocab_size):
+            return ids
+    eos = tokenizer.special_tokens.get(tokenizer_config.string("eos_token"))
+    if eos is not None and eos >= vocab_size:
+        raise tokenizer_config.bad("eos_token", f"must be a token below {vocab_size}")
+    return () if eos is None else (eos,)
+
+
+def _check_image_token(images: ImageProcessing | None, tokenizer: Tokenizer) -> None:
+    if images is not None and (found := tokenizer.special_tokens.get(images.image_token)) != images.image_token_id:
+        wanted = f"the special token {images.image_token} must have config.json's image_token_id"
+        raise ModelError(f"{wanted}, {images.image_token_id}, got {found}")
+
+
+def _chat_template(directory: Path, config: Fields, *, has_processor: bool) -> ChatTemplate | None:
+    """Of the first file that has one; older processors of images have a file of their own."""
+    path = directory / "chat_template.jinja"
+    processor = read_json(directory / "chat_template.json") if has_processor else None
+    source: str | None
+    if path.exists():
+        source = read_text(path)
+    elif processor is not None and (source := _configured_template(processor)) is not None:
+        path = processor.path
+    else:
+        path, source = directory / _TOKENIZER, _configured_template(config)
+    if source is None:
+        return None
+    with naming(path):
+        return ChatTemplate(source, bos_token=config.string("bos_token"), eos_token=config.string("eos_token"))
+
+
+def _configured_template(config: Fields) -> str | None:
+    """The chat template of a JSON file: a string, or of a list the one named `default`."""
+    value = config.get("chat_template")
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise config.bad("chat_template", "must be a string or a list of objects")
+    source = next((entry.get("template") for entry in reversed(value) if entry.get("name") == "default"), None)
+    if not isinstance(source, str):
+        raise config.bad("chat_template", "has no template named default")
+    return source
+
+
+END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>")
+
+
+def read_gguf_file(path: Path) -> ModelInfo:
+    """Raises ModelError, naming the file and the key."""
+    # Not closed by name: the mapping goes with its last reference, which may be a traceback's.
+    header = read_gguf(memoryview(map_file(path)), path, arrays=GGUF_ARRAYS)
+    with naming(path):
+        return _Metadata(header, path).model()
+
+
+class _Metadata:
+    """The header's metadata, each key checked as it is asked for."""
+
+    def __init__(self, header: GGUFModelHeader, path: Path) -> None:
+        self._fields = Fields(path, header.metadata)
+        self._config = header.config
+        self._tokenizer = Tokenizer.from_gguf(header.metadata)
+        self._tokens: list[str] = header.metadata["tokenizer.ggml.tokens"]
+
+    def model(self) -> ModelInfo:
+        return ModelInfo(
+            path=self._fields.path,
+            format=ModelFormat.GGUF,
+            model_type=self._config.model_type,
+            context_length=self._config.max_position_embeddings,
+            vocab_size=self._config.vocab_size,
+            eos_token_ids=self._eos_token_ids(),
+            chat_template=self._chat_template(),
+            tokenizer=self._tokenizer,
+        )
+
+    def _eos_token_ids(self) -> tuple[int, ...]:
+        named = [self._token_id(name) for name in ("eos", "eot", "eom")]
+        unknown = self._token_id("unknown")
+        types = self._fields.get("tokenizer.ggml.token_type") or []
+        pairs = enumerate(zip(self._tokens, types, strict=False))
+        control = {token: id for id, (token, token_type) in pairs if token_type == CONTROL}
+        usual = [control[token] for token in END_TOKENS if token in control and control[token] != unknown]
+        return tuple(dict.fromkeys(id for id in (*named, *usual) if id is not None))
+
+    def _chat_template(self) -> ChatTemplate | None:
+        source = self._fields.get("tokenizer.chat_template")
+        if source is None:
+            return None
+        if not isinstance(source, str):
+            raise self._fields.bad("tokenizer.chat_template", "must be a string of at most 1 MiB")
+        return ChatTemplate(source, bos_token=self._token("bos"), eos_token=self._token("eos"))
+
+    def _token_id(self, name: str) -> int | None:
+        key = f"tokenizer.ggml.{name}_token_id"
+        token_id = self._fields.get(key)
+        if token_id is None:
+            return None
+        if type(token_id) is not int or not 0 <= token_id < len(self._tokens):
+            raise self._fields.bad(key, f"must be a token id below {len(self._tokens)}")
+        return token_id
+
+    def _token(self, name: str) -> str:
+        token_id = self._token_id(name)
+        return "" if token_id is None else self._tokens[token_id]

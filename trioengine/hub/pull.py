@@ -24,12 +24,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from trioengine.core.child_environment import child_environment
+from trioengine.core.config import child_environment
 from trioengine.core.errors import ModelError
 from trioengine.core.image import VISION_MODEL
-from trioengine.hub.fetch_failure import hub_failure, pip_failure
-from trioengine.hub.home import expanded, shown, trioengine_home
-from trioengine.hub.known_models import KNOWN_MODELS, KnownModel
+from trioengine.hub.known_models import KNOWN_MODELS, KnownModel, expanded, shown, trioengine_home
 
 Progress = Callable[[int, int], None]
 
@@ -49,14 +47,14 @@ def resolve(model: str, progress: Progress | None = None) -> Path:
     `model` is a known name (in any case), a path, or a Hugging Face hub id. `progress(done_bytes, total_bytes)` is
     called during the download of a known model; what it raises ends the download and is passed on. Raises ModelError.
     """
-    path = located(model)
+    path = locate(model)
     if path is not None:
         return path
     known = KNOWN_MODELS.get(model.lower())
     return _from_hub(model) if known is None else pull(known, progress)
 
 
-def located(model: str) -> Path | None:
+def locate(model: str) -> Path | None:
     """Where `model` lies, as in `resolve`; None for a known name or a hub id. Raises ModelError for what is neither."""
     if not model:
         raise ModelError("the model's name is empty")  # and not the directory that we are in
@@ -284,3 +282,45 @@ def _explained(known: KnownModel, home: Path) -> Iterator[None]:
                 "set TRIOENGINE_HOME to a directory that can",
             )
         raise ModelError(f"{known.name}: {why}: {remedy}") from exc
+
+
+_NO_SUCH_MODEL, _NO_ACCESS = (401, 404), 403  # the hub says 401 of what it does not show to everybody
+
+
+def pip_failure(complaint: str, returncode: int) -> str:
+    """One line of pip's stderr."""
+    lines = [line.strip() for line in complaint.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+    crashed = "Exception:" in errors  # a traceback follows, and its last line says what happened
+    last = ((not crashed and errors) or lines or [f"nothing, its exit status is {returncode}"])[-1]
+    unreachable = any(line.startswith("WARNING: Retrying") for line in lines)
+    return _redact(last) + ("; the package index cannot be reached: check the network" if unreachable else "")
+
+
+def hub_failure(exc: Exception) -> str:
+    """What the hub's client has raised, or what is behind that: an answer of the hub, or of the network."""
+    behind = list(_chain(exc))
+    status = next(filter(None, (getattr(getattr(one, "response", None), "status_code", None) for one in behind)), None)
+    if status in _NO_SUCH_MODEL:
+        return f"there is no such model, or it needs a login (HTTP {status})"
+    if status is not None:
+        return f"it needs a login that may have it (HTTP {status})" if status == _NO_ACCESS else f"HTTP {status}"
+    refused = next((one.strerror for one in behind if isinstance(one, OSError) and one.errno and one.strerror), None)
+    if refused is not None:
+        return f"it cannot be reached: {refused}; is there a network?"
+    first = _redact((str(exc).strip().splitlines() or [""])[0])
+    if isinstance(exc, FileNotFoundError):  # neither in its cache, nor to be had
+        got = f"{first.removeprefix('Got: ')}; " if first.startswith("Got: ") else ""
+        return f"{got}is there a network, and HF_HUB_OFFLINE not set?"
+    return first or "no reason was given"
+
+
+def _chain(exc: BaseException | None) -> Iterator[BaseException]:
+    while exc is not None:
+        yield exc
+        exc = exc.__cause__ or exc.__context__
+
+
+def _redact(text: str) -> str:
+    text = re.sub(r"\b[a-z+]+://[^\s'\"<>]+", "<address>", text)
+    return re.sub(r"host='[^']*'", "host=<address>", text)

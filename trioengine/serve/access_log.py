@@ -1,4 +1,8 @@
-"""A line of the log for each request, and the id by which it is found: never its contents, its query or its headers."""
+"""The access log: one line for each request, without its contents, query or headers, and the fields of log records.
+
+Each request has an id, the client's own or a new one, by which its records and its response are found. Tasks inherit
+the fields `request_id`, `session` and `client` from the task that starts them.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,26 @@ import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import trio
 
 from trioengine.core.bounds import excerpt
-from trioengine.serve.http import BadRequest, HttpConnection, Request
-from trioengine.serve.log_fields import REQUEST_ID, SESSION
-from trioengine.serve.problem import Problem
+from trioengine.serve.errors import Problem
+from trioengine.serve.http import BadRequest, Request
+from trioengine.serve.http_connection import HttpConnection
 
 logger = logging.getLogger("trioengine.access")
+REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
+SESSION: ContextVar[str | None] = ContextVar("session", default=None)
+CLIENT: ContextVar[str | None] = ContextVar("client", default=None)
+_VARIABLES = (REQUEST_ID, SESSION, CLIENT)
+CONTEXT = tuple(variable.name for variable in _VARIABLES)  # fields of every record
 ERROR_FIELDS = ("error_type", "error_code", "error_message")
-FIELDS = ("method", "path", "status", "milliseconds", *ERROR_FIELDS)  # of a record, beside those of the context
+FIELDS = ("method", "path", "status", "milliseconds", *ERROR_FIELDS)  # more fields of an access log's record
 HEADER = b"x-request-id"
 PROBES = {"/health": (200, 503), "/ready": (200, 503), "/metrics": (200,)}  # with these statuses logged at debug
-_USABLE = re.compile(rb"(?:(?![][(){}<>=\"'`])[!-~]){1,128}")  # in a line of the log, none looks like more than itself
+_USABLE = re.compile(rb"(?:(?![][(){}<>=\"'`])[!-~]){1,128}")  # an id that cannot be taken for another part of a line
 _UNREADABLE = Request("-", "-", "", ())
 _MAX_PATH = 200  # characters
 _MAX_MESSAGE = 400
@@ -28,20 +38,39 @@ _QUOTED = re.compile(r"(, got | says: |(?<=unknown parameter) ').*", re.DOTALL) 
 # request: a value, or a name in its query
 
 
+@contextmanager
+def set_field(variable: ContextVar[str | None], value: str | None) -> Iterator[None]:
+    """Set a field of this task's log records within the block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+class ContextFilter(logging.Filter):
+    """Adds the fields `request_id`, `session` and `client` to each record that passes."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        for variable in _VARIABLES:
+            setattr(record, variable.name, variable.get())
+        return True
+
+
 def request_id(request: Request) -> str:
-    """The client's own, or a new one if it has none that can be used."""
+    """Return the client's id of the request, or a new one if there is none that can be used."""
     given = request.header(HEADER)
     return given.decode() if given is not None and _USABLE.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
 
 @contextmanager
-def logged(connection: HttpConnection, request: Request) -> Iterator[None]:
-    """Within, the request is served: records and the response carry its id. A line when that is over.
+def log_request(connection: HttpConnection, request: Request) -> Iterator[None]:
+    """Log the request that the block serves, once it is over; records and the response carry its id.
 
-    Of a refused or failed request the line has the error, without the values that its message quotes.
+    The line of a refused or failed request has the error, without the values that its message quotes.
     """
     id = request_id(request)
-    REQUEST_ID.set(id)  # until the connection's next one: what ends the connection is about this one
+    REQUEST_ID.set(id)  # until the connection's next request: the end of the connection is logged with this one
     SESSION.set(None)
     connection.common_headers = ((HEADER, id.encode()),)
     began = trio.current_time()
@@ -52,14 +81,24 @@ def logged(connection: HttpConnection, request: Request) -> Iterator[None]:
         refused = exc.response
         raise
     finally:
-        answer = connection if connection.status is not None or refused is None else refused
-        _log(request, answer.status, answer.problem, trio.current_time() - began)
+        sent = connection if connection.status is not None or refused is None else refused
+        _log(request, sent.status, sent.problem, trio.current_time() - began)
+
+
+@contextmanager
+def log_unreadable(connection: HttpConnection) -> Iterator[None]:
+    """Log a request whose head, read within the block, is refused: its method and path are unknown."""
+    try:
+        yield
+    except BadRequest:
+        with log_request(connection, _UNREADABLE):
+            raise
 
 
 def _log(request: Request, status: int | None, problem: Problem | None, seconds: float) -> None:
-    """`status` is None if the client left before it got one."""
+    """`status` is None if the client disconnected before its response."""
     shown = "-" if status is None else status
-    values = (request.method[:16], request.path[:_MAX_PATH], shown, round(1000 * seconds, 1), *_error_of(problem))
+    values = (request.method[:16], request.path[:_MAX_PATH], shown, round(1000 * seconds, 1), *_error_values(problem))
     fields = dict(zip(FIELDS, values, strict=False))
     line = "%(method)s %(path)s %(status)s %(milliseconds)s ms"
     if problem is not None:
@@ -67,18 +106,8 @@ def _log(request: Request, status: int | None, problem: Problem | None, seconds:
     logger.log(logging.DEBUG if status in PROBES.get(request.path, ()) else logging.INFO, line, fields, extra=fields)
 
 
-def _error_of(problem: Problem | None) -> tuple[str, ...]:
-    """The values of ERROR_FIELDS, without the value that the message quotes; names of models and fields stay."""
+def _error_values(problem: Problem | None) -> tuple[str, ...]:
+    """Return the values of ERROR_FIELDS, without the value that the message quotes; names of fields stay."""
     if problem is None:
         return ()
     return problem.type, problem.code, excerpt(_QUOTED.sub("", problem.message), _MAX_MESSAGE)
-
-
-@contextmanager
-def logged_if_unreadable(connection: HttpConnection) -> Iterator[None]:
-    """Within, a request's head is read. If it is refused, it is logged as one that says nothing."""
-    try:
-        yield
-    except BadRequest:
-        with logged(connection, _UNREADABLE):
-            raise

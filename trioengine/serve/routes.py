@@ -1,20 +1,20 @@
-"""The plain HTTP routes: is it alive, is it ready, what is it."""
+"""Routes: the table of an HTTP server, how a request finds its handler, and the plain routes of an engine."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from trioengine import __version__
 from trioengine.actors.engine import Engine
+from trioengine.core.bounds import did_you_mean
 from trioengine.core.lifecycle import Power
-from trioengine.core.suggestion import did_you_mean
+from trioengine.serve.auth import Role
+from trioengine.serve.errors import INVALID_REQUEST, ClientError, Problem
 from trioengine.serve.http import Handler, Request, Response, error_response, json_response, problem_response
-from trioengine.serve.metrics.metrics import CONTENT_TYPE, Metrics
-from trioengine.serve.problem import INVALID_REQUEST, ClientError, Problem
-from trioengine.serve.query import read_query
+from trioengine.serve.metrics import CONTENT_TYPE, Metrics
+from trioengine.serve.parsing import read_query
 
 REALTIME = "/v1/realtime"
 HOME = (
@@ -22,14 +22,9 @@ HOME = (
     f"WebSocket to {REALTIME} (the text part of OpenAI's Realtime protocol). GET /health says whether the engine "
     "lives, /ready whether it admits requests, /metrics what it does (Prometheus), /version its version.\n"
 )
-
-
-class Role(enum.Enum):
-    """Who may use a route."""
-
-    ANYONE = "anyone"
-    USER = "user"
-    OPERATOR = "operator"
+BELOW = "*"  # at the end of a path: all paths that begin so
+_SHOWN = 80  # characters of a path in a message
+_ASLEEP = (Power.FALLING_ASLEEP, Power.ASLEEP, Power.WAKING, Power.UPDATING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +36,80 @@ class Route:
     parameters: Collection[str] = ()
 
 
-Routes: TypeAlias = Mapping[str, Route]  # by path; with BELOW at its end for all paths that begin so
-BELOW = "*"
-_SHOWN = 80  # characters of a path in a message
-_ASLEEP = (Power.FALLING_ASLEEP, Power.ASLEEP, Power.WAKING, Power.UPDATING)
+Routes: TypeAlias = Mapping[str, Route]  # by path
 
 
-def routes(engine: Engine, metrics: Metrics) -> Routes:
-    """The routes of an engine."""
+def get(handler: Handler, role: Role = Role.USER) -> Route:
+    return Route({"GET": handler, "HEAD": handler}, role)
+
+
+def post(handler: Handler, role: Role = Role.USER, parameters: Collection[str] = ()) -> Route:
+    return Route({"POST": handler}, role, parameters)
+
+
+def find_route(routes: Routes, path: str) -> Route | None:
+    """Return the route of a path: its own, or one for everything below."""
+    below = (route for key, route in routes.items() if key.endswith(BELOW) and path.startswith(key[: -len(BELOW)]))
+    return routes.get(path) or next(below, None)
+
+
+def find_handler(routes: Routes, request: Request) -> Handler | Response:
+    """Return the handler of a request, or the response that refuses it."""
+    if request.path == REALTIME:
+        return upgrade_required()
+    route = find_route(routes, request.path)
+    if route is None:
+        return _not_found(request.path, routes)
+    handler = route.handlers.get(request.method)
+    if handler is None:
+        return _method_not_allowed(request, ", ".join(route.handlers))
+    try:
+        read_query(request.query, route.parameters)
+    except ClientError as exc:
+        return error_response(exc)
+    return handler
+
+
+def upgrade_required() -> Response:
+    problem = Problem(
+        INVALID_REQUEST,
+        "upgrade_required",
+        f"{REALTIME} is a WebSocket endpoint: connect with ws:// or wss://, version 13",
+    )
+    response = problem_response(426, problem)
+    headers = ((b"upgrade", b"websocket"), (b"connection", b"upgrade"), (b"sec-websocket-version", b"13"))
+    return replace(response, headers=headers)
+
+
+def _not_found(path: str, routes: Routes) -> Response:
+    """Name the nearest route, or all of them."""
+    known = sorted({*routes, REALTIME})
+    hint = did_you_mean(path, known) or f"; the routes are {', '.join(known)}"
+    return problem_response(404, Problem(INVALID_REQUEST, "not_found", f"no route {path[:_SHOWN]!r}{hint}"))
+
+
+def _method_not_allowed(request: Request, allowed: str) -> Response:
+    message = f"method {request.method[:16]} is not allowed for {request.path[:_SHOWN]}; allowed: {allowed}"
+    response = problem_response(405, Problem(INVALID_REQUEST, "method_not_allowed", message))
+    return replace(response, headers=((b"allow", allowed.encode()),))
+
+
+def plain_routes(engine: Engine, metrics: Metrics) -> Routes:
+    """Return the routes for the state, version and metrics of an engine."""
 
     async def home(request: Request) -> Response:
         return Response(200, HOME.encode(), b"text/plain; charset=utf-8")
 
     async def health(request: Request) -> Response:
         if engine.statistics().power is Power.CLOSED:
-            return _not_now({"status": "closed"})
-        if not engine.is_responsive:
-            return _not_now({"status": "unresponsive"})
+            return _unavailable({"status": "closed"})
+        if not engine.runtime.is_responsive:
+            return _unavailable({"status": "unresponsive"})
         return json_response(200, {"status": "ok"})
 
     async def ready(request: Request) -> Response:
         state = {"state": _state_of(engine)}
-        return json_response(200, state) if engine.gate.is_awake else _not_now(state)
+        return json_response(200, state) if engine.runtime.gate.is_awake else _unavailable(state)
 
     async def version(request: Request) -> Response:
         return json_response(200, {"version": __version__})
@@ -80,66 +127,11 @@ def routes(engine: Engine, metrics: Metrics) -> Routes:
 
 
 def _state_of(engine: Engine) -> str:
-    """Closed for a sleep that is asked for, it is asleep to whoever wants an answer, and so it is until all is back."""
-    power = engine.gate.power
-    is_asleep = power in _ASLEEP or (power is Power.AWAKE and not engine.gate.is_awake)
+    """Return the power as clients see it: asleep from the moment requests are refused until all tags are awake."""
+    power = engine.runtime.gate.power
+    is_asleep = power in _ASLEEP or (power is Power.AWAKE and not engine.runtime.gate.is_awake)
     return Power.ASLEEP.value if is_asleep else power.value
 
 
-def _not_now(content: Mapping[str, str]) -> Response:
+def _unavailable(content: Mapping[str, str]) -> Response:
     return replace(json_response(503, content), headers=((b"retry-after", b"1"),))
-
-
-def get(handler: Handler, role: Role = Role.USER) -> Route:
-    return Route({"GET": handler, "HEAD": handler}, role)
-
-
-def post(handler: Handler, role: Role = Role.USER, parameters: Collection[str] = ()) -> Route:
-    return Route({"POST": handler}, role, parameters)
-
-
-def route_of(routes: Routes, path: str) -> Route | None:
-    """The route of a path: its own, or one for everything below."""
-    below = (route for key, route in routes.items() if key.endswith(BELOW) and path.startswith(key[: -len(BELOW)]))
-    return routes.get(path) or next(below, None)
-
-
-def find(routes: Routes, request: Request) -> Handler | Response:
-    """The handler of a request, or the response when there is none."""
-    if request.path == REALTIME:
-        return upgrade_required()
-    route = route_of(routes, request.path)
-    if route is None:
-        return not_found(request.path, routes)
-    handler = route.handlers.get(request.method)
-    if handler is None:
-        return method_not_allowed(request, ", ".join(route.handlers))
-    try:
-        read_query(request.query, route.parameters)
-    except ClientError as exc:
-        return error_response(exc)
-    return handler
-
-
-def not_found(path: str, routes: Routes) -> Response:
-    """Names the nearest route, or all of them."""
-    known = sorted({*routes, REALTIME})
-    hint = did_you_mean(path, known) or f"; the routes are {', '.join(known)}"
-    return problem_response(404, Problem(INVALID_REQUEST, "not_found", f"no route {path[:_SHOWN]!r}{hint}"))
-
-
-def method_not_allowed(request: Request, allowed: str) -> Response:
-    message = f"{request.path[:_SHOWN]!r} does not allow {request.method[:16]}; allowed: {allowed}"
-    response = problem_response(405, Problem(INVALID_REQUEST, "method_not_allowed", message))
-    return replace(response, headers=((b"allow", allowed.encode()),))
-
-
-def upgrade_required() -> Response:
-    problem = Problem(
-        INVALID_REQUEST,
-        "upgrade_required",
-        f"{REALTIME} is a WebSocket endpoint: connect with ws:// or wss://, version 13",
-    )
-    response = problem_response(426, problem)
-    headers = ((b"upgrade", b"websocket"), (b"connection", b"upgrade"), (b"sec-websocket-version", b"13"))
-    return replace(response, headers=headers)

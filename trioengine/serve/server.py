@@ -1,4 +1,4 @@
-"""The server: an engine and its front door, from the first accepted connection to the last."""
+"""The server: an engine and the connections of its clients, from the first to the last."""
 
 from __future__ import annotations
 
@@ -18,35 +18,29 @@ from trioengine.core.bounds import brief
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, InvalidConfig
 from trioengine.core.lifecycle import PowerEvent
-from trioengine.core.outcome import Cause
-from trioengine.core.serve_config import ServeConfig
-from trioengine.serve.access import Access
-from trioengine.serve.byte_budget import ByteBudget, Held
-from trioengine.serve.departures import Departures
-from trioengine.serve.descriptors import affordable
-from trioengine.serve.front_door import FrontDoor
+from trioengine.core.types import Cause
+from trioengine.serve.admin import admin_routes
+from trioengine.serve.auth import Access, is_loopback, warn_of_short_keys
+from trioengine.serve.body import DisconnectCounter
+from trioengine.serve.config import ServeConfig
+from trioengine.serve.connection import ConnectionHandler, format_address
 from trioengine.serve.http import Request
-from trioengine.serve.in_flight import InFlight
-from trioengine.serve.keys import warn_of_short_keys
-from trioengine.serve.metrics.metrics import Metrics
-from trioengine.serve.openai.chat_request import check_model
-from trioengine.serve.openai.routes import openai_routes
-from trioengine.serve.operator import operator_routes
-from trioengine.serve.origins import is_loopback
-from trioengine.serve.power import power_routes
-from trioengine.serve.query import read_query
-from trioengine.serve.realtime.answering import Answering
+from trioengine.serve.limits import ByteBudget, Held, InFlight, clamp_to_fd_limit
+from trioengine.serve.metrics import Metrics
+from trioengine.serve.openai.chat import ChatCompletions
+from trioengine.serve.openai.models import MODELS, Models, Tokenization
+from trioengine.serve.openai.request import check_model
+from trioengine.serve.parsing import read_query
 from trioengine.serve.realtime.connection import CLOSE_TIMEOUT, RealtimeConnection
-from trioengine.serve.routes import Routes, post, routes
-from trioengine.serve.sockets import address
-from trioengine.serve.tokenization import Tokenization
+from trioengine.serve.realtime.response import ResponseRunner
+from trioengine.serve.routes import BELOW, Routes, get, plain_routes, post
 from trioengine.serve.websocket import AcceptedWebSocket
 
-ABORT_TIMEOUT = 1.0  # seconds that the connections have after an abort, to say how they end
+ABORT_TIMEOUT = 1.0  # seconds for connections to report an abort to their clients
 
 
 class Server:
-    """An engine that is served. `front_door.handle(stream)` serves one stream, wherever it comes from."""
+    """An engine that is served. `connections.handle(stream)` serves one accepted stream of any kind."""
 
     def __init__(self, engine: Engine, config: ServeConfig | None = None) -> None:
         self.engine = engine
@@ -55,23 +49,23 @@ class Server:
         self.port = 0  # of its first socket, once it listens
         self.addresses: tuple[str, ...] = ()  # host:port of each
         self.in_flight = InFlight()
-        self._departures = Departures()
+        self._disconnects = DisconnectCounter()
         self.budget = ByteBudget(config.max_buffered_bytes, config.max_buffered_bytes_per_key)
-        self.metrics = Metrics(engine, self._departures, self.budget)
-        self.front_door = FrontDoor(
+        self.metrics = Metrics(engine, self._disconnects, self.budget)
+        self.connections = ConnectionHandler(
             self._routes(),
             Access(config),
             self._check_upgrade,
             self._realtime,
-            departures=self._departures,
+            disconnects=self._disconnects,
             budget=self.budget,
             limits=config.limits,
-            takes_images=lambda: engine.takes_images,
-            max_connections=affordable(config.max_connections),
+            takes_images=lambda: engine.runtime.takes_images,
+            max_connections=clamp_to_fd_limit(config.max_connections),
         )
         self._closing = trio.Event()
         self._accepting = trio.CancelScope()
-        self._connections = trio.CancelScope()
+        self._serving = trio.CancelScope()
 
     async def run(
         self,
@@ -83,18 +77,18 @@ class Server:
         sockets = [listener.socket for listener in listeners if isinstance(listener, trio.SocketListener)]
         names = [socket.getsockname() for socket in sockets]
         self.port = names[0][1] if names else 0
-        self.addresses = tuple(address(*name[:2]) for name in names)
-        with self._connections:
+        self.addresses = tuple(format_address(*name[:2]) for name in names)
+        with self._serving:
             async with trio.open_nursery() as connections:
                 task_status.started(self)
                 with self._accepting:
-                    await trio.serve_listeners(self.front_door.handle, list(listeners), handler_nursery=connections)
+                    await trio.serve_listeners(self.connections.handle, list(listeners), handler_nursery=connections)
         await trio.lowlevel.checkpoint()
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Accept nothing more, finish what is in flight within `timeout` seconds, then close every connection.
+        """Stop accepting, finish the requests in flight within `timeout` seconds, then close every connection.
 
-        True if nothing had to be aborted.
+        Returns True if nothing had to be aborted.
         """
         self._accepting.cancel()
         finished = await self.engine.drain(timeout)
@@ -102,37 +96,38 @@ class Server:
         return finished
 
     def abort(self) -> None:
-        """Abort every request, admit no more, and close every connection in a second, in which its client is told."""
-        self.engine.gate.change_power(PowerEvent.DRAIN)
+        """Abort every request, admit no more, and close every connection within a second, which reports the abort."""
+        self.engine.runtime.gate.change_power(PowerEvent.DRAIN)
         self.engine.abort_all(Cause.SHUTDOWN)
         self._accepting.cancel()
         self._close_connections(ABORT_TIMEOUT)
 
     def _close_connections(self, timeout: float) -> None:
-        """As soon as what is in flight has its end, and in so many seconds at most, or what is left of them."""
-        self.front_door.close_idle()
+        """Close each connection once its request is over, and all of them after `timeout` seconds."""
+        self.connections.close_idle()
         self._closing.set()
-        self._connections.deadline = min(self._connections.deadline, trio.current_time() + timeout)
+        self._serving.deadline = min(self._serving.deadline, trio.current_time() + timeout)
 
     def _routes(self) -> Routes:
         engine, model = self.engine, self.model_name
-        tokenization = Tokenization(engine, model)
+        models, tokenization = Models(engine, model), Tokenization(engine, model)
         return {
-            **routes(engine, self.metrics),
-            **openai_routes(engine, model, self.in_flight),
-            **operator_routes(engine, self.in_flight),
-            **power_routes(engine, self.config.weights_dir),
+            **plain_routes(engine, self.metrics),
+            "/v1/chat/completions": post(ChatCompletions(engine, model, self.in_flight)),
+            MODELS: get(models.list),
+            f"{MODELS}/{BELOW}": get(models.retrieve),
             "/tokenize": post(tokenization.tokenize),
             "/detokenize": post(tokenization.detokenize),
+            **admin_routes(engine, self.in_flight, self.config.weights_dir),
         }
 
     async def _realtime(self, websocket: AcceptedWebSocket, held: Held, cache_salt: bytes) -> None:
         connection = RealtimeConnection(
-            Answering(self.engine, self.in_flight, cache_salt),
+            ResponseRunner(self.engine, self.in_flight, cache_salt),
             websocket,
             self.model_name,
             self._closing,
-            departures=self._departures,
+            disconnects=self._disconnects,
             held=held,
             limits=self.config.limits,
         )
@@ -152,11 +147,11 @@ async def serve(
     on_load: Callable[[int, int], None] | None = None,
     task_status: trio.TaskStatus[Server] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve an engine until the server is drained or aborted, or this is cancelled. It listens at once.
+    """Serve an engine until the server is drained or aborted, or this is cancelled. It listens before the model loads.
 
-    Connections beyond `max_connections`, or beyond what the limit of descriptors leaves, are answered with 503. Raises
+    Connections beyond `max_connections`, or beyond the limit of file descriptors, are answered with 503. Raises
     InvalidConfig for an address that other machines reach without a key, unless `insecure`, and for a `weights_dir`
-    that is no directory; EngineError when it cannot listen, or the engine cannot run.
+    other than a directory; EngineError when it cannot listen, or the engine cannot run.
     """
     serve_config = ServeConfig() if serve_config is None else serve_config
     if serve_config.weights_dir is not None and not await trio.Path(serve_config.weights_dir).is_dir():
@@ -164,8 +159,8 @@ async def serve(
     host, port = serve_config.host, serve_config.port
     if not (serve_config.has_keys or serve_config.insecure or is_loopback(host)):
         with _listening_on(host, port):
-            await trio.socket.getaddrinfo(host, port)  # a name that is none has another error
-        problem = f"{host} is reachable from other machines, and there is no key"
+            await trio.socket.getaddrinfo(host, port)  # an unknown name raises another error
+        problem = f"{host} is reachable from other machines, and no key is set"
         raise InvalidConfig.of("host", f"{problem}: give an --api-key, or --insecure to serve all of them")
     warn_of_short_keys(serve_config)
     engine = Engine(config, ports=ports, on_progress=on_progress, on_load=on_load)
@@ -191,13 +186,13 @@ async def _listen(host: str, port: int) -> list[trio.SocketListener]:
 
 @contextmanager
 def _listening_on(host: str, port: int) -> Iterator[None]:
-    """Say as an EngineError why it cannot be done."""
+    """Raise errors of listening as an EngineError with a hint."""
     try:
         yield
-    except (OSError, ValueError) as exc:  # UnicodeError, among others, for what cannot be a name
+    except (OSError, ValueError) as exc:  # UnicodeError, for one, if it cannot be a name
         why = getattr(exc, "strerror", None) or exc
         if getattr(exc, "errno", None) == errno.EADDRINUSE:
             why = f"{why}; choose another --port"
         if isinstance(exc, socket.gaierror | UnicodeError):
             why = f"{why}; choose another --host"
-        raise EngineError(f"cannot listen on {address(host, port)}: {why}") from exc
+        raise EngineError(f"cannot listen on {format_address(host, port)}: {why}") from exc

@@ -1,19 +1,213 @@
-"""The process that a simulated worker is: its pipes and its payload socket as memory, its signals, and its end.
-
-It is a `WorkerProcess` as the engine knows it. `exit`, `kill`, `hang`, `close_pipe`, `break_payloads`, `fail_send` and
-`say` are the faults of a process, whatever it computes.
-"""
+"""The process that a simulated worker is: pipes and payload socket in memory, signals, faults and its end."""
 
 from __future__ import annotations
 
 import abc
+import enum
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import trio
 from trio.testing import MemoryReceiveStream
 
-from trioengine.testing.behaviour import Health
-from trioengine.testing.simulated_payload import PayloadWire, SimulatedMemfd, SimulatedPayload
-from trioengine.testing.wire import Wire, WireEnd
+from trioengine.core.messages import Fatal
+from trioengine.worker.scheduling.image_queue import Decode, PictureDecoded, decode_picture
+from trioengine.worker.scheduling.images import Picture
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """How one incarnation behaves; times in seconds."""
+
+    load_time: float = 0.5
+    load_bytes: int = 0  # told by LOADING, half of them in half of that time
+    step_time: float = 0.01
+    decode_time: float = 0.02  # of an image; no longer than a step where there is one
+    fatal: Fatal | None = None  # said instead of READY
+
+
+class Health(enum.Enum):
+    """What a simulated worker does with its time."""
+
+    WELL = "well"
+    STALLED = "stalled"  # the step in progress never ends; its reader still answers
+    HUNG = "hung"  # nothing at all happens, as under SIGSTOP
+    DEAD = "dead"
+
+
+class Wire:
+    """Bytes arrive at once, or when they are moved; so many of them fit before a write blocks."""
+
+    def __init__(self, arrive: Callable[[bytes], None], size: int, *, by_hand: bool) -> None:
+        self.by_hand = by_hand
+        self._arrive = arrive
+        self._size = size
+        self._bytes = bytearray()
+        self._moved = trio.Event()
+
+    def __len__(self) -> int:
+        return len(self._bytes)
+
+    def put(self, data: bytes) -> None:
+        """Write, whatever the wire holds."""
+        self._bytes += data
+        if not self.by_hand:
+            self.move()
+
+    async def room(self) -> None:
+        """Wait until a write would not block."""
+        while len(self._bytes) >= self._size:
+            self._moved = trio.Event()
+            await self._moved.wait()
+
+    def move(self, count: int | None = None) -> None:
+        """Let so many bytes arrive, or all."""
+        if self._bytes and count != 0:
+            data = bytes(self._bytes[:count])
+            del self._bytes[:count]
+            self._moved.set()
+            self._arrive(data)
+
+    def cut(self) -> None:
+        """What is on its way is lost."""
+        self._bytes.clear()
+        self._moved.set()
+
+
+class WireEnd(trio.abc.SendStream):
+    """A write moves in portions, like one to a pipe that fills; BrokenResourceError says `broken()`, if it does."""
+
+    def __init__(self, wire: Wire, portion: int, broken: Callable[[], str | None]) -> None:
+        self._wire = wire
+        self._portion = portion
+        self._broken = broken
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        for start in range(0, len(data), self._portion):
+            await trio.lowlevel.checkpoint()
+            await self._wire.room()
+            if (reason := self._broken()) is not None:
+                raise trio.BrokenResourceError(reason)
+            self._wire.put(bytes(data[start : start + self._portion]))
+
+    async def wait_send_all_might_not_block(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def aclose(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+
+class SimulatedPayload:
+    """A descriptor in the worker, or on its way there: a PayloadSource."""
+
+    def __init__(self, data: bytes) -> None:
+        self.num_bytes = len(data)
+        self.is_open = True
+        self._data = data
+
+    @contextmanager
+    def open(self) -> Iterator[memoryview]:
+        assert self.is_open, "a payload is read that is closed"
+        yield memoryview(self._data)
+        assert self.is_open, "a payload is closed while it is read"
+
+    def close(self) -> None:
+        assert self.is_open, "a payload is closed twice"
+        self.is_open = False
+
+
+class SimulatedMemfd:
+    """Sealed bytes as the engine has them, and their descriptors elsewhere."""
+
+    def __init__(self, chunks: Iterable[bytes | bytearray | memoryview]) -> None:
+        self.data = b"".join(chunks)
+        self.num_bytes = len(self.data)
+        self.is_open = True
+        self.passed: list[SimulatedPayload] = []  # and not closed, when it was last passed on
+
+    def close(self) -> None:
+        assert self.is_open, "sealed bytes are given back twice"
+        self.is_open = False
+
+    def pass_on(self) -> SimulatedPayload:
+        """One more descriptor."""
+        assert self.is_open, "bytes are passed on that were given back"
+        payload = SimulatedPayload(self.data)
+        self.passed = [*(payload for payload in self.passed if payload.is_open), payload]
+        return payload
+
+
+class PayloadWire:
+    """Payloads on their way: they arrive at once, or when they are moved; so many of them fit before a send blocks."""
+
+    def __init__(self, arrive: Callable[[int, SimulatedPayload], None], size: int, *, by_hand: bool) -> None:
+        self.by_hand = by_hand
+        self.is_broken = False
+        self.fails_next = False  # send
+        self._arrive = arrive
+        self._size = size
+        self._payloads: deque[tuple[int, SimulatedPayload]] = deque()
+        self._moved = trio.Event()
+
+    def __len__(self) -> int:
+        return len(self._payloads)
+
+    async def send(self, payload: int, sealed: SimulatedMemfd) -> None:
+        """BrokenResourceError: it is broken, or breaks now. Cancelled, nothing is sent."""
+        await trio.lowlevel.checkpoint()
+        while len(self._payloads) >= self._size and not self.is_broken:
+            self._moved = trio.Event()
+            await self._moved.wait()
+        self.is_broken |= self.fails_next
+        if self.is_broken:
+            raise trio.BrokenResourceError("the payload socket is broken")
+        self._payloads.append((payload, sealed.pass_on()))
+        if not self.by_hand:
+            self.move()
+
+    def move(self, count: int | None = None) -> None:
+        """Let so many payloads arrive, or all."""
+        for _ in range(len(self._payloads) if count is None else min(count, len(self._payloads))):
+            self._arrive(*self._payloads.popleft())
+        self._moved.set()
+
+    def cut(self) -> None:
+        """It breaks, for good: what is on its way is lost, as the kernel closes it."""
+        self.is_broken = True
+        while self._payloads:
+            self._payloads.popleft()[1].close()
+        self._moved.set()
+
+
+class SimulatedDecoder:
+    """A Decoder that is moved by hand."""
+
+    def __init__(self, decode: Decode, report: Callable[[PictureDecoded], None]) -> None:
+        self._decode = decode
+        self._report = report
+        self._pictures: deque[Picture] = deque()
+
+    def __len__(self) -> int:
+        return len(self._pictures)
+
+    def submit(self, picture: Picture) -> None:
+        self._pictures.append(picture)
+
+    def cancel(self, picture: Picture) -> bool:
+        if picture not in self._pictures:
+            return False
+        self._pictures.remove(picture)
+        return True
+
+    def decode(self) -> None:
+        """The next picture."""
+        picture = self._pictures.popleft()
+        source = picture.payload.source if picture.payload is not None else None
+        assert isinstance(source, SimulatedPayload) and source.is_open, "a picture is decoded whose payload is closed"
+        self._report(decode_picture(picture, self._decode))
+
 
 SIGTERM, SIGKILL, SIGSEGV = 15, 9, 11
 PORTION = 4096  # bytes that a write moves between two checkpoints

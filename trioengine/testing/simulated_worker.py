@@ -29,15 +29,13 @@ from trioengine.core.messages import (
     StopSession,
     Tokens,
 )
-from trioengine.testing.behaviour import Behaviour as Behaviour
-from trioengine.testing.behaviour import Health as Health
-from trioengine.testing.simulated_payload import SimulatedDecoder, SimulatedPayload
-from trioengine.testing.simulated_process import SIGSEGV, SimulatedProcess
-from trioengine.testing.toy_model import Crash, ToyRunner
-from trioengine.testing.toy_vision import toy_decode
-from trioengine.worker.scheduling.limits import Limits
-from trioengine.worker.scheduling.payloads import PayloadArrived
-from trioengine.worker.scheduling.step_loop import Event, StepLoop
+from trioengine.testing.simulated_process import SIGSEGV, SimulatedDecoder, SimulatedPayload, SimulatedProcess
+from trioengine.testing.simulated_process import Behaviour as Behaviour
+from trioengine.testing.simulated_process import Health as Health
+from trioengine.testing.toy_model import Crash, ToyRunner, toy_decode
+from trioengine.worker.scheduling.engine_core import EngineCore, Event
+from trioengine.worker.scheduling.images import PayloadArrived
+from trioengine.worker.scheduling.step import Limits
 
 
 class SimulatedWorker(SimulatedProcess):
@@ -57,11 +55,11 @@ class SimulatedWorker(SimulatedProcess):
         super().__init__(pid, by_hand=by_hand)
         self.runner = ToyRunner(limits.block_size, limits.tile)
         self.decoder = SimulatedDecoder(toy_decode, self._report)
-        self.step_loop = StepLoop(self.runner, limits, trio.current_time, decoder=self.decoder)
+        self.core = EngineCore(self.runner, limits, trio.current_time, decoder=self.decoder)
         self.connection = Connection(Role.WORKER)
         self.received: list[Message] = []  # everything the engine said, in order
         self.blamed: RemoteProtocolError | None = None  # what the engine did that it must not do
-        self.fatal: Fatal | None = None  # said for an exception of the step loop, which is the worker's own bug
+        self.fatal: Fatal | None = None  # said for an exception of the engine core, which is the worker's own bug
         self._limits = limits
         self._behaviour = behaviour
         self._queue: deque[Event] = deque()
@@ -103,7 +101,7 @@ class SimulatedWorker(SimulatedProcess):
     @property
     def has_work(self) -> bool:
         """Whether `turn` would do anything."""
-        return self.health is Health.WELL and (bool(self._queue) or self.step_loop.has_work or len(self.decoder) > 0)
+        return self.health is Health.WELL and (bool(self._queue) or self.core.has_work or len(self.decoder) > 0)
 
     @property
     def has_images(self) -> bool:
@@ -121,7 +119,7 @@ class SimulatedWorker(SimulatedProcess):
             return
         if self._queue:
             self._handle(self._queue.popleft())
-        elif self.step_loop.has_work:
+        elif self.core.has_work:
             self._step()
         else:
             self.decode()
@@ -136,7 +134,7 @@ class SimulatedWorker(SimulatedProcess):
                 await self._arrived.wait()
                 self._arrived = trio.Event()
                 continue
-            step = not self._queue and self.step_loop.has_work
+            step = not self._queue and self.core.has_work
             if step:
                 self._turn_to(Activity.STEPPING)
                 await trio.sleep(self._behaviour.step_time)
@@ -163,7 +161,7 @@ class SimulatedWorker(SimulatedProcess):
 
     def _step(self) -> None:
         try:
-            messages = self.step_loop.step()
+            messages = self.core.step()
         except AssertionError:  # the kit's own
             raise
         except Crash:
@@ -177,8 +175,8 @@ class SimulatedWorker(SimulatedProcess):
             assert not any(row.request in self._stopped for row in rows), "a stopped request goes on"
         self._send_all(messages)
         self._check_payloads()
-        if not self.step_loop.has_work:
-            self.step_loop.check_integrity()
+        if not self.core.has_work:
+            self.core.check_integrity()
 
     def _handle(self, message: Event) -> None:
         self._progress += 1
@@ -188,7 +186,7 @@ class SimulatedWorker(SimulatedProcess):
             else:
                 asleep = frozenset(message.config.asleep)
                 self.runner.load(message.config.model_path, asleep)
-                self.step_loop = StepLoop(self.runner, self._limits, trio.current_time, asleep, self.decoder)
+                self.core = EngineCore(self.runner, self._limits, trio.current_time, asleep, self.decoder)
                 self._weight_version = message.config.weight_version
                 self._send_all([self._ready()])
                 self._turn_to(Activity.IDLE)
@@ -198,7 +196,7 @@ class SimulatedWorker(SimulatedProcess):
             if isinstance(message, StopSession):
                 self._stopped.add(message.request)
             try:
-                self._send_all(self.step_loop.handle(message))
+                self._send_all(self.core.handle(message))
                 self._check_payloads()
             except RemoteProtocolError as exc:
                 self._blame(exc)
@@ -211,7 +209,7 @@ class SimulatedWorker(SimulatedProcess):
         """No payload leaks."""
         if self.health is not Health.DEAD and self.open_payloads:
             self.open_payloads = [payload for payload in self.open_payloads if payload.is_open]
-            held = self.step_loop.num_payloads + sum(isinstance(event, PayloadArrived) for event in self._queue)
+            held = self.core.num_payloads + sum(isinstance(event, PayloadArrived) for event in self._queue)
             assert len(self.open_payloads) == held, "the worker has payloads open that it does not know"
 
     def _ready(self) -> Ready:

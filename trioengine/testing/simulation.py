@@ -21,12 +21,11 @@ from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import WorkerLost
 from trioengine.core.image import BytesLike
-from trioengine.hub.model_files import ModelInfo
-from trioengine.testing.simulated_payload import SimulatedMemfd
+from trioengine.hub.model_info import ModelInfo
+from trioengine.testing.simulated_process import SimulatedMemfd
 from trioengine.testing.simulated_worker import Behaviour, SimulatedWorker
-from trioengine.testing.toy_model import VOCAB_SIZE, read_toy_model
-from trioengine.testing.toy_vision import TOY_TILE
-from trioengine.worker.scheduling.limits import Limits
+from trioengine.testing.toy_model import TOY_TILE, VOCAB_SIZE, read_toy_model
+from trioengine.worker.scheduling.step import Limits
 
 DEFAULT_LIMITS = Limits(
     vocab_size=VOCAB_SIZE,

@@ -8,17 +8,16 @@ text, so that contents without such strings get exactly the ids that the model's
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
 
 from trioengine.core.errors import ModelError, RequestRejected
-from trioengine.core.image import VISION_MODEL
-from trioengine.core.image_part import is_image_part
-from trioengine.core.image_processing import ImageProcessing
-from trioengine.core.messages import TokenIds
-from trioengine.text.chat_template import ChatTemplate
-from trioengine.text.content_format import IMAGE_PART, prints_images, takes_parts_only, text_part
-from trioengine.text.placed_image import expanded, image_parts
+from trioengine.core.image import VISION_MODEL, Image, ImageProcessing, is_image_part
+from trioengine.core.types import TokenIds
+from trioengine.text.chat_template import IMAGE_PART, ChatTemplate, prints_images, takes_parts_only, text_part
+from trioengine.text.messages import Message
 from trioengine.text.tokenizer import Tokenizer
 
 _FIRST, _ESCAPE = 0x100000, "\U0010fffd"  # plane 16, private use; what a content has of it is escaped
@@ -135,3 +134,70 @@ def _image_refusal(template: ChatTemplate | None, images: ImageProcessing | None
     if template is not None and not prints_images(template, images.image_token):
         return f"the chat template of {model} takes no images"
     return ""
+
+
+class TileSpan(NamedTuple):
+    """The image tokens of one tile: the index of the first one among the prompt's token ids, and their number."""
+
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedImage:
+    """An image of a prompt; `name` is the place of its part for error messages: prompt[0].content[1]."""
+
+    image: Image
+    name: str
+    spans: tuple[TileSpan, ...]  # of its tiles, ascending
+
+
+class ImagePart(NamedTuple):
+    """An image, and the indices of its message and of its part there."""
+
+    message: int
+    part: int
+    image: Image
+
+
+def image_parts(messages: Iterable[Message]) -> Iterator[ImagePart]:
+    """The images in the contents of messages, in their order."""
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        for place, part in enumerate(content) if isinstance(content, Sequence) and not isinstance(content, str) else ():
+            if is_image_part(part):
+                yield ImagePart(index, place, part["image"])
+
+
+def num_image_tokens(image: Image, processing: ImageProcessing) -> int:
+    """The image tokens of all tiles."""
+    return processing.num_tiles(image.info.width, image.info.height) * processing.tokens_per_tile
+
+
+def expanded(rendering: str, images: Sequence[Image], processing: ImageProcessing) -> str:
+    """The rendering with the text of each image in the place of its image token.
+
+    Raises RequestRejected if there are more image tokens than images, or fewer. Contents have none: they are protected.
+    """
+    before, *pieces = rendering.split(processing.image_token)
+    if len(pieces) != len(images):
+        problem = f"the model's chat template shows {len(pieces)} images in place of the {len(images)} there are"
+        raise RequestRejected("template_error", f"messages: {problem}", param="messages")
+    texts = [processing.prompt_text(image.info.width, image.info.height) for image in images]
+    return before + "".join([text + piece for text, piece in zip(texts, pieces, strict=True)])
+
+
+def placed(ids: TokenIds, images: Iterable[tuple[str, Image]], processing: ImageProcessing) -> tuple[PlacedImage, ...]:
+    """The named images of a prompt of these ids, in the order in which they are there."""
+    spans = _spans(ids, processing)
+    counts = [(name, image, processing.num_tiles(image.info.width, image.info.height)) for name, image in images]
+    return tuple([PlacedImage(image, name, tuple(islice(spans, count))) for name, image, count in counts])
+
+
+def _spans(ids: TokenIds, processing: ImageProcessing) -> Iterator[TileSpan]:
+    """Of every tile; nothing but images makes image tokens."""
+    end = 0
+    while True:
+        start = ids.index(processing.image_token_id, end)
+        end = start + processing.tokens_per_tile
+        yield TileSpan(start, processing.tokens_per_tile)

@@ -19,14 +19,12 @@ from typing import Any, TypeAlias, TypeGuard
 
 from trioengine.core.arguments import kind_of
 from trioengine.core.errors import RequestRejected
-from trioengine.core.image_part import Image
-from trioengine.core.messages import TokenIds, token_ids
-from trioengine.core.overflow import retained
-from trioengine.text.chat_message import BYTES, checked_messages, copied
-from trioengine.text.chat_tokenizer import ChatTokenizer
-from trioengine.text.detokenizer import Detokenizer
-from trioengine.text.placed_image import ImagePart, PlacedImage, image_parts, num_image_tokens, placed
-from trioengine.text.turns import Message, Turns
+from trioengine.core.image import Image
+from trioengine.core.sampling_params import retained
+from trioengine.core.types import TokenIds, token_ids
+from trioengine.text.chat_tokenizer import ChatTokenizer, ImagePart, PlacedImage, image_parts, num_image_tokens, placed
+from trioengine.text.messages import BYTES, Message, Turns, checked_messages, copied
+from trioengine.text.tokenizer import Detokenizer
 
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
 
@@ -262,7 +260,7 @@ def check_length(prompt: Prompt, limit: int, tokenizer: ChatTokenizer) -> None:
         )
 
 
-def least_prompt(prompt: Prompt) -> Prompt:
+def newest_turn(prompt: Prompt) -> Prompt:
     """The part of a prompt that is there also when its oldest turns are dropped."""
     return Turns.of(prompt).newest if _is_chat(prompt) else prompt
 

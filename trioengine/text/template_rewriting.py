@@ -14,8 +14,8 @@ from jinja2 import nodes, pass_context
 from jinja2.visitor import NodeTransformer
 
 from trioengine.text import template_operations as operations
-from trioengine.text.template_budget import BYTES_PER_STEP, text_bytes
 from trioengine.text.template_filters import BoundedContext
+from trioengine.text.template_operations import BYTES_PER_STEP, text_bytes
 
 MAX_NESTING = 100  # nodes of the syntax tree within nodes
 # names that no template can spell

@@ -7,6 +7,7 @@ them here.
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from trioengine.core.bounds import MAX_COUNT, brief, excerpt
 from trioengine.core.errors import ModelError
-from trioengine.core.messages import TokenIds, token_ids
+from trioengine.core.types import TokenIds, token_ids
 
 _TOKENS, _MERGES, _TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"
 GGUF_ARRAYS = frozenset({_TOKENS, _MERGES, _TYPES})  # of a GGUF file's metadata, that `from_gguf` needs decoded
@@ -239,3 +240,71 @@ def _to_bytes(token: str) -> bytes:
         return bytes(map(_BYTE_OF.__getitem__, token))
     except KeyError:  # an added token is plain text
         return token.encode()
+
+
+_MAX_PENDING = 16  # tokens that a character of a tokenizer with byte fallback can take, and more
+
+
+class Detokenizer:
+    """The texts given add up to what the tokenizer decodes from all the ids at once."""
+
+    __slots__ = (
+        "_bytes_of",
+        "_context",
+        "_is_byte_level",
+        "_pending",
+        "_rest",
+        "_skip_special_tokens",
+        "_tokenizer",
+    )
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._is_byte_level = tokenizer.is_byte_level
+        self._bytes_of = tokenizer.ordinary_bytes_of if skip_special_tokens else tokenizer.bytes_of
+        self._rest = b""  # of a byte-level tokenizer: the beginning of a character
+        self._context: list[int] = []  # of any other: ids whose text was given, kept for what follows them
+        self._pending: list[int] = []  # and ids whose text was not
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether ids were fed whose text is not given yet."""
+        return bool(self._rest or self._pending)
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """The text that these ids complete."""
+        if self._is_byte_level:
+            data = self._rest + self._bytes_of(ids)
+            text, num_decoded = codecs.utf_8_decode(data, "replace")
+            self._rest = data[num_decoded:]
+            return text
+        return "".join([self._feed_one(token_id) for token_id in ids])
+
+    def flush(self) -> str:
+        """What is left when no more ids come: U+FFFD for a character that was never completed."""
+        if self._pending:
+            return self._give()
+        rest, self._rest = self._rest, b""
+        return rest.decode(errors="replace")
+
+    def _feed_one(self, token_id: int) -> str:
+        """Decode the new ids behind some that came before: a tokenizer may join or strip at the borders."""
+        self._pending.append(token_id)
+        text = self._new_text()
+        if text.endswith("\ufffd") and len(self._pending) < _MAX_PENDING:
+            return ""  # perhaps a character that is not complete
+        return self._give()
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._context, skip_special_tokens=self._skip_special_tokens)
+        after = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=self._skip_special_tokens)
+        return after[len(before) :]
+
+    def _give(self) -> str:
+        text = self._new_text()
+        if text:
+            self._context, self._pending = self._pending, []
+        else:
+            self._context, self._pending = self._context + self._pending, []
+        return text

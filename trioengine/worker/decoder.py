@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trioengine.worker.scheduling.decode_queue import Decode, PictureDecoded, decode_picture
-from trioengine.worker.scheduling.limits import TileShape
-from trioengine.worker.scheduling.pictures import Picture
+from trioengine.worker.scheduling.image_queue import Decode, PictureDecoded, decode_picture
+from trioengine.worker.scheduling.images import Picture, TileShape
 
 _NICE = 10  # so that a step that runs meanwhile keeps its cores
 

@@ -26,9 +26,8 @@ from trioengine.core.messages import (
     Wake,
 )
 from trioengine.worker.decoder import DecoderThread, Vision
-from trioengine.worker.scheduling.limits import Limits
-from trioengine.worker.scheduling.output import ModelRunner
-from trioengine.worker.scheduling.step_loop import Event, StepLoop
+from trioengine.worker.scheduling.engine_core import EngineCore, Event
+from trioengine.worker.scheduling.step import Limits, ModelRunner
 from trioengine.worker.transport import Transport
 
 CPU_PREFILL_SIZE = 512  # tokens, some 0.3 s on two cores
@@ -90,14 +89,14 @@ def _receive_configuration(transport: Transport) -> WorkerConfig | None:
             raise RemoteProtocolError(f"{name} before CONFIGURE")
 
 
-def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callable[[], float]) -> StepLoop:
+def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callable[[], float]) -> EngineCore:
     transport.progress.enter(Activity.LOADING)
 
-    step_loop: StepLoop | None = None
+    core: EngineCore | None = None
 
     def on_progress(done: int, total: int) -> None:
         transport.progress.advance()
-        if step_loop is None:  # of a wake, or an update of the weights, only the PONG tells
+        if core is None:  # of a wake, or an update of the weights, only the PONG tells
             transport.send(Loading(done, total))
 
     runner = load(config, on_progress)
@@ -118,7 +117,7 @@ def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callabl
         encoder_cache_memory=config.encoder_cache_memory,
     )
     decoder = None if runner.vision is None else DecoderThread(runner.vision.decode, transport.report)
-    step_loop = StepLoop(runner, limits, clock, frozenset(config.asleep), decoder)
+    core = EngineCore(runner, limits, clock, frozenset(config.asleep), decoder)
     _calm_garbage_collector()
     transport.send(
         Ready(
@@ -133,7 +132,7 @@ def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callabl
             kernels=runner.kernels,
         )
     )
-    return step_loop
+    return core
 
 
 def _calm_garbage_collector() -> None:
@@ -143,32 +142,32 @@ def _calm_garbage_collector() -> None:
     gc.set_threshold(10_000, 20, 20)
 
 
-def _step_until_shutdown(transport: Transport, step_loop: StepLoop) -> None:
+def _step_until_shutdown(transport: Transport, core: EngineCore) -> None:
     progress = transport.progress
     while True:
-        for message in _take(transport, step_loop):
+        for message in _take(transport, core):
             if isinstance(message, Shutdown):
                 return
             if isinstance(message, Sleep | Wake | UpdateWeights):
                 progress.enter(Activity.LOADING)
-            for reply in step_loop.handle(message):
+            for reply in core.handle(message):
                 transport.send(reply)
             progress.advance()
-        if step_loop.has_work:
+        if core.has_work:
             progress.enter(Activity.STEPPING)
-            for reply in step_loop.step():
+            for reply in core.step():
                 transport.send(reply)
 
 
-def _take(transport: Transport, step_loop: StepLoop) -> list[Event]:
+def _take(transport: Transport, core: EngineCore) -> list[Event]:
     """The messages and events that have come; waits when there is nothing else to do, and checks the books then."""
-    if step_loop.has_work:
+    if core.has_work:
         return transport.receive(timeout=0)
     transport.progress.enter(Activity.IDLE)
     messages = transport.receive(timeout=QUIET_SECONDS)
     if messages:
         return messages
-    step_loop.check_integrity()
+    core.check_integrity()
     return transport.receive(timeout=None)
 
 

@@ -18,8 +18,7 @@ import time
 from collections.abc import Sequence
 
 from trioengine.worker.loop import Load, serve
-from trioengine.worker.payloads import start_receiving
-from trioengine.worker.transport import Progress, Transport
+from trioengine.worker.transport import Progress, Transport, start_receiving
 
 
 def run(arguments: Sequence[str], load: Load) -> int:

@@ -11,18 +11,24 @@ frames reach the pipe in the order in which the Connection approved them.
 
 from __future__ import annotations
 
+import array
+import fcntl
+import mmap
 import os
 import queue
+import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
 
-from trioengine.core.connection import Connection, Role
-from trioengine.core.errors import FrameTooLarge
+from trioengine.core.connection import Connection, Role, Stage
+from trioengine.core.errors import FrameTooLarge, RemoteProtocolError
 from trioengine.core.messages import Activity, Fatal, FromWorker, Ping, Pong, RequestFailed, Shutdown, Tokens, ToWorker
-from trioengine.core.stage import Stage
-from trioengine.worker.scheduling.step_loop import Event
+from trioengine.worker.scheduling.engine_core import Event
+from trioengine.worker.scheduling.images import PayloadArrived
 
 READ_SIZE = 1 << 16
 
@@ -115,7 +121,7 @@ class Transport:
             with self._state:
                 frame = self._connection.send(message)
         except FrameTooLarge:
-            parts = _smaller(message)
+            parts = split_or_truncate(message)
             if not parts:
                 raise
             for part in parts:
@@ -159,7 +165,7 @@ class Transport:
                     self._write_all(frame)
 
 
-def _smaller(message: FromWorker) -> tuple[FromWorker, ...]:
+def split_or_truncate(message: FromWorker) -> tuple[FromWorker, ...]:
     """Messages that together say the same, or its most useful part; none when it cannot be made smaller."""
     match message:
         case Tokens(rows=rows) if len(rows) > 1:
@@ -171,3 +177,83 @@ def _smaller(message: FromWorker) -> tuple[FromWorker, ...]:
             end = traceback[len(traceback) - len(traceback) // 2 :]
             return (replace(message, message=text[: len(text) // 2], traceback=end),)
     return ()
+
+
+PAYLOAD_ID = struct.Struct("<Q")
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_DESCRIPTOR = array.array("i").itemsize
+
+
+class SealedPayload:
+    """A PayloadSource: a sealed memfd, of which it owns the descriptor. RemoteProtocolError: it is not sealed."""
+
+    def __init__(self, fd: int) -> None:
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError as exc:
+            raise RemoteProtocolError(f"a payload is not a memfd: {exc.strerror}") from exc
+        if seals & SEALS != SEALS:
+            raise RemoteProtocolError(f"a payload has the seals {seals:#x}, and needs {SEALS:#x}")
+        self.num_bytes = os.fstat(fd).st_size
+        self._fd = fd
+
+    @contextmanager
+    def open(self) -> Iterator[memoryview]:
+        if self.num_bytes == 0:  # which cannot be mapped
+            yield memoryview(b"")
+            return
+        with mmap.mmap(self._fd, self.num_bytes, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
+            yield data
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def start_receiving(fd: int, report: Callable[[PayloadArrived | Exception], None]) -> threading.Thread:
+    """Report every payload that comes over this end of the pair, which the thread owns, until its end or an error.
+
+    The error is the last report.
+    """
+    thread = threading.Thread(target=_receive, args=(fd, report), name="payloads", daemon=True)
+    thread.start()
+    return thread
+
+
+def _receive(fd: int, report: Callable[[PayloadArrived | Exception], None]) -> None:
+    with socket.socket(fileno=fd) as pair:
+        try:
+            while (arrived := _next(pair)) is not None:
+                report(arrived)
+        except Exception as exc:
+            report(exc)
+
+
+def _next(pair: socket.socket) -> PayloadArrived | None:
+    """None at the end: the engine has closed its end, which the reader of the pipe notices, too."""
+    data, ancillary, flags, _ = pair.recvmsg(
+        PAYLOAD_ID.size + 1, socket.CMSG_SPACE(2 * _DESCRIPTOR), socket.MSG_CMSG_CLOEXEC
+    )
+    if not data and not ancillary:
+        return None
+    descriptors = _descriptors(ancillary)
+    try:
+        if flags & socket.MSG_CTRUNC or len(descriptors) != 1 or len(data) != PAYLOAD_ID.size:
+            is_cut = " and more" if flags & socket.MSG_CTRUNC else ""
+            raise RemoteProtocolError(
+                f"a payload came with {len(data)} bytes and {len(descriptors)} descriptors{is_cut}"
+            )
+        source = SealedPayload(descriptors[0])
+    except RemoteProtocolError:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+    (payload,) = PAYLOAD_ID.unpack(data)
+    return PayloadArrived(payload, source)
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    received = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            received.frombytes(data[: len(data) - len(data) % _DESCRIPTOR])
+    return received.tolist()

@@ -1,4 +1,4 @@
-"""A step loop that takes images, its decoder and its payloads moved by hand, and the answers that it must give."""
+"""An engine core that takes images, its decoder and its payloads moved by hand, and the answers that it must give."""
 
 from __future__ import annotations
 
@@ -11,24 +11,30 @@ from trioengine.core.messages import (
     AddSession,
     Audit,
     Audited,
-    FinishReason,
     FromWorker,
     ImageInput,
     PayloadConsumed,
     RequestFailed,
     Tokens,
     ToWorker,
-    token_ids,
 )
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.testing.simulated_payload import SimulatedDecoder, SimulatedPayload
-from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner, toy_answer
-from trioengine.testing.toy_vision import TOY_TILE, TOY_TILE_EDGE, UNREADABLE, ToyImage, toy_decode
-from trioengine.worker.scheduling.decode_queue import PictureDecoded
-from trioengine.worker.scheduling.limits import Limits
-from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
-from trioengine.worker.scheduling.payloads import PayloadArrived
-from trioengine.worker.scheduling.step_loop import StepLoop
+from trioengine.core.types import FinishReason, token_ids
+from trioengine.testing.simulated_process import SimulatedDecoder, SimulatedPayload
+from trioengine.testing.toy_model import (
+    TOY_TILE,
+    TOY_TILE_EDGE,
+    UNREADABLE,
+    VOCAB_SIZE,
+    ToyImage,
+    ToyRunner,
+    toy_answer,
+    toy_decode,
+)
+from trioengine.worker.scheduling.engine_core import EngineCore
+from trioengine.worker.scheduling.image_queue import PictureDecoded
+from trioengine.worker.scheduling.images import PayloadArrived
+from trioengine.worker.scheduling.step import Limits, SampledToken, SchedulerOutput
 
 BAD = UNREADABLE + b"bad"
 IMAGE_TOKEN = 7
@@ -66,7 +72,7 @@ class ImageBench:
         self.runner = RecordingRunner(self.limits)
         self.decoded: list[PictureDecoded] = []
         self.decoder = SimulatedDecoder(toy_decode, self.decoded.append)
-        self.step_loop = StepLoop(self.runner, self.limits, lambda: 0.0, decoder=self.decoder)
+        self.core = EngineCore(self.runner, self.limits, lambda: 0.0, decoder=self.decoder)
         self.sent: dict[int, SimulatedPayload] = {}
         self.said: list[FromWorker] = []
         self.num_decoded = 0
@@ -102,9 +108,9 @@ class ImageBench:
         return ImageInput(self._last_payload, "messages[0].content[1]", digest, info, len(data), token_ids(tiles))
 
     def handle(self, *messages: ToWorker) -> list[FromWorker]:
-        replies = [reply for message in messages for reply in self.step_loop.handle(message)]
+        replies = [reply for message in messages for reply in self.core.handle(message)]
         self.said += replies
-        self.step_loop.check_integrity()
+        self.core.check_integrity()
         return replies
 
     def add(self, number: int, parts: list[int | bytes | tuple[bytes, int]], max_tokens: int = 3) -> list[FromWorker]:
@@ -115,30 +121,30 @@ class ImageBench:
     def arrive(self, *payloads: int) -> list[FromWorker]:
         replies = []
         for payload in payloads:
-            replies += self.step_loop.handle(PayloadArrived(payload, self.sent.pop(payload)))
+            replies += self.core.handle(PayloadArrived(payload, self.sent.pop(payload)))
         self.said += replies
-        self.step_loop.check_integrity()
+        self.core.check_integrity()
         return replies
 
     def decode(self) -> list[FromWorker]:
         """Decode the next image, and take it in."""
         self.decoder.decode()
         self.num_decoded += 1
-        replies = self.step_loop.handle(self.decoded.pop())
+        replies = self.core.handle(self.decoded.pop())
         self.said += replies
-        self.step_loop.check_integrity()
+        self.core.check_integrity()
         return replies
 
     def step(self) -> list[tuple[int, int]]:
         """(request, tokens) of what a step computed."""
         before = len(self.runner.steps)
-        self.said += self.step_loop.step()
-        self.step_loop.check_integrity()
+        self.said += self.core.step()
+        self.core.check_integrity()
         return self.runner.steps[-1][0] if len(self.runner.steps) > before else []
 
     def run(self) -> None:
         """Until nothing is left to do; every answer is the reference's."""
-        while self.step_loop.has_work or len(self.decoder):
+        while self.core.has_work or len(self.decoder):
             if len(self.decoder):
                 self.decode()
             self.step()
@@ -178,7 +184,7 @@ class ImageBench:
     @property
     def outstanding(self) -> tuple[int, ...]:
         """The payloads of AUDITED."""
-        (audited,) = self.step_loop.handle(Audit(1))
+        (audited,) = self.core.handle(Audit(1))
         assert isinstance(audited, Audited)
         return audited.payloads
 

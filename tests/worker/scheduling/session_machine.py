@@ -1,4 +1,4 @@
-"""Sessions of a step loop under random events, each with a mirror: the base of the machines beside this file."""
+"""Sessions of an engine core under random events, each with a mirror: the base of the machines beside this file."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine
 
 from trioengine.core.messages import AddSession
-from trioengine.worker.scheduling.step_loop import StepLoop
+from trioengine.worker.scheduling.engine_core import EngineCore
 
 
 class SessionMachine(RuleBasedStateMachine):
     """A mirror has a `request`, which is None while its session is idle."""
 
     max_sessions = 8
-    step_loop: StepLoop
+    core: EngineCore
     mirrors: dict[int, Any]  # by session
     last_session: int
 
@@ -36,6 +36,6 @@ class SessionMachine(RuleBasedStateMachine):
         if self.idle and not (fresh and self.has_room):
             return data.draw(st.sampled_from(self.idle))
         self.last_session += 1
-        assert self.step_loop.handle(AddSession(self.last_session)) == []
+        assert self.core.handle(AddSession(self.last_session)) == []
         self.mirrors[self.last_session] = mirror
         return self.last_session

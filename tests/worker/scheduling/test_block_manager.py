@@ -8,7 +8,6 @@ from toy_driver import sequence_of
 from trioengine.core.errors import InvariantError
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.worker.scheduling.block_manager import BlockManager, Prefix
-from trioengine.worker.scheduling.output import BlockCopy
 from trioengine.worker.scheduling.prefix_cache import (
     ROOT_DIGEST,
     PartialBlock,
@@ -17,6 +16,7 @@ from trioengine.worker.scheduling.prefix_cache import (
     root_digest,
 )
 from trioengine.worker.scheduling.sequence import Sequence
+from trioengine.worker.scheduling.step import BlockCopy
 
 BLOCK_SIZE = 4
 

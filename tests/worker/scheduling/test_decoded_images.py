@@ -7,16 +7,10 @@ from dataclasses import replace
 import pytest
 from image_bench import BAD, ImageBench
 
-from trioengine.core.messages import (
-    AddSession,
-    EndSession,
-    FinishReason,
-    PayloadConsumed,
-    RequestFailed,
-    StopSession,
-)
-from trioengine.testing.toy_vision import TOY_TILE
-from trioengine.worker.scheduling.decode_queue import DECODED_MEMORY, DecodedImage, PictureDecoded, decode_picture
+from trioengine.core.messages import AddSession, EndSession, PayloadConsumed, RequestFailed, StopSession
+from trioengine.core.types import FinishReason
+from trioengine.testing.toy_model import TOY_TILE
+from trioengine.worker.scheduling.image_queue import DECODED_MEMORY, DecodedImage, PictureDecoded, decode_picture
 
 HALF = DECODED_MEMORY // TOY_TILE.decoded_bytes // 2  # tiles that take half of the memory for decoded ones
 
@@ -48,7 +42,7 @@ def test_an_image_that_cannot_be_decoded_fails_its_request_alone() -> None:
     assert len(bench.decoder) == 0  # the other image is not decoded for nobody
     bench.run()
     assert bench.ends == {2: FinishReason.LENGTH}
-    assert bench.step_loop.held_tokens(1).tolist() == bench.prompts[1][0]
+    assert bench.core.held_tokens(1).tolist() == bench.prompts[1][0]
 
 
 def test_two_requests_with_the_same_bad_image_fail_each_for_itself() -> None:
@@ -97,8 +91,8 @@ def test_an_image_that_is_being_decoded_is_closed_when_that_is_done() -> None:
     bench.step()
     bench.decoder.decode()  # the thread has it, and reads its bytes
     assert len(bench.handle(StopSession(1, 1))) == 1
-    assert (bench.outstanding, bench.step_loop.num_payloads) == ((1,), 1)
-    assert bench.step_loop.handle(bench.decoded.pop()) == [PayloadConsumed(1)]
+    assert (bench.outstanding, bench.core.num_payloads) == ((1,), 1)
+    assert bench.core.handle(bench.decoded.pop()) == [PayloadConsumed(1)]
 
 
 def test_an_image_that_is_being_decoded_is_found_by_the_next_request() -> None:
@@ -111,7 +105,7 @@ def test_an_image_that_is_being_decoded_is_found_by_the_next_request() -> None:
     assert bench.consumed == [2]
     bench.step()
     assert len(bench.decoder) == 0
-    bench.step_loop.handle(bench.decoded.pop())
+    bench.core.handle(bench.decoded.pop())
     assert bench.step() == [(2, 4)]
 
 
@@ -133,7 +127,7 @@ def test_a_bad_image_that_is_decoded_for_nobody_fails_nobody() -> None:
     bench.step()
     bench.decoder.decode()
     bench.handle(StopSession(1, 1))
-    assert bench.step_loop.handle(bench.decoded.pop()) == [PayloadConsumed(1)]
+    assert bench.core.handle(bench.decoded.pop()) == [PayloadConsumed(1)]
     bench.run()
     assert bench.ends[2] is FinishReason.LENGTH
 
@@ -166,7 +160,7 @@ def test_pixels_go_when_the_prompt_is_computed() -> None:
     bench = with_a_cached_tile()
     assert bench.step() == [(2, 3)]
     assert bench.runner.steps[-1] == ([(2, 3)], [1])
-    assert (bench.outstanding, bench.step_loop._scheduler.pictures.decoded_bytes) == ((2,), 0)
+    assert (bench.outstanding, bench.core._scheduler.pictures.decoded_bytes) == ((2,), 0)
     bench.run()
     assert bench.ends == {2: FinishReason.LENGTH}
 
@@ -181,7 +175,7 @@ def test_a_sequence_that_leaves_the_line_again_keeps_no_pixels_meanwhile() -> No
     for _ in range(16):
         bench.step()
     bench.decode()
-    pictures = bench.step_loop._scheduler.pictures
+    pictures = bench.core._scheduler.pictures
     assert pictures.decoded_bytes == TOY_TILE.decoded_bytes
     while 2 not in bench.ends:
         bench.step()
@@ -200,7 +194,7 @@ def test_decoded_tiles_have_room_for_one_request_after_the_other() -> None:
     bench.add(2, [1, (b"b", HALF + 1)], max_tokens=1)
     bench.add(3, [1, (b"c", HALF)], max_tokens=1)
     bench.step()
-    pictures = bench.step_loop._scheduler.pictures
+    pictures = bench.core._scheduler.pictures
     assert (len(bench.decoder), pictures.decoded_bytes) == (1, DECODED_MEMORY // 2)
     bench.decode()
     assert (len(bench.decoder), pictures.decoded_bytes) == (0, DECODED_MEMORY // 2)

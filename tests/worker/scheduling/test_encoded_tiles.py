@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from image_bench import ImageBench
 
-from trioengine.core.messages import AddSession, FinishReason, token_ids
+from trioengine.core.messages import AddSession
+from trioengine.core.types import FinishReason, token_ids
 
 # ---- tiles ----------------------------------------------------------------------------------------------------------
 
@@ -110,7 +111,7 @@ def test_a_preempted_sequence_keeps_its_features() -> None:
     bench.add(1, [1] * 12, max_tokens=12)
     bench.add(2, [2, b"cat", *[2] * 8], max_tokens=6)
     bench.run()
-    assert bench.step_loop.statistics().num_preemptions > 0
+    assert bench.core.statistics().num_preemptions > 0
     assert [encoded for _, encoded in bench.runner.steps if encoded] == [[0]]
     assert bench.ends.keys() == {1, 2}
 
@@ -122,7 +123,7 @@ def test_a_preempted_sequence_decodes_what_the_prefix_cache_has_lost() -> None:
     bench.run()
     bench.add(2, [3] * 8, max_tokens=24)
     bench.add(3, [2, b"cat", 2, 2, 2, 2, 2], max_tokens=16)
-    while not bench.step_loop.statistics().num_preemptions:
+    while not bench.core.statistics().num_preemptions:
         bench.step()
     assert bench.cached_tokens[3] == 8
     assert bench.outstanding == (2,)
@@ -142,7 +143,7 @@ def test_a_sequence_that_is_preempted_before_its_image_keeps_the_pixels() -> Non
     bench.decode()
     for _ in range(8):
         bench.step()
-    assert bench.step_loop.statistics().num_preemptions == 1
+    assert bench.core.statistics().num_preemptions == 1
     assert [encoded for _, encoded in bench.runner.steps if encoded] == []
     bench.run()
     assert bench.num_decoded == 1
@@ -157,6 +158,6 @@ def test_a_resumed_request_has_its_images() -> None:
     message = replace(message, token_ids=token_ids([*message.token_ids, *output[:2]]), num_output=2)
     bench.handle(AddSession(1), message)
     bench.arrive(1)
-    while bench.step_loop.has_work or len(bench.decoder):
+    while bench.core.has_work or len(bench.decoder):
         bench.decode() if len(bench.decoder) else bench.step()
     assert bench.answers[1] == output[2:]

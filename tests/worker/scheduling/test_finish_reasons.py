@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from toy_driver import answer, finish, next_token, params
 
-from trioengine.core.messages import FinishReason
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import FinishReason
 from trioengine.testing.toy_model import IM_END as EOS
 from trioengine.testing.toy_model import VOCAB_SIZE
 

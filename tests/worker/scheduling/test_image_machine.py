@@ -21,7 +21,6 @@ from trioengine.core.messages import (
     Audit,
     Audited,
     EndSession,
-    FinishReason,
     FromWorker,
     ImageInput,
     PayloadConsumed,
@@ -29,19 +28,16 @@ from trioengine.core.messages import (
     SessionEnded,
     StopSession,
     Tokens,
-    token_ids,
 )
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.testing.simulated_payload import SimulatedDecoder, SimulatedPayload
-from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner, toy_answer
-from trioengine.testing.toy_vision import TOY_TILE_EDGE, UNREADABLE, toy_decode
-from trioengine.worker.scheduling.decode_queue import DECODED_MEMORY, PictureDecoded
-from trioengine.worker.scheduling.limits import Limits, TileShape
-from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
-from trioengine.worker.scheduling.payloads import PayloadArrived
-from trioengine.worker.scheduling.pictures import Picture
+from trioengine.core.types import FinishReason, token_ids
+from trioengine.testing.simulated_process import SimulatedDecoder, SimulatedPayload
+from trioengine.testing.toy_model import TOY_TILE_EDGE, UNREADABLE, VOCAB_SIZE, ToyRunner, toy_answer, toy_decode
+from trioengine.worker.scheduling.engine_core import INVALID_IMAGE, EngineCore
+from trioengine.worker.scheduling.image_queue import DECODED_MEMORY, PictureDecoded
+from trioengine.worker.scheduling.images import PayloadArrived, Picture, TileShape
 from trioengine.worker.scheduling.sequence import Sequence
-from trioengine.worker.scheduling.step_loop import INVALID_IMAGE, StepLoop
+from trioengine.worker.scheduling.step import Limits, SampledToken, SchedulerOutput
 
 IMAGE_TOKEN = 7
 BAD = UNREADABLE + b"bad"
@@ -69,15 +65,15 @@ class CheckingRunner(ToyRunner):
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits.block_size, limits.tile)
         self._limits = limits
-        self.step_loop: StepLoop | None = None
+        self.core: EngineCore | None = None
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken]:
-        assert self.step_loop is not None
+        assert self.core is not None
         assert len(output.encode) <= self._limits.max_tiles_per_step
         assert output.num_tokens <= self._limits.max_num_batched_tokens
         if output.encode and self._limits.max_num_seqs < self._limits.max_num_batched_tokens:
             scheduled = {entry.sequence for entry in output.scheduled}
-            running = self.step_loop._scheduler._running
+            running = self.core._scheduler._running
             assert all(sequence in scheduled for sequence in running if sequence.is_decoding)
         return super().execute(output)
 
@@ -104,10 +100,10 @@ class ImageMachine(SessionMachine):
         self.runner = CheckingRunner(self.limits)
         self.decoded: list[PictureDecoded] = []
         self.decoder = SimulatedDecoder(toy_decode, self.decoded.append)
-        self.step_loop = StepLoop(self.runner, self.limits, lambda: 0.0, decoder=self.decoder)
-        self.runner.step_loop = self.step_loop
+        self.core = EngineCore(self.runner, self.limits, lambda: 0.0, decoder=self.decoder)
+        self.runner.core = self.core
         self.num_leaves: dict[int, int] = {}  # of the line, by request
-        waiters = self.step_loop._scheduler._waiters
+        waiters = self.core._scheduler._waiters
         self.decode_later, waiters.decode = waiters.decode, self.leave_the_line
         self.mirrors = {}
         self.last_session = self.last_request = self.last_payload = 0
@@ -154,7 +150,7 @@ class ImageMachine(SessionMachine):
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1, cache_salt=cache_salt)
         ids = token_ids(mirror.tokens[base:])
         self.announced.update(image.payload for image in inputs)
-        self.take(self.step_loop.handle(AddMessage(session, self.last_request, base, ids, params, (), 0, inputs)))
+        self.take(self.core.handle(AddMessage(session, self.last_request, base, ids, params, (), 0, inputs)))
         fits = 0 < len(mirror.tokens) < self.limits.max_sequence_len
         assert (mirror.request is not None) is fits
 
@@ -171,14 +167,14 @@ class ImageMachine(SessionMachine):
     @precondition(lambda self: self.decoded)
     @rule()
     def take_decoded(self) -> None:
-        self.take(self.step_loop.handle(self.decoded.pop(0)))
+        self.take(self.core.handle(self.decoded.pop(0)))
 
     @precondition(lambda self: self.mirrors)
     @rule(data=st.data())
     def stop(self, data: st.DataObject) -> None:
         session = data.draw(st.sampled_from(sorted(self.mirrors)))
         request = self.mirrors[session].request
-        self.take(self.step_loop.handle(StopSession(session, request or self.last_request + 1)))
+        self.take(self.core.handle(StopSession(session, request or self.last_request + 1)))
         assert self.mirrors[session].request is None
 
     @precondition(lambda self: self.mirrors)
@@ -186,8 +182,8 @@ class ImageMachine(SessionMachine):
     def end(self, data: st.DataObject) -> None:
         session = data.draw(st.sampled_from(sorted(self.mirrors)))
         del self.mirrors[session]
-        ended, *consumed = self.step_loop.handle(EndSession(session))
-        assert ended == SessionEnded(session, self.step_loop.statistics())
+        ended, *consumed = self.core.handle(EndSession(session))
+        assert ended == SessionEnded(session, self.core.statistics())
         self.take(consumed)
 
     @precondition(lambda self: self.busy)
@@ -198,8 +194,8 @@ class ImageMachine(SessionMachine):
     @rule(num_steps=st.integers(1, 6))
     def step(self, num_steps: int) -> None:
         for _ in range(num_steps):
-            self.take(self.step_loop.step())
-            self.step_loop.check_integrity()
+            self.take(self.core.step())
+            self.core.check_integrity()
 
     @rule()
     def flow(self) -> None:
@@ -208,7 +204,7 @@ class ImageMachine(SessionMachine):
 
     @invariant()
     def audit_agrees(self) -> None:
-        audited, *consumed = self.step_loop.handle(Audit(1))
+        audited, *consumed = self.core.handle(Audit(1))
         assert consumed == []
         assert isinstance(audited, Audited)
         assert audited.sessions == tuple(sorted(self.mirrors))
@@ -218,21 +214,21 @@ class ImageMachine(SessionMachine):
 
     @invariant()
     def books_agree(self) -> None:
-        self.step_loop.check_integrity()
-        pictures = self.step_loop._scheduler.pictures
+        self.core.check_integrity()
+        pictures = self.core._scheduler.pictures
         assert pictures.decoded_bytes <= max(DECODED_MEMORY, self.largest * self.tile.decoded_bytes)
         if not self.busy:
-            assert not self.step_loop.has_work
+            assert not self.core.has_work
             assert pictures.decoded_bytes == 0 or self.decoded  # for sequences that have ended
-        assert sum(source.is_open for source in self.sources.values()) == self.step_loop.num_payloads
+        assert sum(source.is_open for source in self.sources.values()) == self.core.num_payloads
         for session, mirror in self.mirrors.items():
-            assert self.step_loop.held_tokens(session).tolist() == mirror.tokens
-        statistics = self.step_loop.statistics()
+            assert self.core.held_tokens(session).tolist() == mirror.tokens
+        statistics = self.core.statistics()
         assert statistics.num_waiting + statistics.num_running == len(self.busy)
         assert statistics.encoder_cache_hits <= statistics.encoder_cache_queries
 
     def teardown(self) -> None:
-        if not hasattr(self, "step_loop"):
+        if not hasattr(self, "core"):
             return
         rounds_left = 200 * len(self.busy) * self.limits.max_sequence_len
         while self.busy or self.on_their_way or self.decoded:
@@ -240,12 +236,12 @@ class ImageMachine(SessionMachine):
             rounds_left -= 1
             assert rounds_left > 0 or not self.busy, "no progress"
         for session in list(self.mirrors):
-            self.step_loop.handle(EndSession(session))
-        self.step_loop.check_integrity()
+            self.core.handle(EndSession(session))
+        self.core.check_integrity()
         assert not self.announced
-        assert self.step_loop.num_payloads == 0
+        assert self.core.num_payloads == 0
         assert not any(source.is_open for source in self.sources.values())
-        assert self.step_loop._scheduler.pictures.decoded_bytes == 0
+        assert self.core._scheduler.pictures.decoded_bytes == 0
 
     # ---- help -------------------------------------------------------------------------------------------------------
 
@@ -256,7 +252,7 @@ class ImageMachine(SessionMachine):
             self.decoder.decode()
         if self.decoded:
             self.take_decoded()
-        self.take(self.step_loop.step())
+        self.take(self.core.step())
 
     def leave_the_line(self, sequence: Sequence, needed: tuple[Picture, ...]) -> list[Sequence]:
         """No sequence leaves it more often than it has tiles."""
@@ -283,7 +279,7 @@ class ImageMachine(SessionMachine):
 
     def arrive(self, payload: int) -> list[FromWorker]:
         source = self.sources[payload] = SimulatedPayload(self.on_their_way.pop(payload))
-        return self.step_loop.handle(PayloadArrived(payload, source))
+        return self.core.handle(PayloadArrived(payload, source))
 
     def take(self, replies: list[FromWorker]) -> None:
         for reply in replies:

@@ -8,9 +8,10 @@ import pytest
 from image_bench import ImageBench
 
 from trioengine.core.errors import InvariantError
-from trioengine.worker.scheduling.output import SchedulerOutput
-from trioengine.worker.scheduling.pictures import Picture, Pictures, PictureStatus, Tile
+from trioengine.worker.scheduling.images import Picture, PictureStatus, Tile
+from trioengine.worker.scheduling.pictures import Pictures
 from trioengine.worker.scheduling.prefix_cache import ROOT_DIGEST, block_digest, image_token_ids
+from trioengine.worker.scheduling.step import SchedulerOutput
 
 
 def test_ids_of_images_are_none_of_the_vocabulary_and_do_not_repeat() -> None:
@@ -37,7 +38,7 @@ def decoded() -> tuple[ImageBench, Pictures, Picture]:
     bench.step()
     bench.decode()
     bench.step()
-    pictures = bench.step_loop._scheduler.pictures
+    pictures = bench.core._scheduler.pictures
     (picture,) = pictures._pictures.values()
     assert picture.status is PictureStatus.DECODED
     return bench, pictures, picture
@@ -103,25 +104,25 @@ def _keep_too_much(pictures: Pictures, picture: Picture) -> None:
 )
 def test_integrity_notices(harm):
     bench, pictures, picture = decoded()
-    bench.step_loop.check_integrity()
+    bench.core.check_integrity()
     harm(pictures, picture)
     with pytest.raises(InvariantError):
-        bench.step_loop.check_integrity()
+        bench.core.check_integrity()
 
 
 def test_integrity_notices_who_waits_in_the_wrong_place() -> None:
     bench = ImageBench()
     bench.add(1, [1])
     bench.add(2, [2])
-    waiting = bench.step_loop._scheduler._waiting
+    waiting = bench.core._scheduler._waiting
     waiting.reverse()
     with pytest.raises(InvariantError, match="in the order"):
-        bench.step_loop.check_integrity()
+        bench.core.check_integrity()
     waiting.reverse()
-    waiters = bench.step_loop._scheduler._waiters
+    waiters = bench.core._scheduler._waiters
     waiters._parked.append(waiting.pop())
     with pytest.raises(InvariantError):
-        bench.step_loop.check_integrity()
+        bench.core.check_integrity()
 
 
 def test_features_in_use_are_not_forgotten() -> None:
@@ -135,7 +136,7 @@ def test_a_runner_that_does_not_encode_is_noticed() -> None:
     bench.add(1, [1, b"cat"])
     bench.step()
     bench.decode()
-    scheduler = bench.step_loop._scheduler
+    scheduler = bench.core._scheduler
     output = scheduler.schedule()
     assert isinstance(output, SchedulerOutput)
     with pytest.raises(InvariantError, match="has not encoded tile 0"):
@@ -147,10 +148,10 @@ def test_the_runner_is_told_which_rows_are_which_features() -> None:
     bench.add(1, [1, 1, (b"cat", 2), 2])
     bench.step()
     bench.decode()
-    output = bench.step_loop._scheduler.schedule()
+    output = bench.core._scheduler.schedule()
     assert output is not None
     (entry,) = output.scheduled
-    (picture,) = bench.step_loop._scheduler.pictures._pictures.values()
+    (picture,) = bench.core._scheduler.pictures._pictures.values()
     assert output.encode == (Tile(picture, 0),)
     assert [tuple(piece) for piece in entry.tile_pieces] == [(Tile(picture, 0), 0, 3, 2)]
     entry.sequence.num_computed_tokens = 4  # the third token of the first tile, and all that follows

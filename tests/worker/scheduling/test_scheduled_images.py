@@ -11,7 +11,6 @@ from trioengine.core.errors import RemoteProtocolError
 from trioengine.core.messages import (
     AddSession,
     EndSession,
-    FinishReason,
     PayloadConsumed,
     RequestFailed,
     SessionEnded,
@@ -20,10 +19,10 @@ from trioengine.core.messages import (
     StopSession,
     UpdateWeights,
 )
-from trioengine.testing.simulated_payload import SimulatedPayload
-from trioengine.testing.toy_vision import TOY_TILE
-from trioengine.worker.scheduling.limits import TileShape
-from trioengine.worker.scheduling.payloads import PayloadArrived
+from trioengine.core.types import FinishReason
+from trioengine.testing.simulated_process import SimulatedPayload
+from trioengine.testing.toy_model import TOY_TILE
+from trioengine.worker.scheduling.images import PayloadArrived, TileShape
 
 # ---- payloads -------------------------------------------------------------------------------------------------------
 
@@ -31,29 +30,29 @@ from trioengine.worker.scheduling.payloads import PayloadArrived
 def test_a_request_waits_for_its_payloads_and_then_for_its_image() -> None:
     bench = ImageBench()
     assert bench.handle(AddSession(1), bench.message(1, [1, b"cat", 2, b"dog"])) == []
-    assert (bench.step_loop.requests, bench.step_loop.has_work, bench.outstanding) == ((1,), False, (1, 2))
-    assert bench.step_loop.statistics().num_waiting == 1
+    assert (bench.core.requests, bench.core.has_work, bench.outstanding) == ((1,), False, (1, 2))
+    assert bench.core.statistics().num_waiting == 1
     assert bench.arrive(2) == []
-    assert not bench.step_loop.has_work
+    assert not bench.core.has_work
     assert bench.arrive(1) == []
-    assert bench.step_loop.has_work
+    assert bench.core.has_work
     assert bench.step() == []
-    assert not bench.step_loop.has_work
+    assert not bench.core.has_work
     bench.decode()
-    assert not bench.step_loop.has_work
+    assert not bench.core.has_work
     bench.decode()
     assert bench.step() == [(1, 8)]
     assert bench.consumed == [1, 2]
     bench.run()
     assert bench.ends == {1: FinishReason.LENGTH}
-    assert (bench.outstanding, bench.step_loop.num_payloads) == ((), 0)
+    assert (bench.outstanding, bench.core.num_payloads) == ((), 0)
 
 
 def test_a_payload_may_come_before_its_message() -> None:
     bench = ImageBench()
     message = bench.message(1, [1, b"cat"])
     bench.arrive(1)
-    assert (bench.outstanding, bench.step_loop.num_payloads) == ((), 1)
+    assert (bench.outstanding, bench.core.num_payloads) == ((), 1)
     bench.handle(AddSession(1), message)
     assert bench.outstanding == (1,)
     bench.run()
@@ -78,7 +77,7 @@ def test_a_stop_settles_a_parked_request_at_once(is_here: bool) -> None:
     replies = bench.handle(StopSession(1, 1))
     assert bench.ends == {1: FinishReason.ABORT}
     assert (PayloadConsumed(1) in replies) is is_here
-    assert bench.step_loop.requests == ()
+    assert bench.core.requests == ()
     left = [1, 2][is_here:]
     assert bench.outstanding == tuple(left)
     assert bench.arrive(*left) == [PayloadConsumed(payload) for payload in left]
@@ -158,7 +157,7 @@ def test_a_payload_of_another_length_breaks_the_protocol(is_early: bool) -> None
     bench.handle(AddSession(1))
     with pytest.raises(RemoteProtocolError, match="payload 1 has 5 bytes, and ADD_MESSAGE announced 3"):
         for event in [arrived, message] if is_early else [message, arrived]:
-            bench.step_loop.handle(event)
+            bench.core.handle(event)
     assert not source.is_open
 
 
@@ -171,7 +170,7 @@ def test_a_payload_that_comes_twice_breaks_the_protocol(is_announced: bool) -> N
     bench.arrive(1)
     source = SimulatedPayload(b"cat")
     with pytest.raises(RemoteProtocolError, match="payload 1 has come already"):
-        bench.step_loop.handle(PayloadArrived(1, source))
+        bench.core.handle(PayloadArrived(1, source))
     assert not source.is_open
 
 
@@ -182,7 +181,7 @@ def test_different_images_with_the_same_digest_break_the_protocol() -> None:
     message = replace(bench.message(2, [1] * 9), images=(replace(same, num_bytes=4),))
     bench.handle(AddSession(2))
     with pytest.raises(RemoteProtocolError, match="differs from an image with the same digest"):
-        bench.step_loop.handle(message)
+        bench.core.handle(message)
 
 
 # ---- shared pictures, and the encoder cache -------------------------------------------------------------------------
@@ -221,7 +220,7 @@ def test_an_image_in_the_encoder_cache_needs_no_payload() -> None:
     assert bench.arrive(2) == [PayloadConsumed(2)]
     bench.run()
     assert bench.ends[2] is FinishReason.LENGTH
-    statistics = bench.step_loop.statistics()
+    statistics = bench.core.statistics()
     assert (statistics.encoder_cache_queries, statistics.encoder_cache_hits) == (2, 1)
 
 
@@ -238,7 +237,7 @@ def test_an_image_larger_than_the_encoder_cache_is_not_kept() -> None:
     bench = ImageBench(encoder_cache_memory=TOY_TILE.feature_bytes)
     bench.add(1, [1, (b"large", 2)])
     bench.run()
-    assert bench.step_loop._scheduler.pictures.cached_bytes == 0
+    assert bench.core._scheduler.pictures.cached_bytes == 0
 
 
 def test_a_request_that_fails_leaves_no_features() -> None:
@@ -260,8 +259,8 @@ def test_no_features_outlive_the_weights(change: Sleep | UpdateWeights) -> None:
     bench.add(1, [1, b"cat"])
     bench.run()
     bench.handle(EndSession(1), change)
-    assert bench.step_loop._scheduler.pictures.cached_bytes == 0
-    bench.step_loop.check_integrity()
+    assert bench.core._scheduler.pictures.cached_bytes == 0
+    bench.core.check_integrity()
 
 
 def test_memory_sleeps_while_an_image_is_decoded_for_nobody() -> None:
@@ -272,8 +271,8 @@ def test_memory_sleeps_while_an_image_is_decoded_for_nobody() -> None:
     bench.handle(EndSession(1))
     assert bench.outstanding == (1,)
     assert bench.handle(Sleep()) == [Slept()]
-    assert bench.step_loop.handle(bench.decoded.pop()) == [PayloadConsumed(1)]
-    bench.step_loop.check_integrity()
+    assert bench.core.handle(bench.decoded.pop()) == [PayloadConsumed(1)]
+    bench.core.check_integrity()
 
 
 def test_waiting_requests_keep_no_more_features_than_the_cache_has_room_for() -> None:
@@ -287,7 +286,7 @@ def test_waiting_requests_keep_no_more_features_than_the_cache_has_room_for() ->
         while number not in bench.ends:
             bench.decode() if len(bench.decoder) else bench.step()
         bench.add(10 + number, [number, b"image %d" % number, 5], max_tokens=1)
-    assert bench.step_loop._scheduler.pictures.used_bytes == memory
+    assert bench.core._scheduler.pictures.used_bytes == memory
     assert len(bench.outstanding) == 4
     bench.run()
     assert len(bench.ends) == 12

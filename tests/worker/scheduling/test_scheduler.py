@@ -6,10 +6,10 @@ import pytest
 from toy_driver import answer, finish, make, params, run_all, run_step, sequence_of, shape
 
 from trioengine.core.errors import InvariantError, RequestRejected
-from trioengine.core.messages import FinishReason
+from trioengine.core.types import FinishReason
 from trioengine.testing.toy_model import VOCAB_SIZE
-from trioengine.worker.scheduling.output import SampledToken
 from trioengine.worker.scheduling.sequence import SequenceStatus
+from trioengine.worker.scheduling.step import SampledToken
 
 # ---- refusals, failures, aborts -------------------------------------------------------------------------------------
 

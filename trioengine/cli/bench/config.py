@@ -1,4 +1,4 @@
-"""What `bench serve` is told: which server, and which load."""
+"""The configuration of `bench serve`: the server, the load and the report."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _INTEGERS = {
 }
 
 
-class Protocol(enum.Enum):
-    """How the server is spoken to."""
+class BackendKind(enum.Enum):
+    """The server's protocol."""
 
     OPENAI = "openai"
     REALTIME = "realtime"
@@ -36,19 +36,19 @@ HELP = {  # of the flags
     "base_url": "The server, with or without /v1 at the end.",
     "backend": "openai: HTTP and server-sent events; realtime: WebSocket.",
     "endpoint": f"The path; {CHAT}, {COMPLETIONS} or, for realtime, {REALTIME}.",
-    "model": "What the server calls its model; without it, the first that it lists.",
+    "model": "The server's name for its model; without it, the first that it lists.",
     "api_key": "Sent as a bearer token.",
     "num_prompts": "Requests.",
-    "random_input_len": "Tokens of each prompt, without what the chat template adds.",
+    "random_input_len": "Tokens of each prompt, before the chat template adds its own.",
     "random_output_len": "Tokens of each answer, at most.",
     "request_rate": "Requests a second, as they come by chance; inf: all at once.",
     "burstiness": "1: a Poisson process; less: in bursts; more: evenly.",
     "max_concurrency": "Requests in flight at a time; with rate inf, a closed loop.",
     "temperature": "0 is greedy.",
-    "ignore_eos": "Every answer has its full length (trioengine and vLLM know it).",
+    "ignore_eos": "Every answer has its full length (trioengine and vLLM support it).",
     "seed": "The same seed makes the same load.",
     "leave": "Percent of the clients that leave before their answer is complete.",
-    "idle_sessions": "WebSockets beside the load that are open and say nothing (trioengine's).",
+    "idle_sessions": "WebSockets beside the load that are open and silent (trioengine's).",
     "goodput": "METRIC:MILLISECONDS, such as ttft:200; several: all must be met.",
     "percentile_metrics": "Which of these are reported.",
     "metric_percentiles": "Which percentiles, such as 50,90,99.",
@@ -80,7 +80,7 @@ class BenchConfig:
     metric_percentiles: str = "99"
 
     def __post_init__(self) -> None:
-        if self.backend not in [protocol.value for protocol in Protocol]:
+        if self.backend not in [kind.value for kind in BackendKind]:
             raise _bad("backend", f"must be openai or realtime, got {brief(self.backend)}")
         for name, low in _INTEGERS.items():
             if name != "max_concurrency" or self.max_concurrency is not None:
@@ -103,7 +103,7 @@ class BenchConfig:
 
     @property
     def url(self) -> SplitResult:
-        """Where the server is."""
+        """The server's URL, parsed."""
         try:
             url = urlsplit(self.base_url)
             has_more = url.query or url.fragment or url.username is not None
@@ -114,19 +114,19 @@ class BenchConfig:
         raise _bad("base_url", f"must be http(s)://HOST[:PORT][/PATH], got {brief(self.base_url)}")
 
     @property
-    def protocol(self) -> Protocol:
-        """How the server is spoken to."""
-        return Protocol(self.backend)
+    def backend_kind(self) -> BackendKind:
+        """The server's protocol."""
+        return BackendKind(self.backend)
 
     @property
     def base_path(self) -> str:
-        """What is before the endpoints' own paths; OpenAI's clients write it with their /v1."""
+        """The path before the endpoints' own, without the /v1 that OpenAI's clients add."""
         return self.url.path.rstrip("/").removesuffix("/v1")
 
     @property
     def path(self) -> str:
         """The path of the endpoint."""
-        if self.protocol is Protocol.REALTIME:
+        if self.backend_kind is BackendKind.REALTIME:
             endpoint, known = self.endpoint or REALTIME, ("/realtime",)
         else:
             endpoint, known = self.endpoint or CHAT, ("/completions",)
@@ -149,7 +149,7 @@ class BenchConfig:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Which are reported."""
+        """The metrics that are reported."""
         names = tuple(name.strip() for name in self.percentile_metrics.split(","))
         if unknown := [name for name in names if name not in METRICS]:
             raise _bad("percentile_metrics", f"must be among {', '.join(METRICS)}, got {brief(unknown[0])}")
@@ -157,12 +157,12 @@ class BenchConfig:
 
     @property
     def percentiles(self) -> tuple[float, ...]:
-        """Which are reported."""
+        """The percentiles that are reported."""
         return tuple(_number(value, "metric_percentiles", 100) for value in self.metric_percentiles.split(","))
 
 
 def goodput_of(option: Sequence[str], arguments: Sequence[str]) -> tuple[str, ...]:
-    """What `--goodput` says, with the arguments behind it, as vLLM has them. Raises InvalidConfig for another."""
+    """The goals of `--goodput` and of the arguments after it, as in vLLM. Raises InvalidConfig for other arguments."""
     for argument in arguments:
         metric, colon, _ = argument.partition(":")
         if option and (metric in METRICS or (colon and "://" not in argument)):

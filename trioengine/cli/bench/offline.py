@@ -1,4 +1,4 @@
-"""`trioengine bench offline`: requests that come all at once, through the engine's public API."""
+"""`trioengine bench offline`: requests sent all at once through the engine's public API."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import trio
 
 from trioengine.actors.engine import Engine, open_engine
-from trioengine.cli.bench.figures import percentile
+from trioengine.cli.bench.report import percentile
 from trioengine.cli.progress import progress_bars
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import InvalidConfig
@@ -81,14 +81,14 @@ async def _bench(config: EngineConfig, work: tuple[int, int, int], repeat: int) 
 
 
 def check_work(engine: Engine, requests: int, prompt_len: int, output_len: int) -> None:
-    """Raises InvalidConfig for what the context would cut off."""
+    """Raises InvalidConfig if a prompt and its answer would exceed the context."""
     limit = engine.limits.max_model_len
     if prompt_len + output_len > limit:
         raise InvalidConfig(f"--prompt-len {prompt_len} and --output-len {output_len}: the context has {limit} tokens")
 
 
 async def run(engine: Engine, requests: int, prompt_len: int, output_len: int) -> Run:
-    """Ask everything at once, and measure until all is answered."""
+    """Send all requests at once, and measure until all are answered."""
     rng = random.Random(0)
     last = min(49_000, engine.tokenizer.tokenizer.vocab_size)
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)

@@ -9,21 +9,18 @@ from functools import partial
 from typing import Any
 
 from trioengine.actors.engine import Engine
-from trioengine.actors.generation import Completion, Generation
+from trioengine.actors.generation import Generation
 from trioengine.core.errors import EngineError, RequestRejected
-from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Cause
-from trioengine.serve.byte_budget import Held
-from trioengine.serve.cache_salt import salted
-from trioengine.serve.http import Request, Response
-from trioengine.serve.in_flight import InFlight
-from trioengine.serve.log_fields import REQUEST_ID, SESSION
-from trioengine.serve.openai.chat_request import ChatRequest, parse_chat_request
-from trioengine.serve.openai.chat_response import KEEP_ALIVE, ChatFrames, ChatShape, error_frames
-from trioengine.serve.openai.messages import image_refusal
-from trioengine.serve.problem import ClientError, RequestAborted, problem_of
-from trioengine.serve.streaming import Body, StreamingResponse
-from trioengine.serve.threads import LONG_JSON, in_thread_if
+from trioengine.core.types import Cause, Completion, FinishReason
+from trioengine.serve.access_log import REQUEST_ID, SESSION
+from trioengine.serve.auth import salted
+from trioengine.serve.body import Body
+from trioengine.serve.errors import ClientError, RequestAborted, problem_of
+from trioengine.serve.http import Request, Response, StreamingResponse
+from trioengine.serve.limits import Held, InFlight
+from trioengine.serve.openai.request import ChatRequest, image_refusal, parse_chat_request
+from trioengine.serve.openai.response import KEEP_ALIVE, ChatFrames, ChatShape, error_frames
+from trioengine.serve.parsing import LONG_JSON, in_thread_if
 
 logger = logging.getLogger("trioengine")
 MANY_LOGPROBS = 1000  # entries; more are rendered in a thread
@@ -66,12 +63,12 @@ class _Answer:
         self._params = salted(chat.params, cache_salt)
         self._include_usage = chat.include_usage
         self._chosen_id = chat.request_id
-        self._shape = ChatShape(model, engine.model.tokenizer, chat.params.logprobs)
+        self._shape = ChatShape(model, engine.runtime.model.tokenizer, chat.params.logprobs)
 
     async def whole(self, body: Body) -> Response:
         """The answer in one piece."""
         async with self._generation(body) as generation:
-            await generation.settled.wait()  # reading would wake this task for every token
+            await generation.wait_settled()  # reading would wake this task for every token
             completion = _finished(generation)
         num_logprobs = len(completion.logprobs or ()) * (1 + (self._params.logprobs or 0))
         render = partial(self._shape.whole, completion)
@@ -83,7 +80,7 @@ class _Answer:
             async with self._generation(body) as generation:
                 await self._send_all(generation, body)
         except Exception as exc:
-            if not body.begun:
+            if not body.started:
                 raise
             if not isinstance(exc, (ClientError, EngineError, RequestAborted)):
                 logger.exception("%s crashed", self._shape.id)
@@ -101,7 +98,7 @@ class _Answer:
             if delta:
                 await body.send(unsent + delta)
                 unsent = b""
-                generation.offer_to(reader.take_and_send)
+                generation.set_sink(reader.take_and_send)
         await body.send(unsent + frames.end(_finished(generation)))
 
     @asynccontextmanager
@@ -110,7 +107,7 @@ class _Answer:
         SESSION.set(self._shape.id)  # until the connection's next request: the line of this one says so, too
         try:
             async with self._engine.open_session(label=self._shape.id, wait=False) as session:
-                body.on_departure = partial(session.end, Cause.DISCONNECT)
+                body.on_disconnect = partial(session.end, Cause.DISCONNECT)
                 generation = session.generate(self._take_messages(), self._params, wait=False)
                 with self._in_flight.running(self._ids, generation):
                     async with generation:
@@ -145,7 +142,9 @@ class _Reader:
         if not self._body.can_send_now:
             return False
         frames, generation = self._frames, self._generation
-        delta = frames.delta(generation.take()) if self._has_logprobs else frames.text(generation.take_text())
+        delta = (
+            frames.delta(generation.read_nowait()) if self._has_logprobs else frames.text(generation.read_text_nowait())
+        )
         if delta:
             self._body.send_now(delta)
         return True

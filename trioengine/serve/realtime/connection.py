@@ -11,14 +11,13 @@ import trio
 from trio_websocket import ConnectionClosed
 
 from trioengine.core.errors import EngineError
-from trioengine.core.serve_config import ConnectionLimits
-from trioengine.serve.byte_budget import ALWAYS_TAKEN, Held, size_of
-from trioengine.serve.departures import Departures, log_disconnect
-from trioengine.serve.log_fields import SESSION
-from trioengine.serve.problem import ClientError, OverBudget, Problem, problem_of
-from trioengine.serve.realtime.answering import Answering
-from trioengine.serve.realtime.beside import Beside
-from trioengine.serve.realtime.client_events import (
+from trioengine.serve.access_log import SESSION
+from trioengine.serve.body import DisconnectCounter, log_disconnect
+from trioengine.serve.config import ConnectionLimits
+from trioengine.serve.errors import ClientError, OverBudget, Problem, problem_of
+from trioengine.serve.limits import ALWAYS_TAKEN, Held, size_of
+from trioengine.serve.parsing import LONG_JSON, in_thread_if
+from trioengine.serve.realtime.events import (
     ClientEvent,
     Conversation,
     EventError,
@@ -29,16 +28,19 @@ from trioengine.serve.realtime.client_events import (
     ResponseCancel,
     ResponseCreate,
     SessionUpdate,
+    keep_images,
     parse,
 )
-from trioengine.serve.realtime.engine_states import tell_states
-from trioengine.serve.realtime.item_images import keep_images
 from trioengine.serve.realtime.items import Items, chat_messages, size_of_messages
-from trioengine.serve.realtime.outbox import EVENT_FACTOR, Outbox, new_id
-from trioengine.serve.realtime.responder import Responder
-from trioengine.serve.realtime.response import Order, Response
+from trioengine.serve.realtime.outbox import EVENT_FACTOR, Outbox, new_id, send_state_events
+from trioengine.serve.realtime.response import (
+    ConversationResponses,
+    OutOfBandResponses,
+    Response,
+    ResponseRunner,
+    ResponseSpec,
+)
 from trioengine.serve.realtime.settings import Settings
-from trioengine.serve.threads import LONG_JSON, in_thread_if
 from trioengine.serve.websocket import AcceptedWebSocket
 
 logger = logging.getLogger("trioengine")
@@ -57,13 +59,13 @@ class RealtimeConnection:
 
     def __init__(
         self,
-        answering: Answering,
+        answering: ResponseRunner,
         websocket: AcceptedWebSocket,
         model: str,
         closing: trio.Event,
         *,
         limits: ConnectionLimits,
-        departures: Departures,
+        disconnects: DisconnectCounter,
         held: Held,
     ) -> None:
         self.id = new_id("sess")
@@ -72,15 +74,15 @@ class RealtimeConnection:
         self._websocket = websocket
         self._model = model
         self._closing = closing
-        self._departures = departures
+        self._disconnects = disconnects
         self._has_gone = False  # the client
         self._settings = Settings()
         self._held = held
         self._items = Items(limits.max_conversation_size, held)
         self._ping_interval = limits.client_ping_interval
         self._outbox = Outbox(limits.send_timeout, held)
-        self._responder = Responder(answering, self.id)
-        self._beside = Beside(answering, self.id)
+        self._in_conversation = ConversationResponses(answering, self.id)
+        self._out_of_band = OutOfBandResponses(answering, self.id)
         self._unhandled_size = 0  # bytes in memory
         self._close_code, self._close_reason = 1000, ""
 
@@ -98,12 +100,12 @@ class RealtimeConnection:
             sending.start_soon(self._send)
             sending.start_soon(self._ping)
             async with trio.open_nursery() as work:
-                self._beside.run_in(work)
+                self._out_of_band.run_in(work)
                 send_channel, inbox = trio.open_memory_channel[Message](MAX_UNHANDLED)
                 work.start_soon(self._receive, send_channel, work.cancel_scope)
                 work.start_soon(self._handle, inbox, work.cancel_scope)
-                work.start_soon(self._responder.run)
-                work.start_soon(tell_states, self._engine, self._outbox)
+                work.start_soon(self._in_conversation.run)
+                work.start_soon(send_state_events, self._engine, self._outbox)
                 await self._everything_said()
                 work.cancel_scope.cancel()
             with trio.move_on_after(CLOSE_TIMEOUT):
@@ -126,7 +128,7 @@ class RealtimeConnection:
             self._expel(POLICY_VIOLATION, f"more than {MAX_UNHANDLED} unhandled events")
         except ConnectionClosed:
             log_disconnect("it closed the connection")
-            self._note_departure()
+            self._record_disconnect()
         work.cancel()
 
     async def _receive_next(self, inbox: trio.MemorySendChannel[Message]) -> bool:
@@ -158,25 +160,25 @@ class RealtimeConnection:
         try:
             await self._outbox.send_to(self._websocket)
         except trio.TooSlowError:
-            self._note_departure()
+            self._record_disconnect()
             raise
 
-    def _note_departure(self) -> None:
+    def _record_disconnect(self) -> None:
         """The client is gone, or has to go; it is counted once, if a response was in progress."""
         if not self._has_gone and self._active:
-            self._departures.add()
+            self._disconnects.count += 1
         self._has_gone = True
         for response in self._active:  # what nobody will read ends before it is cancelled: the disconnect is its cause
             response.abandon()
 
     @property
     def _active(self) -> tuple[Response, ...]:
-        return *self._responder.active, *self._beside.active
+        return *self._in_conversation.active, *self._out_of_band.active
 
     def _expel(self, code: int, reason: str) -> None:
         """Close with this code, when the work is cancelled."""
         log_disconnect(reason)
-        self._note_departure()
+        self._record_disconnect()
         self._close_code, self._close_reason = code, reason
 
     async def _ping(self) -> None:
@@ -189,7 +191,7 @@ class RealtimeConnection:
                 except ConnectionClosed:
                     await trio.sleep_forever()  # until the goodbye is over, which ends this
             if scope.cancelled_caught:
-                self._note_departure()
+                self._record_disconnect()
                 raise trio.TooSlowError
 
     async def _everything_said(self) -> None:
@@ -197,8 +199,8 @@ class RealtimeConnection:
         await self._closing.wait()
         await self._outbox.flushed()
         while self._active:
-            await self._responder.idle()
-            await self._beside.idle()
+            await self._in_conversation.idle()
+            await self._out_of_band.idle()
             await self._outbox.flushed()  # the client may ask for another meanwhile, which is refused
         self._close_code, self._close_reason = GOING_AWAY, "the server is shutting down"
 
@@ -271,7 +273,7 @@ class RealtimeConnection:
 
     @property
     def _shown_settings(self) -> dict[str, Any]:
-        return self._settings.to_json(self.id, self._model, takes_images=self._engine.takes_images)
+        return self._settings.to_json(self.id, self._model, takes_images=self._engine.runtime.takes_images)
 
     def _update(self, settings: Settings) -> None:
         """Raises OverBudget where there is no room for the instructions, and for the event that repeats them."""
@@ -288,7 +290,7 @@ class RealtimeConnection:
 
     def _respond(self, event: ResponseCreate, event_id: str | None) -> None:
         is_beside = event.conversation is Conversation.NONE
-        runner = self._beside if is_beside else self._responder
+        runner = self._out_of_band if is_beside else self._in_conversation
         runner.check_room()
         if not is_beside:
             self._items.check_room(1, None)
@@ -302,7 +304,7 @@ class RealtimeConnection:
         if not messages:
             raise ClientError("empty_conversation", "there is nothing to respond to: create an item first")
         self._held.check_room(size_of_messages(messages))
-        order = Order(
+        spec = ResponseSpec(
             messages,
             item_ids,
             settings.params("response"),
@@ -314,13 +316,13 @@ class RealtimeConnection:
             is_lasting,
         )
         if is_beside:
-            runner.begin(Response(order, self._outbox, conversation_id=None, items=None))
+            runner.begin(Response(spec, self._outbox, conversation_id=None, items=None))
         else:
-            runner.begin(Response(order, self._outbox, self._conversation_id, self._items))
+            runner.begin(Response(spec, self._outbox, self._conversation_id, self._items))
 
     def _response(self, response_id: object) -> Response:
         """The active response of this id; None: the conversation's. Raises ClientError."""
-        active = self._responder.active if response_id is None else self._active
+        active = self._in_conversation.active if response_id is None else self._active
         response = next((response for response in active if response_id in (None, response.id)), None)
         if response is None:
             problem = (

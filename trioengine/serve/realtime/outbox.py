@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import secrets
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import trio
 from trio_websocket import ConnectionClosed
 from wsproto.events import TextMessage
 
+from trioengine.actors.engine import Engine
 from trioengine.aio.nursery import Notifier
-from trioengine.serve.byte_budget import Held
-from trioengine.serve.problem import Problem
+from trioengine.core.lifecycle import Power
+from trioengine.serve.errors import Problem
+from trioengine.serve.limits import Held
+from trioengine.serve.realtime.settings import input_modalities
 from trioengine.serve.websocket import AcceptedWebSocket
 
 ROOM = 1 << 16  # characters that may be unsent before whoever has more to say waits
@@ -111,3 +115,34 @@ class Outbox:
         while self._unsent and (size := size + len(self._unsent[0].data)) <= AT_ONCE:
             messages.append(self._unsent.popleft())
         return messages
+
+
+AWAKE = "awake"
+SHOWN: Mapping[Power, str] = {
+    Power.LOADING: "loading",
+    Power.AWAKE: AWAKE,
+    Power.RESTARTING: "restarting",
+    Power.FALLING_ASLEEP: "sleeping",
+    Power.ASLEEP: "sleeping",
+    Power.WAKING: "sleeping",  # until all of it is awake
+    Power.UPDATING: "updating",
+    Power.DRAINING: "draining",
+    Power.CLOSED: "draining",
+}
+
+
+async def send_state_events(engine: Engine, outbox: Outbox) -> None:
+    """An event for each change, until the engine is closed; one for the state at the beginning unless that is awake.
+
+    A client that reads slowly holds nobody up: of what it could not be told the oldest is dropped.
+    """
+    told = (AWAKE, engine.power.weight_version)
+    with engine.states() as states:
+        async for state in states:
+            shown = (SHOWN[state.power], state.weight_version)
+            if shown == told:
+                continue
+            await outbox.room()
+            modalities = input_modalities(takes_images=engine.runtime.takes_images)
+            outbox.put("engine.state", state=shown[0], weight_version=shown[1], input_modalities=modalities)
+            told = shown

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from trioengine.actors.generation import Completion, Generation
+import trio
+
+from trioengine.actors.engine import Engine
+from trioengine.actors.generation import Generation
 from trioengine.actors.images import KeptImages
 from trioengine.actors.session import Session
-from trioengine.core.messages import FinishReason, Usage
-from trioengine.core.outcome import Cause
+from trioengine.aio.nursery import Notifier
+from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.serve.problem import Problem, RequestAborted, problem_of
-from trioengine.serve.realtime.item import Item, ItemStatus, Role
-from trioengine.serve.realtime.items import Items, num_turns, size_of_messages
+from trioengine.core.types import Cause, Completion, FinishReason, Usage
+from trioengine.serve.access_log import REQUEST_ID, set_field
+from trioengine.serve.auth import salted
+from trioengine.serve.errors import ClientError, Problem, RequestAborted, problem_of
+from trioengine.serve.limits import InFlight
+from trioengine.serve.realtime.events import naming_item
+from trioengine.serve.realtime.items import Item, Items, ItemStatus, Role, num_turns, size_of_messages
 from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox, new_id
-from trioengine.serve.realtime.truncation import Truncation
-from trioengine.text.turns import Turns
+from trioengine.serve.realtime.settings import Truncation
+from trioengine.text.conversation import check_length, newest_turn
+from trioengine.text.messages import Turns
 
 
 class ResponseStatus(enum.Enum):
@@ -30,7 +40,7 @@ class ResponseStatus(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ResponseSpec:
     """The request of a response.create: the conversation as it was then, and how to go on from it.
 
     `item_ids` are those of the messages; None for the instructions. `left_out` are the items that responses before it
@@ -61,7 +71,7 @@ class Response:
     then, or until `release`.
     """
 
-    order: Order
+    spec: ResponseSpec
     outbox: Outbox
     conversation_id: str | None
     items: Items | None  # of its conversation; None: it belongs to none
@@ -80,8 +90,8 @@ class Response:
     _kept: KeptImages | None = None
 
     def begin(self) -> None:
-        self._kept = KeptImages(self.order.messages)
-        self._charge(size_of_messages(self.order.messages))
+        self._kept = KeptImages(self.spec.messages)
+        self._charge(size_of_messages(self.spec.messages))
         self.outbox.put("response.created", response=self.to_json())
 
     def cancel(self) -> None:
@@ -132,15 +142,15 @@ class Response:
 
     def _note_dropped(self, count: int) -> None:
         """These turns, beside those that were left out before."""
-        left_out, dropped = self.order.left_out, self.order.dropped_item_ids(count)
+        left_out, dropped = self.spec.left_out, self.spec.dropped_item_ids(count)
         self.dropped_turns = count + num_turns(left_out)
         self.dropped_item_ids = [*(item.id for item in left_out), *dropped]
-        if self.order.is_lasting and self.items is not None:
+        if self.spec.is_lasting and self.items is not None:
             self.items.leave_out(dropped)
 
     def fail(self, problem: Problem) -> None:
         """It ends with an error event; what was sent until then stays, as an incomplete item."""
-        self.outbox.put_error(problem, self.order.event_id)
+        self.outbox.put_error(problem, self.spec.event_id)
         self._end(ResponseStatus.FAILED, error={"type": problem.type, "code": problem.code, "message": problem.message})
 
     def _end(self, status: ResponseStatus, **details: Any) -> None:
@@ -181,9 +191,9 @@ class Response:
             "output": [] if item is None else [item.to_json()],
             "conversation_id": self.conversation_id,
             "output_modalities": ["text"],
-            "max_output_tokens": self.order.max_output_tokens,
+            "max_output_tokens": self.spec.max_output_tokens,
             "usage": self.usage,
-            "metadata": self.order.metadata,
+            "metadata": self.spec.metadata,
             "dropped_turns": self.dropped_turns,
             "dropped_item_ids": self.dropped_item_ids,
         }
@@ -201,3 +211,185 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "input_token_details": {"cached_tokens": usage.cached_tokens, "text_tokens": usage.prompt_tokens},
         "output_token_details": {"text_tokens": usage.completion_tokens},
     }
+
+
+logger = logging.getLogger("trioengine")
+
+
+@contextmanager
+def report_failure(response: Response) -> Iterator[None]:
+    """What is raised in here fails the response; what is logged names it."""
+    with set_field(REQUEST_ID, response.id):
+        try:
+            yield
+        except Exception as exc:
+            if not isinstance(exc, EngineError):
+                logger.exception("response %s crashed", response.id)
+            response.fail(problem_of(exc))
+
+
+class ResponseRunner:
+    """What responses are answered with; each is known by its id while it is in flight."""
+
+    def __init__(self, engine: Engine, in_flight: InFlight, cache_salt: bytes) -> None:
+        self.engine = engine
+        self._in_flight = in_flight
+        self._cache_salt = cache_salt
+
+    async def answer(self, session: Session, response: Response) -> None:
+        """Make the session's history what the response goes on from, and stream its answer.
+
+        Cancelled, it ends the session. Raises what refuses the request, or fails it.
+        """
+        with set_field(REQUEST_ID, response.id):
+            messages, truncation = response.spec.messages, response.spec.truncation
+            session.set_overflow(truncation.overflow, truncation.retention_ratio)
+            needed = messages if truncation.overflow == "refuse" else newest_turn(messages)
+            check_length(needed, self.engine.limits.max_model_len, self.engine.tokenizer)  # before they are copied
+            extension, params = _extension(session, messages), salted(response.spec.params, self._cache_salt)
+            generation = session.generate(extension, params, keep_partial=True, wait=False)
+            response.session = session
+            num_history = len(messages) - len(extension)
+            try:
+                with self._in_flight.running((response.id,), generation):
+                    await _stream(session, generation, response)
+            except RequestRejected as exc:
+                raise naming_item(exc, response.spec.item_ids, num_history) from None
+            finally:
+                response.session = None
+
+
+async def _stream(session: Session, generation: Generation, response: Response) -> None:
+    async with generation:
+        response.generation = generation
+        try:
+            if response.cancelled:
+                generation.abort()
+            response.begin_item()
+            async for chunk in generation:
+                await response.outbox.room()
+                if chunk.text:
+                    response.add_text(chunk.text)
+        except trio.Cancelled:
+            session.end(Cause.DISCONNECT)  # before the generation is left, so that this is its cause
+            raise
+        finally:
+            response.generation = None
+    response.finish(generation.completion)
+
+
+def _extension(session: Session, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the session's history lacks of these messages; a history that they do not extend is replaced."""
+    history = session.history
+    if len(history) < len(messages) and messages[: len(history)] == history:
+        return messages[len(history) :]
+    session.replace_history(messages[:-1])
+    return messages[-1:]
+
+
+class ConversationResponses:
+    """`begin` is synchronous; `run` does the work. Cancelling `run` ends the engine session at once."""
+
+    def __init__(self, answering: ResponseRunner, label: str) -> None:
+        self._answering = answering
+        self._label = label
+        self._active: Response | None = None
+        self._session: Session | None = None
+        self._changes = Notifier()
+
+    @property
+    def active(self) -> tuple[Response, ...]:
+        return () if self._active is None else (self._active,)
+
+    def check_room(self) -> None:
+        """Raises ClientError while there is an active response."""
+        if self._active is not None:
+            message = f"the conversation has an active response: {self._active.id}"
+            raise ClientError("conversation_already_has_active_response", message)
+
+    def begin(self, response: Response) -> None:
+        """Run this response, whose order was checked. Raises ClientError while there is another."""
+        self.check_room()
+        self._active = response
+        response.begin()
+        self._changes.notify()
+
+    async def idle(self) -> None:
+        """Wait until no response is active."""
+        while self._active is not None:
+            await self._changes.wait()
+
+    async def run(self) -> None:
+        """Answer until cancelled."""
+        async with AsyncExitStack() as sessions:
+            try:
+                while True:
+                    while self._active is None:
+                        await self._changes.wait()
+                    await self._respond(self._active, sessions)
+                    self._active = None
+                    self._changes.notify()
+            finally:
+                if self._active is not None:
+                    self._active.release()
+                if self._session is not None:
+                    self._session.end(Cause.DISCONNECT)
+
+    async def _respond(self, response: Response, sessions: AsyncExitStack) -> None:
+        with report_failure(response):
+            if self._session is None or self._session.end_cause is not None:
+                self._session = await sessions.enter_async_context(
+                    self._answering.engine.open_session(label=self._label, wait=False)
+                )
+            await self._answering.answer(self._session, response)
+
+
+MAX_OUT_OF_BAND = 4  # at a time
+
+
+class OutOfBandResponses:
+    """Responses run in the nursery that `run_in` was given; cancelling it ends their engine sessions at once."""
+
+    def __init__(self, answering: ResponseRunner, label: str) -> None:
+        self._answering = answering
+        self._label = label
+        self._nursery: trio.Nursery | None = None
+        self._active: list[Response] = []
+        self._changes = Notifier()
+
+    @property
+    def active(self) -> tuple[Response, ...]:
+        return tuple(self._active)
+
+    def run_in(self, nursery: trio.Nursery) -> None:
+        """From now on responses may begin."""
+        self._nursery = nursery
+
+    def check_room(self) -> None:
+        """Raises ClientError while so many run that there is no room for another."""
+        if len(self._active) >= MAX_OUT_OF_BAND:
+            message = f"response.conversation: {MAX_OUT_OF_BAND} responses run beside the conversation, and no more may"
+            raise ClientError("too_many_responses", message, param="response.conversation")
+
+    def begin(self, response: Response) -> None:
+        """Run this response, whose order was checked. Raises ClientError if there are too many."""
+        assert self._nursery is not None, "what begins responses runs in it"
+        self.check_room()
+        self._active.append(response)
+        response.begin()
+        self._nursery.start_soon(self._respond, response)
+
+    async def idle(self) -> None:
+        """Wait until no response is active."""
+        while self._active:
+            await self._changes.wait()
+
+    async def _respond(self, response: Response) -> None:
+        try:
+            with report_failure(response):
+                async with self._answering.engine.open_session(label=self._label, wait=False) as session:
+                    await self._answering.answer(session, response)
+        finally:
+            response.release()
+            self._active.remove(response)
+            self._changes.notify()

@@ -15,15 +15,21 @@ from typing import Any, TypeVar
 import trio
 
 from trioengine.actors.engine import Engine
-from trioengine.actors.generation import Chunk, Completion, Generation
+from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
-from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, SessionEnded, TimedOut
-from trioengine.core.outcome import Cause, Outcome
-from trioengine.core.overflow import Overflow
-from trioengine.core.sampling_params import SamplingParams
-from trioengine.testing.fuzz.image_oracles import check_dropped
-from trioengine.testing.fuzz.pictures import Turn, content_of, media_of
-from trioengine.testing.fuzz.refusals import FOR_A_REQUEST, check_not_admitted, check_refused
+from trioengine.core.errors import (
+    EngineAsleep,
+    EngineClosed,
+    EngineError,
+    EngineOverloaded,
+    Outcome,
+    SessionEnded,
+    TimedOut,
+)
+from trioengine.core.sampling_params import Overflow, SamplingParams
+from trioengine.core.types import Cause, Chunk, Completion
+from trioengine.testing.fuzz.pictures import Turn, check_dropped, content_of, media_of
+from trioengine.testing.fuzz.request_log import FOR_A_REQUEST, check_not_admitted, check_refused
 
 UNPREPARED = "it cannot be prepared"  # a prompt
 

@@ -1,13 +1,11 @@
-"""The core alone under hypothesis: real tables, books and connections, with bytes on their way; no trio, no engine.
-
-The machine does what the table says, as the actors do. Beside it stand two models, of a session and of a worker. They
-know facts (committed, given up, what was said) and no phase, so that they do not err with the table.
-"""
+"""The core alone under hypothesis: real tables, ledger and connections against a small model."""
 
 from __future__ import annotations
 
 import zlib
 from collections import Counter
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
@@ -15,21 +13,109 @@ from hypothesis.stateful import initialize, precondition
 from trioengine.core import messages
 from trioengine.core.config import WorkerConfig
 from trioengine.core.connection import Connection, Role
-from trioengine.core.ledger import Ledger, Stand
-from trioengine.core.lifecycle import Action, Attachment, Event
-from trioengine.core.messages import FinishReason, Message, TokensRow, token_ids
+from trioengine.core.ledger import Ledger, RequestState
+from trioengine.core.lifecycle import Action, Attachment, Event, SessionLifecycle
+from trioengine.core.messages import Message, TokensRow
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.testing.fuzz.core_model import (
-    LOST,
-    REFUSED,
-    SETTLEMENTS,
-    ModelSession,
-    ModelWorker,
-    Settlement,
-    row_of,
-)
+from trioengine.core.types import FinishReason, Usage, token_ids
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.program import pick, recorded
+
+Settlement: TypeAlias = tuple[Action, FinishReason]  # how the table settles, and what the books call it
+
+ABORTED = Action.SETTLE_ABORTED, FinishReason.ABORT
+REFUSED = Action.SETTLE_REFUSED, FinishReason.ERROR
+LOST = Action.SETTLE_LOST, FinishReason.ERROR
+SETTLEMENTS = {settlement[0]: settlement for settlement in (ABORTED, REFUSED, LOST)}
+
+READY = messages.Ready(
+    "model", "cpu", "float32", vocab_size=8, max_model_len=64, kv_blocks_total=0, block_size=8, kernels="none"
+)
+USAGE = Usage(0, 0, 0)
+STATISTICS = messages.WorkerStatistics(*[0] * 11)
+
+
+@dataclass
+class ModelSession:
+    """A session, and what must be true of it; `freed` and `settled` are what the table does."""
+
+    id: int
+    lifecycle: SessionLifecycle = field(default_factory=SessionLifecycle)
+    ended: bool = False
+    held: bool = False  # added since the last death, and SESSION_ENDED has not arrived
+    let_go: bool = False  # the worker was told to end what it holds
+    freed: int = 0
+    request: int = 0  # the latest
+    in_flight: bool = False  # its slot is taken
+    stand: RequestState = RequestState.PREPARING
+    given_up: bool = False  # aborted, or the session ended
+    due: list[Settlement] = field(default_factory=list)  # of each request that is over
+    settled: list[Settlement] = field(default_factory=list)
+
+    @property
+    def preparing(self) -> bool:
+        return self.in_flight and self.stand is RequestState.PREPARING
+
+    @property
+    def suspended(self) -> bool:
+        """Whether its request is to go on, and no worker has it."""
+        return self.in_flight and not self.preparing and not self.held and not self.given_up
+
+    @property
+    def running(self) -> int | None:
+        """The request that the worker has, or will have."""
+        return self.request if self.in_flight and not self.preparing else None
+
+    def begin(self, request: int) -> None:
+        self.request, self.in_flight, self.stand, self.given_up = request, True, RequestState.PREPARING, False
+
+    def learn(self, event: Event, said: Settlement | None) -> None:
+        """A request is over by what is said of it, or when it is given up and nobody can say anything."""
+        self.ended |= event is Event.END
+        is_added = event in (Event.COMMIT, Event.RESUME)
+        self.held = is_added or (self.held and event not in (Event.SESSION_ENDED, Event.WORKER_LOST))
+        self.let_go = self.held and (self.let_go or event in (Event.END, Event.DETACH))
+        self.given_up |= event in (Event.ABORT, Event.END)
+        if said is None and self.given_up and (self.preparing or not self.held):
+            said = ABORTED
+        if self.in_flight and said is not None:
+            self.in_flight = False
+            self.due.append(said)
+
+
+class ModelWorker:
+    """What the protocol makes of a worker: the sessions that it holds, each with its request or None."""
+
+    def __init__(self) -> None:
+        self.requests: dict[int, int | None] = {}
+
+    def handle(self, message: Message) -> Message | None:
+        """The answer, if there is one."""
+        match message:
+            case messages.Configure():
+                return READY
+            case messages.Audit(audit):
+                return messages.Audited(audit, tuple(self.requests), (), 0, 0, 0, 0)
+            case messages.AddSession(session) if session not in self.requests:
+                self.requests[session] = None
+            case messages.AddMessage(session, request) if self.requests.get(session, request) is None:
+                self.requests[session] = request
+            case messages.StopSession(session, request) if session in self.requests:
+                if self.requests[session] == request:
+                    self.requests[session] = None
+                    return row_of(session, request, FinishReason.ABORT)
+            case messages.EndSession(session) if session in self.requests:
+                del self.requests[session]
+                return messages.SessionEnded(session, STATISTICS)
+            case _:
+                raise AssertionError(f"the engine broke the protocol: {message}")
+        return None
+
+
+def row_of(session: int, request: int, finish_reason: FinishReason | None) -> Message:
+    ids = token_ids(() if finish_reason is FinishReason.ABORT else (2,))
+    return messages.Tokens((TokensRow(session, request, ids, None, finish_reason, USAGE),), STATISTICS)
+
 
 SESSION_SLOTS = 3
 WHICH = st.integers(0, 3)
@@ -107,7 +193,7 @@ class CoreMachine(Machine):
         session = pick(self._suspended, which)
         if goes_on:
             self._apply(session, Event.RESUME)
-            self._stand(session, Stand.WAITING)
+            self._stand(session, RequestState.WAITING)
         else:
             self._apply(session, Event.GIVE_UP, LOST)
 
@@ -203,7 +289,7 @@ class CoreMachine(Machine):
         self._apply(session, Event.RESERVE)
 
     def _commit(self, session: ModelSession) -> None:
-        self._stand(session, Stand.WAITING)
+        self._stand(session, RequestState.WAITING)
         self._apply(session, Event.COMMIT)
 
     def _generate(self, session: int, request: int, what: str) -> None:
@@ -262,8 +348,8 @@ class CoreMachine(Machine):
 
     def _hear_row(self, session: ModelSession, row: TokensRow) -> None:
         assert session.in_flight and session.request == row.request, f"{row}, and its slot is not taken: {session}"
-        if session.stand is Stand.WAITING:
-            self._stand(session, Stand.RUNNING)
+        if session.stand is RequestState.WAITING:
+            self._stand(session, RequestState.RUNNING)
         if row.finish_reason is FinishReason.STOP and session.given_up:
             self.rare.saw("an end crosses the finish" if session.ended else "a stop crosses the finish")
         if row.finish_reason is not None:
@@ -291,7 +377,7 @@ class CoreMachine(Machine):
             case Action.POST_END_SESSION:
                 self._send("down", messages.EndSession(session.id))
             case Action.SUSPEND:
-                self._stand(session, Stand.SUSPENDED)
+                self._stand(session, RequestState.SUSPENDED)
             case Action.FREE_SESSION:
                 assert session.id not in self.worker.requests, f"freed, and on the worker: {session}"
                 session.freed += 1
@@ -302,7 +388,7 @@ class CoreMachine(Machine):
                 session.settled.append(settlement)
                 self.ledger.settle(session.stand, settlement[1])
 
-    def _stand(self, session: ModelSession, stand: Stand) -> None:
+    def _stand(self, session: ModelSession, stand: RequestState) -> None:
         self.ledger.move(session.stand, stand)
         session.stand = stand
 
@@ -317,7 +403,7 @@ class CoreMachine(Machine):
             )
         stands = Counter(session.stand for session in sessions if session.in_flight)
         reasons = Counter(reason for session in sessions for _, reason in session.due)
-        due = [stands[stand] for stand in Stand]
+        due = [stands[stand] for stand in RequestState]
         due += [reasons[FinishReason.STOP], reasons[FinishReason.ABORT], reasons[FinishReason.ERROR]]
         books = [ledger.preparing, ledger.waiting, ledger.running, ledger.suspended]
         books += [ledger.finished, ledger.aborted, ledger.failed]

@@ -10,11 +10,10 @@ from hypothesis.stateful import initialize, precondition
 from trioengine.core.errors import EngineOverloaded, SessionBusy
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz.callers import UNPREPARED, Reader, Style, latest_first
-from trioengine.testing.fuzz.calls_machine import WAIT, WHICH
 from trioengine.testing.fuzz.oracles import committed
 from trioengine.testing.fuzz.pictures import MEDIA, Turn, content_of, messages_of, pictures_of
 from trioengine.testing.fuzz.program import pick, recorded
-from trioengine.testing.fuzz.sessions_machine import SessionsMachine
+from trioengine.testing.fuzz.sessions_machine import WAIT, WHICH, SessionsMachine
 from trioengine.testing.fuzz.watching import failing
 from trioengine.testing.fuzz.world import CONFIG
 from trioengine.text.conversation import Conversation
@@ -210,7 +209,7 @@ class EngineMachine(SessionsMachine):
             generation, worker = reader.generation, self.worker
             if reader.over or generation is None or worker is None:
                 return False
-            is_there = reader.entered and generation.request_id in worker.step_loop.requests
+            is_there = reader.entered and generation.request_id in worker.core.requests
             if was_there and not is_there:
                 return generation.outcome is None and len(worker.to_engine) > 0
             was_there = is_there

@@ -1,21 +1,247 @@
-"""A server under hypothesis, as clients of its HTTP API have it: they ask, send ahead, break off and vanish."""
+"""The HTTP server under hypothesis, and the clients that judge its answers."""
 
 from __future__ import annotations
 
+import json
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import h11
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
 from trioengine.core.lifecycle import Phase
-from trioengine.core.outcome import Cause
-from trioengine.serve.in_flight import InFlight
-from trioengine.testing.fuzz.http_client import HttpClient
-from trioengine.testing.fuzz.oracles import check_worker
-from trioengine.testing.fuzz.pictures import FILES, content_of
+from trioengine.core.types import Cause, FinishReason
+from trioengine.serve.limits import InFlight
+from trioengine.testing.fuzz.answers import FuzzPrompt, prompt_of, reference
+from trioengine.testing.fuzz.oracles import Troubles, check_worker
+from trioengine.testing.fuzz.pictures import (
+    FILES,
+    Content,
+    Turn,
+    chat_content,
+    check_seen,
+    content_of,
+    is_failed,
+    is_refused,
+)
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.served import WHICH, ServedEnvironment
 from trioengine.testing.fuzz.watching import stopping
 from trioengine.testing.fuzz.world import LIMITS
-from trioengine.testing.simulated_peer import Mood
+from trioengine.testing.simulated_peer import Mood, SimulatedPeer
+
+PATH, ABORT_PATH = "/v1/chat/completions", "/abort_request"
+REFUSAL = b"HTTP/1.1 503 "  # comes unasked: there are too many connections
+HEADERS = [("host", "localhost"), ("content-type", "application/json")]
+
+
+class Operation(NamedTuple):
+    """What an operator posts."""
+
+    target: str
+    fields: dict[str, Any]
+
+
+@dataclass
+class _Exchange:
+    """A request, and what came of its response."""
+
+    content: Content  # of the only message
+    max_tokens: int
+    streams: bool
+    operation: Operation | None = None  # an operator's; nothing else is asked then
+    protocol: h11.Connection = field(default_factory=lambda: h11.Connection(h11.CLIENT))
+    status: int = 0
+    body: bytes = b""
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The conversation."""
+        return (("user", self.content),)
+
+    @property
+    def prompt(self) -> FuzzPrompt:
+        return prompt_of(self.turns)
+
+    def to_bytes(self, model: str) -> bytes:
+        """The request; more of them may be sent before its response."""
+        path, fields = (PATH, self._fields(model)) if self.operation is None else self.operation
+        body = json.dumps(fields).encode()
+        chosen_id = f"chosen-{self.max_tokens}"  # several requests may have the same
+        headers = [*HEADERS, ("content-length", str(len(body))), ("x-request-id", chosen_id)]
+        events = (h11.Request(method="POST", target=path, headers=headers), h11.Data(data=body), h11.EndOfMessage())
+        return b"".join(self.protocol.send(event) or b"" for event in events)
+
+    def _fields(self, model: str) -> dict[str, Any]:
+        messages = [{"role": "user", "content": chat_content(self.content)}]
+        return {"model": model, "messages": messages, "max_tokens": self.max_tokens, "stream": self.streams}
+
+
+class HttpClient(SimulatedPeer):
+    """Assertions are raised from where its bytes arrive."""
+
+    def __init__(self, model: str, max_model_len: int, troubles: Troubles) -> None:
+        super().__init__()
+        self.num_answers = 0
+        self._model = model
+        self._max_model_len = max_model_len
+        self._troubles = troubles
+        self._exchanges: deque[_Exchange] = deque()  # whose responses have not come whole
+        self._unasked = b""
+        self._spoilt = False  # it has sent what is no request
+
+    def ask(self, content: Content, max_tokens: int, streams: bool) -> None:
+        """A request, whatever is in progress."""
+        self._send(_Exchange(content, max_tokens, streams))
+
+    def abort(self, id: str) -> None:
+        """As an operator: end a request, of whichever client."""
+        self._operate(Operation(ABORT_PATH, {"request_id": id}))
+
+    def switch(self, target: str) -> None:
+        """As an operator: put the engine to sleep, or wake it."""
+        self._operate(Operation(target, {}))
+
+    def _operate(self, operation: Operation) -> None:
+        self._send(_Exchange("", 0, streams=False, operation=operation))
+
+    def _send(self, exchange: _Exchange) -> None:
+        self._exchanges.append(exchange)
+        self.to_server.put(exchange.to_bytes(self._model))
+
+    def babble(self) -> None:
+        """Send what is no request."""
+        self._spoilt = True
+        self.to_server.put(b"\xff" * 8 + b"\r\n\r\n")
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self._exchanges)
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether it is well, and its server, too."""
+        return self.mood is Mood.WELL and not self.stream.is_over
+
+    @property
+    def can_send(self) -> bool:
+        return self.is_there and not self.stream.is_over and not self._spoilt
+
+    def close(self) -> None:
+        self.hang_up()
+
+    def check_at_rest(self) -> None:
+        """What waits for the worker may wait."""
+
+    # ---- what it is told ------------------------------------------------------------------------------------------
+
+    def _arrive(self, data: bytes) -> None:
+        while data and self._exchanges:
+            data = self._take(self._exchanges[0], data)
+        self._unasked += data
+        is_refusal = self.num_answers == 0 and self._unasked[: len(REFUSAL)] == REFUSAL[: len(self._unasked)]
+        assert not self._unasked or self._spoilt or is_refusal, f"nobody asked for {self._unasked[:200]!r}"
+
+    def _take(self, exchange: _Exchange, data: bytes) -> bytes:
+        """Take the bytes into a response; those behind its end."""
+        exchange.protocol.receive_data(data)
+        while (event := exchange.protocol.next_event()) is not h11.NEED_DATA:
+            match event:
+                case h11.Response():
+                    exchange.status = event.status_code
+                case h11.Data():
+                    exchange.body += bytes(event.data)
+                case h11.EndOfMessage():
+                    self._exchanges.popleft()
+                    self._judge(exchange)
+                    return exchange.protocol.trailing_data[0]
+                case _:
+                    raise AssertionError(f"the server sent {event!r}")
+        return b""
+
+    def _judge(self, exchange: _Exchange) -> None:
+        self.num_answers += 1
+        if exchange.status != 200:
+            self._judge_error(exchange, json.loads(exchange.body)["error"])
+        elif exchange.operation is not None:
+            self._judge_operation(exchange.operation, json.loads(exchange.body))
+        elif exchange.streams:
+            self._judge_stream(exchange)
+        else:
+            (choice,) = json.loads(exchange.body)["choices"]
+            self._judge_text(exchange, choice["message"]["content"], choice["finish_reason"])
+
+    def _judge_error(self, exchange: _Exchange, error: dict[str, Any]) -> None:
+        if error["code"] in ("too_many_connections", "buffers_full") or (
+            error["code"] == "bad_request" and self._spoilt
+        ):
+            return
+        if exchange.operation is not None:
+            self._judge_refusal(exchange.operation, error)
+            return
+        code = error["code"]
+        too_long = code == "context_length_exceeded" and self._room(exchange) <= 0
+        is_bad = too_long or is_refused(code, exchange.content) or self._is_failed(exchange, code)
+        assert is_bad or self._troubles.excuse(code), f"nothing may fail by {error}"
+
+    def _is_failed(self, exchange: _Exchange, code: str) -> bool:
+        return is_failed(code, exchange.turns, self._troubles.dropped)
+
+    def _judge_operation(self, operation: Operation, answer: dict[str, Any]) -> None:
+        if operation.target == ABORT_PATH:
+            assert answer["aborted"] >= 0, f"an abort is answered by {answer}"
+            return
+        told = answer["is_sleeping"], bool(answer["tags"]), answer["level"] is not None
+        assert len(set(told)) == 1, f"{operation.target} is answered by {answer}"
+
+    def _judge_refusal(self, operation: Operation, error: dict[str, Any]) -> None:
+        assert operation.target != ABORT_PATH, f"an abort is refused by {error}"
+        is_loading = error["message"] == "the engine is loading"
+        sleeps_deeper = error["message"].startswith("it sleeps at level 2")
+        troubled = self._troubles.closing or self._troubles.workers
+        assert error["code"] == "transition_failed" or self._troubles.closing, f"{operation.target}: {error}"
+        assert is_loading or sleeps_deeper or troubled, f"{operation.target} is refused by {error}"
+
+    def _judge_stream(self, exchange: _Exchange) -> None:
+        *frames, rest = exchange.body.decode().split("\n\n")
+        assert not rest, f"a torn event: {rest!r}"
+        assert frames and frames[-1] == "data: [DONE]", f"the end of a stream is {frames[-1:]}"
+        events = [json.loads(frame.removeprefix("data: ")) for frame in frames[:-1] if not frame.startswith(":")]
+        text, finish_reason = "", None
+        for event in events:
+            assert finish_reason is None, f"after the end comes {event}"
+            if "error" in event:
+                code = event["error"]["code"]
+                is_bad = self._is_failed(exchange, code)
+                assert is_bad or self._troubles.excuse(code), f"nothing may fail by {event}"
+                self._judge_part(exchange, text)
+                return
+            (choice,) = event["choices"]
+            text += choice["delta"].get("content") or ""
+            finish_reason = choice["finish_reason"]
+        self._judge_text(exchange, text, finish_reason)
+
+    def _judge_text(self, exchange: _Exchange, text: str, finish_reason: str | None) -> None:
+        check_seen(exchange.prompt.images)
+        expected = self._expected(exchange)
+        wanted = "stop" if expected.finish_reason is FinishReason.STOP else "length"
+        assert (text, finish_reason) == (expected.text, wanted), (
+            f"the answer is {text!r} and {finish_reason}, the model's is {expected.text!r}, {wanted}"
+        )
+
+    def _judge_part(self, exchange: _Exchange, text: str) -> None:
+        expected = self._expected(exchange)
+        assert expected.text.startswith(text), f"{text!r} is no part of the model's answer {expected.text!r}"
+
+    def _expected(self, exchange: _Exchange) -> Any:
+        token_ids, images = exchange.prompt
+        return reference(token_ids, min(self._room(exchange), exchange.max_tokens), (), images=images)
+
+    def _room(self, exchange: _Exchange) -> int:
+        return self._max_model_len - len(exchange.prompt.token_ids)
+
 
 SWITCHES = (
     *("/sleep?mode=keep", "/sleep?level=2&mode=keep", "/sleep", "/sleep?mode=wait", "/sleep?mode=wait&timeout=0.5"),

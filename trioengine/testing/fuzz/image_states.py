@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from trioengine.actors.session_state import SessionState
+from trioengine.client.session import SessionState
 from trioengine.core.errors import RequestRejected
 from trioengine.core.lifecycle import Phase
 from trioengine.testing.fuzz.machine import Watch
 from trioengine.testing.simulated_process import SimulatedProcess
 from trioengine.testing.simulated_worker import Health, SimulatedWorker
-from trioengine.worker.scheduling.pictures import Picture, Pictures
+from trioengine.worker.scheduling.engine_core import EngineCore
+from trioengine.worker.scheduling.images import Picture
+from trioengine.worker.scheduling.pictures import Pictures
 from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
-from trioengine.worker.scheduling.step_loop import StepLoop
 
 DROPPED = "a suspended request's image was dropped"
 _WAITING = {SequenceStatus.WAITING_FOR_PAYLOAD: "a parked request", SequenceStatus.DECODING: "a request being decoded"}
@@ -24,7 +25,7 @@ _WAITING = {SequenceStatus.WAITING_FOR_PAYLOAD: "a parked request", SequenceStat
 
 def parked(worker: SimulatedWorker) -> list[Sequence]:
     """The worker's sequences that wait for their payloads."""
-    waiters = worker.step_loop._scheduler._waiters
+    waiters = worker.core._scheduler._waiters
     return [each for each in waiters.sequences if each.status is SequenceStatus.WAITING_FOR_PAYLOAD]
 
 
@@ -39,9 +40,9 @@ class ImageStates:
         """All that is watched."""
         return (
             (SimulatedProcess, "exit", self.of_exits),
-            (StepLoop, "_end_session", self.of_ends),
-            (StepLoop, "_stop_session", self.of_stops),
-            (StepLoop, "_take_decoded", self.of_failures),
+            (EngineCore, "_end_session", self.of_ends),
+            (EngineCore, "_stop_session", self.of_stops),
+            (EngineCore, "_take_decoded", self.of_failures),
             (Pictures, "use", self.of_uses),
             (SessionState, "resume", self.of_resumes),
         )
@@ -57,15 +58,15 @@ class ImageStates:
         return watched
 
     def of_ends(self, end_session: Any) -> Any:
-        """For `StepLoop._end_session`."""
+        """For `EngineCore._end_session`."""
         return self._of_orders(end_session, "END")
 
     def of_stops(self, stop_session: Any) -> Any:
-        """For `StepLoop._stop_session`."""
+        """For `EngineCore._stop_session`."""
         return self._of_orders(stop_session, "STOP")
 
     def _of_orders(self, order: Any, name: str) -> Any:
-        def watched(loop: StepLoop, message: Any) -> Any:
+        def watched(loop: EngineCore, message: Any) -> Any:
             session = loop._sessions.get(message.session)
             if session is not None and session.sequence is not None and session.sequence.status in _WAITING:
                 self._saw(f"{name} of {_WAITING[session.sequence.status]}")
@@ -74,9 +75,9 @@ class ImageStates:
         return watched
 
     def of_failures(self, take_decoded: Any) -> Any:
-        """For `StepLoop._take_decoded`."""
+        """For `EngineCore._take_decoded`."""
 
-        def watched(loop: StepLoop, decoded: Any) -> Any:
+        def watched(loop: EngineCore, decoded: Any) -> Any:
             failed = take_decoded(loop, decoded)
             if failed:
                 self._saw("an image failed its request")

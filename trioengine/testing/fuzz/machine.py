@@ -1,20 +1,83 @@
-"""What every machine is: rules that are taken down, states that are counted, steps that can be compared."""
+"""Base class of the machines: records rules, counts covered states, and raises findings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
 from hypothesis.errors import HypothesisException
 from hypothesis.stateful import RuleBasedStateMachine
 
 from trioengine.actors import gate
-from trioengine.core.lifecycle import SessionLifecycle
-from trioengine.testing.fuzz.program import Program
-from trioengine.testing.fuzz.rare import Rare
-from trioengine.testing.fuzz.swarm import Swarm
-from trioengine.testing.mutants.mutant import replaced
+from trioengine.core.lifecycle import (
+    POWER_TRANSITIONS,
+    SESSION_TRANSITIONS,
+    Attachment,
+    Event,
+    Phase,
+    Power,
+    PowerEvent,
+    SessionLifecycle,
+)
+from trioengine.testing.fuzz.program import Program, Swarm
+
+
+class Rare:
+    """Counts how often each state was reached. The methods `of_…` watch the lifecycle tables."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def saw(self, state: str) -> None:
+        """A state was reached."""
+        self.counts[state] += 1
+
+    def of_sessions(self, apply: Any) -> Any:
+        """For `SessionLifecycle.apply`."""
+        counts = self.counts
+
+        def watched(lifecycle: SessionLifecycle, event: Event) -> Any:
+            state = session_state(lifecycle.phase, lifecycle.attachment, event)
+            actions = apply(lifecycle, event)
+            counts[state] += 1
+            return actions
+
+        return watched
+
+    def of_power(self, next_power: Any) -> Any:
+        """For `gate.next_power`."""
+
+        def watched(power: Power, event: PowerEvent) -> Any:
+            following = next_power(power, event)
+            self.saw(power_state(power, event))
+            return following
+
+        return watched
+
+
+def session_state(phase: Phase, attachment: Attachment, event: Event) -> str:
+    """The name of a transition of a session."""
+    return _SESSION_STATES[phase, attachment, event]
+
+
+def power_state(power: Power, event: PowerEvent) -> str:
+    """The name of a transition of the engine."""
+    return f"engine {power.value}: {event.value}"
+
+
+_SESSION_STATES = {
+    (phase, attachment, event): f"session {phase.value}, {attachment.value}: {event.value}"
+    for phase in Phase
+    for attachment in Attachment
+    for event in Event
+}
+
+TABLE_STATES = frozenset(_SESSION_STATES[key] for key in SESSION_TRANSITIONS) | frozenset(
+    power_state(power, event) for power, row in POWER_TRANSITIONS.items() for event in row
+)
+
 
 Watch: TypeAlias = tuple[Any, str, Callable[[Any], Any]]  # an owner, its attribute, and what that becomes
 
@@ -57,7 +120,7 @@ class Machine(RuleBasedStateMachine):
 
     def _watch(self, owner: Any, name: str, mutate: Callable[[Any], Any]) -> None:
         """Until the end the attribute is `mutate(attribute)`."""
-        self._watching.enter_context(replaced(owner, name, mutate)())
+        self._watching.enter_context(_replaced(owner, name, mutate))
 
     def _watch_all(self, watches: Iterable[Watch]) -> None:
         for owner, name, mutate in watches:
@@ -113,3 +176,13 @@ def _leaf(error: Exception) -> Exception:
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, mutate: Callable[[Any], Any]) -> Iterator[None]:
+    original = owner.__dict__[name]
+    setattr(owner, name, mutate(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

@@ -1,10 +1,11 @@
-"""What must hold, whatever happened. Each raises AssertionError that says what does not."""
+"""Invariants of the engine and of its callers; each check raises AssertionError."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 
 import trio
 
@@ -25,17 +26,48 @@ from trioengine.core.errors import (
     WorkerLost,
 )
 from trioengine.core.lifecycle import Phase
-from trioengine.core.messages import FinishReason
-from trioengine.core.outcome import Cause
-from trioengine.testing.fuzz.answers import check_answer
+from trioengine.core.types import Cause, FinishReason
+from trioengine.testing.fuzz.answers import asked, check_answer, prompt_ids, prompt_of
 from trioengine.testing.fuzz.callers import UNPREPARED, Call, Holder, Reader
-from trioengine.testing.fuzz.image_oracles import check_failed_image, is_refused
-from trioengine.testing.fuzz.pictures import Turn, outline, outline_of
-from trioengine.testing.fuzz.prompts import asked, prompt_ids, prompt_of
-from trioengine.testing.fuzz.troubles import Troubles
+from trioengine.testing.fuzz.pictures import Turn, check_failed_image, is_refused, outline, outline_of
 from trioengine.testing.simulated_worker import SimulatedWorker
+from trioengine.testing.toy_model import TOY_PATH
 
 GOING = (Phase.PREPARING, Phase.RUNNING, Phase.SUSPENDED)  # a request that nobody has ended
+
+
+@dataclass
+class Troubles:
+    """The harm that was done until now."""
+
+    workers: bool = False  # one was harmed, or could not be started
+    closing: bool = False  # nothing more is admitted
+    causes: set[Cause] = field(default_factory=set)  # by which others than its reader may have aborted a request
+    requests: set[int] = field(default_factory=set)  # that the worker was told to fail
+    operators: bool = False  # one has ended a request
+    wakes: bool = False  # a worker was told to fail one
+    sleeps_abort: bool = False  # a sleep or an update may abort what has begun
+    poisoned: Mapping[int, int] = field(default_factory=dict)  # requests, and how many tokens they get
+    dropped: AbstractSet[bytes] = frozenset()  # images that made room for others
+    deaths: int = 0  # of workers
+    retired: int = 0  # of these, as it was asked to sleep deeper
+    paths: list[str] = field(default_factory=lambda: ["", TOY_PATH])  # of the weights, by their version
+
+    def excuse(self, code: str) -> bool:
+        """Whether a client of a server may get this code."""
+        match code:
+            case "overloaded":
+                return True
+            case "aborted":
+                return self.operators
+            case "asleep":
+                return Cause.SLEEP in self.causes
+            case "worker_lost":
+                return self.workers
+            case "shutting_down" | "shutdown":
+                return self.closing or self.workers  # the engine may have given up
+            case _:
+                return code in {cause.value for cause in self.causes}
 
 
 def check_books(engine: Engine) -> None:
@@ -217,20 +249,20 @@ def check_holder(holder: Holder, troubles: Troubles) -> None:
 def check_farewell(worker: SimulatedWorker) -> None:
     """A worker that was well to the end was asked to exit, and holds no session."""
     assert worker.exit_code == 0, f"a healthy worker ended with {worker.exit_code}"
-    assert not worker.step_loop.sessions, f"sessions {set(worker.step_loop.sessions)} were never ended"
+    assert not worker.core.sessions, f"sessions {set(worker.core.sessions)} were never ended"
 
 
 def check_worker(engine: Engine, worker: SimulatedWorker, sessions: Sequence[Session]) -> None:
     """At rest with a healthy worker: both sides know the same sessions, and nothing is held that nobody uses."""
     attached = {session.id for session in sessions if session.attached}
-    there = set(worker.step_loop.sessions)
+    there = set(worker.core.sessions)
     left = [session for session in sessions if session.attached and session.end_cause is not None]
     assert not left, f"ended, and still on the worker: {left}"
     assert there == attached, f"the worker holds sessions {there}, attached are {attached}"
-    worker.step_loop.check_integrity()
-    statistics = worker.step_loop.statistics()
+    worker.core.check_integrity()
+    statistics = worker.core.statistics()
     assert statistics.num_running == statistics.num_waiting == 0, f"the worker still runs something: {statistics}"
-    free, total = statistics.kv_blocks_free + statistics.kv_blocks_cached, worker.step_loop.limits.kv_blocks_total
+    free, total = statistics.kv_blocks_free + statistics.kv_blocks_cached, worker.core.limits.kv_blocks_total
     assert free == total, f"{total - free} KV blocks are held by nobody"
     in_flight = engine.gate.ledger.in_flight
     suspended = engine.gate.ledger.suspended if engine.power.asleep else 0

@@ -1,4 +1,4 @@
-"""A program of the fuzzer: the rules that ran, with their arguments. Data, so that it can be kept and run again."""
+"""Programs of rules: how a seed chooses them, how they are kept, and how they run again."""
 
 from __future__ import annotations
 
@@ -6,13 +6,87 @@ import contextlib
 import functools
 import json
 import platform
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
-from hypothesis.stateful import INITIALIZE_RULE_MARKER, RULE_MARKER, Rule, rule
+from hypothesis.errors import InvalidDefinition
+from hypothesis.internal.conjecture.data import ConjectureData
+from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, PrimitiveProvider
+from hypothesis.stateful import INITIALIZE_RULE_MARKER, RULE_MARKER, Rule, RuleBasedStateMachine, RuleStrategy, rule
 from hypothesis.strategies import SearchStrategy
+
+BACKEND = "trioengine"  # its name, for `settings(backend=...)`
+_UNBOUNDED = 1 << 16
+_MANY = 8  # characters or bytes, of a text without a limit
+
+
+class Choices(PrimitiveProvider):
+    """Each choice is independent of those before it."""
+
+    random: ClassVar[random.Random] = random.Random(0)
+
+    def draw_boolean(self, p: float = 0.5) -> bool:
+        return self.random.random() < p
+
+    def draw_integer(
+        self,
+        min_value: int | None = None,
+        max_value: int | None = None,
+        *,
+        weights: dict[int, float] | None = None,
+        shrink_towards: int = 0,
+    ) -> int:
+        if min_value is None:
+            min_value = (shrink_towards if max_value is None else max_value) - _UNBOUNDED
+        return self.random.randint(min_value, min_value + 2 * _UNBOUNDED if max_value is None else max_value)
+
+    def draw_float(self, *, min_value: float = -1e9, max_value: float = 1e9, **_: Any) -> float:
+        return self.random.uniform(max(min_value, -1e9), min(max_value, 1e9))
+
+    def draw_string(self, intervals: Any, *, min_size: int = 0, max_size: int = _MANY) -> str:
+        size = self.random.randint(min_size, max(min_size, min(max_size, _MANY)))
+        return "".join(chr(intervals[self.random.randrange(len(intervals))]) for _ in range(size))
+
+    def draw_bytes(self, min_size: int = 0, max_size: int = _MANY) -> bytes:
+        return self.random.randbytes(self.random.randint(min_size, max(min_size, min(max_size, _MANY))))
+
+
+def sow(seed: int) -> None:
+    """From now on the backend chooses by this seed."""
+    AVAILABLE_PROVIDERS[BACKEND] = type("SeededChoices", (Choices,), {"random": random.Random(seed)})
+
+
+_SHARES = 255  # a rule is left out with a probability of 0/255 to 254/255, the same for all of a program
+
+
+class Swarm(RuleStrategy):
+    """For one program: draws the rules that its machine runs, one after the other; its arguments are no Bundles.
+
+    Those left out run where no other can; if all were, none is. Hypothesis puts the simple rules first, towards which
+    it shrinks.
+    """
+
+    def __init__(self, machine: RuleBasedStateMachine) -> None:
+        super().__init__(machine)
+        self._enabled: list[Rule] = []
+
+    def do_draw(self, data: ConjectureData) -> tuple[Rule, dict[str, Any]]:
+        """A rule, and its arguments by name. Raises InvalidDefinition if none can run."""
+        if not self._enabled:
+            p_disabled = data.draw_integer(0, _SHARES - 1) / _SHARES
+            self._enabled = [rule for rule in self.rules if not data.draw_boolean(p_disabled)] or self.rules
+        able = self._able(self._enabled) or self._able(self.rules)
+        if not able:
+            raise InvalidDefinition(f"no rule of {self.machine} can run")
+        rule = able[data.draw_integer(0, len(able) - 1)]
+        return rule, {name: data.draw(strategy) for name, strategy in rule.arguments.items()}
+
+    def _able(self, rules: list[Rule]) -> list[Rule]:
+        return [rule for rule in rules if all(holds(self.machine) for holds in rule.preconditions)]
+
 
 Method = TypeVar("Method", bound=Callable[..., None])
 Machine = TypeVar("Machine")
@@ -60,7 +134,6 @@ class ReplayFile:
     """A program that was kept, and what it was found with."""
 
     program: Program
-    mutant: str | None
     versions: dict[str, str]  # of python and packages; empty if it does not say
 
     @staticmethod
@@ -76,14 +149,14 @@ class ReplayFile:
             if key not in data:
                 raise ValueError(f"no replay file: it has no {key!r}")
         machine, steps = data["machine"], data["steps"]
-        mutant, found_with = data.get("mutant"), data.get("versions", {})
+        found_with = data.get("versions", {})
         if not isinstance(machine, str):
             raise ValueError("no replay file: its machine must be a name")
         if not isinstance(steps, list) or not all(map(_is_step, steps)):
             raise ValueError("no replay file: its steps must be lists of a rule and its arguments by name")
-        if not isinstance(mutant, str | None) or not isinstance(found_with, dict):
-            raise ValueError("no replay file: its mutant must be a name, its versions by name")
-        return ReplayFile(Program(machine, [(name, arguments) for name, arguments in steps]), mutant, found_with)
+        if not isinstance(found_with, dict):
+            raise ValueError("no replay file: its versions must be by name")
+        return ReplayFile(Program(machine, [(name, arguments) for name, arguments in steps]), found_with)
 
 
 def _is_step(step: object) -> bool:

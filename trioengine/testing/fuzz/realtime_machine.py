@@ -1,20 +1,26 @@
-"""A server under hypothesis, as its clients have it: Realtime connections that talk, stall, break off and vanish."""
+"""The Realtime server under hypothesis: clients that talk, stall, break off and vanish."""
 
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
+from trioengine.actors.images import KeptImages, payload_of
+from trioengine.actors.payload import Payload
 from trioengine.core.errors import TransitionFailed
-from trioengine.core.outcome import Cause
-from trioengine.serve.realtime import answering, connection, outbox
+from trioengine.core.types import Cause
+from trioengine.serve.realtime import connection as realtime_connection
+from trioengine.serve.realtime import outbox as realtime_outbox
+from trioengine.serve.realtime import response as realtime_answering
 from trioengine.serve.realtime.connection import RealtimeConnection
-from trioengine.serve.realtime.engine_states import SHOWN
-from trioengine.serve.realtime.outbox import Outbox
-from trioengine.testing.fuzz.kept_images import ConversationImages
+from trioengine.serve.realtime.outbox import SHOWN, Outbox
+from trioengine.serve.realtime.response import ResponseStatus
+from trioengine.testing.fuzz.machine import Watch
 from trioengine.testing.fuzz.oracles import check_worker
 from trioengine.testing.fuzz.pictures import FILES, content_of
 from trioengine.testing.fuzz.program import pick, recorded
@@ -23,6 +29,59 @@ from trioengine.testing.fuzz.served import WHICH, ServedEnvironment
 from trioengine.testing.fuzz.watching import Cancels, CrashLog, noting, when_full, with_room
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_peer import Mood
+from trioengine.text.chat_tokenizer import image_parts
+
+
+class ConversationImages:
+    """The images of one server's connections, by their items and responses."""
+
+    def __init__(self) -> None:
+        self._connections: list[RealtimeConnection] = []  # that are not over
+
+    @property
+    def watches(self) -> tuple[Watch, ...]:
+        """All that is watched."""
+        return ((RealtimeConnection, "run", self.of_connections),)
+
+    def of_connections(self, run: Any) -> Any:
+        """For `RealtimeConnection.run`."""
+
+        async def watched(connection: RealtimeConnection) -> None:
+            self._connections.append(connection)
+            try:
+                await run(connection)
+            finally:
+                self._connections.remove(connection)
+
+        return watched
+
+    def check(self, kept: Iterable[KeptImages]) -> None:
+        """After every rule: the kept images are those of conversations, and of responses that are not over.
+
+        A connection that is about to end may have let go of its responses' images.
+        """
+        found: Counter[Payload] = Counter(payload for each in kept for payload in each._payloads)
+        in_items = Counter(self._of_items())
+        in_responses = Counter(self._of_responses(self._connections))
+        at_least = in_items + Counter(self._of_responses(each for each in self._connections if not each._has_gone))
+        assert at_least <= found <= in_items + in_responses, (
+            f"kept are {found}, in items are {in_items}, in responses {in_responses}"
+        )
+
+    def _of_items(self) -> Iterator[Payload]:
+        for connection in self._connections:
+            yield from _payloads_in(item.message for item in connection._items._items.values())
+
+    def _of_responses(self, connections: Iterable[RealtimeConnection]) -> Iterator[Payload]:
+        for connection in connections:
+            for response in connection._active:
+                if response.status is ResponseStatus.IN_PROGRESS:
+                    yield from _payloads_in(response.spec.messages)
+
+
+def _payloads_in(messages: Iterable[Mapping[str, Any]]) -> Iterator[Payload]:
+    return (payload_of(part.image) for part in image_parts(messages))
+
 
 PROMPTS = ("a", "be", "<|im_end|>")
 TOKENS = st.sampled_from((1, 3, 20))
@@ -47,12 +106,12 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
         self._watch_all(self.kept.watches)
         self.cancels = Cancels(self.loop.crashes)
         self._watch(RealtimeConnection, "_act", self.cancels.of_events)
-        for module in (connection, answering):
+        for module in (realtime_connection, realtime_answering):
             self._watch(module, "logger", lambda _: CrashLog(self.loop.crashes))
         is_dropped = functools.partial(self.rare.saw, "a message is dropped")
         self._watch(RealtimeConnection, "_give_up", noting(is_dropped))
-        self._watch(outbox, "ROOM", lambda _: ROOM)
-        self._watch(outbox, "AT_ONCE", lambda _: AT_ONCE)
+        self._watch(realtime_outbox, "ROOM", lambda _: ROOM)
+        self._watch(realtime_outbox, "AT_ONCE", lambda _: AT_ONCE)
         is_full = functools.partial(self.rare.saw, "an outbox is full")
         self._watch(Outbox, "put", when_full(ROOM, is_full))
         self._watch(Outbox, "put_delta", with_room(self.loop.crashes, ROOM))

@@ -1,4 +1,4 @@
-"""Runs a machine under hypothesis, within a time or a number of programs, and gives back what was found."""
+"""Runs a machine under hypothesis for a time or a number of programs, and shortens the program that failed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,57 @@ from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis.errors import Flaky
 from hypothesis.stateful import get_state_machine_test
 
-from trioengine.testing.fuzz.choices import BACKEND, sow
+from trioengine.testing.fuzz.core_machine import CoreMachine
+from trioengine.testing.fuzz.engine_machine import EngineMachine
+from trioengine.testing.fuzz.http_machine import HttpMachine
 from trioengine.testing.fuzz.machine import Finding, Machine
-from trioengine.testing.fuzz.program import Program
-from trioengine.testing.fuzz.trimming import trimmed
+from trioengine.testing.fuzz.power_machine import PowerMachine
+from trioengine.testing.fuzz.program import BACKEND, ENVIRONMENT_RULES, Program, Step, replay, sow
+from trioengine.testing.fuzz.realtime_machine import RealtimeMachine
+
+_ALL: tuple[type[Machine], ...] = (EngineMachine, PowerMachine, RealtimeMachine, HttpMachine, CoreMachine)
+MACHINES = {machine.__name__: machine for machine in _ALL}
+
+
+Failed = tuple[Exception, Program]
+A_PASS: Step = ("tick", {"passes": 1, "order": 0})
+
+
+def trimmed(make: Callable[[], Machine], failed: Failed) -> Failed:
+    """A program of which no step can be left out, and how it fails; it may fail otherwise than the whole one did."""
+    before = None
+    while before is not failed[1]:
+        before = failed[1]
+        for index in reversed(range(len(before.steps))):
+            attempts = (_run(make, Program(before.machine, steps)) for steps in _simpler(failed[1].steps, index))
+            failed = next(filter(None, attempts), failed)
+    return failed
+
+
+def _simpler(steps: list[Step], index: int) -> Iterator[list[Step]]:
+    """Without this step; with a mere pass of the scheduler in its place; two of these as one."""
+    before, those, after = steps[:index], steps[index : index + 2], steps[index + 2 :]
+    if not those:  # a shorter one was found since
+        return
+    yield [*before, *those[1:], *after]
+    if those[0][0] not in ENVIRONMENT_RULES:
+        yield [*before, A_PASS, *those[1:], *after]
+    match those:
+        case [("tick", {"passes": some, "order": 0}), ("tick", {"passes": more, "order": 0})]:
+            yield [*before, ("tick", {"passes": some + more, "order": 0}), *after]
+
+
+def _run(make: Callable[[], Machine], program: Program) -> Failed | None:
+    """How it fails, with the steps that were possible; None if it does not, or the machine has no such rule."""
+    machine = make()
+    try:
+        replay(machine, program)
+    except Finding as finding:
+        return finding.error, Program(program.machine, machine.program.steps)
+    except ValueError:
+        return None
+    return None
+
 
 BATCH = 50  # programs between two looks at the clock
 COLLECT_AFTER = 20_000  # objects: those of a dozen programs
@@ -140,6 +187,16 @@ class Fuzzer:
                 self.report.failure, self.report.program = self._shortest
             if isinstance(exc, KeyboardInterrupt) or self._shortest is None:
                 raise
+
+
+def replayed(machine_type: type[Machine], program: Program) -> tuple[Machine, Exception | None]:
+    """Run a program on a fresh machine; return the machine, and the failure if there is one."""
+    machine = machine_type()
+    try:
+        replay(machine, program)
+    except Finding as finding:
+        return machine, finding.error
+    return machine, None
 
 
 @contextlib.contextmanager

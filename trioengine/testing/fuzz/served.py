@@ -9,14 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
 from trioengine.core.errors import TransitionFailed
-from trioengine.core.serve_config import ServeConfig
-from trioengine.serve import front_door
-from trioengine.serve.byte_budget import ByteBudget
-from trioengine.serve.places import Place
+from trioengine.serve import connection
+from trioengine.serve.config import ServeConfig
+from trioengine.serve.limits import ByteBudget, ConnectionSlot
 from trioengine.serve.server import Server
 from trioengine.testing.fuzz.callers import Call
-from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES
-from trioengine.testing.fuzz.pictures_environment import PicturesEnvironment
+from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES, PicturesEnvironment
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.watching import CrashLog, noting, noting_refusals
 from trioengine.testing.simulated_peer import Mood, SimulatedListener, SimulatedPeer
@@ -39,8 +37,8 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._watch(front_door, "logger", lambda _: CrashLog(self.loop.crashes))
-        self._watch(Place, "displace", noting(functools.partial(self.rare.saw, "a connection makes room")))
+        self._watch(connection, "logger", lambda _: CrashLog(self.loop.crashes))
+        self._watch(ConnectionSlot, "displace", noting(functools.partial(self.rare.saw, "a connection makes room")))
         self.clients: list[Client] = []
         self.listener = SimulatedListener()
         config = ServeConfig(max_connections=MAX_CLIENTS, max_buffered_bytes=self.max_buffered_bytes)
@@ -172,8 +170,8 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
         self._run_out(lambda: all(client.stream.closed for client in present), "connections never end")
         self._wake_up()
         self._run_out(lambda: all(client.stream.closed for client in self.clients), "connections never end")
-        for places in (self.server.front_door._places, self.server.front_door._beyond):
-            assert places.left == places.count, f"all clients have gone, and {places.left} of {places.count} are free"
+        for slots in (self.server.connections._slots, self.server.connections._beyond):
+            assert slots.left == slots.count, f"all clients have gone, and {slots.left} of {slots.count} are free"
         kept = self.server.budget.num_bytes
         assert kept == 0, f"all clients have gone, and {kept} bytes are kept for them"
         known = len(self.server.in_flight)

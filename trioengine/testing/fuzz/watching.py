@@ -9,11 +9,10 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from trioengine.actors.generation import Generation
-from trioengine.serve.byte_budget import ByteBudget
-from trioengine.serve.in_flight import InFlight
-from trioengine.serve.problem import OverBudget
-from trioengine.serve.realtime.client_events import ClientEvent, ResponseCancel
+from trioengine.serve.errors import OverBudget
+from trioengine.serve.limits import ByteBudget, InFlight
 from trioengine.serve.realtime.connection import RealtimeConnection
+from trioengine.serve.realtime.events import ClientEvent, ResponseCancel
 from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox
 from trioengine.serve.realtime.response import Response, ResponseStatus
 from trioengine.testing.fuzz.callers import UNPREPARED, Oops
@@ -107,10 +106,10 @@ class Cancels:
 
 def _to_cancel(connection: RealtimeConnection, event: ResponseCancel) -> Response | None:
     """Without an id it is the conversation's."""
-    running = connection._responder.active
+    running = connection._in_conversation.active
     if event.response_id is None:
         return running[0] if running else None
-    found = (response for response in (*running, *connection._beside.active) if response.id == event.response_id)
+    found = (response for response in (*running, *connection._out_of_band.active) if response.id == event.response_id)
     return next(found, None)
 
 

@@ -1,4 +1,4 @@
-"""What a machine moves: an engine in a simulated loop, with its workers and with who calls it."""
+"""An engine in a simulated loop, with its workers and callers: runs it to rest and to its end."""
 
 from __future__ import annotations
 
@@ -17,21 +17,18 @@ from trioengine.actors.waiting_line import WaitingLine
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, ModelError, WorkerLost
 from trioengine.core.lifecycle import Phase, Power
-from trioengine.core.outcome import Cause
-from trioengine.testing.fuzz.accounts import Accounts
-from trioengine.testing.fuzz.admissions import Admissions
+from trioengine.core.types import Cause
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.machine import Machine
-from trioengine.testing.fuzz.oracles import check_decided, check_limits
+from trioengine.testing.fuzz.oracles import Troubles, check_decided, check_limits
 from trioengine.testing.fuzz.pictures import MAX_PAYLOADS, PAYLOAD_MEMORY
-from trioengine.testing.fuzz.troubles import Troubles
+from trioengine.testing.fuzz.request_log import Accounts, Admissions
 from trioengine.testing.sim_loop import SimLoop
 from trioengine.testing.simulated_process import SIGSEGV
 from trioengine.testing.simulated_worker import Health, SimulatedWorker
 from trioengine.testing.simulation import Simulation
-from trioengine.testing.toy_model import VOCAB_SIZE
-from trioengine.testing.toy_vision import TOY_TILE
-from trioengine.worker.scheduling.limits import Limits
+from trioengine.testing.toy_model import TOY_TILE, VOCAB_SIZE
+from trioengine.worker.scheduling.step import Limits
 
 CONFIG = EngineConfig(
     model="toy",
@@ -210,7 +207,7 @@ class World(Machine):
 
     def _close(self) -> None:
         for worker in self.simulation.workers:
-            statistics = worker.step_loop.statistics()
+            statistics = worker.core.statistics()
             for state in ("num_preemptions", "prefix_cache_hits"):
                 if getattr(statistics, state):
                     self.rare.saw(state.replace("_", " "))

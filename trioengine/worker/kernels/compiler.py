@@ -20,9 +20,9 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trioengine.core.child_environment import child_environment
+from trioengine.core.config import child_environment
 from trioengine.core.errors import ModelError
-from trioengine.hub.home import trioengine_home
+from trioengine.hub.known_models import trioengine_home
 
 logger = logging.getLogger("trioengine")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-Wall")

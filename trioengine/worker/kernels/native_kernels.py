@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from trioengine.core.errors import InvariantError
+from trioengine.worker.kernels.batch import ForwardBatch
 from trioengine.worker.kernels.compiler import load_library
-from trioengine.worker.kernels.kernels import Attention, RMSNorm
-from trioengine.worker.layers.rotary import RotaryTable
-from trioengine.worker.runner.batch import ForwardBatch
-from trioengine.worker.runner.kv_cache import KVCache
+from trioengine.worker.kernels.interface import Attention, RMSNorm, RotaryTable
+from trioengine.worker.kernels.kv_cache import KVCache
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _ELEMENTS = {torch.float32: "float", torch.bfloat16: "bfloat16"}

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from trioengine.core.image_processing import ImageProcessing
+from trioengine.core.image import ImageProcessing
 from trioengine.hub.idefics3_config import (
     CONNECTOR,
     PATCHES,
@@ -22,11 +22,12 @@ from trioengine.hub.idefics3_config import (
     Idefics3Config,
     VisionConfig,
 )
-from trioengine.worker.kernels.kernels import Attention, Kernels
-from trioengine.worker.layers.linear import Linear
+from trioengine.worker.kernels.batch import ForwardBatch
+from trioengine.worker.kernels.interface import Attention, Kernels
+from trioengine.worker.kernels.linear import Linear
+from trioengine.worker.models.base import ModelFactory
 from trioengine.worker.models.llama import LlamaModel
-from trioengine.worker.runner.batch import ForwardBatch
-from trioengine.worker.weights.reader import WeightReader
+from trioengine.worker.weights.checkpoint import WeightReader
 
 _CPU_TILES, _GPU_TILES = 1, 16  # that are computed together
 
@@ -165,7 +166,7 @@ def _read_norm(config: VisionConfig, name: str, weights: WeightReader) -> LayerN
 
 def _read_layer(config: VisionConfig, prefix: str, weights: WeightReader) -> VisionLayer:
     def linear(*names: str) -> Linear:
-        return weights.linear(*(prefix + name for name in names), has_bias=True)
+        return weights.linear(*(prefix + name for name in names))
 
     return VisionLayer(
         attention_norm=_read_norm(config, prefix + "layer_norm1", weights),
@@ -175,3 +176,6 @@ def _read_layer(config: VisionConfig, prefix: str, weights: WeightReader) -> Vis
         up=linear("mlp.fc1"),
         down=linear("mlp.fc2"),
     )
+
+
+Model: ModelFactory = Idefics3Model

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from trioengine.hub.llama_config import FREQUENCY_DIVISORS, LlamaConfig
-from trioengine.worker.kernels.kernels import Attention, Kernels, RMSNorm
-from trioengine.worker.layers.linear import Linear
-from trioengine.worker.layers.rotary import RotaryTable, inverse_frequencies
-from trioengine.worker.runner.batch import ForwardBatch
-from trioengine.worker.weights.reader import WeightReader
+from trioengine.hub.llama_config import FREQUENCY_DIVISORS, LlamaConfig, RopeScaling, RopeType
+from trioengine.worker.kernels.batch import ForwardBatch
+from trioengine.worker.kernels.interface import Attention, Kernels, RMSNorm, RotaryTable
+from trioengine.worker.kernels.linear import Linear
+from trioengine.worker.models.base import ModelFactory
+from trioengine.worker.weights.checkpoint import WeightReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +80,42 @@ class LlamaModel:
 
 
 def _read_layer(config: LlamaConfig, prefix: str, weights: WeightReader) -> LlamaLayer:
-    def linear(has_bias: bool, *names: str) -> Linear:
-        return weights.linear(*(prefix + name for name in names), has_bias=has_bias)
+    def linear(*names: str) -> Linear:
+        return weights.linear(*(prefix + name for name in names))
 
     def norm(name: str) -> RMSNorm:
         return RMSNorm(weights.tensor(f"{prefix}{name}.weight").float(), config.rms_norm_eps)
 
-    attention, mlp = config.attention_bias, config.mlp_bias
     return LlamaLayer(
         input_norm=norm("input_layernorm"),
-        qkv=linear(attention, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        output=linear(attention, "self_attn.o_proj"),
+        qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        output=linear("self_attn.o_proj"),
         post_attention_norm=norm("post_attention_layernorm"),
-        gate_up=linear(mlp, "mlp.gate_proj", "mlp.up_proj"),
-        down=linear(mlp, "mlp.down_proj"),
+        gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
+        down=linear("mlp.down_proj"),
     )
+
+
+def inverse_frequencies(theta: float, head_dim: int, scaling: RopeScaling) -> Tensor:
+    """[head_dim / 2] in float32; the formulas are those of transformers' modeling_rope_utils."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / (theta**exponents)
+    if scaling.kind is RopeType.LINEAR:
+        return frequencies / scaling.factor
+    if scaling.kind is RopeType.LLAMA3:
+        return _llama3_frequencies(frequencies, scaling)
+    return frequencies
+
+
+def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    old = scaling.original_max_position_embeddings
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (old / wavelengths - low) / (high - low)
+    blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+    scaled = torch.where(wavelengths > old / low, frequencies / scaling.factor, frequencies)
+    between = (wavelengths <= old / low) & (wavelengths >= old / high)
+    return torch.where(between, blended, scaled)
+
+
+Model: ModelFactory = LlamaModel

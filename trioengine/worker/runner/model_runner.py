@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
-from trioengine.core.tag import ALL_TAGS, Tag
+from trioengine.core.image import ImageInfo, ImageProcessing
+from trioengine.core.power import ALL_TAGS, Tag
+from trioengine.worker.decoder import Vision
+from trioengine.worker.kernels.batch import make_batch
+from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.loop import OnProgress
-from trioengine.worker.models.model import Model, VisionModel
-from trioengine.worker.runner.batch import make_batch
-from trioengine.worker.runner.kv_cache import KVCache
-from trioengine.worker.runner.memory import give_back, share_one_arena
+from trioengine.worker.models.base import Model, VisionModel
 from trioengine.worker.runner.model_spec import ModelSpec
-from trioengine.worker.runner.model_weights import ModelWeights, failure_of
-from trioengine.worker.runner.sampler import sample
-from trioengine.worker.runner.vision import encode_tiles, vision_of
-from trioengine.worker.scheduling.output import SampledToken, SchedulerOutput
+from trioengine.worker.runner.model_weights import ModelWeights, failure_of, give_back, share_one_arena
+from trioengine.worker.runner.sampling import sample
+from trioengine.worker.scheduling.image_queue import DecodedImage
+from trioengine.worker.scheduling.images import Tile, TileShape
+from trioengine.worker.scheduling.step import SampledToken, SchedulerOutput
 
 
 class TorchModelRunner:
@@ -121,3 +126,27 @@ class TorchModelRunner:
         if Tag.WEIGHTS in tags:
             self._weights.wake()
         self._cache = cache
+
+
+def vision_of(spec: ModelSpec) -> Vision | None:
+    """How the model sees images; None if it takes none."""
+    processing = spec.model.images
+    if processing is None:
+        return None
+    feature_bytes = processing.tokens_per_tile * spec.model.text.hidden_size * spec.dtype.itemsize
+    tile = TileShape(processing.tokens_per_tile, 3 * processing.tile_size**2, feature_bytes)
+    return Vision(tile, lambda data, info: _decode(data, info, processing))
+
+
+def _decode(data: memoryview, info: ImageInfo, processing: ImageProcessing) -> DecodedImage:
+    from trioengine.worker.image_decoding import read_tiles  # needs Pillow, which a text-only model does not
+
+    tiles = read_tiles(data, info, processing)
+    return DecodedImage(tiles, len(tiles))
+
+
+def encode_tiles(tiles: Sequence[Tile], model: VisionModel) -> None:
+    """Give each tile its features [tokens_per_tile, hidden_size]."""
+    pixels = torch.stack([cast("Tensor", tile.picture.tiles)[tile.number] for tile in tiles])
+    for tile, features in zip(tiles, model.encode(pixels), strict=True):
+        tile.picture.features[tile.number] = features.clone()  # no view, which would keep all of them alive

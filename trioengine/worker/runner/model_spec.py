@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,12 +14,15 @@ import torch
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
-from trioengine.hub.model_config import ModelConfig
-from trioengine.worker.kernels.choose import choose_kernels
-from trioengine.worker.kernels.kernels import Kernels
-from trioengine.worker.layers.invariant_linear import InvariantLinears
-from trioengine.worker.runner.kv_cache import KVCache, count_blocks
-from trioengine.worker.weights import Checkpoint, open_checkpoint
+from trioengine.hub.model_config import ModelConfig, TextConfig
+from trioengine.worker.kernels.compiler import CompilerMissing, KernelsUnavailable
+from trioengine.worker.kernels.interface import Kernels
+from trioengine.worker.kernels.kv_cache import KVCache, count_blocks
+from trioengine.worker.kernels.linear import InvariantLinears
+from trioengine.worker.kernels.native_kernels import NativeKernels
+from trioengine.worker.kernels.torch_kernels import TorchKernels
+from trioengine.worker.weights import open_checkpoint
+from trioengine.worker.weights.checkpoint import Checkpoint
 
 _PRECISION = 1e-6  # GGUF files hold float32
 
@@ -128,3 +132,19 @@ def _is_same(ours: object, theirs: object) -> bool:
     if isinstance(ours, float) and isinstance(theirs, float):
         return math.isclose(ours, theirs, rel_tol=_PRECISION)
     return ours == theirs
+
+
+def choose_kernels(name: str, model: TextConfig, dtype: torch.dtype, device: torch.device, block_size: int) -> Kernels:
+    """`auto`: native on a CPU with a compiler, else torch. ModelError: `native` is asked for, and cannot be had."""
+    if name == "torch" or (name == "auto" and device.type != "cpu"):
+        return TorchKernels(model.num_heads)
+    try:
+        if device.type != "cpu":
+            raise KernelsUnavailable(f"they are for the CPU, not for {device}")
+        return NativeKernels(model.num_heads, model.num_kv_heads, model.head_dim, dtype, block_size)
+    except KernelsUnavailable as exc:
+        if name == "native":
+            raise ModelError(f"there are no native kernels: {exc}; choose kernels auto or torch") from exc
+        if not isinstance(exc, CompilerMissing):  # which is nothing special, and doctor's to tell
+            sys.stderr.write(f"trioengine: no native kernels, torch's are slower: {exc}\n")
+        return TorchKernels(model.num_heads)

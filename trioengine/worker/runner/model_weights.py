@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import gc
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.worker.loop import OnProgress
-from trioengine.worker.models.model import Model, build_model
-from trioengine.worker.runner.memory import give_back
+from trioengine.worker.models.base import Model, load_model
 from trioengine.worker.runner.model_spec import ModelSpec
-from trioengine.worker.weights.host_copy import HostCopy
-from trioengine.worker.weights.reader import WeightReader
+from trioengine.worker.weights.checkpoint import WeightReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class ModelWeights:
         with spec.opened(self._path) as checkpoint, torch.inference_mode():
             wanted = checkpoint.config.wanted_tensors()
             reader = WeightReader(checkpoint, wanted, spec.dtype, spec.device, self._on_progress, spec.linears)
-            model = build_model(checkpoint.config, reader, spec.kernels, spec.max_model_len)
+            model = load_model(checkpoint.config, reader, spec.kernels, spec.max_model_len)
             return _Awake(model, [tensor for tensor in reader.in_use() if tensor.device.type != "cpu"])
 
 
@@ -108,3 +108,53 @@ def failure_of(action: Callable[[], None]) -> str | None:
     except (RuntimeError, MemoryError, OSError, SafetensorError) as exc:  # torch's allocators raise the first
         return f"{type(exc).__name__}: {exc}"
     return None
+
+
+class HostCopy:
+    """Holds the values of tensors, whose own storage is empty until `restore`.
+
+    The tensors stay the same objects, wherever they are held; meanwhile they must not be read.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        """Move the values, one storage at a time; views of one storage may be among the tensors."""
+        storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        self._copies = [(storage, _moved(storage)) for storage in storages.values()]
+
+    def restore(self) -> None:
+        """Move the values back. RuntimeError, where the device has no room for all: then they are still here."""
+        try:
+            for storage, values in self._copies:
+                storage.resize_(values.nbytes())
+                storage.copy_(values)
+        except RuntimeError:
+            for storage, _ in self._copies:
+                storage.resize_(0)
+            raise
+
+
+def _moved(storage: UntypedStorage) -> UntypedStorage:
+    values = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage()
+    values.copy_(storage)
+    storage.resize_(0)
+    return values
+
+
+_LIBC = ctypes.CDLL(None)
+_HAS_GLIBC_MALLOC = hasattr(_LIBC, "malloc_trim")
+_M_ARENA_MAX = -8  # of malloc.h
+
+
+def share_one_arena() -> None:
+    """All threads allocate from one arena from now on: each load's threads would leave some megabytes in theirs."""
+    if _HAS_GLIBC_MALLOC:
+        _LIBC.mallopt(_M_ARENA_MAX, 1)
+
+
+def give_back(device: torch.device) -> None:
+    """Collect what is garbage, and empty the allocators of the device and of the host."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if _HAS_GLIBC_MALLOC:
+        _LIBC.malloc_trim(0)

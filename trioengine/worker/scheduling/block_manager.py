@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from trioengine.core.errors import InvariantError
-from trioengine.worker.scheduling.output import BlockCopy
 from trioengine.worker.scheduling.prefix_cache import PartialBlock, PrefixCache, block_digest
 from trioengine.worker.scheduling.sequence import Sequence
+from trioengine.worker.scheduling.step import BlockCopy
 
 
 class Prefix(NamedTuple):

@@ -11,67 +11,14 @@ its features, and there may be many such requests. What does not fit is decoded 
 
 from __future__ import annotations
 
-import enum
-from array import array
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
 
 from trioengine.core.errors import InvariantError, RemoteProtocolError
-from trioengine.core.image import ImageInfo
 from trioengine.core.messages import ImageInput
-from trioengine.worker.scheduling.limits import TileShape
-from trioengine.worker.scheduling.payloads import Payload, Payloads
+from trioengine.worker.scheduling.images import Payload, PayloadSource, Picture, PictureStatus, Tile, TileShape
 from trioengine.worker.scheduling.prefix_cache import image_token_ids
-
-if TYPE_CHECKING:
-    from trioengine.worker.scheduling.sequence import Sequence
-
-
-class PictureStatus(enum.Enum):
-    """How far a picture has come."""
-
-    EXPECTED = "expected"  # its payload has not come
-    HELD = "held"  # its payload is here, and is not decoded
-    DECODING = "decoding"  # the decoder reads the payload
-    DECODED = "decoded"  # tiles are here, too, because a sequence is about to compute them
-    COMPLETE = "complete"  # only the features are left, of every tile
-
-
-@dataclass(slots=True, eq=False)
-class Picture:
-    """One image; owned and changed by `Pictures`, but for `features`, which the model runner sets."""
-
-    digest: bytes
-    info: ImageInfo
-    num_bytes: int
-    num_tiles: int
-    token_ids: array[int]  # for the prefix cache, see `image_token_ids`: of one tile after the other
-    status: PictureStatus = PictureStatus.EXPECTED
-    payload: Payload | None = None
-    tiles: object = None  # as the runner's `decode` made them
-    features: list[object] = field(default_factory=list)  # of each tile, opaque; None: not encoded
-    num_users: int = 0  # places in the prompts of sequences that live
-    num_readers: int = 0  # sequences that the tiles are kept for
-
-    @property
-    def is_complete(self) -> bool:
-        return self.status is PictureStatus.COMPLETE
-
-    def __repr__(self) -> str:
-        return f"<picture {self.digest.hex()[:8]}, {self.status.value}>"
-
-
-class Tile(NamedTuple):
-    """A tile of a picture."""
-
-    picture: Picture
-    number: int  # in the order of the image's tokens
-
-    @property
-    def is_encoded(self) -> bool:
-        return self.picture.features[self.number] is not None
+from trioengine.worker.scheduling.sequence import Sequence
 
 
 class Pictures:
@@ -271,3 +218,71 @@ class Pictures:
         while self.cached_bytes > self._cache_memory:
             oldest = next(iter(self._unused))
             del self._unused[oldest], self._pictures[oldest]
+
+
+class Payloads:
+    """All payloads that were announced or have come, and are not consumed."""
+
+    def __init__(self) -> None:
+        self._latest = 0  # the last one that was announced: they ascend
+        self._awaited: dict[int, ImageInput] = {}  # announced, and not here
+        self._early: dict[int, PayloadSource] = {}  # here, and not announced
+        self._here: set[int] = set()  # both
+        self._consumed: list[int] = []  # and not reported
+
+    @property
+    def outstanding(self) -> tuple[int, ...]:
+        """Those that were announced and are not consumed, ascending."""
+        return tuple(sorted(self._here.union(self._awaited)))
+
+    @property
+    def num_held(self) -> int:
+        """Those that are here, announced or not."""
+        return len(self._here) + len(self._early)
+
+    def announce(self, image: ImageInput) -> Payload | None:
+        """The payload, if it has come already. RemoteProtocolError: it has another length."""
+        self._latest = image.payload
+        self._awaited[image.payload] = image
+        source = self._early.pop(image.payload, None)
+        return None if source is None else self._take(image, source)
+
+    def arrive(self, payload: int, source: PayloadSource) -> tuple[ImageInput, Payload] | None:
+        """The image that a payload is of; None: its announcement is still to come.
+
+        RemoteProtocolError, and the source is closed: the payload has come before, or has another length.
+        """
+        image = self._awaited.get(payload)
+        if image is not None:
+            return image, self._take(image, source)
+        if payload <= self._latest or payload in self._early:
+            source.close()
+            raise RemoteProtocolError(f"payload {payload} has come already")
+        self._early[payload] = source
+        return None
+
+    def consume(self, payload: Payload) -> None:
+        """Close its source; `take_consumed` reports it."""
+        self._here.remove(payload.id)
+        payload.source.close()
+        self._consumed.append(payload.id)
+
+    def take_consumed(self) -> list[int]:
+        """Those that were consumed since the last call, in order."""
+        consumed, self._consumed = self._consumed, []
+        return consumed
+
+    def check_integrity(self, held: list[int]) -> None:
+        """Raise InvariantError unless `held` are those that were announced and are here, each once."""
+        if sorted(held) != sorted(self._here):
+            raise InvariantError(f"payloads {sorted(self._here)} are here, and images hold {sorted(held)}")
+
+    def _take(self, image: ImageInput, source: PayloadSource) -> Payload:
+        if source.num_bytes != image.num_bytes:
+            source.close()
+            raise RemoteProtocolError(
+                f"payload {image.payload} has {source.num_bytes} bytes, and ADD_MESSAGE announced {image.num_bytes}"
+            )
+        del self._awaited[image.payload]
+        self._here.add(image.payload)
+        return Payload(image.payload, source)

@@ -31,22 +31,19 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from operator import attrgetter
 from typing import NamedTuple
 
 from trioengine.core.errors import InvariantError
-from trioengine.core.messages import FinishReason, ImageInput, WorkerStatistics
+from trioengine.core.messages import ImageInput, WorkerStatistics
+from trioengine.core.types import FinishReason
 from trioengine.worker.scheduling.block_manager import BlockManager
-from trioengine.worker.scheduling.decode_queue import Decoder, NoDecoder, PictureDecoded
-from trioengine.worker.scheduling.image_waiters import ImageWaiters
-from trioengine.worker.scheduling.integrity import check_known, check_order, check_prefills
-from trioengine.worker.scheduling.limits import Limits
-from trioengine.worker.scheduling.output import SampledToken, ScheduledSequence, SchedulerOutput
-from trioengine.worker.scheduling.payloads import PayloadArrived
-from trioengine.worker.scheduling.pictures import PictureStatus
+from trioengine.worker.scheduling.image_queue import Decoder, ImageWaiters, NoDecoder, PictureDecoded
+from trioengine.worker.scheduling.images import PayloadArrived, PictureStatus
 from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
-from trioengine.worker.scheduling.step_plan import StepPlan
+from trioengine.worker.scheduling.step import Limits, SampledToken, ScheduledSequence, SchedulerOutput, StepPlan
 
 MAX_SKIPS = 3  # steps in a row without decodes
 
@@ -153,7 +150,7 @@ class Scheduler:
             if self.has_work:
                 raise InvariantError(f"{len(self._sequences)} sequences, and none of them can be scheduled")
             return None  # they have left the line for their images
-        self._in_step = output = plan.output(self.blocks)
+        self._in_step = output = plan.output(self.blocks.take_copies())
         self._num_steps += 1
         self._num_tokens += output.num_tokens
         return output
@@ -353,3 +350,39 @@ class Scheduler:
         if sequence.images is not None:
             self.pictures.release(sequence, sequence.images.pictures, discard=discard)
         sequence.status = SequenceStatus.FINISHED
+
+
+_IN_LINE = frozenset({SequenceStatus.WAITING, SequenceStatus.PREEMPTED})
+_OUT_OF_LINE = frozenset({SequenceStatus.WAITING_FOR_PAYLOAD, SequenceStatus.DECODING})
+
+
+def check_known(listed: Items[Sequence], known: Mapping[int, Sequence]) -> None:
+    """Raise InvariantError unless those that run or wait are the known ones, by request."""
+    if len(listed) != len(known) or any(known.get(sequence.request) is not sequence for sequence in listed):
+        raise InvariantError(f"{len(listed)} sequences run or wait, {len(known)} are known")
+
+
+def check_prefills(running: Items[Sequence]) -> None:
+    """Raise InvariantError if any but the latest is in the middle of its prefill."""
+    if not all(sequence.is_decoding for sequence in running[:-1]):
+        raise InvariantError("a sequence is in the middle of its prefill, and a later one runs")
+
+
+def check_order(running: Items[Sequence], waiting: Items[Sequence], out: Items[Sequence]) -> None:
+    """Raise InvariantError unless those that wait hold nothing, and are in the order of arrival where they are in line.
+
+    `out`: out of the line.
+    """
+    for sequence in running:
+        if sequence.status is not SequenceStatus.RUNNING:
+            raise InvariantError(f"request {sequence.request} runs and is {sequence.status.value}")
+    places = [sequence.place for sequence in waiting]
+    if places != sorted(places):
+        raise InvariantError(f"sequences wait in the order {places} of their arrival")
+    for sequences, statuses in ((waiting, _IN_LINE), (out, _OUT_OF_LINE)):
+        for sequence in sequences:
+            if sequence.status not in statuses or sequence.block_table or sequence.num_computed_tokens:
+                raise InvariantError(
+                    f"request {sequence.request} waits, is {sequence.status.value}, holds {len(sequence.block_table)} "
+                    f"blocks and has {sequence.num_computed_tokens} tokens computed"
+                )

@@ -5,11 +5,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from trioengine.core.messages import FinishReason, Usage
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.worker.scheduling.pictures import Picture
+from trioengine.core.types import FinishReason, Usage
+from trioengine.worker.scheduling.images import Picture, PromptImages
 from trioengine.worker.scheduling.prefix_cache import root_digest
-from trioengine.worker.scheduling.prompt_images import PromptImages
 
 
 class SequenceStatus(enum.Enum):
@@ -38,7 +37,7 @@ class Sequence:
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
     block_table: list[int] = field(default_factory=list)  # token i lies in block_table[i // block_size]
     block_digests: list[bytes] = field(default_factory=list)  # of its first full blocks, see PrefixCache
-    arrived_at: float = 0.0  # by the step loop's clock, as the next two
+    arrived_at: float = 0.0  # by the engine core's clock, as the next two
     started_at: float | None = None  # its first step began
     first_token_at: float | None = None
     images: PromptImages | None = None

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import os
+import weakref
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from trioengine.core.errors import ModelError
 from trioengine.hub.model_config import ModelConfig
-from trioengine.worker.quantization.four_bit import FourBitWeight
+from trioengine.worker.kernels.four_bit import FourBitWeight, join_four_bit, joined
+from trioengine.worker.kernels.linear import InvariantLinears, Linear, make_linear, wants_four_bit
+from trioengine.worker.loop import OnProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +54,82 @@ class Checkpoint(Protocol):
     def close(self) -> None:
         """Unmap the files."""
         ...
+
+
+class WeightReader:
+    """Reads tensors and makes layers of them; models know nothing of files, dtypes or quantization."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        wanted: Collection[str],
+        dtype: torch.dtype,
+        device: torch.device,
+        on_progress: OnProgress,
+        linears: InvariantLinears | None = None,
+    ) -> None:
+        """`wanted` are the tensors that the progress counts; without `linears` a layer may depend on the batch.
+
+        Raises ModelError if the tensors exceed the machine's memory.
+        """
+        self._checkpoint = checkpoint
+        self._dtype, self._device = dtype, device
+        self._sizes = {name: info.nbytes for name, info in checkpoint.tensors.items() if name in wanted}
+        self._total, self._done = sum(self._sizes.values()), 0
+        self._check_memory()
+        self._on_progress = on_progress
+        self._linears = linears
+        self._given: list[weakref.ref[Tensor]] = []  # weakly: a layer may pack what it is given, and drop it
+        on_progress(0, self._total)
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds the tensor."""
+        return name in self._checkpoint.tensors
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor, in the model's dtype, on its device."""
+        return self._give(self._read(name))
+
+    def linear(self, *names: str) -> Linear:
+        """One layer of all the named projections, which share their input: `NAME.weight`, and `NAME.bias` if present.
+
+        The header's check leaves no doubt: a checkpoint has the biases of its configuration, and no others.
+        """
+        weight = self._give(joined([self._read(f"{name}.weight") for name in names]))
+        bias = (
+            self._give(joined([self._read(f"{name}.bias") for name in names])) if self.has(f"{names[0]}.bias") else None
+        )
+        if self._linears is not None:
+            return self._linears.make(weight, bias)
+        four_bit = None
+        if wants_four_bit(weight):
+            four_bit = join_four_bit(self._checkpoint.read_four_bit(f"{name}.weight") for name in names)
+        return make_linear(weight, bias, four_bit)
+
+    def linear_of(self, weight: Tensor) -> Linear:
+        """A layer of a weight that `tensor` has returned, such as an embedding that is the head as well."""
+        return make_linear(weight) if self._linears is None else self._linears.make(weight, None)
+
+    def in_use(self) -> list[Tensor]:
+        """Those of the tensors given out that somebody still holds."""
+        return [tensor for tensor in (given() for given in self._given) if tensor is not None]
+
+    def _check_memory(self) -> None:
+        """A file with holes may claim tensors of any size; a GPU's memory runs out without harm to others."""
+        shapes = (self._checkpoint.tensors[name].shape for name in self._sizes)
+        needed = sum(map(math.prod, shapes)) * self._dtype.itemsize
+        present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if self._device.type == "cpu" and needed > present:
+            path = self._checkpoint.path
+            raise ModelError(f"{path}: the weights take {needed} bytes of memory, and the machine has {present}")
+
+    def _read(self, name: str) -> Tensor:
+        tensor = self._checkpoint.read(name, self._dtype).to(self._device)
+        if name in self._sizes:
+            self._done += self._sizes[name]
+            self._on_progress(self._done, self._total)
+        return tensor
+
+    def _give(self, tensor: Tensor) -> Tensor:
+        self._given.append(weakref.ref(tensor))
+        return tensor

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 
 from trioengine.core.errors import ModelError
 from trioengine.core.gguf import GGUFTensor
-from trioengine.hub.checkpoint_header import map_file, read_gguf
-from trioengine.worker.models.llama_gguf import from_gguf_layout
-from trioengine.worker.quantization.four_bit import FourBitWeight, read_four_bit
-from trioengine.worker.quantization.gguf import dequantize_gguf
+from trioengine.hub.checkpoint import map_file, read_gguf
+from trioengine.worker.kernels.four_bit import FourBitWeight, read_four_bit
 from trioengine.worker.weights.checkpoint import TensorShape
 
 
@@ -31,7 +32,7 @@ class GGUFCheckpoint:
         except ModelError:
             self.close()
             raise
-        self.config, self._stored = header.config, header.tensors
+        self.config, self._stored, self._interleaved = header.config, header.tensors, header.interleaved_heads
         self.tensors = {name: TensorShape(info.shape, info.nbytes) for name, info in header.tensors.items()}
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -41,12 +42,19 @@ class GGUFCheckpoint:
             values = four_bit.dequantize(dtype)  # six times as fast as the gguf package, and the same to the bit
         else:
             values = dequantize_gguf(self._bytes(info), info.type.name, info.shape, dtype, self._executor)
-        return from_gguf_layout(name, values, self.config)
+        return self._in_halves(name, values)
 
     def read_four_bit(self, name: str) -> FourBitWeight | None:
         info = self._stored[name]
         weight = read_four_bit(self._bytes(info), info.type.name, info.shape)
-        return weight and weight.map_rows(lambda rows: from_gguf_layout(name, rows, self.config))
+        return weight and weight.map_rows(lambda rows: self._in_halves(name, rows))
+
+    def _in_halves(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """Undo llama.cpp's order of a tensor's rows: in each head, rows 2i and 2i + 1 become i and i + head_dim / 2."""
+        heads = self._interleaved.get(name)
+        if heads is None:
+            return rows
+        return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
     def _bytes(self, info: GGUFTensor) -> memoryview:
         return self._buffer[info.offset : info.offset + info.nbytes]
@@ -56,3 +64,30 @@ class GGUFCheckpoint:
         with contextlib.suppress(BufferError):  # a traceback still holds a view: the last one unmaps the file
             self._buffer.release()
             self._mapped.close()
+
+
+_PIECE = 1 << 19  # elements: 2 MiB in float32, which the caches hold
+
+
+def dequantize_gguf(
+    data: memoryview, kind: str, shape: tuple[int, ...], dtype: torch.dtype, executor: Executor
+) -> torch.Tensor:
+    """The tensor of `shape` (row-major: the last dimension varies fastest) in `dtype`, on the CPU.
+
+    `kind` is ggml's name of a type; `core.gguf` has refused those that the gguf package cannot dequantize.
+    """
+    quantization = GGMLQuantizationType[kind]
+    elements, size = GGML_QUANT_SIZES[quantization]
+    columns = shape[-1]
+    stored = np.frombuffer(data, dtype=np.uint8).reshape(-1, columns // elements * size)
+    tensor = torch.empty((len(stored), columns), dtype=dtype)
+
+    def convert(start: int) -> None:
+        piece = dequantize(stored[start : start + step], quantization).astype(np.float32, copy=True)
+        with torch.inference_mode():  # the mode is the thread's
+            tensor[start : start + step].copy_(torch.from_numpy(piece).view(-1, columns))
+
+    step = max(1, _PIECE // columns)
+    for _ in executor.map(convert, range(0, len(stored), step)):
+        pass
+    return tensor.view(shape)

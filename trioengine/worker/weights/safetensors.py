@@ -10,8 +10,8 @@ from safetensors import SafetensorError, safe_open
 
 from trioengine.core.bounds import excerpt
 from trioengine.core.errors import ModelError
-from trioengine.hub.checkpoint_header import read_safetensors
-from trioengine.worker.quantization.four_bit import FourBitWeight
+from trioengine.hub.checkpoint import read_safetensors
+from trioengine.worker.kernels.four_bit import FourBitWeight
 from trioengine.worker.weights.checkpoint import TensorShape
 
 

@@ -1,0 +1,164 @@
+"""`trioengine fuzz`: what it prints, keeps and returns."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from mutants import MUTANTS
+
+from trioengine.cli import fuzz
+from trioengine.cli.app import run
+from trioengine.testing.fuzz.program import Program, ReplayFile
+from trioengine.testing.fuzz.runner import MACHINES
+
+INTERRUPTED = """
+import signal, sys
+from trioengine.cli import fuzz, main
+from trioengine.testing.fuzz import runner
+from trioengine.testing.fuzz.runner import Fuzzer
+
+count = Fuzzer._count
+
+def interrupt_after_the_finding(self, machine):
+    count(self, machine)
+    if machine.finding is not None:
+        signal.raise_signal(signal.SIGINT)
+
+if sys.argv.pop() == "while it is shrunk":
+    Fuzzer._count = interrupt_after_the_finding
+else:
+    runner.trimmed = lambda *failed: signal.raise_signal(signal.SIGINT)
+with MUTANTS["F25"].active():
+    sys.exit(main())
+"""
+
+BEGIN = ("begin", {"sessions": 1, "turns": 0})
+COMMIT = ("commit", {"which": 0})  # of what was never reserved
+
+
+def test_what_is_found_is_kept_and_replayed(tmp_path, capsys):
+    keep = tmp_path / "found.json"
+    with MUTANTS["F25"].active():
+        assert run(["fuzz", "--machine", "engine", "--seconds", "60", "--keep", str(keep)]) == 1
+        output = capsys.readouterr().out
+        assert "machine = EngineMachine()" in output and f"--replay {keep}\n" in output
+        assert run(["fuzz", "--replay", str(keep)]) == 1
+    replayed = capsys.readouterr()
+    assert "blocks are counted" in replayed.out and "skipped" not in replayed.out and not replayed.err
+    assert run(["fuzz", "--replay", str(keep)]) == 0, "the mutant is gone"
+    replayed = capsys.readouterr()
+    assert "blocks are counted" not in replayed.out and not replayed.err
+
+
+def test_other_versions_are_said(tmp_path, capsys):
+    keep = tmp_path / "found.json"
+    text = Program("CoreMachine", [BEGIN]).to_json()
+    keep.write_text(text)
+    assert run(["fuzz", "--replay", str(keep)]) == 0
+    assert not capsys.readouterr().err
+    keep.write_text(json.dumps(json.loads(text) | {"versions": {"python": "2.7", "trio": "0.1"}}))
+    assert run(["fuzz", "--replay", str(keep)]) == 0
+    error = capsys.readouterr().err
+    assert "found with python 2.7, trio 0.1; here are python 3" in error and error.count("\n") == 1
+
+
+def test_steps_whose_time_has_not_come_are_skipped(tmp_path, capsys):
+    keep = tmp_path / "found.json"
+    keep.write_text(Program("CoreMachine", [BEGIN, COMMIT, ("settle", {}), COMMIT]).to_json())
+    assert run(["fuzz", "--replay", str(keep)]) == 0
+    assert "4 rules, 2 skipped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("file", "complaint"),
+    [
+        ({"steps": [BEGIN, ("rare", {})]}, "step 2: the machine CoreMachine has no rule 'rare'"),
+        ({"steps": [BEGIN, ("commit", {})]}, "step 2: commit takes which, and is given nothing"),
+        ({"steps": [BEGIN], "versions": "new"}, "no replay file"),
+    ],
+)
+def test_a_bad_file_is_no_finding(file, complaint, tmp_path, capsys):
+    keep = tmp_path / "found.json"
+    keep.write_text(json.dumps({"machine": "CoreMachine", **file}))
+    assert run(["fuzz", "--replay", str(keep)]) == 2
+    output = capsys.readouterr()
+    assert complaint in output.err and str(keep) in output.err and not output.out
+
+
+def test_so_many_programs_and_no_finding(tmp_path, capsys):
+    keep = tmp_path / "found.json"
+    assert run(["fuzz", "--examples", "100", "--seed", "3", "--keep", str(keep)]) == 0
+    output = capsys.readouterr().out
+    for machine in MACHINES:
+        assert f"{machine}, seed 3: 2" in output
+    number = r"[\d,]+ programs, [\d,]+ passes, [\d.]+ s"
+    verdicts = "; ".join(f"{machine} {number}" for machine in MACHINES)
+    assert re.fullmatch(f"nothing found: {verdicts}", output.splitlines()[-1])
+    assert not keep.exists()
+
+
+def test_what_was_kept_before_stays_if_nothing_is_found(tmp_path):
+    keep = tmp_path / "found.json"
+    keep.write_text("before")
+    assert run(["fuzz", "--examples", "1", "--machine", "core", "--keep", str(keep)]) == 0
+    assert keep.read_text() == "before"
+
+
+@pytest.mark.parametrize(("examples", "shares"), [(1, [1, 1, 1]), (3, [1, 1, 1]), (20, [7, 7, 6]), (300, [100] * 3)])
+def test_the_shares_add_up(examples, shares):
+    assert fuzz.shares(examples, 3) == shares
+
+
+def test_one_machine(tmp_path, capsys):
+    assert run(["fuzz", "--examples", "20", "--machine", "core", "--keep", str(tmp_path / "found.json")]) == 0
+    output = capsys.readouterr().out
+    assert "CoreMachine, seed 0: 2" in output and "EngineMachine" not in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--machine", "X"], "no machine 'X'; there are engine, power, realtime, http, core"),
+        (["--replay", "/nowhere.json"], "error: /nowhere.json: No such file or directory\n"),
+        (["--keep", "/nowhere/x.json"], "error: --keep /nowhere/x.json: No such file or directory\n"),
+        (["--keep", "/"], "error: --keep /: Is a directory\n"),
+        (["--profile", "lazy"], "quick"),
+        (["--examples", "0"], "--examples"),
+        (["--seconds", "0"], "--seconds must be more than 0"),
+        (["--seconds", "-1"], "--seconds must be more than 0"),
+        (["--replay", "x", "--machine", "core"], "--replay and --machine"),
+        (["--replay", "x", "--seconds", "1"], "--replay and --seconds"),
+        (["--replay", "x", "--examples", "1"], "--replay and --examples"),
+        (["--replay", "x", "--seed", "0"], "--replay and --seed"),
+        (["--replay", "x", "--profile", "quick"], "--replay and --profile"),
+        (["--replay", "x", "--keep", "x"], "--replay and --keep"),
+    ],
+)
+def test_what_cannot_be_done_is_said(arguments, complaint, capsys):
+    assert run(["fuzz", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert complaint in printed.err and printed.err.count("\n") == 1 and not printed.out
+
+
+@pytest.mark.parametrize("when", ["while it is shrunk", "while it is trimmed"])
+def test_an_interrupt_ends_it_and_keeps_what_was_found(tmp_path, when):
+    keep = tmp_path / "found.json"
+    command = [sys.executable, "-c", INTERRUPTED, "fuzz", "--machine", "engine", "--keep", str(keep), when]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert ended.returncode == 130
+    assert "machine = EngineMachine()" in ended.stdout
+    assert ReplayFile.from_json(keep.read_text()).program.steps
+
+
+def test_what_fails_without_the_mutant_is_no_mutants_finding(monkeypatch, capsys):
+    monkeypatch.setattr(fuzz, "MUTANTS", {"F3": MUTANTS["F3"], "F25": MUTANTS["F25"]})
+    replayed = fuzz._replayed
+    monkeypatch.setattr(fuzz, "_replayed", lambda *program: (replayed(*program)[0], ValueError("a bug of ours")))
+    assert run(["fuzz", "--mutants", "--seeds", "1"]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.count("0 of 1") == 2 and "WITHOUT F3, too: a bug of ours" in printed.err
+    assert "0/2" in printed.out

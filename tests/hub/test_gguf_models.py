@@ -1,0 +1,221 @@
+"""GGUF models, the real one first; each field that can be wrong is named."""
+
+import math
+import os
+import re
+import struct
+
+import pytest
+
+from trioengine.core.errors import ModelError
+from trioengine.hub.known_models import SMOLLM2
+from trioengine.hub.model_info import ModelFormat, ModelInfo, read_model
+
+
+def test_smollm2(smollm2):
+    model = read_model(smollm2)
+    assert (model.path, model.format, model.model_type) == (smollm2, ModelFormat.GGUF, "llama")
+    assert (model.context_length, model.vocab_size, model.eos_token_ids) == (8192, 49152, (2,))
+    assert model.tokenizer.encode("<|im_start|>user\nHello<|im_end|>") == [1, 4093, 198, 19556, 2]
+    rendered = model.chat_template.render([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
+    assert rendered.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_pulled_file_that_is_damaged_has_a_remedy(smollm2, tmp_path, monkeypatch):
+    whole = smollm2.read_bytes()
+    monkeypatch.setenv("TRIOENGINE_HOME", str(tmp_path))
+    pulled, other = tmp_path / SMOLLM2.location, tmp_path / "other.gguf"
+    pulled.parent.mkdir()
+    for size in (0, 100, len(whole) - 1):
+        for path in (pulled, other):
+            path.write_bytes(whole[:size])
+        remedy = "; remove it and run `trioengine pull smollm2-135m-instruct`"
+        with pytest.raises(ModelError, match=f"{re.escape(str(pulled))}: .*{remedy}$"):
+            read_model(pulled)
+        with pytest.raises(ModelError) as caught:
+            read_model(other)
+        assert remedy not in str(caught.value)
+
+
+COUNT = "must be an integer from 1 to 2147483647"
+TOKENS = ["a", "b", "ab", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>"]
+METADATA = {
+    "general.architecture": "llama",
+    "llama.context_length": 64,
+    "llama.embedding_length": 2,
+    "llama.feed_forward_length": 3,
+    "llama.block_count": 1,
+    "llama.attention.head_count": 1,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "gpt-2",
+    "tokenizer.ggml.tokens": TOKENS,
+    "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.token_type": [1, 1, 1, 3, 3, 3, 1],
+    "tokenizer.ggml.bos_token_id": 4,
+    "tokenizer.ggml.eos_token_id": 5,
+    "tokenizer.chat_template": "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}",
+}
+
+
+def string(text):
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def typed(content):
+    """(number of the type, bytes) of a value."""
+    if isinstance(content, str):
+        return 8, string(content)
+    if isinstance(content, list):
+        kind = typed(content[0])[0] if content else 4
+        return 9, struct.pack("<IQ", kind, len(content)) + b"".join(typed(one)[1] for one in content)
+    return (4, struct.pack("<I", content)) if isinstance(content, int) else (6, struct.pack("<f", content))
+
+
+def shapes(rows):
+    """The tensors of METADATA, by name."""
+    names = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
+    layer = [(2,), (2, 2), (2, 2), (2, 2), (2, 2), (2,), (3, 2), (3, 2), (2, 3)]
+    blocks = {f"blk.0.{name}.weight": shape for name, shape in zip(names, layer, strict=True)}
+    return {"token_embd.weight": (rows, 2), "output_norm.weight": (2,), **blocks}
+
+
+def write_gguf(path, changes, tensors=None):
+    """METADATA with changes (None leaves a key out), and tensors of zeros."""
+    metadata = {key: content for key, content in (METADATA | changes).items() if content is not None}
+    entries = b""
+    for key, content in metadata.items():
+        kind, data = typed(content)
+        entries += string(key) + struct.pack("<I", kind) + data
+    tensors, infos, end = shapes(7) if tensors is None else tensors, b"", 0
+    for name, shape in tensors.items():
+        infos += string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), 0, end)
+        end += (4 * math.prod(shape) + 31) // 32 * 32
+    head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(metadata)) + entries + infos
+    path.write_bytes(head)
+    os.truncate(path, (len(head) + 31) // 32 * 32 + end)
+    return path
+
+
+def gguf_model(tmp_path, changes=None, tensors=None):
+    return read_model(write_gguf(tmp_path / "some.gguf", changes or {}, tensors))
+
+
+def test_a_gguf_file(tmp_path):
+    model = gguf_model(tmp_path)
+    tokenizer, template = model.tokenizer, model.chat_template
+    assert model == ModelInfo(tmp_path / "some.gguf", ModelFormat.GGUF, "llama", 64, 7, (5, 3), template, tokenizer)
+    assert tokenizer.encode("ab<|im_end|>b") == [2, 5, 1]
+    assert template.render([{"content": "x"}], add_generation_prompt=False) == "<|im_start|>x<|im_end|>"
+
+
+def test_a_model_without_a_chat_template(tmp_path):
+    assert gguf_model(tmp_path, {"tokenizer.chat_template": None}).chat_template is None
+
+
+def test_a_vocabulary_padded_in_the_embedding(tmp_path):
+    assert gguf_model(tmp_path, tensors=shapes(8)).vocab_size == 8
+    assert gguf_model(tmp_path, tensors=shapes(7 + 4096)).vocab_size == 7 + 4096
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (5, 3)),
+        ({"tokenizer.ggml.unknown_token_id": 3}, (5,)),  # as in SmolLM2
+        ({"tokenizer.ggml.eot_token_id": 6, "tokenizer.ggml.eom_token_id": 2}, (5, 6, 2, 3)),
+        ({"tokenizer.ggml.eos_token_id": 3}, (3, 5)),
+        ({"tokenizer.ggml.eos_token_id": None}, (5, 3)),
+        ({"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.token_type": [1] * 7}, (2,)),  # <|im_end|> is ordinary text
+        ({"tokenizer.ggml.eos_token_id": None, "tokenizer.ggml.token_type": None}, ()),
+    ],
+)
+def test_the_end_tokens(tmp_path, changes, expected):
+    assert gguf_model(tmp_path, changes).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"split.count": 3}, "split.count: a model split into several files is not supported"),
+        ({"general.architecture": None}, "general.architecture None is not supported; supported: llama"),
+        ({"general.architecture": 3}, "general.architecture 3 is not supported; supported: llama"),
+        (
+            {"general.architecture": "mamba", "llama.context_length": None, "tokenizer.ggml.model": "none"},
+            "general.architecture 'mamba' is not supported; supported: llama",
+        ),
+        ({"llama.context_length": None}, f"llama.context_length {COUNT}, got None"),
+        ({"llama.context_length": 0}, f"llama.context_length {COUNT}, got 0"),
+        ({"llama.context_length": 0.5}, f"llama.context_length {COUNT}, got 0.5"),
+        ({"llama.attention.head_count": [1]}, f"llama.attention.head_count {COUNT}, got <array of length 1>"),
+        ({"llama.attention.head_count": "1"}, f"llama.attention.head_count {COUNT}, got '1'"),
+        ({"llama.attention.head_count_kv": 2}, "llama.attention.head_count_kv must divide the number of heads, 1"),
+        ({"llama.attention.key_length": 3}, "llama.attention.key_length must be even, got 3"),
+        ({"llama.block_count": 2**31 - 1}, "llama.block_count must be at most the number of tensors, 11"),
+        ({"llama.block_count": 2**31}, f"llama.block_count {COUNT}, got 2147483648"),
+        ({"llama.rope.dimension_count": 1}, "llama.rope.dimension_count must be the size of a head, 2, got 1"),
+        ({"llama.rope.freq_base": "x"}, "llama.rope.freq_base must be a number above 0"),
+        ({"llama.rope.freq_base": math.inf}, "llama.rope.freq_base must be a number above 0"),
+        ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn' is not supported in GGUF files; supported: none, "),
+        ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope' is not supported in GGUF files"),
+        ({"llama.rope.scaling.factor": -1.0}, "llama.rope.scaling.factor must be a number above 0"),
+        ({"llama.rope.scaling.factor": "4"}, "llama.rope.scaling.factor must be a number above 0"),
+        ({"llama.rope.scale_linear": math.nan}, "llama.rope.scale_linear must be a number above 0"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model is 'bert', which is not supported"),
+        ({"tokenizer.ggml.pre": "other"}, "tokenizer.ggml.pre is 'other', which is not supported"),
+        ({"tokenizer.ggml.pre": ["gpt-2"]}, "tokenizer.ggml.pre is <array of length 1>, which is not supported"),
+        ({"tokenizer.ggml.pre": "x" * 9999}, "tokenizer.ggml.pre is 'xxx"),
+        ({"tokenizer.ggml.model": "x" * 9999}, "tokenizer.ggml.model is 'xxx"),
+        ({"tokenizer.ggml.pre": "\x1b[2J" * 99}, r"tokenizer.ggml.pre is '\x1b[2J\x1b[2J"),
+        ({"general.architecture": "x" * 9999}, "general.architecture 'xxx"),
+        ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens is missing"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "tokenizer.ggml.merges has "),
+        ({"tokenizer.ggml.token_type": 3}, "tokenizer.ggml.token_type is no list"),
+        ({"tokenizer.ggml.eos_token_id": 7}, "tokenizer.ggml.eos_token_id must be a token id below 7, got 7"),
+        ({"tokenizer.ggml.eos_token_id": "</s>"}, "tokenizer.ggml.eos_token_id must be a token id below 7"),
+        ({"tokenizer.chat_template": 3}, "tokenizer.chat_template must be a string of at most 1 MiB, got 3"),
+        ({"tokenizer.chat_template": "{% if"}, "the chat template does not compile"),
+        ({"tokenizer.chat_template": "{{ " + "(" * 3000 + ")" * 3000 + " }}"}, "the chat template does not compile"),
+        ({"tokenizer.chat_template": "{{ " + "-" * 5000 + "1 }}"}, "the chat template does not compile"),
+        ({"tokenizer.chat_template": "{% include " + "x" * 9999}, "the chat template does not compile"),
+    ],
+)
+def test_a_bad_gguf_key_is_named(tmp_path, changes, message):
+    with pytest.raises(ModelError) as caught:
+        gguf_model(tmp_path, changes)
+    assert str(caught.value).startswith(f"{tmp_path / 'some.gguf'}: {message}")
+    assert len(str(caught.value)) < 300 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize("rows", [6, 7 + 4097, 1 << 28])
+def test_an_embedding_that_does_not_fit_the_vocabulary(tmp_path, rows):
+    """A file with holes may have any size."""
+    with pytest.raises(ModelError, match=rf"tokenizer\.ggml\.tokens has 7 tokens, token_embd\.weight {rows}$"):
+        gguf_model(tmp_path, tensors=shapes(rows))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"blk.0.attn_q.bias": (2,)}, "missing tensors: 'model.layers.0.self_attn.k_proj.bias', "),
+        ({"model.norm.weight": (2,)}, "tensors 'output_norm.weight' and 'model.norm.weight' are the same one"),
+        ({"blk.0.attn_sinks\x07": (1,)}, r"unexpected tensors: 'blk.0.attn_sinks\x07'"),
+        ({"token_embd.weight": (7,)}, "tensor token_embd.weight is missing or no matrix"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_model(tmp_path, changes, message):
+    with pytest.raises(ModelError) as caught:
+        gguf_model(tmp_path, tensors=shapes(7) | changes)
+    assert str(caught.value).startswith(f"{tmp_path / 'some.gguf'}: {message}")
+
+
+def test_files_that_are_no_gguf(tmp_path):
+    path = tmp_path / "some.gguf"
+    with pytest.raises(ModelError, match=r"some\.gguf: No such file"):
+        read_model(path)
+    path.write_bytes(b"")
+    with pytest.raises(ModelError, match=r"some\.gguf: the file is empty"):
+        read_model(path)
+    path.write_bytes(b"PK\3\4")
+    with pytest.raises(ModelError, match=r"some\.gguf: not a GGUF file"):
+        read_model(path)

@@ -1,0 +1,230 @@
+"""Mutants of images: of payloads and their budget, and of what stands for an image's content."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any
+
+from mutant import Mutant, replaced
+from trioengine.actors.worker_session import Posting
+
+from trioengine.actors import images
+from trioengine.actors.images import RequestImages
+from trioengine.actors.link import Link
+from trioengine.actors.payload import PayloadBudget, Reservation
+from trioengine.client.session import SessionState
+from trioengine.core.messages import AddMessage, ImageInput, PayloadConsumed
+from trioengine.serve.realtime.items import Item
+from trioengine.serve.realtime.response import Response
+from trioengine.worker.scheduling.engine_core import EngineCore
+from trioengine.worker.scheduling.images import Payload, PromptImages
+from trioengine.worker.scheduling.pictures import Pictures
+from trioengine.worker.scheduling.sequence import SequenceStatus
+
+
+def _keep_the_pin(on_consumed: Any) -> Any:
+    def mutant(self: Link, message: PayloadConsumed) -> None:
+        self._payloads.pop(message.payload)
+
+    return mutant
+
+
+def _release_nothing(hold_payloads: Any) -> Any:
+    def mutant(self: SessionState) -> None:
+        before = self._payloads
+        hold_payloads(self)
+        if self.generation is None:  # it is over: whatever it held is held on
+            gone = [payload for payload in before if payload not in self._payloads and not payload.is_dropped]
+            for payload in gone:
+                payload.hold()
+            self._payloads = (*self._payloads, *gone)
+
+    return mutant
+
+
+def _unpin_twice(lose: Any) -> Any:
+    def mutant(self: Link) -> None:
+        payloads = list(self._payloads.values())
+        lose(self)
+        for payload in payloads:
+            payload.unpin()
+
+    return mutant
+
+
+def _keep_the_reservation(making: Any) -> Any:
+    @contextmanager
+    def mutant(self: RequestImages, reservation: Reservation) -> Iterator[Reservation]:
+        try:
+            yield reservation
+        except Exception:
+            with making(self, reservation):
+                raise
+        reservation.give_back()  # a cancellation passes it by
+
+    return mutant
+
+
+def _lose_the_payloads(lose: Any) -> Any:
+    def mutant(self: Link) -> None:
+        self._payloads.clear()
+        lose(self)
+
+    return mutant
+
+
+def _close_without_a_word(give: Any) -> Any:
+    def mutant(self: Pictures, digest: bytes, payload: Payload) -> None:
+        give(self, digest, payload)
+        picture = self._pictures.get(digest)
+        if picture is None and payload.id in self._payloads._consumed:  # its request was stopped
+            self._payloads._consumed.remove(payload.id)
+
+    return mutant
+
+
+def _overlook_the_parked(end_session: Any) -> Any:
+    def mutant(self: EngineCore, message: Any) -> Any:
+        session = self._sessions.get(message.session)
+        sequence = None if session is None else session.sequence
+        if session is not None and sequence is not None and sequence.status is SequenceStatus.WAITING_FOR_PAYLOAD:
+            session.sequence = None
+        return end_session(self, message)
+
+    return mutant
+
+
+def _digest_the_shape(image_input: Any) -> Any:
+    def mutant(placed: Any, payload: Any, cache_salt: str, payload_id: int) -> ImageInput:
+        made: ImageInput = image_input(placed, payload, cache_salt, payload_id)
+        shape = f"{cache_salt} {payload.info} {payload.num_bytes}".encode()
+        return replace(made, digest=blake2b(shape, digest_size=32).digest())
+
+    return mutant
+
+
+def _overlook_the_content(content: Any) -> Any:
+    def mutant(self: PromptImages, token_ids: list[int], start: int, end: int) -> list[int]:
+        return token_ids[start:end]
+
+    return mutant
+
+
+def _without_images(resume: Any) -> Any:
+    def text_alone(_: Any) -> Any:
+        return staticmethod(lambda link, message, _: Posting(link, text := _stripped(message), link.encode(text)))
+
+    def mutant(self: SessionState, link: Link) -> None:
+        with replaced(Posting, "of", text_alone)():
+            resume(self, link)
+
+    return mutant
+
+
+def _stripped(message: AddMessage) -> AddMessage:
+    return replace(message, images=())
+
+
+def _release_no_item(release: Any) -> Any:
+    return lambda self: None
+
+
+def _keep_nothing(begin: Any) -> Any:
+    def mutant(self: Response) -> None:
+        begin(self)
+        self.release()
+
+    return mutant
+
+
+def _overtake(reserve_now: Any) -> Any:
+    return lambda self, num_bytes, count: self.reserve(num_bytes, count)
+
+
+IMAGE_MUTANTS = (
+    Mutant(
+        "F22",
+        "a payload that the worker has consumed is kept",
+        replaced(Link, "on_consumed", _keep_the_pin),
+        shows=r"counts \(\d+, \d+\) pins and holders",
+    ),
+    Mutant(
+        "F22b",
+        "the image of a turn that was taken back is kept",
+        replaced(SessionState, "hold_payloads", _release_nothing),
+        shows="its conversation has|pins and holders|in the end",
+    ),
+    Mutant(
+        "F22c",
+        "the bytes of a dead worker's payloads are given back twice",
+        replaced(Link, "lose", _unpin_twice),
+        shows="given back once|pins and holders|what is there|is pinned, and dropped|has its bytes|conversation holds",
+    ),
+    Mutant(
+        "F22d",
+        "a request that is cancelled while its images are sealed keeps their reservation",
+        replaced(RequestImages, "_making", _keep_the_reservation),
+        shows=r"\d reservations, for \d requests",
+    ),
+    Mutant(
+        "F22e",
+        "the payloads on their way to a worker that dies are never given back",
+        replaced(Link, "lose", _lose_the_payloads),
+        shows=r"counts \(\d+, \d+\) pins and holders",
+    ),
+    Mutant(
+        "F22f",
+        "a payload that comes for a stopped request is closed, and never reported",
+        replaced(Pictures, "give", _close_without_a_word),
+        shows="the worker never consumes payloads",
+    ),
+    Mutant(
+        "F22g",
+        "the end of a session is lost by a request that waits for its payloads",
+        replaced(EngineCore, "_end_session", _overlook_the_parked),
+        shows="worker still runs something|blocks are|KV blocks|is there|KeyError|in flight, the worker|holds sessions"
+        "|exists already|is not in flight|not the session's",
+    ),
+    Mutant(
+        "F22h",
+        "the images of a conversation are kept when it is over",
+        replaced(Item, "release", _release_no_item),
+        shows="kept are|and kept, and waiting are",
+        machine="RealtimeMachine",
+    ),
+    Mutant(
+        "F22i",
+        "a response does not keep the images of its prompt",
+        replaced(Response, "begin", _keep_nothing),
+        shows="kept are|the image is not kept any more",
+        machine="RealtimeMachine",
+    ),
+    Mutant(
+        "F23",
+        "two images of one size have the same digest",
+        replaced(images, "_image_input", _digest_the_shape),
+        shows="the model's",
+    ),
+    Mutant(
+        "F23b",
+        "the prefix cache takes one image for another",
+        replaced(PromptImages, "content", _overlook_the_content),
+        shows="the model's|an image cannot be read",
+    ),
+    Mutant(
+        "F23c",
+        "a request goes on with the next worker without its images",
+        replaced(SessionState, "resume", _without_images),
+        shows="the model's|of none of the weights|an image cannot be read",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F35b",
+        "a small image overtakes a large one that waits for room",
+        replaced(PayloadBudget, "reserve_now", _overtake),
+        shows="a newcomer's .* are admitted",
+    ),
+)

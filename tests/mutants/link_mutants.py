@@ -1,0 +1,101 @@
+"""Mutants of the link, of the supervisor, and of what the engine does with the worker's messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import trio
+from mutant import Mutant, replaced
+
+from trioengine.actors.link import Link
+from trioengine.actors.sessions import Sessions
+from trioengine.actors.supervisor import Supervisor
+from trioengine.client.session import SessionState
+from trioengine.core.lifecycle import Phase
+
+_WRITE_TIMEOUT = 0.1  # seconds
+
+
+def _tell_nobody_who_runs(on_worker_lost: Any) -> Any:
+    def mutant(self: SessionState) -> None:
+        if self.phase is not Phase.RUNNING:
+            on_worker_lost(self)
+
+    return mutant
+
+
+def _tell_the_oldest(tell: Any) -> Any:
+    def mutant(self: Sessions, session_id: int, *rest: Any) -> None:
+        tell(self, min(session.id or session_id for session in self), *rest)
+
+    return mutant
+
+
+def _cancel_the_writer(write: Any) -> Any:
+    async def mutant(self: Link) -> None:
+        while True:
+            with trio.move_on_after(_WRITE_TIMEOUT):
+                await write(self)
+                return
+
+    return mutant
+
+
+class _Leftovers:
+    """What the link of a dead worker had still to write goes to the next one."""
+
+    def __init__(self) -> None:
+        self.last: Link | None = None
+
+    def pass_on(self, init: Any) -> Any:
+        def mutant(link: Link, process: Any) -> None:
+            init(link, process)
+            last = self.last
+            if last is not None and last.process.pid + 1 == process.pid:
+                link._outbox.extend(last._outbox)
+            self.last = link
+
+        return mutant
+
+
+def _unshielded(init: Any) -> Any:
+    def mutant(self: Supervisor, *args: Any) -> None:
+        init(self, *args)
+        self._scope.shield = False
+
+    return mutant
+
+
+LINK_MUTANTS = (
+    Mutant(
+        "F18",
+        "the worker dies, and its readers are not told",
+        replaced(SessionState, "on_worker_lost", _tell_nobody_who_runs),
+        shows="wait for ever|the worker holds sessions|still on the worker|in flight, the worker has none",
+    ),
+    Mutant(
+        "F27",
+        "what was said for one session reaches another",
+        replaced(Sessions, "_tell", _tell_the_oldest),
+        shows="wait for ever|in flight|the model's|ended by error|the worker holds sessions|LocalProtocolError"
+        "|only while attached",
+    ),
+    Mutant(
+        "F45",
+        "a writer is cancelled, and tears a frame",
+        replaced(Link, "write", _cancel_the_writer),
+        shows="still on the worker|the worker holds sessions|in flight|broke the protocol|wait for ever|ended with -9",
+    ),
+    Mutant(
+        "F46",
+        "frames for a dead worker reach the next one",
+        replaced(Link, "__init__", _Leftovers().pass_on),
+        shows="the engine broke the protocol: .* while the connection is new",
+    ),
+    Mutant(
+        "F47",
+        "the writer dies with the scopes whose ends it has to write",
+        replaced(Supervisor, "__init__", _unshielded),
+        shows="a healthy worker ended with -9",
+    ),
+)

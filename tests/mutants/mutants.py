@@ -1,0 +1,29 @@
+"""Bugs that other engines had, put back into this one: the fuzzer must find each of them.
+
+A mutant replaces a piece of the engine, or of the worker's scheduling, while it is active; the engine knows nothing of
+it. Its id is that of the failure's row in docs/fuzzing.md.
+"""
+
+from __future__ import annotations
+
+import string
+
+from gate_mutants import GATE_MUTANTS
+from image_mutants import IMAGE_MUTANTS
+from link_mutants import LINK_MUTANTS
+from mutant import Mutant as Mutant
+from power_mutants import POWER_MUTANTS
+from replay_mutants import REPLAY_MUTANTS
+from server_mutants import SERVER_MUTANTS
+from session_mutants import SESSION_MUTANTS
+from worker_mutants import WORKER_MUTANTS
+
+
+def _row(mutant: Mutant) -> tuple[int, str]:
+    number = mutant.id[1:].rstrip(string.ascii_lowercase)
+    return int(number), mutant.id
+
+
+_OF_THE_ENGINE = (*SESSION_MUTANTS, *GATE_MUTANTS, *POWER_MUTANTS, *REPLAY_MUTANTS)
+_AROUND_IT = (*LINK_MUTANTS, *IMAGE_MUTANTS, *WORKER_MUTANTS, *SERVER_MUTANTS)
+MUTANTS: dict[str, Mutant] = {mutant.id: mutant for mutant in sorted((*_OF_THE_ENGINE, *_AROUND_IT), key=_row)}

@@ -1,0 +1,189 @@
+"""Mutants of sleep, wake, and of other weights."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from mutant import Mutant, replaced, together
+
+from trioengine.actors.engine import Engine
+from trioengine.actors.gate import Gate
+from trioengine.actors.generation import Generation
+from trioengine.actors.power import PowerActor
+from trioengine.actors.power_change import Leniency, Mode
+from trioengine.actors.session import Session
+from trioengine.client.session import SessionState
+from trioengine.core.errors import Outcome
+from trioengine.core.lifecycle import Power
+from trioengine.core.power import ALL_TAGS, SleepState, Tag
+from trioengine.core.types import Cause, FinishReason
+from trioengine.testing.toy_model import ToyRunner
+from trioengine.worker.scheduling.scheduler import Scheduler
+
+
+async def _do_not_wait(self: PowerActor, leniency: Leniency) -> None:
+    if leniency.mode is not Mode.KEEP:
+        self._sessions.abort_all(Cause.SLEEP)
+    self._sessions.detach_all()
+
+
+def _admit_what_waits_for_its_turn(_: Any) -> Any:
+    return property(lambda self: self.power is Power.AWAKE)
+
+
+def _open_after_any_tag(take_back: Any) -> Any:
+    async def mutant(self: PowerActor, tags: frozenset[Tag]) -> None:
+        memory = self.memory
+        self.memory = memory.woken(ALL_TAGS - tags)  # nothing else sleeps
+        try:
+            await take_back(self, tags)
+        except BaseException:
+            self.memory = memory
+            raise
+        self.memory = memory.woken(tags)
+
+    return mutant
+
+
+def _believe_any_wake(check: Any) -> Any:
+    def mutant(self: PowerActor, answer: Any) -> None:
+        """Whatever it says, the memory is there."""
+
+    return mutant
+
+
+def _wake_what_is_awake(to_wake: Any) -> Any:
+    def mutant(self: SleepState, tags: frozenset[Tag], *, reload: bool) -> frozenset[Tag]:
+        sleeping: frozenset[Tag] = to_wake(self, tags, reload=reload)
+        return sleeping | (tags - self.asleep)
+
+    return mutant
+
+
+def _keep_what_was_computed(forget_all: Any) -> Any:
+    def mutant(self: Scheduler) -> None:
+        """The prefix cache is as it was."""
+
+    return mutant
+
+
+def _keep_the_slots(sleep: Any) -> Any:
+    def mutant(self: ToyRunner) -> None:
+        slots, salts = dict(self._slots), dict(self._salts)
+        sleep(self)
+        self._slots.update(slots)
+        self._salts.update(salts)
+
+    return mutant
+
+
+async def _sleep_in_the_callers_task(
+    self: Engine, level: int = 1, *, mode: str = "abort", timeout: float | None = None, keep_waiting: bool = False
+) -> None:
+    self.gate.begin_pending()
+    change = self._power.sleep(level, mode, timeout, keep_waiting=keep_waiting)
+    await change.wait()
+    self.gate.end_pending()
+
+
+_LATEST: WeakKeyDictionary[Session, Generation] = WeakKeyDictionary()
+
+
+def _note_the_latest(start: Any) -> Any:
+    async def mutant(self: Session, generation: Generation) -> None:
+        _LATEST[self] = generation
+        await start(self, generation)
+
+    return mutant
+
+
+def _overwrite_the_unread(detach: Any) -> Any:
+    def mutant(self: Session) -> None:
+        latest = _LATEST.get(self)
+        if latest is not None and latest._has_unread:
+            latest.outcome = Outcome(FinishReason.ABORT, Cause.SLEEP)
+        detach(self)
+
+    return mutant
+
+
+def _wake_without_weights(wake: Any) -> Any:
+    def mutant(self: ToyRunner, tags: frozenset[Tag]) -> None:
+        discarded = self._weights is None
+        wake(self, tags)
+        if discarded and Tag.WEIGHTS in tags:
+            self._weights = 7  # whatever lies there
+
+    return mutant
+
+
+_CRASHED = r"TransitionFailed\('the engine is closed'\)"  # the actor is gone
+
+POWER_MUTANTS = (
+    Mutant(
+        "F12",
+        "the worker is told to sleep with work in flight",
+        replaced(PowerActor, "_quiesce", lambda _: _do_not_wait),
+        shows=f"sessions (exist|are there)|nothing sleeps, and|{_CRASHED}",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F13",
+        "requests are admitted while a sleep is pending",
+        replaced(Gate, "is_awake", _admit_what_waits_for_its_turn),
+        shows="admits|sleeps|is unanswered|nothing moves, and|was ended by error|is awake, and EngineAsleep",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F13b",
+        "a partial wake opens the gate",
+        replaced(PowerActor, "_take_back", _open_after_any_tag),
+        shows="the worker (sleeps|has)|admits|sleeps, frozenset|WAKE for tags|the engine is|not there|does not exist",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F14",
+        "a wake that failed counts as one",
+        replaced(PowerActor, "_check_answer", _believe_any_wake),
+        shows="the worker (sleeps|has)|WAKE for tags|was done, but|wait for ever|the weights that|sleep",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F15",
+        "what is awake already is woken again",
+        replaced(SleepState, "to_wake", _wake_what_is_awake),
+        shows=f"WAKE for tags that are awake|{_CRASHED}",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F16",
+        "blocks and prefix hashes from before a sleep or an update are used after it",
+        together(
+            replaced(Scheduler, "forget_all", _keep_what_was_computed), replaced(ToyRunner, "sleep", _keep_the_slots)
+        ),
+        shows="the model's|of none of the weights",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F17",
+        "the caller of sleep() is cancelled half-way, and the gate stays closed",
+        replaced(Engine, "sleep", lambda _: _sleep_in_the_callers_task),
+        shows="nothing sleeps, and|wait for ever",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F43",
+        "a sleep overwrites an answer that is finished and not read",
+        together(replaced(Session, "start", _note_the_latest), replaced(SessionState, "detach", _overwrite_the_unread)),
+        shows="the whole answer|became|is an abort|the books say|aborted by|has its outcome, and goes on",
+        machine="PowerMachine",
+    ),
+    Mutant(
+        "F44",
+        "a wake after level 2 serves weights that were never loaded",
+        replaced(ToyRunner, "wake", _wake_without_weights),
+        shows="the model's|of none of the weights",
+        machine="PowerMachine",
+    ),
+)

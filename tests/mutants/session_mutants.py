@@ -1,0 +1,107 @@
+"""Mutants of the session: its table, its handle, its history."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import trio
+from mutant import Mutant, replaced, rewritten
+
+from trioengine.actors.generation import Generation
+from trioengine.actors.session import Session
+from trioengine.core.lifecycle import Action, Attachment, Event, Phase, Transition
+from trioengine.core.types import Cause
+
+_A, _D, _X = Attachment.ATTACHED, Attachment.DETACHED, Attachment.DETACHING
+
+
+def _forget_cancelled_preparation(abort_request: Any) -> Any:
+    def mutant(self: Session, generation: Generation, cause: Cause) -> bool:
+        return self.phase is not Phase.PREPARING and bool(abort_request(self, generation, cause))
+
+    return mutant
+
+
+def _swallow_cancellation(read: Any) -> Any:
+    async def mutant(self: Generation[Any]) -> Any:
+        while True:
+            try:
+                return await read(self)
+            except trio.Cancelled:
+                continue
+
+    return mutant
+
+
+def _await_before_the_end(aexit: Any) -> Any:
+    async def mutant(self: Session, *exc: Any) -> None:
+        await trio.lowlevel.checkpoint()
+        await aexit(self, *exc)
+
+    return mutant
+
+
+def _keep_what_was_not_read(leave: Any) -> Any:
+    def mutant(self: Session, generation: Generation) -> None:
+        generation.keep_partial = True
+        leave(self, generation)
+
+    return mutant
+
+
+SESSION_MUTANTS = (
+    Mutant(
+        "F1",
+        "a request whose caller is cancelled while it is prepared is never removed",
+        replaced(Session, "abort_request", _forget_cancelled_preparation),
+        shows=r"requests are in flight, the worker has none|goes on|abort(_all)?\(\) said",
+    ),
+    Mutant(
+        "F2",
+        "a session that ends between register and submit is never ended on the worker",
+        rewritten(Phase.PREPARING, _A, Event.END, Transition(Phase.ENDED, _X, (Action.SETTLE_ABORTED,))),
+        shows="ended, and still on the worker|the link knows sessions|were never ended|wait for ever",
+    ),
+    Mutant(
+        "F7",
+        "an abort gives the slot back before the worker has acted on it",
+        rewritten(
+            Phase.RUNNING,
+            _A,
+            Event.ABORT,
+            Transition(Phase.IDLE, _A, (Action.POST_STOP_SESSION, Action.SETTLE_ABORTED)),
+        ),
+        shows="not the session's|in flight|committed was|rows come after"
+        "|wait for ever|the model's is|was ended by error",
+    ),
+    Mutant(
+        "F8",
+        "a second end raises",
+        rewritten(Phase.ENDED, _X, Event.END, None),
+        shows="does not end|end while ended|and <Session . ended",
+    ),
+    Mutant(
+        "F9",
+        "a read swallows its cancellation, and goes on",
+        replaced(Generation, "__anext__", _swallow_cancellation),
+        shows="Livelock",
+    ),
+    Mutant(
+        "F10",
+        "the end is behind an await in a dying scope",
+        replaced(Session, "__aexit__", _await_before_the_end),
+        shows=r"was left and has not ended|attached are set\(\)",
+    ),
+    Mutant(
+        "F26",
+        "the turn after a disconnect sees the answer that was taken back",
+        replaced(Session, "leave", _keep_what_was_not_read),
+        shows="committed was|the model's|the prompt has",
+    ),
+    Mutant(
+        "F41",
+        "the end of a session strands the reader of its request",
+        rewritten(Phase.ENDING, _X, Event.SESSION_ENDED, Transition(Phase.ENDED, _D, (Action.FREE_SESSION,))),
+        shows=r"its time is over|(readers|callers) wait for ever|in flight|abort\(\) said",
+    ),
+)

@@ -1,0 +1,156 @@
+"""Mutants of the worker's engine core and scheduler, which the simulation shares with the real worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mutant import Mutant, replaced
+
+from trioengine.core.messages import AddSession, EndSession, StopSession
+from trioengine.core.types import FinishReason
+from trioengine.testing.simulated_worker import SimulatedWorker
+from trioengine.worker.scheduling.block_manager import BlockManager
+from trioengine.worker.scheduling.engine_core import EngineCore
+from trioengine.worker.scheduling.prefix_cache import ROOT_DIGEST
+from trioengine.worker.scheduling.sequence import Sequence
+
+
+def _lose_aborts_of_the_waiting(stop_session: Any) -> Any:
+    def mutant(self: EngineCore, message: StopSession) -> Any:
+        sequence = self._sessions[message.session].sequence if message.session in self._sessions else None
+        if sequence is not None and sequence.started_at is None:
+            return []
+        return stop_session(self, message)
+
+    return mutant
+
+
+def _fail_on_late_aborts(stop_session: Any) -> Any:
+    def mutant(self: EngineCore, message: StopSession) -> Any:
+        sequence = self._session(message.session, "STOP_SESSION").sequence
+        if sequence is None:
+            raise KeyError(message.request)
+        return stop_session(self, message)
+
+    return mutant
+
+
+def _lose_aborts_in_prefill(stop_session: Any) -> Any:
+    def mutant(self: EngineCore, message: StopSession) -> Any:
+        sequence = self._sessions[message.session].sequence if message.session in self._sessions else None
+        if sequence is not None and 0 < sequence.num_computed_tokens < sequence.num_prompt_tokens:
+            return []
+        return stop_session(self, message)
+
+    return mutant
+
+
+def _poison_the_next_turn(stop_session: Any) -> Any:
+    def mutant(self: EngineCore, message: StopSession) -> Any:
+        answer = stop_session(self, message)
+        if answer:
+            self._sessions[message.session].held[0] ^= 1
+        return answer
+
+    return mutant
+
+
+def _pin_the_blocks(release: Any) -> Any:
+    def mutant(self: BlockManager, sequence: Sequence) -> None:
+        if sequence.num_output_tokens == 0:
+            release(self, sequence)
+
+    return mutant
+
+
+def _fail_for_all(failed: Any) -> Any:
+    def mutant(self: EngineCore, row: Any) -> Any:
+        raise RuntimeError(row.sampled.error)
+
+    return mutant
+
+
+def _overlook_the_context(finish_reason: Any) -> Any:
+    def mutant(self: Sequence, max_sequence_len: int) -> FinishReason | None:
+        reason: FinishReason | None = finish_reason(self, max_sequence_len)
+        at_the_end = self.num_tokens == max_sequence_len
+        return None if at_the_end and reason is FinishReason.LENGTH else reason
+
+    return mutant
+
+
+def _by_type(turn: Any) -> Any:
+    def mutant(self: SimulatedWorker) -> None:
+        moved = [message for message in self._queue if isinstance(message, AddSession | EndSession)]
+        ends_first = iter(sorted(moved, key=lambda message: isinstance(message, AddSession)))
+        messages = [next(ends_first) if message in moved else message for message in self._queue]
+        self._queue.clear()
+        self._queue.extend(messages)
+        turn(self)
+
+    return mutant
+
+
+def _forget_the_salt(post_init: Any) -> Any:
+    def mutant(self: Sequence) -> None:
+        self.root = ROOT_DIGEST
+
+    return mutant
+
+
+WORKER_MUTANTS = (
+    Mutant(
+        "F3",
+        "an abort of a request that waits is lost: it goes on to its end",
+        replaced(EngineCore, "_stop_session", _lose_aborts_of_the_waiting),
+        shows="a stopped request goes on",
+    ),
+    Mutant(
+        "F4",
+        "an abort that crosses the finish hits something that is gone",
+        replaced(EngineCore, "_stop_session", _fail_on_late_aborts),
+        shows="a worker failed: .*KeyError",
+    ),
+    Mutant(
+        "F6",
+        "an abort in a chunked prefill is lost",
+        replaced(EngineCore, "_stop_session", _lose_aborts_in_prefill),
+        shows="a stopped request goes on",
+    ),
+    Mutant(
+        "F25",
+        "an idle session pins its KV blocks",
+        replaced(BlockManager, "release", _pin_the_blocks),
+        shows="blocks are counted|KV blocks are held by nobody|none of them can be scheduled",
+    ),
+    Mutant(
+        "F29",
+        "one bad request ends the step for all",
+        replaced(EngineCore, "_failed", _fail_for_all),
+        shows="a worker failed: .*told to fail",
+    ),
+    Mutant(
+        "F30",
+        "a long session passes max_model_len",
+        replaced(Sequence, "finish_reason", _overlook_the_context),
+        shows="the answer is .*the model's is|the whole answer",
+    ),
+    Mutant(
+        "F40",
+        "a stop in one round poisons the next",
+        replaced(EngineCore, "_stop_session", _poison_the_next_turn),
+        shows="the model's",
+    ),
+    Mutant(
+        "F42",
+        "an end is handled before an add that came earlier: by type, not by arrival",
+        replaced(SimulatedWorker, "turn", _by_type),
+        shows="the engine broke the protocol: .* (is not there|does not exist)",
+    ),
+    Mutant(
+        "F48",
+        "requests with different cache salts share blocks of the prefix cache",
+        replaced(Sequence, "__post_init__", _forget_the_salt),
+        shows="computed under another cache salt",
+    ),
+)

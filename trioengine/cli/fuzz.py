@@ -1,0 +1,166 @@
+"""`trioengine fuzz`: search for a program of rules that breaks the engine, or replay one from a file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from trioengine.core.errors import InvalidConfig
+from trioengine.testing.fuzz.program import ReplayFile, versions
+from trioengine.testing.fuzz.runner import MACHINES, PROFILES, Fuzzer, Report, replayed, silence
+
+KEEP = Path("fuzz-failure.json")
+REFRESH = 0.25  # seconds between two lines of progress
+
+
+class Progress:
+    """A line that says how far the run is, where stderr is a terminal."""
+
+    def __init__(self) -> None:
+        self._live = Live(console=Console(stderr=True), transient=True, refresh_per_second=4, auto_refresh=False)
+        self._shown = 0.0
+
+    def __enter__(self) -> Progress:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the line away."""
+        self._live.stop()
+
+    def show(self, report: Report) -> None:
+        now = time.monotonic()
+        if now - self._shown >= REFRESH:
+            self._shown = now
+            self._live.update(_summary(report), refresh=True)
+
+
+def run(given: Mapping[str, Any]) -> int:
+    """Run the command with the options that were given, by name, and return its exit code. Raises InvalidConfig."""
+    if "replay" not in given:
+        return fuzz(**given)
+    for other in given:
+        if other != "replay":
+            raise InvalidConfig(f"--replay and --{other} do not go together")
+    return replay_file(given["replay"])
+
+
+def fuzz(
+    *,
+    seconds: float | None = None,
+    examples: int | None = None,
+    seed: int = 0,
+    profile: str = "quick",
+    machine: str | None = None,
+    keep: Path = KEEP,
+) -> int:
+    """Run the fuzzer, each machine for its share; 1 if it found something."""
+    names = list(MACHINES) if machine is None else [_machine(machine)]
+    if seconds is None and examples is None:
+        seconds = 60.0
+    if seconds is not None and not seconds > 0:
+        raise InvalidConfig(f"--seconds must be more than 0, not {seconds:g}")
+    _check_writable(keep)
+    reports = []
+    time_share = None if seconds is None else seconds / len(names)
+    programs = [None] * len(names) if examples is None else shares(examples, len(names))
+    for name, program_share in zip(names, programs, strict=True):
+        with Progress() as progress:
+            fuzzer = Fuzzer(MACHINES[name], PROFILES[profile], seed, progress.show)
+            try:
+                with silence():
+                    fuzzer.run(examples=program_share, seconds=time_share)
+            finally:  # interrupted, too
+                progress.close()
+                _show(fuzzer.report, keep)
+        if fuzzer.report.failure is not None:
+            return 1
+        reports.append(fuzzer.report)
+    print("nothing found:", "; ".join(map(_verdict, reports)))
+    return 0
+
+
+def _check_writable(keep: Path) -> None:
+    try:
+        existed = keep.exists()
+        keep.open("a").close()
+        if not existed:
+            keep.unlink(missing_ok=True)
+    except OSError as exc:
+        raise InvalidConfig(f"--keep {keep}: {exc.strerror}") from exc
+
+
+def shares(total: int, parts: int) -> list[int]:
+    """Parts of `total`, as equal as can be; but none is less than 1."""
+    return [max(1, (total + parts - 1 - index) // parts) for index in range(parts)]
+
+
+def _show(report: Report, keep: Path) -> None:
+    print(_summary(report))
+    print("\n".join(f"{count:8} {state}" for state, count in sorted(report.rare.items())))
+    failure, program = report.failure, report.program
+    if failure is not None and program is not None:
+        print(f"\n{type(failure).__name__}: {failure}\n\n{program}\n")
+        keep.write_text(program.to_json(seed=report.seed, found=str(failure)), encoding="utf-8")
+        print(f"trioengine fuzz --replay {keep}")
+
+
+def _machine(name: str) -> str:
+    """Its whole name, of `engine` or such. Raises InvalidConfig."""
+    short = {whole.removesuffix("Machine").lower(): whole for whole in MACHINES}
+    if name not in short:
+        raise InvalidConfig(f"no machine {name!r}; there are {', '.join(short)}")
+    return short[name]
+
+
+def replay_file(path: Path) -> int:
+    """Run a kept program again; 1 if it still fails."""
+    try:
+        kept = ReplayFile.from_json(path.read_bytes())
+        machine_type = kept.program.machine_in(MACHINES)
+        with silence():
+            machine, failure = replayed(machine_type, kept.program)
+    except OSError as exc:
+        raise InvalidConfig(f"{path}: {exc.strerror}") from exc
+    except ValueError as exc:
+        raise InvalidConfig(f"{path}: {exc}") from exc
+    _compare(path, kept.versions)
+    skipped = machine.program.skipped
+    print(
+        f"{len(kept.program.steps)} rules"
+        f"{f', {skipped} skipped (not possible when their turn came)' if skipped else ''}, "
+        f"steps of tasks {machine.checksum}"
+    )
+    if failure is not None:
+        print(f"{type(failure).__name__}: {failure}")
+    return int(failure is not None)
+
+
+def _compare(path: Path, found_with: Mapping[str, str]) -> None:
+    """Say which versions are others than those in the file."""
+    here = {name: version for name, version in versions().items() if found_with.get(name, version) != version}
+    if here:
+        then, now = (", ".join(f"{name} {of[name]}" for name in here) for of in (found_with, here))
+        print(f"{path}: found with {then}; here are {now}", file=sys.stderr)
+
+
+def _verdict(report: Report) -> str:
+    return f"{report.machine} {report.programs:,} programs, {report.passes:,} passes, {report.seconds:.1f} s"
+
+
+def _summary(report: Report) -> str:
+    seconds = max(report.seconds, 1e-9)
+    return (
+        f"{report.machine}, seed {report.seed}: {report.programs} programs ({report.programs / seconds:.0f}/s), "
+        f"{report.passes} scheduler passes ({report.passes / seconds:.0f}/s), {len(report.rare)} rare states, "
+        f"{report.seconds:.0f} s"
+    )

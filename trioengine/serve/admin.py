@@ -1,0 +1,170 @@
+"""Routes for operators: invariants and aborts, sleep and wake, and other weights.
+
+A change of power is answered when it is done. A client that disconnects abandons its wait, not the change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import cast
+
+import trio
+
+from trioengine.actors.engine import Engine
+from trioengine.actors.power_change import Level, Mode, ModeName, path_of
+from trioengine.core.bounds import brief
+from trioengine.core.config import MAX_SECONDS
+from trioengine.core.errors import InvariantError, RequestRejected
+from trioengine.core.power import Tag
+from trioengine.serve.auth import Role
+from trioengine.serve.errors import SERVER_ERROR, ClientError, Problem
+from trioengine.serve.http import Request, Response, json_response, problem_response
+from trioengine.serve.limits import InFlight
+from trioengine.serve.parsing import (
+    flag_in,
+    flag_of,
+    known_fields,
+    load_object,
+    number_in,
+    one_of,
+    parameters_of,
+    some_of,
+    text_of,
+)
+from trioengine.serve.routes import Routes, get, post
+
+_SLEEP_PARAMETERS = ("level", "mode", "timeout")
+_WAKE_UP_PARAMETERS = ("tags", "reload")
+_LEVELS = ("1", "2")
+_MODES = tuple(mode.value for mode in Mode)
+_TAGS = frozenset(tag.value for tag in Tag)
+
+
+def admin_routes(engine: Engine, in_flight: InFlight, weights_dir: str | None) -> Routes:
+    """Return the routes of an engine for operators."""
+    operator, power = OperatorHandlers(engine, in_flight), PowerHandlers(engine, weights_dir)
+    wake_up = post(power.wake_up, Role.OPERATOR, _WAKE_UP_PARAMETERS)
+    return {
+        "/debug/invariants": get(operator.invariants, Role.OPERATOR),
+        "/abort_request": post(operator.abort_request, Role.OPERATOR),
+        "/sleep": post(power.sleep, Role.OPERATOR, _SLEEP_PARAMETERS),
+        "/wake_up": wake_up,
+        "/wakeup": wake_up,
+        "/update_weights": post(power.update_weights, Role.OPERATOR),
+        "/is_sleeping": get(power.is_sleeping, Role.OPERATOR),
+    }
+
+
+class OperatorHandlers:
+    """Handlers that inspect an engine and abort its requests."""
+
+    def __init__(self, engine: Engine, in_flight: InFlight) -> None:
+        self._engine = engine
+        self._in_flight = in_flight
+
+    async def invariants(self, request: Request) -> Response:
+        """Return the counts and the number of tasks; 500 with an invariant that is violated; 503 without a worker."""
+        try:
+            await self._engine.check_invariants()
+        except InvariantError as exc:
+            return problem_response(500, Problem(SERVER_ERROR, "invariant_violated", str(exc)))
+        statistics = self._engine.statistics()
+        names = [field.name for field in dataclasses.fields(statistics) if field.repr]  # not those of /metrics alone
+        counts = {name: getattr(statistics, name) for name in names} | {"power": statistics.power.value}
+        tasks = trio.lowlevel.current_statistics().tasks_living
+        return json_response(200, {"ok": True, "statistics": counts, "tasks": tasks})
+
+    async def abort_request(self, request: Request) -> Response:
+        """Return how many requests this call aborts; 0 is not an error, as they may have finished."""
+        fields = known_fields(load_object(request.body, "the body"), ("request_id", "abort_all"))
+        id, is_all = fields.get("request_id"), flag_of(fields.get("abort_all"), "abort_all")
+        if is_all == (id is not None):
+            raise ClientError("invalid_value", "give request_id, or abort_all: true", param="request_id")
+        if is_all:
+            return json_response(200, {"aborted": self._engine.abort_all()})
+        return json_response(200, {"aborted": self._in_flight.abort(text_of(id, "request_id"))})
+
+
+class PowerHandlers:
+    """Handlers that change an engine's power or weights.
+
+    They raise RequestRejected for a bad argument, TransitionFailed where the engine cannot make the change.
+    """
+
+    def __init__(self, engine: Engine, weights_dir: str | None) -> None:
+        self._engine = engine
+        self._weights_dir = weights_dir
+
+    async def sleep(self, request: Request) -> Response:
+        given = parameters_of(request, _SLEEP_PARAMETERS)
+        level = cast("Level", int(one_of(given, "level", _LEVELS)))
+        mode = cast("ModeName", one_of(given, "mode", _MODES))
+        await self._engine.sleep(level, mode=mode, timeout=number_in(given, "timeout", 0, MAX_SECONDS))
+        return self._state()
+
+    async def wake_up(self, request: Request) -> Response:
+        given = parameters_of(request, _WAKE_UP_PARAMETERS)
+        tags, reload = some_of(given, "tags", _TAGS), flag_in(given, "reload", default=True)
+        await self._engine.wake(None if tags is None else [Tag(tag) for tag in tags], reload=reload)
+        return self._state()
+
+    async def update_weights(self, request: Request) -> Response:
+        """Load a checkpoint by its name, which is looked up in a thread; a disconnect until then changes nothing."""
+        fields = known_fields(load_object(request.body, "the body"), ("name", "mode", "timeout"))
+        if fields.get("name") is None:
+            raise ClientError("missing_parameter", "name is missing", param="name")
+        name, mode = text_of(fields["name"], "name"), fields.get("mode")
+        mode = Mode.ABORT.value if mode is None else text_of(mode, "mode")
+        path = await self._engine.ports.run_in_thread(find_checkpoint, self._weights_dir, name)
+        mode = cast("ModeName", mode)  # the engine checks it
+        await self._engine.update_weights(str(path), mode=mode, timeout=fields.get("timeout"))
+        return self._state()
+
+    async def is_sleeping(self, request: Request) -> Response:
+        return self._state()
+
+    def _state(self) -> Response:
+        """Return vLLM's `is_sleeping`, and more."""
+        state = self._engine.power
+        shown = {
+            "is_sleeping": bool(state.asleep),
+            "level": state.level,
+            "tags": sorted(tag.value for tag in state.asleep),
+            "power": state.power.value,
+            "weight_version": state.weight_version,
+        }
+        return json_response(200, shown)
+
+
+def find_checkpoint(weights_dir: str | None, name: str) -> Path:
+    """Return the path of the checkpoint of this name in a directory. Raises ClientError.
+
+    A name is not a path, and must lead to a place inside the directory even if it is a link. The engine checks the
+    contents. Call it in a thread: it accesses the file system.
+    """
+    if weights_dir is None:
+        raise ClientError("no_weights_dir", "the server was started without --weights-dir: it has no other weights")
+    if name in ("", ".", "..") or set(name) & set("/\\") or not name.isprintable():
+        raise _invalid(f"name must be printable, and name a checkpoint under --weights-dir, got {brief(name)}")
+    try:
+        directory = Path(weights_dir).resolve(strict=True)
+        path = (directory / name).resolve(strict=True)
+    except (OSError, RuntimeError):  # it does not exist, or is a link to itself
+        raise _not_found(name) from None
+    if directory not in path.parents:
+        raise _not_found(name)
+    try:
+        path_of(path)
+    except RequestRejected:  # its message would disclose the path
+        raise _invalid(f"name leads to a path that is too long or not printable, got {brief(name)}") from None
+    return path
+
+
+def _invalid(message: str) -> ClientError:
+    return ClientError("invalid_value", message, param="name")
+
+
+def _not_found(name: str) -> ClientError:
+    """The same error for a path elsewhere: it does not disclose whether one exists."""
+    return ClientError("weights_not_found", f"checkpoint {brief(name)} not found under --weights-dir", param="name")

@@ -1,0 +1,133 @@
+"""What a client is told when something went wrong, in OpenAI's shape; nothing internal is echoed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trioengine.core.errors import (
+    EngineAsleep,
+    EngineClosed,
+    EngineOverloaded,
+    RequestRejected,
+    SamplingFailed,
+    SessionEnded,
+    TimedOut,
+    TransitionFailed,
+    WorkerLost,
+)
+from trioengine.core.types import Cause
+
+INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+RATE_LIMIT = "rate_limit_error"
+_STATUS = {  # of what a client asked for; others are 400
+    "model_not_found": 404,
+    "no_weights_dir": 403,
+    "weights_not_found": 404,
+    "image_dropped": 409,  # the same request may be sent again
+    "too_large": 413,
+    "no_chat_template": 422,
+    "template_error": 422,
+    "no_token_left": 422,
+}
+_ABORTED: Mapping[Cause | None, str] = {  # by whom; a client that is still there to be told did not do it itself
+    Cause.CLIENT: "by an operator",
+    Cause.ABORT_ALL: "by an operator, with all others",
+    Cause.SHUTDOWN: "by the server's shutdown",
+    Cause.SLEEP: "by an operator: the engine sleeps, or gets other weights",
+    Cause.TIMEOUT: "by its timeout",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """An error as the client sees it; `retry_after` in seconds."""
+
+    type: str
+    code: str
+    message: str
+    param: str | None = None
+    retry_after: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        shown: dict[str, Any] = {"type": self.type, "code": self.code, "message": self.message, "param": self.param}
+        return shown if self.retry_after is None else {**shown, "retry_after": self.retry_after}
+
+
+class ClientError(Exception):
+    """What a client asked for cannot be done; `problem` says why."""
+
+    def __init__(self, code: str, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.problem = Problem(INVALID_REQUEST, code, message, param)
+
+
+class OverBudget(ClientError):
+    """There is no room for more bytes of a client; `status` is that of its response."""
+
+    def __init__(self, status: int, problem: Problem) -> None:
+        super().__init__(problem.code, problem.message)
+        self.status = status
+        self.problem = problem
+
+
+class RequestAborted(Exception):
+    """A request ended before its answer did, and not because its client went away; `cause` says why."""
+
+    def __init__(self, cause: Cause | None) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+def problem_of(error: Exception) -> Problem:
+    """The client's view of an error; a bug of ours is `internal_error` and says no more."""
+    match error:
+        case ClientError():
+            return error.problem
+        case RequestRejected():
+            return Problem(INVALID_REQUEST, error.code, error.message, error.param)
+        case EngineOverloaded():
+            kind = RATE_LIMIT if error.is_full else SERVER_ERROR
+            return Problem(kind, "overloaded", str(error), retry_after=error.retry_after)
+        case RequestAborted():
+            code = error.cause.value if error.cause not in (None, Cause.CLIENT) else "aborted"
+            return Problem(SERVER_ERROR, code, f"the request was aborted {_ABORTED.get(error.cause, f'({code})')}")
+        case TimedOut():
+            return problem_of(RequestAborted(Cause.TIMEOUT))
+        case EngineAsleep():
+            return Problem(SERVER_ERROR, "asleep", str(error), retry_after=error.retry_after)
+        case EngineClosed():
+            return Problem(SERVER_ERROR, "shutting_down", "the server is shutting down")
+        case WorkerLost():
+            return Problem(SERVER_ERROR, "worker_lost", "the worker process was lost before the answer was whole")
+        case SamplingFailed():
+            return Problem(SERVER_ERROR, "sampling_failed", str(error))
+        case SessionEnded():
+            return Problem(SERVER_ERROR, "session_ended", str(error))
+        case TransitionFailed():
+            return Problem(SERVER_ERROR, "transition_failed", str(error))
+        case _:
+            return Problem(SERVER_ERROR, "internal_error", "internal error")
+
+
+def status_of(error: Exception) -> int:
+    """The HTTP status of an error."""
+    match error:
+        case OverBudget():
+            return error.status
+        case ClientError():
+            return _STATUS.get(error.problem.code, 400)
+        case RequestRejected():
+            return _STATUS.get(error.code, 400)
+        case EngineOverloaded():
+            return 429 if error.is_full else 503
+        case RequestAborted():
+            return 503 if error.cause in (Cause.SHUTDOWN, Cause.SLEEP) else 500
+        case EngineAsleep() | EngineClosed() | WorkerLost():
+            return 503
+        case TransitionFailed():
+            return 409
+        case _:
+            return 500

@@ -1,0 +1,107 @@
+"""One step as tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trioengine.worker.scheduling.step import ScheduledSequence, SchedulerOutput
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedRows:
+    """Rows of a batch with embeddings of their own, such as an image's, in place of their tokens'."""
+
+    rows: Tensor  # [num_rows], int64, each of them once
+    values: Tensor  # [num_rows, hidden_size], in the model's dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """A step's tokens, flat: first the sequences with one new token, longest context first, then the others.
+
+    Nothing here depends on the attention backend.
+    """
+
+    token_ids: Tensor  # [num_tokens], int64
+    positions: Tensor  # [num_tokens], int64
+    slot_mapping: Tensor  # [num_tokens], int64: block * block_size + offset
+    sample_rows: Tensor  # [num_samples], int64: rows of the sampled tokens, in the scheduler's order
+    block_tables: IntArray  # [num_seqs, max_blocks], padded with the sequence's own first block
+    query_lens: IntArray  # [num_seqs]: new tokens
+    context_lens: IntArray  # [num_seqs]: tokens before them and new ones
+    num_decodes: int  # sequences with one new token
+    block_size: int
+    embeddings: EmbeddedRows | None = None  # None: every row has its token's
+
+
+def make_batch(output: SchedulerOutput, block_size: int, device: torch.device) -> ForwardBatch:
+    """Lay out a step; the scheduler guarantees that the block tables cover it."""
+    scheduled = output.scheduled
+    order = sorted(range(len(scheduled)), key=lambda i: _layout_key(scheduled[i]))
+    entries = [scheduled[i] for i in order]
+    query_lens = np.array([entry.num_new_tokens for entry in entries], dtype=np.int64)
+    computed = np.array([entry.sequence.num_computed_tokens for entry in entries], dtype=np.int64)
+    ends = np.cumsum(query_lens)
+    sequences = np.repeat(np.arange(len(entries)), query_lens)  # [num_tokens]
+    positions = np.arange(ends[-1]) - np.repeat(ends - query_lens - computed, query_lens)
+    tables = _block_tables(entries, computed + query_lens, block_size)
+    slots = tables[sequences, positions // block_size] * block_size + positions % block_size
+    last_rows = dict(zip(order, (ends - 1).tolist(), strict=True))
+    samples = [last_rows[i] for i, entry in enumerate(scheduled) if entry.samples]
+    return ForwardBatch(
+        token_ids=_tensor(_new_token_ids(entries), device),
+        positions=torch.from_numpy(positions).to(device),
+        slot_mapping=torch.from_numpy(slots).to(device),
+        sample_rows=_tensor(samples, device),
+        block_tables=tables,
+        query_lens=query_lens,
+        context_lens=computed + query_lens,
+        num_decodes=int(np.count_nonzero(query_lens == 1)),
+        block_size=block_size,
+        embeddings=_embeddings(entries, ends - query_lens, device),
+    )
+
+
+def _embeddings(entries: list[ScheduledSequence], starts: IntArray, device: torch.device) -> EmbeddedRows | None:
+    """The features of the images' tokens; `starts` are the sequences' first rows."""
+    rows: list[int] = []
+    values: list[Tensor] = []
+    for entry, first in zip(entries, starts.tolist(), strict=True):
+        for (picture, number), start, stop, offset in entry.tile_pieces:
+            rows += range(first + offset, first + offset + stop - start)
+            values.append(cast("Tensor", picture.features[number])[start:stop])
+    return EmbeddedRows(_tensor(rows, device), torch.cat(values)) if values else None
+
+
+def _layout_key(entry: ScheduledSequence) -> tuple[bool, int]:
+    return entry.num_new_tokens > 1, -entry.sequence.num_computed_tokens
+
+
+def _new_token_ids(entries: list[ScheduledSequence]) -> list[int]:
+    ids: list[int] = []
+    for entry in entries:
+        start = entry.sequence.num_computed_tokens
+        ids += entry.sequence.token_ids[start : start + entry.num_new_tokens]
+    return ids
+
+
+def _block_tables(entries: list[ScheduledSequence], context_lens: IntArray, block_size: int) -> IntArray:
+    counts = (context_lens + block_size - 1) // block_size
+    tables = np.empty((len(entries), int(counts.max())), dtype=np.int64)
+    for row, entry, count in zip(tables, entries, counts.tolist(), strict=True):
+        blocks = entry.sequence.block_table
+        row[:count] = blocks[:count]
+        row[count:] = blocks[0]
+    return tables
+
+
+def _tensor(values: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64).to(device)

@@ -1,1 +1,0 @@
-"""The kernels that models are made of, each behind one small interface with a plain-torch implementation."""

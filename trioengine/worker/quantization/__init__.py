@@ -1,1 +1,0 @@
-"""How quantized tensors become ordinary ones; models know nothing of it."""

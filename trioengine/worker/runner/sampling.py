@@ -1,0 +1,257 @@
+"""Chooses the next token of every row of a step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from trioengine.core.messages import NO_TOKEN_LEFT, SAMPLING_FAILED
+from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import Logprobs
+from trioengine.worker.scheduling.sequence import Sequence
+from trioengine.worker.scheduling.step import SampledToken
+
+GREEDY_BELOW = 1e-5  # temperatures below are greedy, as in vLLM
+NOT_FINITE = "logits are not finite"
+NOTHING_LEFT = "the parameters leave no token to choose"
+
+_BUCKET = 256  # tokens
+
+
+def sample(logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
+    """One token for each row of logits [num_rows, vocab_size]; a row without one, or not finite, fails alone.
+
+    A row's token depends on the row, its parameters, its seed and its position, and on nothing else in the batch.
+    """
+    if not sequences:
+        return []
+    if all(_is_plain(sequence) for sequence in sequences):
+        best, token_ids = best_tokens(logits)
+        return _rows(sequences, token_ids.tolist(), _checked(best, best), [None] * len(sequences))
+    raw = logits.float()
+    changed = [row for row, sequence in enumerate(sequences) if changes_logits(sequence)]
+    processed = raw.clone() if changed else raw
+    for row in changed:
+        process_row(processed[row], sequences[row])
+    best, token_ids = best_tokens(processed)
+    _draw_all(processed, best, token_ids, sequences)
+    checked = _checked(best, raw.amax(dim=-1) if changed else best)
+    return _rows(sequences, token_ids.tolist(), checked, _logprobs(raw, token_ids, sequences))
+
+
+def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The maximum of every row, nan where there is one, and the first token that has it.
+
+    Maxima of buckets first, then inside the one bucket: nine times as fast as argmax over a row of bfloat16.
+    """
+    rows = torch.arange(len(logits), device=logits.device)
+    padded = (
+        F.pad(logits, (0, -logits.shape[1] % _BUCKET), value=float("-inf")) if logits.shape[1] % _BUCKET else logits
+    )
+    buckets = padded.view(len(logits), -1, _BUCKET)
+    maxima = buckets.amax(dim=-1)  # [num_rows, num_buckets]
+    bucket = maxima.argmax(dim=-1)
+    return maxima[rows, bucket], bucket * _BUCKET + buckets[rows, bucket].argmax(dim=-1)
+
+
+def _is_plain(sequence: Sequence) -> bool:
+    params = sequence.params
+    return params.temperature < GREEDY_BELOW and params.logprobs is None and not changes_logits(sequence)
+
+
+def _checked(best: Tensor, raw_best: Tensor) -> list[float]:
+    """The greatest logit of each row, as the parameters have changed it; nan where the model's own is not finite."""
+    checked: list[float] = torch.where(raw_best.isfinite(), best, math.nan).tolist()
+    return checked
+
+
+def _rows(
+    sequences: list[Sequence], token_ids: list[int], best: list[float], logprobs: list[Logprobs | None]
+) -> list[SampledToken]:
+    """`best` holds the greatest logit of each row: nan is the model's fault, an infinity that of the parameters."""
+    rows = []
+    for sequence, token_id, logit, logprob in zip(sequences, token_ids, best, logprobs, strict=True):
+        if math.isfinite(logit):
+            rows.append(SampledToken(sequence.request, token_id, logprob))
+        else:
+            error, code = (NOT_FINITE, SAMPLING_FAILED) if math.isnan(logit) else (NOTHING_LEFT, NO_TOKEN_LEFT)
+            rows.append(SampledToken(sequence.request, 0, error=error, code=code))
+    return rows
+
+
+def _draw_all(logits: Tensor, best: Tensor, token_ids: Tensor, sequences: list[Sequence]) -> None:
+    """Replace the best tokens by drawn ones in the rows that are not greedy; a row that failed gets any."""
+    drawn = [row for row, sequence in enumerate(sequences) if sequence.params.temperature >= GREEDY_BELOW]
+    if drawn:
+        rows = torch.tensor(drawn, device=logits.device)
+        highest = best[rows, None]
+        shifted = logits[rows].sub_(highest).masked_fill_(~highest.isfinite(), 0.0)
+        token_ids[rows] = _draw(shifted, [sequences[row] for row in drawn])
+
+
+def _draw(shifted: Tensor, sequences: list[Sequence]) -> Tensor:
+    """Draw from logits [num_rows, vocab_size], whose maxima are 0: token ids, [num_rows]."""
+    temperatures = torch.tensor([sequence.params.temperature for sequence in sequences], device=shifted.device)
+    scaled = shifted.div_(temperatures[:, None])
+    weights = scaled.exp()  # [num_rows, vocab_size]
+    filtered = [row for row, sequence in enumerate(sequences) if has_filter(sequence.params, shifted.shape[1])]
+    if filtered:
+        rows = torch.tensor(filtered, device=shifted.device)
+        weights[rows] = filter_rows(scaled[rows], [sequences[row].params for row in filtered])
+    draws = [uniform(sequence.params.seed or 0, sequence.num_tokens) for sequence in sequences]
+    return _invert(weights, torch.tensor(draws, dtype=torch.float64, device=shifted.device))
+
+
+def _invert(weights: Tensor, draws: Tensor) -> Tensor:
+    """The tokens at the fractions `draws` of the rows' cumulative weights, in the order of the vocabulary.
+
+    Sums of buckets first, then inside the one bucket: a running sum over the whole vocabulary is slow.
+    """
+    rows = torch.arange(len(weights), device=weights.device)
+    buckets = F.pad(weights, (0, -weights.shape[1] % _BUCKET)).view(len(weights), -1, _BUCKET)
+    sums = buckets.sum(dim=-1).double().cumsum(dim=-1)  # [num_rows, num_buckets]
+    target = draws * sums[:, -1]
+    bucket = _first_above(sums, target)
+    before = torch.where(bucket > 0, sums[rows, bucket - 1], 0.0)
+    inside = buckets[rows, bucket].double().cumsum(dim=-1)  # [num_rows, _BUCKET]
+    return bucket * _BUCKET + _first_above(inside, target - before)
+
+
+def _first_above(sums: Tensor, target: Tensor) -> Tensor:
+    """The first place where a row's running sum exceeds its target, which is kept below the last sum."""
+    target = torch.minimum(target, sums[:, -1] * (1 - 2.0**-40)).clamp_(min=0.0)
+    place = torch.searchsorted(sums, target[:, None], right=True).squeeze(1)
+    return place.clamp_(max=sums.shape[1] - 1)  # a place beyond the end would be everybody's failure
+
+
+def _logprobs(raw: Tensor, ids: Tensor, sequences: list[Sequence]) -> list[Logprobs | None]:
+    """Log-probabilities before temperature and everything else: the chosen token first, then the best."""
+    result: list[Logprobs | None] = [None] * len(sequences)
+    for row, sequence in enumerate(sequences):
+        if sequence.params.logprobs is None:
+            continue
+        total = raw[row].logsumexp(dim=0)
+        top = raw[row].topk(min(sequence.params.logprobs, raw.shape[1]))
+        chosen = int(ids[row])
+        logprobs = {chosen: float(raw[row, chosen] - total)}
+        for token_id, value in zip(top.indices.tolist(), (top.values - total).tolist(), strict=True):
+            logprobs.setdefault(token_id, value)
+        result[row] = logprobs
+    return result
+
+
+def changes_logits(sequence: Sequence) -> bool:
+    """Whether `process_row` would do anything."""
+    params = sequence.params
+    return bool(params.logit_bias) or _bans_stops(sequence) or _has_penalties(params)
+
+
+def process_row(logits: Tensor, sequence: Sequence) -> None:
+    """Change one row, [vocab_size] in float32, in place."""
+    params, vocab_size = sequence.params, len(logits)
+    if params.logit_bias:
+        bias = {token_id: value for token_id, value in params.logit_bias.items() if token_id < vocab_size}
+        values = torch.tensor(list(bias.values()), dtype=logits.dtype, device=logits.device)
+        logits.index_add_(0, torch.tensor(list(bias), dtype=torch.int64, device=logits.device), values)
+    if _bans_stops(sequence):
+        banned = sequence.eos_token_ids.union(params.stop_token_ids)
+        logits[[token_id for token_id in banned if token_id < vocab_size]] = float("-inf")
+    if _has_penalties(params):
+        _penalize(logits, sequence)
+
+
+def _bans_stops(sequence: Sequence) -> bool:
+    return sequence.num_output_tokens < sequence.params.min_tokens
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+def _penalize(logits: Tensor, sequence: Sequence) -> None:
+    params = sequence.params
+    if params.repetition_penalty != 1.0:
+        seen = torch.unique(torch.tensor(sequence.token_ids, device=logits.device))
+        values = logits[seen]
+        scale = params.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / scale, values * scale)
+    output = sequence.token_ids[sequence.num_prompt_tokens :]
+    if output and (params.presence_penalty != 0.0 or params.frequency_penalty != 0.0):
+        seen, counts = torch.unique(torch.tensor(output, device=logits.device), return_counts=True)
+        logits[seen] -= params.frequency_penalty * counts + params.presence_penalty
+
+
+_CANDIDATES = 256  # the nucleus is looked for among that many first; all are sorted only where it is larger
+
+
+def has_filter(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether the parameters leave tokens out at all."""
+    return _limits_count(params, vocab_size) or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def filter_rows(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
+    """Weights of the tokens that stay, 0 for the others: [num_rows, vocab_size].
+
+    `scaled` is [num_rows, vocab_size] in float32: logits over temperature, less their maximum (so the best is 0).
+    """
+    vocab_size = scaled.shape[1]
+    counts = [row.top_k if _limits_count(row, vocab_size) else 0 for row in params]
+    candidates = scaled.topk(min(vocab_size, max(_CANDIDATES, *counts))).values  # [num_rows, candidates], descending
+    rows = torch.arange(len(params), device=scaled.device)
+    last = torch.tensor([max(count, 1) - 1 for count in counts], device=scaled.device)
+    limited = torch.tensor([count > 0 for count in counts], device=scaled.device)
+    threshold = torch.where(limited, candidates[rows, last], float("-inf"))
+    least = [math.log(row.min_p) if row.min_p > 0.0 else float("-inf") for row in params]
+    threshold = torch.maximum(threshold, torch.tensor(least, device=scaled.device))
+    weights = torch.where(scaled >= threshold[:, None], scaled.exp(), 0.0)
+    staying = (scaled >= threshold[:, None]).sum(dim=-1).tolist()
+    for row, row_params in enumerate(params):
+        if 0 < counts[row] < staying[row]:
+            _keep(weights[row], scaled[row], threshold[row], counts[row])
+        if row_params.top_p < 1.0:
+            mass = row_params.top_p * weights[row].sum()
+            if (last_one := _nucleus(scaled[row], candidates[row], threshold[row], mass)) is not None:
+                _keep(weights[row], scaled[row], *last_one)
+    return weights
+
+
+def _limits_count(params: SamplingParams, vocab_size: int) -> bool:
+    return 0 < params.top_k < vocab_size
+
+
+def _keep(weights: Tensor, scaled: Tensor, smallest: Tensor, count: int) -> None:
+    """Take out all but the `count` best tokens of a row, of which `smallest` is the last one's value."""
+    weights.masked_fill_(scaled < smallest, 0.0)
+    tied = (scaled == smallest).nonzero().squeeze(1)  # in the order of their ids
+    weights[tied[count - int((scaled > smallest).sum()) :]] = 0.0
+
+
+def _nucleus(scaled: Tensor, candidates: Tensor, threshold: Tensor, mass: Tensor) -> tuple[Tensor, int] | None:
+    """The smallest value of the fewest best tokens that weigh `mass` together, and their number; None: all stay."""
+    for values in (candidates, scaled):
+        ordered = values if values is candidates else values.sort(descending=True).values
+        weights = torch.where(ordered >= threshold, ordered.exp(), 0.0)
+        reached = weights.double().cumsum(0) >= mass
+        if reached[-1]:
+            index = int(reached.byte().argmax())
+            return ordered[index], index + 1
+    return None  # the sums differ in their last digits
+
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number from [0, 1), in steps of 2**-53."""
+    start = _mix((seed & _MASK) ^ _GOLDEN)
+    return (_mix((start + position * _GOLDEN) & _MASK) >> 11) * 2.0**-53
+
+
+def _mix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)

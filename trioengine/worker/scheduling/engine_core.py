@@ -1,0 +1,339 @@
+"""The worker without its process: messages and other events in, steps, messages out.
+
+Shared by the real worker (worker/loop.py) and the simulated one (trioengine.testing): what differs between them is the
+runner, the clock and how messages travel. Synchronous: a step is one call, and messages are handled between steps, in
+the order of arrival.
+
+Before the memory sleeps or the weights change nothing is left of any session, and then the prefix cache is dropped, so
+that nothing computed before can be used after it.
+
+A session's tokens are always: what it held, truncated to the last ADD_MESSAGE's `base`, then that message's tokens,
+then every token of every row sent for it. The engine computes the same from what it sends and receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from trioengine.core.errors import InvariantError, ModelError, RemoteProtocolError, RequestRejected
+from trioengine.core.messages import (
+    WIRE_NAMES,
+    AddMessage,
+    AddSession,
+    Audit,
+    Audited,
+    EndSession,
+    FromWorker,
+    PayloadConsumed,
+    RequestFailed,
+    SessionEnded,
+    Sleep,
+    Slept,
+    StopSession,
+    Tokens,
+    TokensRow,
+    ToWorker,
+    Updated,
+    UpdateWeights,
+    Wake,
+    Woken,
+    WorkerStatistics,
+)
+from trioengine.core.power import ALL_TAGS, Tag
+from trioengine.core.types import FinishReason, TokenIds, token_ids
+from trioengine.worker.scheduling.image_queue import Decoder, PictureDecoded
+from trioengine.worker.scheduling.images import PayloadArrived, place_images
+from trioengine.worker.scheduling.scheduler import SampledRow, Scheduler
+from trioengine.worker.scheduling.sequence import Sequence
+from trioengine.worker.scheduling.step import Limits, ModelRunner
+
+Event: TypeAlias = ToWorker | PayloadArrived | PictureDecoded
+INVALID_IMAGE = "invalid_image"  # the code of a request with an image that cannot be decoded
+
+
+@dataclass(slots=True)
+class _Session:
+    """What the worker keeps of an attachment; while a request is in flight its sequence owns the tokens."""
+
+    held: TokenIds = field(default_factory=token_ids)  # packed: an idle session costs 4 bytes a token
+    sequence: Sequence | None = None
+
+
+class EngineCore:
+    """Sessions and their requests over one scheduler and one runner.
+
+    `clock` gives seconds from any origin; it only feeds the times in Usage. `asleep` is what the runner has not loaded.
+    `decoder` reports to `handle`.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        limits: Limits,
+        clock: Callable[[], float],
+        asleep: frozenset[Tag] = frozenset(),
+        decoder: Decoder | None = None,
+    ) -> None:
+        self.limits = limits
+        self._runner = runner
+        self._clock = clock
+        self._scheduler = Scheduler(limits, decoder)
+        self._sessions: dict[int, _Session] = {}
+        self._asleep = asleep
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do."""
+        return self._scheduler.has_work
+
+    @property
+    def sessions(self) -> frozenset[int]:
+        """The live sessions."""
+        return frozenset(self._sessions)
+
+    @property
+    def requests(self) -> tuple[int, ...]:
+        """The requests in flight, in no order that means anything."""
+        return self._scheduler.requests
+
+    @property
+    def num_payloads(self) -> int:
+        """The payloads that have come and are not consumed."""
+        return self._scheduler.payloads.num_held
+
+    def statistics(self) -> WorkerStatistics:
+        """The counts now."""
+        return self._scheduler.statistics(len(self._sessions))
+
+    def held_tokens(self, session: int) -> TokenIds:
+        """A copy of the tokens that a live session holds; KeyError for any other."""
+        state = self._sessions[session]
+        return state.held[:] if state.sequence is None else token_ids(state.sequence.token_ids)
+
+    def handle(self, event: Event) -> list[FromWorker]:
+        """Apply a message about sessions or memory, or what has become of an image, and answer it.
+
+        Raises RemoteProtocolError, and nothing changes, for what the engine must not send: unknown sessions, a second
+        request of a session, a `base` beyond what it holds, a SLEEP or UPDATE_WEIGHTS that finds a session, or a
+        message that is about neither. So do payloads and images that are not as announced, which may leave changes.
+        What `sleep` of the runner raises passes through.
+        """
+        replies = self._handle(event)
+        return [*replies, *self._consumed()]
+
+    def _handle(self, message: Event) -> list[FromWorker]:
+        match message:
+            case AddSession():
+                return self._add_session(message)
+            case AddMessage():
+                return self._add_message(message)
+            case StopSession():
+                return self._stop_session(message)
+            case EndSession():
+                return self._end_session(message)
+            case Audit():
+                return [self._audit(message)]
+            case Sleep():
+                return [self._sleep()]
+            case Wake():
+                return [self._wake(message)]
+            case UpdateWeights():
+                return [self._update_weights(message)]
+            case PayloadArrived():
+                self._scheduler.take_payload(message)
+                return []
+            case PictureDecoded():
+                return self._take_decoded(message)
+        raise RemoteProtocolError(f"{WIRE_NAMES[type(message)]} is about neither sessions nor memory")
+
+    def step(self) -> list[FromWorker]:
+        """Schedule, run and take in one step; what the runner raises passes through and leaves this loop unusable.
+
+        One TOKENS with a row for each sequence that sampled, and a REQUEST_FAILED for each that the runner could not
+        sample for, PAYLOAD_CONSUMED for images that are encoded; nothing when there is nothing to do.
+        """
+        if self._asleep and self.has_work:
+            raise InvariantError(f"a step while {', '.join(sorted(tag.value for tag in self._asleep))} sleep")
+        started = self._clock()
+        output = self._scheduler.schedule()
+        if output is None:
+            return self._consumed()
+        for entry in output.scheduled:
+            if entry.sequence.started_at is None:
+                entry.sequence.started_at = started
+        sampled = self._runner.execute(output)
+        now = self._clock()
+        rows: list[TokensRow] = []
+        failures: list[FromWorker] = []
+        for row in self._scheduler.update(output, sampled):
+            if row.sequence.first_token_at is None:
+                row.sequence.first_token_at = now
+            if row.finish_reason is FinishReason.ERROR:
+                failures.append(self._failed(row))
+            else:
+                rows.append(self._row(row, now))
+        return [Tokens(tuple(rows), self.statistics()), *failures, *self._consumed()]
+
+    def check_integrity(self) -> None:
+        """Raise InvariantError unless the scheduler's and the block manager's books agree."""
+        self._scheduler.check_integrity()
+
+    # ---- messages ---------------------------------------------------------------------------------------------------
+
+    def _add_session(self, message: AddSession) -> list[FromWorker]:
+        if message.session in self._sessions:
+            raise RemoteProtocolError(f"ADD_SESSION: session {message.session} is there already")
+        self._sessions[message.session] = _Session()
+        return []
+
+    def _add_message(self, message: AddMessage) -> list[FromWorker]:
+        session = self._session(message.session, "ADD_MESSAGE")
+        if session.sequence is not None:
+            raise RemoteProtocolError(f"ADD_MESSAGE: session {message.session} runs {session.sequence.request}")
+        if not 0 <= message.num_output <= len(message.token_ids):
+            raise RemoteProtocolError(
+                f"ADD_MESSAGE: {message.num_output} of {len(message.token_ids)} tokens are output"
+            )
+        if not 0 <= message.base <= len(session.held):
+            raise RemoteProtocolError(
+                f"ADD_MESSAGE: base {message.base}, and session {message.session} holds {len(session.held)} tokens"
+            )
+        pictures = self._scheduler.pictures.find(message.images)
+        del session.held[message.base :]
+        session.held.extend(message.token_ids)
+        num_prompt_tokens = len(session.held) - message.num_output
+        try:
+            sequence = Sequence(
+                session=message.session,
+                request=message.request,
+                token_ids=session.held.tolist(),
+                num_prompt_tokens=num_prompt_tokens,
+                params=message.params,
+                eos_token_ids=frozenset(message.eos_token_ids),
+                arrived_at=self._clock(),
+                images=place_images(message.images, pictures, num_prompt_tokens, self.limits.tile),
+            )
+            self._scheduler.add(sequence)
+        except RequestRejected as exc:
+            return [RequestFailed(message.session, message.request, exc.code, exc.message)]
+        finally:
+            self._scheduler.announce(message.images)
+        session.sequence = sequence
+        session.held = token_ids()
+        return []
+
+    def _stop_session(self, message: StopSession) -> list[FromWorker]:
+        session = self._session(message.session, "STOP_SESSION")
+        sequence = session.sequence
+        if sequence is None or sequence.request != message.request:
+            return []
+        self._scheduler.abort(message.request)
+        self._settle(sequence)
+        row = TokensRow(
+            session=message.session,
+            request=message.request,
+            token_ids=token_ids(),
+            finish_reason=FinishReason.ABORT,
+            usage=sequence.usage(self._clock()),
+        )
+        return [Tokens((row,), self.statistics())]
+
+    def _end_session(self, message: EndSession) -> list[FromWorker]:
+        session = self._session(message.session, "END_SESSION")
+        if session.sequence is not None:
+            self._scheduler.abort(session.sequence.request)
+        del self._sessions[message.session]
+        return [SessionEnded(message.session, self.statistics())]
+
+    def _audit(self, message: Audit) -> Audited:
+        blocks = self._scheduler.blocks
+        return Audited(
+            audit=message.audit,
+            sessions=tuple(sorted(self._sessions)),
+            requests=tuple(sorted(self.requests)),
+            kv_blocks_total=blocks.num_blocks,
+            kv_blocks_free=blocks.num_free,
+            kv_blocks_cached=blocks.num_cached,
+            kv_blocks_held=blocks.num_held,
+            payloads=self._scheduler.payloads.outstanding,
+        )
+
+    # ---- images -----------------------------------------------------------------------------------------------------
+
+    def _take_decoded(self, decoded: PictureDecoded) -> list[FromWorker]:
+        sequence = self._scheduler.take_decoded(decoded)
+        if sequence is None or sequence.images is None:
+            return []
+        self._settle(sequence)
+        message = f"{sequence.images.name(decoded.picture)}: {decoded.error}"
+        return [RequestFailed(sequence.session, sequence.request, INVALID_IMAGE, message)]
+
+    def _consumed(self) -> list[FromWorker]:
+        return [PayloadConsumed(payload) for payload in self._scheduler.payloads.take_consumed()]
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def _sleep(self) -> Slept:
+        self._forget_all("SLEEP")
+        self._asleep = ALL_TAGS
+        self._runner.sleep()
+        return Slept()
+
+    def _wake(self, message: Wake) -> Woken:
+        tags = frozenset(message.tags)
+        try:
+            self._runner.wake(tags)
+        except ModelError as exc:
+            return Woken(str(exc))
+        self._asleep -= tags
+        return Woken(None)
+
+    def _update_weights(self, message: UpdateWeights) -> Updated:
+        self._forget_all("UPDATE_WEIGHTS")
+        try:
+            self._runner.update_weights(message.path)
+        except ModelError as exc:
+            return Updated(str(exc))
+        return Updated(None)
+
+    def _forget_all(self, name: str) -> None:
+        if self._sessions:
+            raise RemoteProtocolError(f"{name} while {len(self._sessions)} sessions are there")
+        self._scheduler.forget_all()
+
+    def _session(self, session: int, name: str) -> _Session:
+        state = self._sessions.get(session)
+        if state is None:
+            raise RemoteProtocolError(f"{name}: session {session} is not there")
+        return state
+
+    # ---- rows -------------------------------------------------------------------------------------------------------
+
+    def _row(self, row: SampledRow, now: float) -> TokensRow:
+        sequence, sampled = row.sequence, row.sampled
+        usage = None
+        if row.finish_reason is not None or sequence.num_output_tokens == 1:
+            usage = sequence.usage(now)
+        if row.finish_reason is not None:
+            self._settle(sequence)
+        return TokensRow(
+            session=sequence.session,
+            request=sequence.request,
+            token_ids=token_ids((sampled.token_id,)),
+            logprobs=None if sampled.logprobs is None else (sampled.logprobs,),
+            finish_reason=row.finish_reason,
+            usage=usage,
+        )
+
+    def _failed(self, row: SampledRow) -> RequestFailed:
+        self._settle(row.sequence)
+        message = row.sampled.error or "no token could be sampled"
+        return RequestFailed(row.sequence.session, row.sequence.request, row.sampled.code, message)
+
+    def _settle(self, sequence: Sequence) -> None:
+        """The request is over: the session takes the tokens back from the sequence."""
+        session = self._sessions[sequence.session]
+        session.held = token_ids(sequence.token_ids)
+        session.sequence = None

@@ -1,0 +1,188 @@
+"""What the scheduler asks of a step, and what the model runner answers: all that the two know of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from trioengine.core.errors import RequestRejected
+from trioengine.core.messages import SAMPLING_FAILED
+from trioengine.core.power import Tag
+from trioengine.core.types import Logprobs
+from trioengine.worker.scheduling.images import Tile, TilePiece, TileShape
+from trioengine.worker.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Compute `num_new_tokens` tokens of the sequence, from `num_computed_tokens` on; read only for the runner."""
+
+    sequence: Sequence
+    num_new_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the last of these tokens is the sequence's last, so that a new one is to be sampled."""
+        return self.sequence.num_computed_tokens + self.num_new_tokens == self.sequence.num_tokens
+
+    @property
+    def tile_pieces(self) -> list[TilePiece]:
+        """Which of these tokens are embedded by which features, in the order of the tokens."""
+        sequence = self.sequence
+        if sequence.images is None:
+            return []
+        start = sequence.num_computed_tokens
+        return sequence.images.pieces(start, start + self.num_new_tokens)
+
+
+class BlockCopy(NamedTuple):
+    """Keys and values of a block's first tokens, as they are before the step, go to another, which is 0 behind them.
+
+    What lies behind them in the source is another's, and may be not finite.
+    """
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step: never empty; every block that the tokens need is in the sequences' block tables.
+
+    First the `copies` are made, all from what lies in the blocks before the step, and the tiles of `encode` get their
+    features, `picture.features[number]`, from `picture.tiles`. Then all tiles of the scheduled tokens have features.
+    """
+
+    scheduled: tuple[ScheduledSequence, ...]
+    copies: tuple[BlockCopy, ...] = ()
+    encode: tuple[Tile, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(entry.num_new_tokens for entry in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The next token of one sequence, or why there is none."""
+
+    request: int
+    token_id: int
+    logprobs: Logprobs | None = None  # {token_id: logprob}, the chosen token first; when asked for
+    error: str | None = None  # the request fails alone (logits that are not finite, say); token_id means nothing
+    code: str = SAMPLING_FAILED  # of the error; NO_TOKEN_LEFT: the request's parameters are the reason
+
+
+class ModelRunner(Protocol):
+    """Runs the forward pass and the sampler; the simulated worker has a toy one."""
+
+    def execute(self, output: SchedulerOutput) -> list[SampledToken]:
+        """Copy blocks, encode tiles, then compute: one entry for each scheduled sequence with `samples`, in order."""
+        ...
+
+    def sleep(self) -> None:
+        """Give memory back to the system: the KV cache, and the weights, which are kept in host memory."""
+        ...
+
+    def wake(self, tags: frozenset[Tag]) -> None:
+        """Take memory for these tags again, which sleep. ModelError: it could not be had, and they still sleep."""
+        ...
+
+    def update_weights(self, path: str) -> None:
+        """Load these weights; where the weights sleep, check them, drop the old ones, and load them at `wake`.
+
+        ModelError: they do not fit the model or cannot be read, and the old ones are still there. Any other exception:
+        these neither.
+        """
+        ...
+
+
+DEFAULT_ENCODER_CACHE_MEMORY = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Raises ValueError when nothing could ever be scheduled."""
+
+    vocab_size: int
+    max_model_len: int  # tokens of prompt and answer together
+    kv_blocks_total: int
+    block_size: int
+    max_num_seqs: int = 128  # sequences in one step
+    max_num_batched_tokens: int = 2048  # tokens in one step
+    chunked_prefill_size: int = 2048  # tokens of prompts in one step
+    enable_prefix_caching: bool = True
+    tile: TileShape | None = None  # None: the model takes no images
+    max_tiles_per_step: int = 1  # that are encoded
+    encoder_cache_memory: int = DEFAULT_ENCODER_CACHE_MEMORY  # bytes of features that no sequence uses
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "kv_blocks_total",
+            "block_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "chunked_prefill_size",
+            "max_tiles_per_step",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_model_len < 2:
+            raise ValueError(f"max_model_len must hold a prompt and a token, got {self.max_model_len}")
+
+    @property
+    def max_sequence_len(self) -> int:
+        """`max_model_len`, or less where the whole KV cache holds less: so any sequence can always run alone."""
+        return min(self.max_model_len, self.kv_blocks_total * self.block_size)
+
+    def check_prompt(self, token_ids: Items[int]) -> None:
+        """Raise RequestRejected for a prompt that cannot run."""
+        limit = self.max_sequence_len
+        if not token_ids:
+            raise RequestRejected("empty_prompt", "the prompt has no tokens")
+        if len(token_ids) >= limit:
+            raise RequestRejected(
+                "context_length_exceeded",
+                f"the prompt has {len(token_ids)} tokens, and prompt and answer together at most {limit}",
+            )
+        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
+            raise RequestRejected("invalid_value", f"token ids must be from 0 to {self.vocab_size - 1}")
+
+
+class StepPlan:
+    """`prompt_tokens` and `tiles` are left for prompts."""
+
+    def __init__(self, prompt_tokens: int, tiles: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.tiles = tiles
+        self.scheduled: list[ScheduledSequence] = []
+        self._encode: dict[Tile, None] = {}
+
+    def fit(self, sequence: Sequence, start: int) -> int:
+        """How many tokens of the prompt from `start` on: up to the first tile that cannot be encoded in this step."""
+        num_new_tokens = min(sequence.num_tokens - start, self.prompt_tokens)
+        if sequence.images is None:
+            return num_new_tokens
+        tiles = self.tiles
+        for tile, _, _, offset in sequence.images.pieces(start, start + num_new_tokens):
+            if not tile.is_encoded and tile not in self._encode:
+                if tiles == 0:
+                    return offset
+                tiles -= 1
+        return num_new_tokens
+
+    def add_prompt(self, sequence: Sequence, num_new_tokens: int) -> None:
+        """Compute what `fit` has found to fit."""
+        entry = ScheduledSequence(sequence, num_new_tokens)
+        self.scheduled.append(entry)
+        self.prompt_tokens -= num_new_tokens
+        for tile, _, _, _ in entry.tile_pieces:
+            if not tile.is_encoded and tile not in self._encode:
+                self._encode[tile] = None
+                self.tiles -= 1
+
+    def output(self, copies: tuple[BlockCopy, ...]) -> SchedulerOutput:
+        return SchedulerOutput(tuple(self.scheduled), copies, tuple(self._encode))
