@@ -170,7 +170,7 @@ def test_the_end_tokens(tmp_path, changes, expected):
         ({"general.architecture": "x" * 9999}, "general.architecture 'xxx"),
         ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens is missing"),
         ({"tokenizer.ggml.merges": ["ab"]}, "tokenizer.ggml.merges has "),
-        ({"tokenizer.ggml.token_type": 3}, "tokenizer.ggml.token_type is no list"),
+        ({"tokenizer.ggml.token_type": 3}, "tokenizer.ggml.token_type is not a list"),
         ({"tokenizer.ggml.eos_token_id": 7}, "tokenizer.ggml.eos_token_id must be a token id below 7, got 7"),
         ({"tokenizer.ggml.eos_token_id": "</s>"}, "tokenizer.ggml.eos_token_id must be a token id below 7"),
         ({"tokenizer.chat_template": 3}, "tokenizer.chat_template must be a string of at most 1 MiB, got 3"),

@@ -203,8 +203,8 @@ def test_names_and_arguments_never_become_special_either():
 
 def test_what_is_no_text_is_named():
     for prompt, where in [
-        ("a\ud800b", r"prompt\[0\]\.content is no valid Unicode"),
-        ([{**user("x"), "name": ["\udfff"]}], r"prompt\[0\]\.name\[0\] is no valid"),
+        ("a\ud800b", r"prompt\[0\]\.content is not valid Unicode"),
+        ([{**user("x"), "name": ["\udfff"]}], r"prompt\[0\]\.name\[0\] is not valid"),
         (b"bytes", "must be a string, messages or token ids, got bytes"),
     ]:
         with pytest.raises(RequestRejected, match=where):
@@ -216,11 +216,11 @@ CYCLE.append(CYCLE)
 NO_JSON = [
     (CYCLE, "is nested too deeply"),
     ([[CYCLE, CYCLE], CYCLE], "is nested too deeply"),
-    (threading.Lock(), "is no JSON value, but lock"),
-    ({"a": open}, r"prompt\[0\]\.x\.a is no JSON value"),
-    ([b"ab"], r"prompt\[0\]\.x\[0\] is no JSON value, but bytes"),
-    ({1: 2}, "has a key that is no string: 1"),
-    ({"\udfff": 2}, "no valid Unicode"),
+    (threading.Lock(), "must be a JSON value, got lock"),
+    ({"a": open}, r"prompt\[0\]\.x\.a must be a JSON value"),
+    ([b"ab"], r"prompt\[0\]\.x\[0\] must be a JSON value, got bytes"),
+    ({1: 2}, "has a key that is not a string: 1"),
+    ({"\udfff": 2}, "not valid Unicode"),
 ]
 
 

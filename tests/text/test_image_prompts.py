@@ -110,7 +110,7 @@ def test_contents_of_any_sequence():
 
 def test_images_are_in_contents_alone():
     for message in [{**user("a"), "x": image()}, {**user("a"), "x": [image().part]}]:
-        with pytest.raises(RequestRejected, match=r"prompt\[0\]\.x.* is no JSON value, but Image"):
+        with pytest.raises(RequestRejected, match=r"prompt\[0\]\.x.* must be a JSON value, got Image"):
             Conversation(CHAT).prepare([message])
 
 
@@ -285,7 +285,7 @@ def test_parts_that_are_no_images():
     for content in [b"a", None, 5]:
         with pytest.raises(RequestRejected, match="must be a string or a list of parts, got"):
             Conversation(CHAT).prepare([{"role": "user", "content": content}])
-    with pytest.raises(RequestRejected, match=r"prompt\[0\]\.content\[1\]\.text is no valid Unicode"):
+    with pytest.raises(RequestRejected, match=r"prompt\[0\]\.content\[1\]\.text is not valid Unicode"):
         Conversation(CHAT).prepare([user(image(), "\ud800")])
 
 

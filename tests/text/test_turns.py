@@ -42,7 +42,7 @@ def test_a_turn_begins_with_a_user_message(roles, starts):
 def test_the_leading_system_messages_and_the_newest_turn_are_not_dropped():
     messages = chat("sdauatauas")
     turns = Turns.of(messages)
-    assert turns.most == 2
+    assert turns.max_dropped == 2
     assert [turns.without(count) for count in range(3)] == [
         messages,
         messages[:2] + messages[3:],
