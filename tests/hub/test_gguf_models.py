@@ -138,11 +138,11 @@ def test_the_end_tokens(tmp_path, changes, expected):
     ("changes", "message"),
     [
         ({"split.count": 3}, "split.count: a model split into several files is not supported"),
-        ({"general.architecture": None}, "general.architecture None is not supported; supported: llama"),
-        ({"general.architecture": 3}, "general.architecture 3 is not supported; supported: llama"),
+        ({"general.architecture": None}, "general.architecture None is not supported; supported: llama, qwen2"),
+        ({"general.architecture": 3}, "general.architecture 3 is not supported; supported: llama, qwen2"),
         (
             {"general.architecture": "mamba", "llama.context_length": None, "tokenizer.ggml.model": "none"},
-            "general.architecture 'mamba' is not supported; supported: llama",
+            "general.architecture 'mamba' is not supported; supported: llama, qwen2",
         ),
         ({"llama.context_length": None}, f"llama.context_length {COUNT}, got None"),
         ({"llama.context_length": 0}, f"llama.context_length {COUNT}, got 0"),
@@ -200,7 +200,7 @@ def test_an_embedding_that_does_not_fit_the_vocabulary(tmp_path, rows):
         ({"blk.0.attn_q.bias": (2,)}, "missing tensors: 'model.layers.0.self_attn.k_proj.bias', "),
         ({"model.norm.weight": (2,)}, "tensors 'output_norm.weight' and 'model.norm.weight' are the same one"),
         ({"blk.0.attn_sinks\x07": (1,)}, r"unexpected tensors: 'blk.0.attn_sinks\x07'"),
-        ({"token_embd.weight": (7,)}, "tensor token_embd.weight is missing or no matrix"),
+        ({"token_embd.weight": (7,)}, "tensor token_embd.weight is missing or not a matrix"),
     ],
 )
 def test_tensors_that_do_not_fit_the_model(tmp_path, changes, message):

@@ -17,6 +17,7 @@ from trioengine.hub import llama_config
 from trioengine.hub.llama_config import LlamaConfig, count_layers
 from trioengine.hub.model_config import Fields, Shape, read_json
 
+MODEL_TYPES = ("idefics3", "smolvlm")
 TEXT_PREFIX, VISION_PREFIX = "model.text_model.", "model.vision_model."
 PATCHES, POSITIONS = "embeddings.patch_embedding", "embeddings.position_embedding"  # behind VISION_PREFIX
 CONNECTOR = "model.connector.modality_projection.proj"
