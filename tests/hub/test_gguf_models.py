@@ -209,7 +209,7 @@ def test_tensors_that_do_not_fit_the_model(tmp_path, changes, message):
     assert str(caught.value).startswith(f"{tmp_path / 'some.gguf'}: {message}")
 
 
-def test_files_that_are_no_gguf(tmp_path):
+def test_files_of_another_format(tmp_path):
     path = tmp_path / "some.gguf"
     with pytest.raises(ModelError, match=r"some\.gguf: No such file"):
         read_model(path)

@@ -90,7 +90,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_what_is_wrong_is_said(message, tmp_path):
+def test_a_violation_of_the_format_is_named(message, tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(BAD[message])
     with pytest.raises(ModelError) as caught:

@@ -1,4 +1,4 @@
-"""What is read of a directory of Hugging Face files, and what is said of one that cannot be used."""
+"""Directories of Hugging Face files: the properties that are read, and the errors for unusable files."""
 
 import json
 import math
@@ -94,7 +94,7 @@ def rendered(model):
     return model.chat_template.render([{"role": "user", "content": "x"}], add_generation_prompt=False)
 
 
-def test_a_directory(directory):
+def test_the_properties_of_a_directory(directory):
     model = read_model(directory)
     assert replace(model, chat_template=None) == ModelInfo(
         directory, ModelFormat.SAFETENSORS, "llama", 64, 8, (2,), None, model.tokenizer
@@ -115,7 +115,7 @@ def test_a_directory(directory):
         (None, None, (2,)),  # the tokenizer's eos_token
     ],
 )
-def test_where_the_end_tokens_come_from(directory, config, generation, expected):
+def test_the_file_that_the_end_tokens_are_read_from(directory, config, generation, expected):
     write(directory, "config.json", CONFIG | {"eos_token_id": config})
     if generation is not None:
         write(directory, "generation_config.json", generation)
@@ -129,7 +129,7 @@ def test_a_model_that_never_ends_and_has_no_template(directory):
     assert (model.eos_token_ids, model.chat_template) == ((), None)
 
 
-def test_where_the_chat_template_comes_from(directory):
+def test_the_file_that_the_chat_template_is_read_from(directory):
     templates = [{"name": "tools", "template": "tools"}, {"name": "default", "template": "{{ bos_token }}default"}]
     write(directory, "tokenizer_config.json", TOKENIZER_CONFIG | {"chat_template": templates})
     assert rendered(read_model(directory)) == "<s>default"

@@ -1,4 +1,4 @@
-"""Conversations with images: their token ids, the places of their tiles, and what is refused."""
+"""Conversations with images: their token ids, the places of their tiles, and refusals."""
 
 import pytest
 from hypothesis import given
@@ -74,7 +74,7 @@ def test_places_are_named():
     check_places(prepared)
 
 
-# ---- what contents cannot do --------------------------------------------------------------------------------------
+# ---- contents and handles ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
@@ -153,7 +153,7 @@ def answered(conversation, prompt, answer):
 @pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
 @given(st.data())
 def test_an_extended_prompt_is_the_whole_one(chat, data):
-    """Turn by turn the ids are those of the whole conversation. SmolVLM's template puts a space before an answer."""
+    """Turn by turn the ids are equal to the whole conversation's. SmolVLM's template puts a space before an output."""
     contents = st.lists(
         st.one_of(
             st.sampled_from(["", "a", "\n", "\n\n", "<image>", "é"]), st.builds(image, *[st.integers(1, 99)] * 2)
