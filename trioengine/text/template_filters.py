@@ -55,7 +55,7 @@ def methods_of(value: Any) -> Mapping[str, Method] | None:
 _PLAIN = ChatSandbox()  # has Jinja's own filters
 
 
-# ---- methods -----------------------------------------------------------------------------------------
+# ---- methods ------------------------------------------------------------------------------------------------------
 
 
 def _search(budget: Budget, text: str, wanted: str | None = None, *where: Any) -> None:
@@ -110,7 +110,7 @@ def _join_method(budget: Budget, text: str, values: Any) -> str:
     return text.join(operations.joined(budget, text, values))
 
 
-def _charged_methods(charge: Callable[..., None], names: str) -> dict[str, Method]:
+def _methods(charge: Callable[..., None], names: str) -> dict[str, Method]:
     def method(name: str) -> Method:
         def call(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> Any:
             charge(budget, value, *args, **kwargs)
@@ -121,24 +121,20 @@ def _charged_methods(charge: Callable[..., None], names: str) -> dict[str, Metho
     return {name: method(name) for name in names.split()}
 
 
-_OF_SEQUENCES = _charged_methods(_look_for, "count index") | _charged_methods(_copy, "copy")
+_OF_SEQUENCES = _methods(_look_for, "count index") | _methods(_copy, "copy")
 METHODS: Mapping[type, Mapping[str, Method]] = {
     str: {
-        **_charged_methods(_search, "count find index lstrip partition rfind rindex rpartition rstrip strip"),
-        **_charged_methods(_affix, "endswith removeprefix removesuffix startswith"),
-        **_charged_methods(_convert, "capitalize casefold lower swapcase title upper"),
-        **_charged_methods(
-            _convert, "isalnum isalpha isascii isdecimal isdigit islower isnumeric isprintable isspace isupper"
-        ),
-        **_charged_methods(_pad, "center ljust rjust zfill"),
-        **_charged_methods(_split, "rsplit split"),
-        **_charged_methods(_splitlines, "splitlines"),
+        **_methods(_search, "count find index lstrip partition rfind rindex rpartition rstrip strip"),
+        **_methods(_affix, "endswith removeprefix removesuffix startswith"),
+        **_methods(_convert, "capitalize casefold lower swapcase title upper"),
+        **_methods(_convert, "isalnum isalpha isascii isdecimal isdigit islower isnumeric isprintable isspace isupper"),
+        **_methods(_pad, "center ljust rjust zfill"),
+        **_methods(_split, "rsplit split"),
+        **_methods(_splitlines, "splitlines"),
         "join": _join_method,
         "replace": operations.replaced,
     },
-    dict: _charged_methods(_get, "get")
-    | _charged_methods(_view, "items keys values")
-    | _charged_methods(_copy, "copy"),
+    dict: _methods(_get, "get") | _methods(_view, "items keys values") | _methods(_copy, "copy"),
     list: _OF_SEQUENCES,
     tuple: _OF_SEQUENCES,
 }
