@@ -47,7 +47,7 @@ async def test_what_is_no_prompt(autojump_clock, simulated, prompt, kind):
     ("prompt", "place"), [("\ud800", "prompt"), ([{"role": "user", "content": "\ud800"}], "prompt[0].content")]
 )
 async def test_a_fault_is_named_by_the_arguments_of_the_call(autojump_clock, simulated, prompt, place):
-    with pytest.raises(RequestRejected, match=r"^prompt.* is no valid Unicode") as caught:
+    with pytest.raises(RequestRejected, match=r"^prompt.* is not valid Unicode") as caught:
         await simulated[0].generate(prompt)
     assert caught.value.param == place
 

@@ -1,4 +1,4 @@
-"""What is read of a directory with a vision model, and what is said of one that cannot be used."""
+"""Directories with a vision model: the properties that are read, and the errors for unusable files."""
 
 import importlib.util
 import json
@@ -43,7 +43,7 @@ def change(path, changes, *inside):
 
 
 @pytest.mark.parametrize("model_type", ["idefics3", "smolvlm"])
-def test_a_model(directory, model_type):
+def test_the_configuration_of_a_vision_model(directory, model_type):
     change(directory / "config.json", {"model_type": model_type})
     model = read_model(directory)
     assert (model.model_type, model.context_length, model.vocab_size) == (model_type, 1024, 320)
@@ -54,7 +54,7 @@ def test_a_model(directory, model_type):
 
 
 def test_a_processor_with_all_fields_in_one_file(directory):
-    """As newer ones are; what is in there counts, and the older file does not."""
+    """Newer models have this file; its fields count, not those in the older file."""
     preprocessor = json.loads((directory / "preprocessor_config.json").read_text())
     expected = read_model(directory).images
     change(directory / "processor_config.json", {"image_processor": preprocessor})
@@ -250,7 +250,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("place", "changes", "message"), REFUSED, ids=[str(refused[1]) for refused in REFUSED])
-def test_what_is_refused(directory, place, changes, message):
+def test_unsupported_configurations_are_refused(directory, place, changes, message):
     file, *inside = place
     change(directory / file, changes, *inside)
     with pytest.raises(ModelError, match=message) as caught:

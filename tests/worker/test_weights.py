@@ -369,7 +369,7 @@ def test_paths_that_hold_no_model(tiny_llama, tmp_path):
     with pytest.raises(ModelError, match=r"config\.json: not JSON"):
         load(path)
     (path / "config.json").write_text("[]")
-    with pytest.raises(ModelError, match=r"config\.json: no JSON object"):
+    with pytest.raises(ModelError, match=r"config\.json: not a JSON object"):
         load(path)
     (path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ModelError, match=r"config\.json: hidden_size must be an integer"):

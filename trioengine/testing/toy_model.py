@@ -314,7 +314,7 @@ def read_toy_model(path: Path, context_length: int, *, images: bool = False) -> 
 
 @cache
 def toy_model(context_length: int = 512, *, images: bool = False) -> ModelInfo:
-    """The toy model's files, as `hub.model_files.read_model` would give them; with `images` it takes images."""
+    """The toy model's files, as `hub.model_info.read_model` would give them; with `images` it takes images."""
     processing = TOY_PROCESSING if images else None
     tokenizer = Tokenizer.from_json(_tokenizer_json(processing))
     return ModelInfo(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause, Completion, FinishReason
 from trioengine.testing.fuzz.callers import Reader
-from trioengine.testing.fuzz.pictures import PICTURES, Content, Shown, Turn, check_seen, content_of
+from trioengine.testing.fuzz.conversations import PICTURES, Content, Shown, Turn, check_seen, content_of
 from trioengine.testing.toy_model import (
     IM_END,
     TOY_PROCESSING,

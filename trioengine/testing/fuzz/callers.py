@@ -28,7 +28,7 @@ from trioengine.core.errors import (
 )
 from trioengine.core.sampling_params import Overflow, SamplingParams
 from trioengine.core.types import Cause, Chunk, Completion
-from trioengine.testing.fuzz.pictures import Turn, check_dropped, content_of, media_of
+from trioengine.testing.fuzz.conversations import Turn, check_dropped, content_of, media_of
 from trioengine.testing.fuzz.request_log import FOR_A_REQUEST, check_not_admitted, check_refused
 
 UNPREPARED = "it cannot be prepared"  # a prompt

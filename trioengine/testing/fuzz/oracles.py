@@ -27,9 +27,18 @@ from trioengine.core.errors import (
 )
 from trioengine.core.lifecycle import Phase
 from trioengine.core.types import Cause, FinishReason
-from trioengine.testing.fuzz.answers import asked, check_answer, prompt_ids, prompt_of
 from trioengine.testing.fuzz.callers import UNPREPARED, Call, Holder, Reader
-from trioengine.testing.fuzz.pictures import Turn, check_failed_image, is_refused, outline, outline_of
+from trioengine.testing.fuzz.conversations import (
+    Turn,
+    asked,
+    check_answer,
+    check_failed_image,
+    is_refused,
+    outline,
+    outline_of,
+    prompt_ids,
+    prompt_of,
+)
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.testing.toy_model import TOY_PATH
 

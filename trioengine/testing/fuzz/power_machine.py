@@ -20,8 +20,8 @@ from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause
 from trioengine.testing.fuzz.callers import Style
 from trioengine.testing.fuzz.engine_machine import EngineMachine
-from trioengine.testing.fuzz.image_states import parked
 from trioengine.testing.fuzz.oracles import check_line
+from trioengine.testing.fuzz.payload_watch import parked
 from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.fuzz.sessions_machine import WHICH
 from trioengine.testing.fuzz.world import CONFIG

@@ -21,9 +21,9 @@ from trioengine.serve.realtime import response as realtime_answering
 from trioengine.serve.realtime.connection import RealtimeConnection
 from trioengine.serve.realtime.outbox import SHOWN, Outbox
 from trioengine.serve.realtime.response import ResponseStatus
+from trioengine.testing.fuzz.conversations import FILES, content_of
 from trioengine.testing.fuzz.machine import Watch
 from trioengine.testing.fuzz.oracles import check_worker
-from trioengine.testing.fuzz.pictures import FILES, content_of
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.realtime_client import RealtimeClient
 from trioengine.testing.fuzz.served import WHICH, ServedEnvironment

@@ -19,9 +19,9 @@ from trioengine.core.errors import EngineError, ModelError, WorkerLost
 from trioengine.core.lifecycle import Phase, Power
 from trioengine.core.types import Cause
 from trioengine.testing.fuzz.callers import Call
+from trioengine.testing.fuzz.conversations import MAX_PAYLOADS, PAYLOAD_MEMORY
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.oracles import Troubles, check_decided, check_limits
-from trioengine.testing.fuzz.pictures import MAX_PAYLOADS, PAYLOAD_MEMORY
 from trioengine.testing.fuzz.request_log import Accounts, Admissions
 from trioengine.testing.sim_loop import SimLoop
 from trioengine.testing.simulated_process import SIGSEGV
