@@ -180,3 +180,17 @@ def test_links_have_targets(page):
         linked = path.parent / target if target else path
         assert linked.exists(), f"{page}: {target}"
         assert not anchor or anchor in anchors(linked), f"{page}: {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "comparison.md"])
+def test_files_that_pages_name_exist(page):
+    """Comparison.md names files of other projects."""
+    root = DOCS.parent
+    files = {
+        f"/{path.relative_to(root)}"
+        for folder in ("trioengine", "tests", "docs")
+        for path in (root / folder).rglob("*")
+    }
+    prose = re.sub(r"```.*?```", "", (DOCS / page).read_text(), flags=re.DOTALL)
+    named = set(re.findall(r"`([\w/-]+\.(?:py|cpp|mjs|ts))`", prose)) - {"vllm_offline.py"}
+    assert {name for name in named if not any(path.endswith(f"/{name}") for path in files)} == set()
