@@ -1,4 +1,4 @@
-"""The page for operators is complete, and what it hands out fits the server."""
+"""The page for operators is complete, and its examples and recipes fit the server."""
 
 import configparser
 import dataclasses
