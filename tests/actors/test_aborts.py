@@ -4,90 +4,12 @@ from contextlib import nullcontext
 
 import pytest
 import trio
-from expectations import GREEDY, LONG, chat, everything_is_given_back, reference
+from expectations import GREEDY, LONG, everything_is_given_back, reference
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import FinishReason, RequestRejected, SessionBusy, SessionEnded, TimedOut
-from trioengine.core.messages import StopSession
+from trioengine import FinishReason, SessionBusy, TimedOut
 from trioengine.core.outcome import Cause
-from trioengine.testing import simulated_engine, toy_answer
-
-
-@pytest.mark.parametrize("passes", range(12))
-async def test_cancelled_after_some_passes(autojump_clock, passes):
-    """The caller is cancelled at any point of entering, streaming and leaving: everything is given back, and the turn
-    is either there as a whole or not at all."""
-    async with simulated_engine(thread_passes=3) as (engine, simulation):
-        async with engine.open_session() as session:
-            with trio.CancelScope() as scope:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(use_session, session, "x" * 30)
-                    for _ in range(passes):
-                        await wait_all_tasks_blocked() if passes % 2 else await trio.lowlevel.checkpoint()
-                    scope.cancel()
-            assert session.history in ([], session.history[:2])
-            async with session.generate("again", GREEDY) as generation:
-                await generation.result()
-            assert session.history[-2] == chat("again")[0]
-        await everything_is_given_back(engine, simulation)
-
-
-async def use_session(session, prompt):
-    async with session.generate(prompt, LONG) as generation:
-        async for _ in generation:
-            pass
-
-
-async def test_leaving_early_takes_the_turn_back_and_waits(autojump_clock, simulated):
-    engine, simulation = simulated
-    async with engine.open_session() as session:
-        async with session.generate("one", GREEDY) as generation:
-            await generation.result()
-        committed = session.history
-        async with session.generate("two", LONG) as generation:
-            async for _ in generation:
-                break
-        assert generation.settled.is_set()
-        assert generation.completion.cause is Cause.CLIENT
-        assert session.history == committed
-        stops = [message for message in simulation.worker.received if isinstance(message, StopSession)]
-        assert len(stops) == 1
-        async with session.generate("three", GREEDY) as generation:
-            third = await generation.result()
-        prompt = engine.tokenizer.apply_chat_template([*committed, *chat("three")])
-        assert list(third.token_ids) == toy_answer(prompt, 40)
-
-
-async def test_keep_partial_keeps_what_was_read(autojump_clock, simulated):
-    engine, _ = simulated
-    async with engine.open_session() as session:
-        async with session.generate("one", LONG, keep_partial=True) as generation:
-            text = (await anext(generation)).text + (await anext(generation)).text
-        assert session.history[-1]["content"].startswith(text)
-        assert generation.completion.finish_reason is FinishReason.ABORT
-        async with session.generate("two", GREEDY) as generation:
-            await generation.result()
-
-
-async def test_abort_twice_and_after_the_end(autojump_clock, simulated):
-    engine, _ = simulated
-    async with engine.open_session() as session:
-        async with session.generate("one", LONG) as generation:
-            await anext(generation)
-            generation.abort()
-            generation.abort()
-            completion = await generation.result()
-            assert (completion.finish_reason, completion.cause) == (FinishReason.ABORT, Cause.CLIENT)
-            generation.abort()
-        generation.abort()
-        assert not engine.abort(generation.request_id)
-        session.end()
-        session.end()
-        with pytest.raises(SessionEnded) as caught:
-            async with session.generate("two"):
-                pass
-        assert caught.value.cause == "client"
-        await session.ended()
+from trioengine.testing import simulated_engine
 
 
 async def test_abort_never_downgrades_a_finish_on_its_way(autojump_clock, simulated):
@@ -101,31 +23,6 @@ async def test_abort_never_downgrades_a_finish_on_its_way(autojump_clock, simula
         assert generation.completion.finish_reason is FinishReason.LENGTH
         assert list(generation.completion.token_ids) == expected
     assert engine.statistics().aborted == 0
-
-
-async def test_an_exception_in_the_body_comes_out_as_it_is(autojump_clock, simulated):
-    engine, _ = simulated
-    with pytest.raises(ZeroDivisionError):
-        async with engine.open_session() as session, session.generate("one", LONG) as generation:
-            await anext(generation)
-            raise ZeroDivisionError
-    assert engine.statistics().aborted == 1
-
-
-async def test_a_timeout_is_an_abort(autojump_clock, simulated):
-    engine, _ = simulated
-    async with engine.open_session() as session:
-        async with session.generate("one", LONG, timeout=0.1) as generation:
-            with pytest.raises(TimedOut):
-                await generation.result()
-        completion = generation.completion
-        assert (completion.finish_reason, completion.cause) == (FinishReason.ABORT, Cause.TIMEOUT)
-        assert 0 < len(completion.token_ids) < 20
-        assert session.history == []
-        async with session.generate("one", GREEDY, timeout=100) as generation:
-            assert (await generation.result()).finish_reason is not FinishReason.ABORT
-        with pytest.raises(RequestRejected, match="timeout"):
-            session.generate("one", timeout=-1)
 
 
 async def test_each_request_of_a_session_has_its_own_deadline(autojump_clock, simulated):

@@ -255,16 +255,6 @@ async def ask_and_note(engine, answered):
     answered.append(await engine.generate("x", SHORT))
 
 
-async def test_by_default_nobody_waits_for_a_wake(autojump_clock):
-    async with simulated_engine() as (engine, _), engine.open_session() as session:
-        await engine.sleep()
-        for wait in (None, False):
-            with pytest.raises(EngineAsleep):
-                await engine.generate("x", SHORT, wait=wait)
-            with pytest.raises(EngineAsleep):
-                await session.ask("x", SHORT, wait=wait)
-
-
 @pytest.mark.parametrize("how", ["sleep", "update", "restart"])
 @pytest.mark.parametrize("config", [ONE_SLOT, ONE_SESSION])
 async def test_the_line_is_left_when_more_than_a_slot_is_missing(autojump_clock, config, how):

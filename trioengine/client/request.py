@@ -13,6 +13,7 @@ import enum
 import itertools
 import math
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import trio
@@ -172,6 +173,15 @@ class Request:
         self._cancel()
         return True
 
+    def reject(self) -> None:
+        """Settle without an outcome: the request was refused before it was posted."""
+        self._settle()
+
+    def check_refusal(self) -> None:
+        """Raise the error of a request that failed before the engine took it."""
+        if self.outcome is not None and self.outcome.error is not None and self._answer_id is None:
+            raise copy(self.outcome.error)
+
     def withdraw(self) -> None:
         """Decide the outcome now, as aborted, without the server: the turn is taken back, or kept in part."""
         if not self.settled.is_set():
@@ -284,11 +294,6 @@ class Request:
         self._settle()
 
     # ---- the outcome ----------------------------------------------------------------------------------------------
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether it failed before the engine took it."""
-        return self.outcome is not None and self.outcome.error is not None and self._answer_id is None
 
     def _finish(self, outcome: Outcome) -> None:
         self._decide(outcome)

@@ -280,15 +280,17 @@ class SessionState:
                 self._request = request
                 request.post_prompt(messages, events)
                 await request.ask(fields, events)
+            if request.outcome is None:
+                self._check_open()  # the end of the session has cancelled the scope
+        except EngineError:
+            request.reject()
+            raise
         except BaseException:
             request.withdraw()
             raise
         finally:
             del self._entering[request]
-        if request.outcome is None:
-            self._check_open()
-        elif request.outcome.error is not None and request.is_refused:
-            raise copy(request.outcome.error)
+        request.check_refusal()
 
     async def _prepared(self, request: Request) -> tuple[list[Message], dict[str, str]]:
         """The messages of the request's prompt, and the events that create their items."""
