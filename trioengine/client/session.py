@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
+from functools import partial
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -122,7 +123,7 @@ class Session(AsyncOnly):
             conversation=self._state.conversation,
             requests=self._state.requests,
         )
-        return Generation(request, self._state.enter)
+        return Generation(request, partial(self._state.enter, request))
 
     @whole_answer
     @sampling_checked
@@ -286,7 +287,7 @@ class SessionState:
             request.reject()
             raise
         except BaseException:
-            request.withdraw()
+            request.leave()
             raise
         finally:
             del self._entering[request]
