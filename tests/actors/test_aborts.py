@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import trio
-from expectations import GREEDY, LONG, everything_is_given_back, reference
+from helpers.expectations import GREEDY, LONG, everything_is_given_back, reference
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import FinishReason, SessionBusy, TimedOut

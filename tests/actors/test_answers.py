@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from expectations import GREEDY, LONG, chat, reference, said
+from helpers.expectations import GREEDY, LONG, chat, reference, said
 
 from trioengine import FinishReason, RequestRejected, SamplingParams
 from trioengine.core.lifecycle import Phase

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 import trio
-from expectations import FAILING, GREEDY, LONG, reference
+from helpers.expectations import FAILING, GREEDY, LONG, reference
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import (

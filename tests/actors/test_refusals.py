@@ -2,7 +2,7 @@
 
 import pytest
 import trio
-from expectations import GREEDY, LONG, chat, reference
+from helpers.expectations import GREEDY, LONG, chat, reference
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import (

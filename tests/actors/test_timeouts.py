@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import trio
-from expectations import GREEDY, LONG
+from helpers.expectations import GREEDY, LONG
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import (

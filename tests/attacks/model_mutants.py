@@ -15,8 +15,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from small_models import gguf_bytes, metadata, write_directory
-
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.core.image import ImageFormat, ImageInfo
@@ -25,9 +23,10 @@ from trioengine.hub.model_files import read_model
 from trioengine.worker.runner.model_runner import TorchModelRunner
 from trioengine.worker.vision.tiles import read_tiles
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
-import tiny_smolvlm
-from lying_models import LIES
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from helpers import tiny_smolvlm
+from helpers.lying_models import LIES
+from helpers.small_models import gguf_bytes, metadata, write_directory
 
 MEMORY = 64_000_000  # bytes that reading a mutant may add
 CPU_SECONDS = 30  # that it may take

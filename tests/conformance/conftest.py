@@ -1,7 +1,7 @@
 """Each test of this folder runs over an engine, and over a client of a server."""
 
 import pytest
-from sides import SIDES, open_side
+from helpers.sides import SIDES, open_side
 
 
 @pytest.fixture

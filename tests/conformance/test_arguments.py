@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import pytest
-from sides import SIDES, open_api
+from helpers.sides import SIDES, open_api
 
 from trioengine import InvalidConfig, RequestRejected, blocking, connect, open_engine
 from trioengine.aio.calls import AsyncOnly

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import trio
-from sides import GREEDY, LONG, SHORT, assistant, user
+from helpers.sides import GREEDY, LONG, SHORT, assistant, user
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineAsleep, EngineConfig, EngineOverloaded, FinishReason, TimedOut

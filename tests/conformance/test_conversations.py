@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import trio
-from sides import GREEDY, LONG, SHORT, assistant, user
+from helpers.sides import GREEDY, LONG, SHORT, assistant, user
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import Client, Engine, FinishReason, SamplingParams, Session

@@ -2,7 +2,7 @@
 
 import pytest
 import trio
-from sides import GREEDY, LONG, assistant, user
+from helpers.sides import GREEDY, LONG, assistant, user
 
 from trioengine import EngineConfig, EngineOverloaded, FinishReason, SessionBusy, SessionEnded, TimedOut
 from trioengine.core.outcome import Cause

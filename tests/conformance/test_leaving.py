@@ -2,7 +2,7 @@
 
 import pytest
 import trio
-from sides import GREEDY, LONG, SHORT, assistant, user
+from helpers.sides import GREEDY, LONG, SHORT, assistant, user
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig, FinishReason, SessionEnded, WorkerLost

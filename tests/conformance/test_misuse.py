@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import trio
-from misuses import awaited, entered, entered_by_async_with, iterated, iterated_over_by_async_for
-from sides import SIDES, open_api
+from helpers.misuses import awaited, entered, entered_by_async_with, iterated, iterated_over_by_async_for
+from helpers.sides import SIDES, open_api
 
 from trioengine import Engine, EngineConfig, InvalidConfig, connect, open_engine
 from trioengine.actors.ports import Ports

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import trio
-from sides import GREEDY, LONG, assistant, user
+from helpers.sides import GREEDY, LONG, assistant, user
 
 from trioengine import RequestRejected, SamplingParams, SessionBusy
 from trioengine.core.outcome import Cause

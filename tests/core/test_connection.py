@@ -5,8 +5,8 @@ import dataclasses
 import hypothesis.strategies as st
 import msgpack
 import pytest
+from helpers.pair import EVERY_MESSAGE, STATISTICS, Pair, add_message, row, unchecked
 from hypothesis import given
-from pair import EVERY_MESSAGE, STATISTICS, Pair, add_message, row, unchecked
 
 from trioengine.core.codec import LENGTH, decode, encode
 from trioengine.core.config import MAX_SESSIONS, WorkerConfig

@@ -2,8 +2,8 @@
 
 import pytest
 import trio
-from params import GREEDY, LONG
-from realtime_texts import assistant, reference, user
+from helpers.params import GREEDY, LONG
+from helpers.realtime_texts import assistant, reference, user
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import (

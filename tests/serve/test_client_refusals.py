@@ -1,9 +1,9 @@
 """trioengine.connect: what is refused, by whom and how, and that the session goes on."""
 
 import pytest
-from clients import open_clients
-from params import GREEDY, LONG
-from realtime_texts import assistant, reference, user
+from helpers.clients import open_clients
+from helpers.params import GREEDY, LONG
+from helpers.realtime_texts import assistant, reference, user
 
 from trioengine import (
     RequestRejected,

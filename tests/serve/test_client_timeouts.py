@@ -2,8 +2,8 @@
 
 import pytest
 import trio
-from params import GREEDY, LONG
-from realtime_texts import assistant, reference, user
+from helpers.params import GREEDY, LONG
+from helpers.realtime_texts import assistant, reference, user
 
 from trioengine import ConnectionLost, FinishReason, TimedOut, connect
 from trioengine.client.connection import PING_INTERVAL

@@ -2,8 +2,8 @@
 
 import pytest
 import trio
-from clients import Clients, open_clients
-from params import GREEDY, LONG
+from helpers.clients import Clients, open_clients
+from helpers.params import GREEDY, LONG
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import SessionEnded, TimedOut, connect

@@ -1,8 +1,8 @@
 """Handlers of requests: what ends one before it has answered, and what a crash of one leaves alone."""
 
-from clients import read_all, status_and_body
-from doors import SlowDoor, asked, front_door
-from frames import HEALTH
+from helpers.clients import read_all, status_and_body
+from helpers.doors import SlowDoor, asked, front_door
+from helpers.frames import HEALTH
 
 
 async def test_a_client_that_goes_cancels_its_handler(autojump_clock, clients):

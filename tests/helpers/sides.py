@@ -3,10 +3,11 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import trio
-from clients import Clients
 
+from helpers.clients import Clients
 from trioengine import Client, Engine, EngineConfig, SamplingParams, connect
 from trioengine.testing import Simulation, simulated_engine, toy_answer
 
@@ -28,6 +29,7 @@ class Side:
     def answer_ids(self, messages: list[dict[str, str]], params: SamplingParams = GREEDY) -> list[int]:
         """The tokens of the model's answer to a chat."""
         prompt = self.engine.tokenizer.apply_chat_template(messages)
+        assert params.max_tokens is not None
         return toy_answer(prompt, params.max_tokens, ignore_eos=params.ignore_eos)
 
     def answer(self, messages: list[dict[str, str]], params: SamplingParams = GREEDY) -> str:
@@ -41,7 +43,7 @@ class Side:
 
 
 @asynccontextmanager
-async def open_side(name: str, config: EngineConfig | None = None, **options: object) -> AsyncIterator[Side]:
+async def open_side(name: str, config: EngineConfig | None = None, **options: Any) -> AsyncIterator[Side]:
     """A side, which must have given everything back in the end. `options` are of `simulated_engine`."""
     async with simulated_engine(config, **options) as (engine, simulation), trio.open_nursery() as nursery:
         clients = Clients(engine, simulation, nursery)

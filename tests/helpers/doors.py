@@ -3,9 +3,9 @@
 from contextlib import asynccontextmanager
 
 import trio
-from frames import request
 from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
+from helpers.frames import request
 from trioengine.serve.access import Access
 from trioengine.serve.departures import Departures
 from trioengine.serve.front_door import FrontDoor
