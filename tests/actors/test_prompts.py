@@ -1,8 +1,8 @@
 """What is not a prompt is refused where the request is entered, by a message that names what it is."""
 
 import pytest
-from expectations import GREEDY, everything_is_given_back
-from pictures import PICTURE
+from helpers.expectations import GREEDY, everything_is_given_back
+from helpers.pictures import PICTURE
 
 from trioengine import RequestRejected
 from trioengine.testing import simulated_engine

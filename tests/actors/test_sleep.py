@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import trio
-from expectations import GREEDY, LONG, everything_is_given_back, generated, reference, said
+from helpers.expectations import GREEDY, LONG, everything_is_given_back, generated, reference, said
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineAsleep, TimedOut, TransitionFailed

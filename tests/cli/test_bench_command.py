@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 import trio
-from scripted_server import ScriptedServer, answer, plain
+from helpers.scripted_server import ScriptedServer, answer, plain
 
 from trioengine.cli.app import run
 

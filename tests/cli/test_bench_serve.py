@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 import trio
-from scripted_server import DONE, ScriptedServer, answer, plain, sse, text_event, usage_event
+from helpers.scripted_server import DONE, ScriptedServer, answer, plain, sse, text_event, usage_event
 
 from trioengine import EngineError
 from trioengine.cli.bench.config import BenchConfig

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
-from operated import served
+from helpers.operated import served
 
 from trioengine.cli.app import run
 

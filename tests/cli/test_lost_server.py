@@ -5,7 +5,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
-from terminal_chats import CTRL_C, PATIENCE, PROMPT, ask, on_a_terminal
+from helpers.terminal_chats import CTRL_C, PATIENCE, PROMPT, ask, on_a_terminal
 
 SERVER = """
 import sys

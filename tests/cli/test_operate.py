@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from operated import served
+from helpers.operated import served
 from trio.testing import memory_stream_pair
 
 from trioengine.cli.app import run

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import trio
-from loopback import on_loopback
-from pictures import PICTURE
+from helpers.loopback import on_loopback
+from helpers.pictures import PICTURE
 
 from trioengine import EngineConfig, blocking, connect, open_engine
 from trioengine.aio.nursery import open_unwrapped_nursery

@@ -1,11 +1,10 @@
 """Directories with a vision model: the properties that are read, and the errors for unusable files."""
 
-import importlib.util
 import json
 import math
-from pathlib import Path
 
 import pytest
+from helpers import tiny_smolvlm
 
 from trioengine.core.errors import ModelError
 from trioengine.core.image import ImageProcessing
@@ -13,20 +12,11 @@ from trioengine.hub.idefics3_config import VisionConfig, config_from_hf
 from trioengine.hub.model_config import Fields
 from trioengine.hub.model_info import read_model
 
-DATA = Path(__file__).parents[1] / "data"
 HALF = (0.5, 0.5, 0.5)
 
 
-@pytest.fixture(scope="module")
-def tiny_smolvlm():
-    spec = importlib.util.spec_from_file_location("tiny_smolvlm", DATA / "tiny_smolvlm.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-def directory(tiny_smolvlm, tmp_path):
+def directory(tmp_path):
     return tiny_smolvlm.write(tmp_path, "split")
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import trio
-from realtime_texts import GREEDY, LONG, assistant, reference, text_of, user
+from helpers.realtime_texts import GREEDY, LONG, assistant, reference, text_of, user
 
 from trioengine.core.types import Cause
 from trioengine.serve.realtime.response import MAX_OUT_OF_BAND

@@ -5,7 +5,7 @@ import json
 import logging
 
 import trio
-from clients import CHAT, chat, events_of
+from helpers.clients import CHAT, chat, events_of
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine.actors.generation import Generation

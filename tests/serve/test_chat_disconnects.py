@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import trio
-from clients import CHAT, FAILING, Clients, HttpClient, chat, events_of, finished, first_token
+from helpers.clients import CHAT, FAILING, Clients, HttpClient, chat, events_of, finished, first_token
 from trio.testing import lockstep_stream_pair, wait_all_tasks_blocked
 
 from trioengine import EngineConfig

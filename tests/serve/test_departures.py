@@ -3,8 +3,8 @@
 import logging
 
 import trio
-from clients import read_all
-from doors import SlowDoor
+from helpers.clients import read_all
+from helpers.doors import SlowDoor
 from trio.testing import memory_stream_pair
 
 

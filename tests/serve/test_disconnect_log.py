@@ -4,8 +4,8 @@ import logging
 
 import pytest
 import trio
-from clients import CHAT, chat
-from frames import HANDSHAKE, read_until
+from helpers.clients import CHAT, chat
+from helpers.frames import HANDSHAKE, read_until
 from trio.testing import wait_all_tasks_blocked
 
 CLOSED = "client disconnected: it closed the connection"

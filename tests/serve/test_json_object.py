@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from clients import CHAT, chat, open_clients
+from helpers.clients import CHAT, chat, open_clients
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

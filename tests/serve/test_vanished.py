@@ -5,8 +5,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 import trio
-from clients import CHAT, Clients, chat, first_token
-from frames import HANDSHAKE, SAY, event, read_until
+from helpers.clients import CHAT, Clients, chat, first_token
+from helpers.frames import HANDSHAKE, SAY, event, read_until
 from test_chat_disconnects import LEAVING
 from trio.testing import wait_all_tasks_blocked
 

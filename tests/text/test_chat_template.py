@@ -5,6 +5,8 @@ import threading
 import tracemalloc
 
 import pytest
+from helpers.known_templates import KNOWN
+from helpers.template_pieces import EXPRESSIONS, STATEMENTS
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from known_templates import EXPRESSIONS, KNOWN, STATEMENTS

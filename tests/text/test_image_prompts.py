@@ -1,9 +1,7 @@
 """Conversations with images: their token ids, the places of their tiles, and refusals."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from vision_chat import (
+from helpers.vision_chat import (
     END,
     IMAGE_TOKEN,
     PROCESSING,
@@ -16,6 +14,8 @@ from vision_chat import (
     text,
     user,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trioengine.core.errors import ModelError, RequestRejected
 from trioengine.core.image import VISION_MODEL, ImageProcessing

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from torch_driver import load, needs_compiler, reference
+from helpers.torch_driver import load, needs_compiler, reference
 
 from trioengine.core.errors import ModelError
 from trioengine.core.sampling_params import SamplingParams

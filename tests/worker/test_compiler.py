@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch_driver import generate, load, needs_compiler
+from helpers.torch_driver import generate, load, needs_compiler
 
 from trioengine.core.errors import ModelError
 from trioengine.worker.kernels.compiler import CompilerMissing, KernelsUnavailable, load_library

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from helpers.torch_driver import generate, load
 from test_weights import write_gguf
-from torch_driver import generate, load
 
 from trioengine.worker.kernels.four_bit import join_four_bit, read_four_bit
 from trioengine.worker.kernels.linear import FEW_ROWS, has_four_bit_kernel, make_linear, wants_four_bit

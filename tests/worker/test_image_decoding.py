@@ -10,9 +10,9 @@ import random
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from helpers.torch_driver import reference
 from hypothesis import example, given, settings
 from PIL import Image
-from torch_driver import reference
 
 from trioengine.core.image import ImageFormat, ImageInfo, ImageProcessing
 from trioengine.core.image_header import read_header

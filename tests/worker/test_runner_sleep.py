@@ -6,8 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from sleeping_runner import DAMAGES, EXPECTED, KV_BYTES, KV_CACHE, WEIGHTS, FailingProgress, answer, asleep, fall_asleep
-from torch_driver import generate, load
+from helpers.sleeping_runner import (
+    DAMAGES,
+    EXPECTED,
+    KV_BYTES,
+    KV_CACHE,
+    WEIGHTS,
+    FailingProgress,
+    answer,
+    asleep,
+    fall_asleep,
+)
+from helpers.torch_driver import generate, load
 
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.power import ALL_TAGS, Tag

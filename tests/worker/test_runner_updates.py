@@ -1,9 +1,19 @@
 """Other weights, awake and asleep: from then on their tokens; and what fails changes nothing."""
 
 import pytest
-from sleeping_runner import DAMAGES, EXPECTED, KV_BYTES, KV_CACHE, WEIGHTS, FailingProgress, answer, asleep, fall_asleep
+from helpers.sleeping_runner import (
+    DAMAGES,
+    EXPECTED,
+    KV_BYTES,
+    KV_CACHE,
+    WEIGHTS,
+    FailingProgress,
+    answer,
+    asleep,
+    fall_asleep,
+)
+from helpers.torch_driver import load
 from test_weights import write_gguf
-from torch_driver import load
 
 from trioengine.core.errors import ModelError
 from trioengine.core.power import ALL_TAGS

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from torch_driver import generate, load, needs_compiler, reference
+from helpers.torch_driver import generate, load, needs_compiler, reference
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError

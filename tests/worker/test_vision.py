@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 import torch
-from torch_driver import load, needs_compiler, reference
+from helpers.torch_driver import load, needs_compiler, reference
 
 from trioengine.core.errors import InvariantError
 from trioengine.core.image import ImageFormat, ImageInfo

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from torch_driver import load, needs_compiler, reference
+from helpers.torch_driver import load, needs_compiler, reference
 
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.messages import AddMessage, AddSession, ImageInput, PayloadConsumed, Tokens

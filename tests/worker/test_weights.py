@@ -9,8 +9,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from helpers.torch_driver import generate, load, reference
 from safetensors.torch import load_file, save_file
-from torch_driver import generate, load, reference
 
 from trioengine.core.errors import ModelError
 from trioengine.core.gguf import TensorType

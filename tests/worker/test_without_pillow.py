@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from torch_driver import load
+from helpers.torch_driver import load
 
 from trioengine.core.errors import ModelError
 

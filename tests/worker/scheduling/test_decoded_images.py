@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from image_bench import BAD, ImageBench
+from helpers.image_bench import BAD, ImageBench
 
 from trioengine.core.messages import AddSession, EndSession, PayloadConsumed, RequestFailed, StopSession
 from trioengine.core.types import FinishReason

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from toy_driver import answer, params
+from helpers.toy_driver import answer, params
 
 from trioengine.core.errors import RemoteProtocolError
 from trioengine.core.messages import (

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from helpers.session_machine import SessionMachine
+from helpers.toy_driver import next_token
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from session_machine import SessionMachine
-from toy_driver import next_token
 
 from trioengine.core.messages import (
     AddMessage,

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from helpers.session_machine import SessionMachine
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from session_machine import SessionMachine
 
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.messages import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from toy_driver import answer, finish, make, params, run_all, run_step, sequence_of, shape
+from helpers.toy_driver import answer, finish, make, params, run_all, run_step, sequence_of, shape
 
 from trioengine.core.errors import InvariantError, RequestRejected
 from trioengine.core.types import FinishReason

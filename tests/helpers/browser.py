@@ -9,12 +9,15 @@ from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 60  # seconds
-OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
-OPTIONS += ("--disable-background-networking", "--disable-component-update")
+OPTIONS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
+)
 PAGE = b"""<!doctype html><meta charset=utf-8><script type=module>
 const given = new URLSearchParams(location.search);
 const result = async () => {
@@ -93,7 +96,8 @@ class Page:
 @contextmanager
 def served_page():
     """A page on loopback."""
-    pages, results = {"/": PAGE}, queue.Queue()
+    pages = {"/": PAGE}
+    results: queue.Queue[Any] = queue.Queue()
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, pages, results)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield Page(f"http://127.0.0.1:{server.server_port}", pages, results)

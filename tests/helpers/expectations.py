@@ -27,7 +27,7 @@ async def everything_is_given_back(engine, simulation):
 def orders_are_kept(simulation):
     """Per attachment: ADD_SESSION (ADD_MESSAGE STOP_SESSION?)* END_SESSION, on every incarnation."""
     for worker in simulation.workers:
-        lives = {}
+        lives: dict[int, list[list[type]]] = {}
         for message in worker.received:
             if isinstance(message, AddSession):
                 lives.setdefault(message.session, []).append([])

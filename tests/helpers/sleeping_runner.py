@@ -3,8 +3,7 @@
 import json
 import shutil
 
-from torch_driver import generate, reference
-
+from helpers.torch_driver import generate, reference
 from trioengine.core.errors import InvariantError
 from trioengine.core.power import Tag
 

@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import trio
-from misuses import awaited, entered, entered_by_async_with, iterated, iterated_over_by_async_for
-from sides import SIDES
+from helpers.misuses import awaited, entered, entered_by_async_with, iterated, iterated_over_by_async_for
+from helpers.sides import SIDES, open_api
 
 from trioengine import Engine, EngineConfig, InvalidConfig, connect, open_engine
 from trioengine.actors.ports import Ports
@@ -35,7 +35,7 @@ async def test_what_is_not_opened_has_no_attributes(opening):
 @pytest.mark.parametrize("way", [awaited, entered])
 async def test_a_session_is_entered_by_async_with(autojump_clock, side, way):
     form = re.escape(f"use `async with {side}.open_session() as session`")
-    async with SIDES[side]() as api:
+    async with open_api(side) as api:
         with pytest.raises(TypeError, match=f"a session cannot be {way.__name__}.*: {form}$"):
             await way(api.open_session())
 
@@ -43,8 +43,9 @@ async def test_a_session_is_entered_by_async_with(autojump_clock, side, way):
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("way", [awaited, entered, iterated])
 async def test_a_generation_is_read_by_async_for(autojump_clock, side, way):
-    form = re.escape("use `async with session.generate(...) as generation` to read it in chunks")
-    async with SIDES[side]() as api, api.open_session() as session:
+    form = re.escape("use `async with session.generate(...) as generation` to read it in chunks by `async for`, ")
+    form += re.escape("or `await session.ask(...)` for the whole answer")
+    async with open_api(side) as api, api.open_session() as session:
         with pytest.raises(TypeError, match=f"a generation cannot be {way.__name__}.*: {form}"):
             await way(session.generate("x"))
 
@@ -53,7 +54,7 @@ async def test_a_generation_is_read_by_async_for(autojump_clock, side, way):
 @pytest.mark.parametrize("way", [entered_by_async_with, iterated_over_by_async_for])
 async def test_a_call_for_a_whole_answer_names_the_form_for_chunks(autojump_clock, side, way):
     form = re.escape("`async with session.generate(...) as generation`")
-    async with SIDES[side]() as api, api.open_session() as session:
+    async with open_api(side) as api, api.open_session() as session:
         for call in (api.generate, api.ask, session.ask):
             how = way.__name__.replace("_", " ")
             with pytest.raises(TypeError, match=rf"^{call.__name__}\(\) cannot be {how[:7]}.*{form}$"):
@@ -62,7 +63,7 @@ async def test_a_call_for_a_whole_answer_names_the_form_for_chunks(autojump_cloc
 
 @pytest.mark.parametrize("side", SIDES)
 async def test_a_call_for_a_whole_answer_is_a_coroutine(autojump_clock, side):
-    async with SIDES[side]() as api, trio.open_nursery() as nursery:
+    async with open_api(side) as api, trio.open_nursery() as nursery:
         nursery.start_soon(partial(api.generate, "x", max_tokens=1))
         assert (await api.ask("x", max_tokens=1)).usage.completion_tokens == 1
 
@@ -86,7 +87,7 @@ def test_an_engine_is_made_of_a_configuration():
 @pytest.mark.parametrize("name", ["generate", "ask"])
 @pytest.mark.parametrize("side", SIDES)
 async def test_a_forgotten_await_names_the_call(autojump_clock, side, name):
-    async with SIDES[side]() as api:
+    async with open_api(side) as api:
         with pytest.warns(RuntimeWarning, match=rf"coroutine '\w+\.{name}' was never awaited") as warnings:
             getattr(api, name)("x")
         assert len(warnings) == 1

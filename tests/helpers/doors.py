@@ -3,7 +3,6 @@
 from contextlib import asynccontextmanager
 
 import trio
-from frames import request
 from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
 from trioengine.serve.auth import Access

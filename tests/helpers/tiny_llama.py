@@ -1,9 +1,11 @@
 """Tiny Llama checkpoints with random weights: the same numbers wherever they are written."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from random_checkpoint import RandomTensors, write_checkpoint
+
+from helpers.random_checkpoint import RandomTensors, write_checkpoint
 
 BASE = {
     "model_type": "llama",
@@ -28,7 +30,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True, "num_key_value_heads": 6},
     "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
@@ -75,5 +77,5 @@ def add_llama(weights: RandomTensors, config: dict, prefix: str = "model.") -> N
 
 def write(path: Path, variant: str, *, seed: int = 0, **changes: object) -> Path:
     """A Hugging Face directory of the variant; each seed has other weights."""
-    config = {**BASE, **VARIANTS[variant], **changes}
+    config = BASE | VARIANTS[variant] | changes
     return write_checkpoint(path, {"config.json": config}, tensors(config, seed))

@@ -48,6 +48,7 @@ def generate(runner, prompts, max_tokens, params=None, **limits):
         scheduler.add(sequence)
     while scheduler.has_work:
         output = scheduler.schedule()
+        assert output is not None, "it has work"
         scheduler.update(output, runner.execute(output))
     scheduler.check_integrity()
     return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences], scheduler.statistics(0)

@@ -1,6 +1,6 @@
 """Hostile images, read as the server's process reads them, with what each costs: the child of test_hostile_images.py.
 
-Usage: python image_attacks.py, with tests/data in PYTHONPATH. It prints a line of JSON for each attack:
+Usage: python image_attacks.py, with tests in PYTHONPATH. It prints a line of JSON for each attack:
 name, answer, seconds of processor time, and bytes.
 """
 
@@ -10,9 +10,8 @@ import time
 import tracemalloc
 import zlib
 
-import encoded_images as images
-from vision_chat import chat_tokenizer
-
+from helpers import encoded_images as images
+from helpers.vision_chat import chat_tokenizer
 from trioengine.actors.media import source_of_url
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image import MAX_IMAGE_BYTES, Image, image_url
@@ -101,6 +100,7 @@ def answer(part):
     """The error's code and message, or the image's dimensions and its number of tokens."""
     try:
         url = image_url(part, WHERE)
+        assert url is not None, part
         info, _ = source_of_url(url, MAX_IMAGE_BYTES, WHERE).open()
         prompt = [{"role": "user", "content": [Image(info, handle=None).part]}]
         conversation = Conversation(CHAT)

@@ -5,8 +5,8 @@ import os
 import shutil
 import struct
 
-import tiny_smolvlm
-from small_models import CONFIG, gguf_bytes, metadata, string
+from helpers import tiny_smolvlm
+from helpers.small_models import CONFIG, gguf_bytes, metadata, string
 
 
 def replace_entries(**values):

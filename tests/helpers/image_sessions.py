@@ -2,8 +2,7 @@
 
 from contextlib import asynccontextmanager
 
-from expectations import everything_is_given_back
-
+from helpers.expectations import everything_is_given_back
 from trioengine import EngineConfig, SamplingParams
 from trioengine.actors.ports import Ports
 from trioengine.core.lifecycle import Power

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from random_checkpoint import RandomTensors, write_checkpoint
-from tiny_llama import add_llama
+
+from helpers.random_checkpoint import RandomTensors, write_checkpoint
+from helpers.tiny_llama import add_llama
 
 TEXT = {
     "architectures": ["VLlama3ForCausalLM"],

@@ -1,7 +1,7 @@
 """Requests and messages whose bytes a server keeps, and how many those are."""
 
-from clients import CHAT
-from scrapes import now
+from helpers.clients import CHAT
+from helpers.scrapes import now
 
 KEYS = ("k" * 16, "l" * 16)
 GREEDY = {"temperature": 0, "max_output_tokens": 5}

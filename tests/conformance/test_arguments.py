@@ -5,13 +5,13 @@ import math
 import re
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import pytest
-from sides import SIDES, a_client, an_engine
+from helpers.sides import SIDES, open_api
 
-from trioengine import InvalidConfig, RequestRejected, Session, blocking, connect, open_engine
-from trioengine.actors.readable import Readable
-from trioengine.client.session import Session as RemoteSession
+from trioengine import InvalidConfig, RequestRejected, blocking, connect, open_engine
+from trioengine.aio.calls import AsyncOnly
 
 OPEN_SESSION = [
     ("open_session", (), {"label": 3}, "label must be a string, got 3"),
@@ -40,6 +40,7 @@ ASK = [
         ({"label": b"x"}, "label must be a string, got b'x'"),
         ({"params": {"max_tokens": 3}}, "params must be SamplingParams, got dict"),
         ({"max_tokens": "3"}, "max_tokens must be an integer"),
+        ({"max_tokens": 0}, "max_tokens must be"),
         ({"temperature": "hot"}, "temperature must be a number"),
         ({"stop": 3}, "stop"),
     ]
@@ -89,12 +90,17 @@ UNKNOWN_OPERATE = [
 
 
 @asynccontextmanager
-async def a_blocking_engine():
-    with blocking.Engine(an_engine) as engine:
-        yield engine
+async def open_any(side):
+    """The API of a side, or of a blocking engine."""
+    if side == "blocking":
+        with blocking.Engine(partial(open_api, "engine")) as engine:
+            yield engine
+    else:
+        async with open_api(side) as api:
+            yield api
 
 
-ALL_SIDES = SIDES | {"blocking": a_blocking_engine}
+ALL_SIDES = (*SIDES, "blocking")
 COVERED = {
     "engine": EVERYWHERE + OPERATE + AWAITED,
     "client": EVERYWHERE,
@@ -111,13 +117,13 @@ async def use(api, call, args, options):
         given = getattr(api, call.removeprefix("session."))(*args, **options)
         if isinstance(given, Coroutine):
             await given
-        elif isinstance(given, (Session, RemoteSession, Readable)):
+        elif isinstance(given, AsyncOnly):
             await stack.enter_async_context(given)
 
 
 @pytest.mark.parametrize("side", ALL_SIDES)
 async def test_a_wrong_argument_is_refused_by_its_name(autojump_clock, side):
-    async with ALL_SIDES[side]() as api:
+    async with open_any(side) as api:
         for call, args, options, message in COVERED[side]:
             with pytest.raises(RequestRejected, match=message) as refused:
                 await use(api, call, args, options)
@@ -126,7 +132,7 @@ async def test_a_wrong_argument_is_refused_by_its_name(autojump_clock, side):
 
 @pytest.mark.parametrize("side", ALL_SIDES)
 async def test_an_unknown_argument_names_the_nearest(autojump_clock, side):
-    async with ALL_SIDES[side]() as api:
+    async with open_any(side) as api:
         for call, args, name, nearest in UNKNOWN + (UNKNOWN_OPERATE if side != "client" else []):
             function = re.escape(call.removeprefix("session.") + "()")
             with pytest.raises(TypeError, match=f"^{function} has no argument '{name}'; did you mean '{nearest}'"):
@@ -175,7 +181,7 @@ async def test_of_the_callbacks_of_a_client(name):
 
 @pytest.mark.parametrize("side", ALL_SIDES)
 async def test_a_whole_answer_has_the_name_that_a_session_gives_it(autojump_clock, side):
-    async with ALL_SIDES[side]() as api:
+    async with open_any(side) as api:
         answers = []
         for call in (api.ask, api.generate):
             given = call("x", max_tokens=3, temperature=0)
@@ -185,7 +191,7 @@ async def test_a_whole_answer_has_the_name_that_a_session_gives_it(autojump_cloc
 
 @pytest.mark.parametrize("side", ALL_SIDES)
 async def test_a_bad_history_is_refused_before_the_session_is_entered(autojump_clock, side):
-    async with ALL_SIDES[side]() as api:
+    async with open_any(side) as api:
         with pytest.raises(RequestRejected, match="history must be a list of messages"):
             api.open_session(history="x")
 
@@ -200,7 +206,7 @@ async def test_a_bad_history_is_refused_before_the_session_is_entered(autojump_c
     ],
 )
 async def test_a_message_without_a_role(autojump_clock, side, role, problem):
-    async with ALL_SIDES[side]() as api:
+    async with open_any(side) as api:
         for call, args, options in [
             ("generate", ([role | {"content": "x"}],), {}),
             ("open_session", (), {"history": [role | {"content": "x"}]}),
@@ -210,6 +216,6 @@ async def test_a_message_without_a_role(autojump_clock, side, role, problem):
 
 
 async def test_a_key_of_a_message_that_a_client_cannot_send(autojump_clock):
-    async with a_client() as client:
+    async with open_api("client") as client:
         with pytest.raises(RequestRejected, match=r"prompt\[0\]\.name cannot be sent: a message has role and content"):
             await client.generate([{"role": "user", "content": "x", "name": "ann"}])

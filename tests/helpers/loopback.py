@@ -2,6 +2,7 @@
 
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import trio
 
@@ -20,7 +21,8 @@ async def on_loopback(limits=DEFAULT_LIMITS, **options):
     """The server; clients that have gone must have left nothing. Cancelled, it breaks its connections off."""
     async with open_unwrapped_nursery() as nursery:
         simulation = Simulation(nursery, limits=limits, behaviours=[Behaviour(load_time=0, step_time=STEP_TIME)])
-        config = ServeConfig(**{"port": 0, "served_model_name": "toy"} | options)
+        fields: dict[str, Any] = {"port": 0, "served_model_name": "toy"} | options
+        config = ServeConfig(**fields)
         engine_config = EngineConfig(model="toy", max_num_seqs=8)
         server = await nursery.start(partial(serve, engine_config, config, ports=simulation.ports))
         await server.engine.ready()

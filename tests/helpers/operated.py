@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import contextmanager
+from typing import Any
 
 import trio
 
@@ -14,7 +15,8 @@ from trioengine.testing.simulated_worker import Behaviour
 @contextmanager
 def served(step_time=0, **options):
     """A server in a thread; its URL, and a dictionary whose `statistics` are the engine's when it has ended."""
-    started, told = threading.Event(), {}
+    started = threading.Event()
+    told: dict[str, Any] = {}
 
     async def main():
         async with trio.open_nursery() as workers, trio.open_nursery() as nursery:
