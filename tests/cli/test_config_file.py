@@ -99,7 +99,7 @@ BAD = [
     ("prompt = 'x'", "'prompt' is not an option of this command"),
     ("config = 'x'", "'config' is not an option of this command"),
     ("[server]\nport = 1", "'server' is a table; options stand at the top, in no table"),
-    ("max-num-seqs = 1\nmax_num_seqs = 1", "max_num_seqs is there twice, as max-num-seqs, too"),
+    ("max-num-seqs = 1\nmax_num_seqs = 1", "max_num_seqs is given twice, also as max-num-seqs"),
     ("port = '80'", "port must be an integer, got '80'"),
     ("port = true", "port must be an integer"),
     ("port = 80.0", "port must be an integer"),
