@@ -103,8 +103,7 @@ def generate(
     **fields: object,
 ) -> None:
     """Print one answer."""
-    from trioengine.cli.chat import read_all
-    from trioengine.cli.generate import print_answer
+    from trioengine.cli.generate import print_answer, read_all
 
     prompt = read_all().removesuffix("\n") if prompt == "-" else prompt
     params = build(SamplingParams, fields)
