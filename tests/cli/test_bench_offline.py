@@ -28,7 +28,7 @@ async def test_work_that_the_context_would_cut_is_refused(autojump_clock):
 
 
 async def test_a_percentile_is_no_less_than_the_median(autojump_clock):
-    """Of two requests, too: here one waits for the other's place."""
+    """Also with two requests: here one waits for the other's slot."""
     async with simulated_engine(limits=replace(DEFAULT_LIMITS, max_num_seqs=1)) as (engine, _):
         figures = await run(engine, 2, 4, 4)
         assert figures.ttft_p99 > figures.ttft_median > 0

@@ -1,4 +1,4 @@
-"""What is typed, and what comes of it: exit codes, errors of one line, options made from the configuration."""
+"""Command lines and their results: exit codes, errors of one line, options made from the configuration."""
 
 import dataclasses
 import io

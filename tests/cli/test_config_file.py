@@ -1,4 +1,4 @@
-"""Options from a file and from the environment: which one counts, and what is said of one that cannot be used."""
+"""Options from a file and from the environment: precedence, and the errors for bad ones."""
 
 import dataclasses
 from pathlib import Path
@@ -31,7 +31,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def served(monkeypatch):
-    """Runs `serve` up to the point where everything is read, and gives what was read."""
+    """Runs `serve` up to the point where all options are read, and returns them."""
     seen = []
 
     def note(config, serve_config, **how):

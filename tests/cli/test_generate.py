@@ -1,4 +1,4 @@
-"""What is read from a terminal or a pipe, and what is written."""
+"""Lines that are read from a pipe, and the answers that are written."""
 
 import json
 import os
@@ -29,7 +29,7 @@ async def test_lines_of_a_pipe():
     "data", [b"x" * 100, b"x" * 17 + b"\n", b"one\n" + b"x" * 17 + b"\n"], ids=["without an end", "with one", "later"]
 )
 async def test_a_line_that_is_too_long(monkeypatch, data):
-    """With its end or without: what is read is bounded, and what comes before it is answered."""
+    """With its end or without: memory is bounded, and earlier lines are answered."""
     monkeypatch.setattr(chat, "MAX_LINE", 16)
     monkeypatch.setattr(chat, "_CHUNK", 5)
     readable, writable = os.pipe()

@@ -110,7 +110,7 @@ class ChatSession:
         self._has_ended = trio.Event()
 
     async def open(self) -> AnySession:
-        """Return the session, opened if there is none; if cancelled, none is opened.
+        """Return the session, opened if necessary; if cancelled, none is opened.
 
         Raises ConnectionLost if a new session is needed and cannot be opened.
         """
