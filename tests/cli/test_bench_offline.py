@@ -6,7 +6,7 @@ import pytest
 
 from trioengine import EngineConfig, InvalidConfig
 from trioengine.cli.bench import offline
-from trioengine.cli.bench.offline import Run, check_work, run
+from trioengine.cli.bench.offline import OfflineRun, check_work, run
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulation import DEFAULT_LIMITS
 
@@ -36,7 +36,7 @@ async def test_a_percentile_is_no_less_than_the_median(autojump_clock):
 
 def test_the_table_says_its_units(monkeypatch, capsys):
     async def bench(*arguments):
-        return [Run(2.0, 6.0, 0.1, 0.2, 0.3, 0.4)], "float32"
+        return [OfflineRun(2.0, 6.0, 0.1, 0.2, 0.3, 0.4)], "float32"
 
     monkeypatch.setattr(offline, "_bench", bench)
     offline.bench_offline(EngineConfig(), 3, 5, 4, repeat=1, as_json=False)
