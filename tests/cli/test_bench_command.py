@@ -1,4 +1,4 @@
-"""`trioengine bench serve` as a command: what it prints and writes, on a loopback server."""
+"""`trioengine bench serve` as a command: its output and files, on a loopback server."""
 
 import json
 import threading

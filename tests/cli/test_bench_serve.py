@@ -192,9 +192,9 @@ async def test_a_base_url_may_have_the_version(autojump_clock, base_url, endpoin
 
 async def test_no_server(autojump_clock):
     async def refuse():
-        raise OSError("nobody listens")
+        raise OSError("connection refused")
 
-    with pytest.raises(EngineError, match="the connection to localhost failed: nobody listens"):
+    with pytest.raises(EngineError, match="the connection to localhost failed: connection refused"):
         await measure(BenchConfig(), Endpoint("localhost", "/", [], refuse), PROMPTS)
 
 

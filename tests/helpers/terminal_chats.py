@@ -45,7 +45,7 @@ main()
 
 
 class Chat:
-    """A process with a terminal of its own, and what it has written there."""
+    """A process with a terminal of its own, and its output there."""
 
     def __init__(self, process, master):
         self.process = process
@@ -56,14 +56,14 @@ class Chat:
         os.write(self._master, data)
 
     def until(self, *expected):
-        """Read until one of these was shown since the last time; gives what was shown up to its end."""
+        """Read until one of these was shown since the last call; returns the output up to its end."""
         deadline = time.monotonic() + PATIENCE
         pattern = re.compile(b"|".join(re.escape(text) for text in expected))
         while (match := pattern.search(self.shown)) is None:
             assert select.select([self._master], [], [], deadline - time.monotonic())[0], self.shown
             try:
                 received = os.read(self._master, 4096)
-            except OSError:  # nobody has the terminal open any more
+            except OSError:  # no process has the terminal open any more
                 received = b""
             assert received, self.shown
             self.shown += received
