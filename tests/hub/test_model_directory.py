@@ -150,6 +150,8 @@ def test_weights_in_several_files(directory):
         read_model(directory)
 
 
+SUPPORTED = "supported: idefics3, llama, qwen2, smolvlm"
+WINDOW = "a sliding window (use_sliding_window, layer_types) is not supported"
 COUNT = "must be an integer from 1 to 2147483647"
 OLD = "original_max_position_embeddings"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, OLD: 64}
@@ -172,15 +174,19 @@ def tokenizer_config(**fields):
         ("config.json", [], "no JSON object"),
         ("config.json", b" " * (6 << 20) + b" ", "the file is larger than 6291456 bytes"),
         ("config.json", b"[" + b"[]," * 300_000 + b"0]", "not JSON: more than 262144 values"),
-        ("config.json", {"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: idefics3, llama"),
-        ("config.json", config(model_type=3), "model_type 3 is not supported; supported: idefics3, llama"),
+        ("config.json", {"model_type": "mamba"}, f"model_type 'mamba' is not supported; {SUPPORTED}"),
+        ("config.json", config(model_type=3), f"model_type 3 is not supported; {SUPPORTED}"),
         ("config.json", config(model_type="\x1b[31m" * 99), r"model_type '\x1b[31m\x1b[31m"),
-        ("config.json", {"d_model": 768}, "model_type None is not supported; supported: idefics3, llama"),
+        ("config.json", {"d_model": 768}, f"model_type None is not supported; {SUPPORTED}"),
         (
             "config.json",
             {"architectures": ["MambaForCausalLM"]},
-            "model_type None (architectures ['MambaForCausalLM']) is not supported; supported: idefics3, llama",
+            f"model_type None (architectures ['MambaForCausalLM']) is not supported; {SUPPORTED}",
         ),
+        ("config.json", config(model_type="qwen2", num_key_value_heads=None), f"num_key_value_heads {COUNT}, got None"),
+        ("config.json", config(model_type="qwen2", num_key_value_heads=1, use_sliding_window=True), WINDOW),
+        ("config.json", config(model_type="qwen2", num_key_value_heads=1, layer_types=["sliding_attention"]), WINDOW),
+        ("config.json", config(model_type="qwen2", num_key_value_heads=1, layer_types=3), WINDOW),
         ("config.json", {"model_type": "llama"}, f"hidden_size {COUNT}, got None"),
         ("config.json", config(vocab_size="8"), f"vocab_size {COUNT}, got '8'"),
         ("config.json", config(max_position_embeddings=True), f"max_position_embeddings {COUNT}, got True"),

@@ -139,11 +139,11 @@ def test_the_end_tokens(tmp_path, changes, expected):
     ("changes", "message"),
     [
         ({"split.count": 3}, "split.count: a model split into several files is not supported"),
-        ({"general.architecture": None}, "general.architecture None is not supported; supported: llama"),
-        ({"general.architecture": 3}, "general.architecture 3 is not supported; supported: llama"),
+        ({"general.architecture": None}, "general.architecture None is not supported; supported: llama, qwen2"),
+        ({"general.architecture": 3}, "general.architecture 3 is not supported; supported: llama, qwen2"),
         (
             {"general.architecture": "mamba", "llama.context_length": None, "tokenizer.ggml.model": "none"},
-            "general.architecture 'mamba' is not supported; supported: llama",
+            "general.architecture 'mamba' is not supported; supported: llama, qwen2",
         ),
         ({"llama.context_length": None}, f"llama.context_length {COUNT}, got None"),
         ({"llama.context_length": 0}, f"llama.context_length {COUNT}, got 0"),
