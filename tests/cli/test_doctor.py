@@ -15,7 +15,7 @@ from trioengine.cli.doctor.machine import Machine
 from trioengine.cli.doctor.part import Part, Severity, fatal, warning
 from trioengine.cli.doctor.software import versions, worker
 from trioengine.hub.known_models import SMOLLM2
-from trioengine.worker.probe import MARK
+from trioengine.worker.__main__ import MARK
 
 GIB = 1 << 30
 

@@ -138,14 +138,14 @@ def test_what_the_runner_says_of_itself(tiny_llama, tmp_path):
     config = WorkerConfig(str(path), dtype="float32", kv_cache_memory=1 << 20, max_model_len=100)
     runner = TorchModelRunner.load(config, lambda done, total: progress.append((done, total)))
     per_block = 2 * 3 * 2 * 8 * 4 * 16  # keys and values, layers, heads, head size, float32, tokens
-    assert runner.kv_blocks_total == (1 << 20) // per_block
-    assert (runner.model_type, runner.device, runner.dtype) == ("llama", "cpu", "float32")
-    assert (runner.vocab_size, runner.max_model_len, runner.block_size) == (200, 100, 16)
+    assert runner.info.kv_blocks_total == (1 << 20) // per_block
+    assert (runner.info.model_type, runner.info.device, runner.info.dtype) == ("llama", "cpu", "float32")
+    assert (runner.info.vocab_size, runner.info.max_model_len, runner.info.block_size) == (200, 100, 16)
     assert progress[0][0] == 0
     assert progress[-1][0] == progress[-1][1] == sum(t.nbytes for t in tiny_llama.tensors(tiny_llama.BASE).values())
-    assert load(path, kv_cache_memory=3 * per_block).max_model_len == 48  # what the cache holds
-    assert load(path).max_model_len == 256  # the model's own
-    assert load(path, kv_cache_memory=None).kv_blocks_total > 0
+    assert load(path, kv_cache_memory=3 * per_block).info.max_model_len == 48  # what the cache holds
+    assert load(path).info.max_model_len == 256  # the model's own
+    assert load(path, kv_cache_memory=None).info.kv_blocks_total > 0
 
 
 def test_kv_cache_memory_that_holds_no_block(tiny_llama, tmp_path):

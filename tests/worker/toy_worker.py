@@ -13,6 +13,7 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from trioengine.core.config import WorkerConfig
@@ -21,12 +22,9 @@ from trioengine.core.errors import ModelError
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.messages import AddMessage, Configure, FromWorker, ImageInput, Loading, Ready, ToWorker, token_ids
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.worker.decoder import Vision
-from trioengine.worker.loop import OnProgress
 from trioengine.worker.process import run
-from trioengine.worker.scheduling.image_queue import DecodedImage, ImageError
-from trioengine.worker.scheduling.images import TileShape
-from trioengine.worker.scheduling.step import SampledToken, SchedulerOutput
+from trioengine.worker.scheduling.images import DecodedImage, ImageError, TileShape, Vision
+from trioengine.worker.scheduling.step import ModelInfo, OnProgress, SampledToken, SchedulerOutput
 from trioengine.worker.transport import PAYLOAD_ID, SEALS
 
 VOCAB_SIZE = 1000
@@ -39,15 +37,7 @@ class CountingRunner:
     """
 
     def __init__(self) -> None:
-        self.model_type = "toy"
-        self.device = "cpu"
-        self.dtype = "float32"
-        self.kernels = "torch"
-        self.vocab_size = VOCAB_SIZE
-        self.max_model_len = 512
-        self.kv_blocks_total = 128
-        self.block_size = 16
-        self.vision: Vision | None = None
+        self.info = ModelInfo("toy", "cpu", "float32", "torch", VOCAB_SIZE, 512, kv_blocks_total=128, block_size=16)
         self.before_step: Callable[[SchedulerOutput], None] = lambda output: None
         self.describe: Callable[[int, int], SampledToken] = SampledToken
 
@@ -142,7 +132,7 @@ class SeeingRunner(CountingRunner):
 
     def __init__(self) -> None:
         super().__init__()
-        self.vision = Vision(TileShape(2, 1, 1), self._decode)
+        self.info = replace(self.info, vision=Vision(TileShape(2, 1, 1), self._decode))
 
     def execute(self, output: SchedulerOutput) -> list[SampledToken]:
         for picture, number in output.encode:
@@ -159,7 +149,7 @@ class SeeingRunner(CountingRunner):
         return DecodedImage([sum(data)], 1)
 
 
-def load(config: WorkerConfig, on_progress: OnProgress) -> CountingRunner:
+def load(config: WorkerConfig, on_progress: OnProgress) -> tuple[ModelInfo, CountingRunner]:
     """`model_path`: "bad" raises ModelError, "noisy" prints, "child" starts a process and names it in model_type.
 
     "seeing" takes images.
@@ -172,9 +162,9 @@ def load(config: WorkerConfig, on_progress: OnProgress) -> CountingRunner:
         print("printed while loading", flush=True)
     if config.model_path == "child":
         child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-        runner.model_type = str(child.pid)
+        runner.info = replace(runner.info, model_type=str(child.pid))
     on_progress(2, 2)
-    return runner
+    return runner.info, runner
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import trio
 
-from trioengine.worker.scheduling.image_queue import Decode, PictureDecoded, decode_picture
-from trioengine.worker.scheduling.images import Picture
+from trioengine.worker.scheduling.image_queue import PictureDecoded, decode_picture
+from trioengine.worker.scheduling.images import Decode, Picture
 
 
 class SimulatedPayload:

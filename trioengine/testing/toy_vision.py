@@ -10,8 +10,7 @@ from typing import TypeAlias
 
 from trioengine.core.image import ImageInfo
 from trioengine.core.image_processing import ImageProcessing
-from trioengine.worker.scheduling.image_queue import DecodedImage, ImageError
-from trioengine.worker.scheduling.images import TileShape
+from trioengine.worker.scheduling.images import DecodedImage, ImageError, TileShape
 
 ToyImage: TypeAlias = tuple[Iterable[int], bytes]  # where its tiles begin in a prompt, and its bytes
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.image_processing import ImageProcessing, Size
-from trioengine.worker.scheduling.image_queue import ImageError
+from trioengine.worker.scheduling.images import ImageError
 
 PngImagePlugin.MAX_TEXT_MEMORY = 16 << 20  # bytes of compressed texts, which nothing here reads
 Image.MAX_IMAGE_PIXELS = None  # an image is as large as its ImageInfo, which was bounded before

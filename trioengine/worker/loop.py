@@ -6,9 +6,12 @@ Nothing heavy is imported here; `load` brings the model runner, and torch with i
 from __future__ import annotations
 
 import gc
+import os
+import threading
 import traceback
+from collections import deque
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError, RemoteProtocolError
@@ -25,9 +28,10 @@ from trioengine.core.messages import (
     UpdateWeights,
     Wake,
 )
-from trioengine.worker.decoder import DecoderThread, Vision
 from trioengine.worker.scheduling.engine_core import EngineCore, Event
-from trioengine.worker.scheduling.step import Limits, ModelRunner
+from trioengine.worker.scheduling.image_queue import PictureDecoded, decode_picture
+from trioengine.worker.scheduling.images import Decode, Picture
+from trioengine.worker.scheduling.step import Limits, ModelInfo, ModelRunner, OnProgress
 from trioengine.worker.transport import Transport
 
 CPU_PREFILL_SIZE = 512  # tokens, some 0.3 s on two cores
@@ -35,33 +39,7 @@ CPU_TILES, CUDA_TILES = 1, 16  # encoded in one step
 QUIET_SECONDS = 0.2  # idle for that long: the books are checked, which may take some 10 ms
 
 
-class LoadedRunner(ModelRunner, Protocol):
-    """A model runner, and what READY says of it."""
-
-    @property
-    def model_type(self) -> str: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def kernels(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def kv_blocks_total(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def vision(self) -> Vision | None:
-        """None: the model takes no images."""
-        ...
-
-
-OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes of weights
-Load: TypeAlias = Callable[[WorkerConfig, OnProgress], LoadedRunner]
+Load: TypeAlias = Callable[[WorkerConfig, OnProgress], tuple[ModelInfo, ModelRunner]]
 
 
 def serve(transport: Transport, load: Load, clock: Callable[[], float]) -> int:
@@ -99,37 +77,37 @@ def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callabl
         if core is None:  # of a wake, or an update of the weights, only the PONG tells
             transport.send(Loading(done, total))
 
-    runner = load(config, on_progress)
+    info, runner = load(config, on_progress)
     chunked_prefill_size = config.chunked_prefill_size
     if chunked_prefill_size is None:
-        chunked_prefill_size = CPU_PREFILL_SIZE if runner.device == "cpu" else config.max_num_batched_tokens
+        chunked_prefill_size = CPU_PREFILL_SIZE if info.device == "cpu" else config.max_num_batched_tokens
     limits = Limits(
-        vocab_size=runner.vocab_size,
-        max_model_len=runner.max_model_len,
-        kv_blocks_total=runner.kv_blocks_total,
-        block_size=runner.block_size,
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        kv_blocks_total=info.kv_blocks_total,
+        block_size=info.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         chunked_prefill_size=chunked_prefill_size,
         enable_prefix_caching=config.enable_prefix_caching,
-        tile=None if runner.vision is None else runner.vision.tile,
-        max_tiles_per_step=CPU_TILES if runner.device == "cpu" else CUDA_TILES,
+        tile=None if info.vision is None else info.vision.tile,
+        max_tiles_per_step=CPU_TILES if info.device == "cpu" else CUDA_TILES,
         encoder_cache_memory=config.encoder_cache_memory,
     )
-    decoder = None if runner.vision is None else DecoderThread(runner.vision.decode, transport.report)
+    decoder = None if info.vision is None else DecoderThread(info.vision.decode, transport.report)
     core = EngineCore(runner, limits, clock, frozenset(config.asleep), decoder)
     _calm_garbage_collector()
     transport.send(
         Ready(
-            model_type=runner.model_type,
-            device=runner.device,
-            dtype=runner.dtype,
-            vocab_size=runner.vocab_size,
+            model_type=info.model_type,
+            device=info.device,
+            dtype=info.dtype,
+            vocab_size=info.vocab_size,
             max_model_len=limits.max_sequence_len,
-            kv_blocks_total=runner.kv_blocks_total,
-            block_size=runner.block_size,
+            kv_blocks_total=info.kv_blocks_total,
+            block_size=info.block_size,
             weight_version=config.weight_version,
-            kernels=runner.kernels,
+            kernels=info.kernels,
         )
     )
     return core
@@ -192,3 +170,37 @@ def _is_out_of_memory(exc: Exception) -> bool:
 def _encodable(text: str) -> str:
     """Without lone surrogates, which file names with odd bytes bring into messages."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+_NICE = 10  # so that a step that runs meanwhile keeps its cores
+
+
+class DecoderThread:
+    """A Decoder; `submit` and `cancel` are called by one thread."""
+
+    def __init__(self, decode: Decode, report: Callable[[PictureDecoded], None]) -> None:
+        self._decode = decode
+        self._report = report
+        self._pictures: deque[Picture] = deque()  # each operation on it is atomic
+        self._submitted = threading.Semaphore(0)  # at least as often as there are pictures
+        threading.Thread(target=self._run, name="decoder", daemon=True).start()
+
+    def submit(self, picture: Picture) -> None:
+        self._pictures.append(picture)
+        self._submitted.release()
+
+    def cancel(self, picture: Picture) -> bool:
+        try:
+            self._pictures.remove(picture)
+        except ValueError:
+            return False
+        return True
+
+    def _run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while self._submitted.acquire():
+            try:
+                picture = self._pictures.popleft()
+            except IndexError:  # it was cancelled
+                continue
+            self._report(decode_picture(picture, self._decode))

@@ -16,7 +16,8 @@ from trioengine.core.messages import (
     StopSession,
 )
 from trioengine.testing.toy_vision import TOY_TILE
-from trioengine.worker.scheduling.image_queue import DECODED_MEMORY, DecodedImage, PictureDecoded, decode_picture
+from trioengine.worker.scheduling.image_queue import DECODED_MEMORY, PictureDecoded, decode_picture
+from trioengine.worker.scheduling.images import DecodedImage
 
 HALF = DECODED_MEMORY // TOY_TILE.decoded_bytes // 2  # tiles that take half of the memory for decoded ones
 

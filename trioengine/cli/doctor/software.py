@@ -16,10 +16,10 @@ import trioengine
 from trioengine import __version__
 from trioengine.cli.doctor.part import Part, Problem, fatal, warning
 from trioengine.core.child_environment import child_environment
-from trioengine.worker.probe import MARK
+from trioengine.worker.__main__ import MARK
 
 PACKAGES = ("trio", "trio-websocket", "h11", "msgpack", "tokenizers", "jinja2", "gguf", "safetensors", "numpy", "torch")
-PROBE = (sys.executable, "-P", "-m", "trioengine.worker.probe")
+PROBE = (sys.executable, "-P", "-m", "trioengine.worker", "--probe")
 PROBE_TIMEOUT = 300.0  # seconds; a cold disk takes long over torch
 _INSTALL_TORCH = "pip install 'torch>=2.11,<2.14' (on a machine without a GPU, its CPU build first)"
 

@@ -13,17 +13,14 @@ from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.image import ImageInfo
 from trioengine.core.image_processing import ImageProcessing
 from trioengine.core.tag import ALL_TAGS, Tag
-from trioengine.worker.decoder import Vision
 from trioengine.worker.kernels.batch import make_batch
 from trioengine.worker.kernels.kv_cache import KVCache
-from trioengine.worker.loop import OnProgress
 from trioengine.worker.models.base import Model, VisionModel
 from trioengine.worker.runner.model_spec import ModelSpec
 from trioengine.worker.runner.model_weights import ModelWeights, failure_of, give_back, share_one_arena
 from trioengine.worker.runner.sampling import sample
-from trioengine.worker.scheduling.image_queue import DecodedImage
-from trioengine.worker.scheduling.images import Tile, TileShape
-from trioengine.worker.scheduling.step import SampledToken, SchedulerOutput
+from trioengine.worker.scheduling.images import DecodedImage, Tile, TileShape, Vision
+from trioengine.worker.scheduling.step import ModelInfo, OnProgress, SampledToken, SchedulerOutput
 
 
 class TorchModelRunner:
@@ -34,16 +31,18 @@ class TorchModelRunner:
         self._spec = spec
         self._weights = weights
         self._cache: KVCache | None = None  # None: it sleeps
-        self.model_type = spec.model.model_type
-        self.device = str(spec.device)
-        self.kernels = spec.kernels.name
-        self.dtype = str(spec.dtype).removeprefix("torch.")
-        self.vocab_size = spec.model.text.vocab_size
-        self.max_model_len = spec.max_model_len  # tokens; never more than the KV cache holds
-        self.kv_blocks_total = spec.num_blocks
-        self.block_size = spec.block_size
+        self.info = ModelInfo(
+            model_type=spec.model.model_type,
+            device=str(spec.device),
+            dtype=str(spec.dtype).removeprefix("torch."),
+            kernels=spec.kernels.name,
+            vocab_size=spec.model.text.vocab_size,
+            max_model_len=spec.max_model_len,
+            kv_blocks_total=spec.num_blocks,
+            block_size=spec.block_size,
+            vision=vision_of(spec),
+        )
         self.processing = spec.model.images  # None: the model takes no images
-        self.vision = vision_of(spec)
 
     @staticmethod
     def load(config: WorkerConfig, on_progress: OnProgress) -> TorchModelRunner:
@@ -78,7 +77,7 @@ class TorchModelRunner:
             cache.copy_blocks(output.copies)
             if output.encode:
                 encode_tiles(output.encode, self._vision_model)
-            batch = make_batch(output, self.block_size, model.device)
+            batch = make_batch(output, self._spec.block_size, model.device)
             logits = model.forward(batch, self._spec.kernels.attention(batch, cache))
             return sample(logits, [entry.sequence for entry in output.scheduled if entry.samples])
 
@@ -94,7 +93,7 @@ class TorchModelRunner:
     def _vision_model(self) -> VisionModel:
         model = self.model
         if not isinstance(model, VisionModel):
-            raise InvariantError(f"an image for a {self.model_type} model, which sees none")
+            raise InvariantError(f"an image for a {self.info.model_type} model, which sees none")
         return model
 
     def sleep(self) -> None:

@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from torch import Tensor, UntypedStorage
 
 from trioengine.core.errors import InvariantError, ModelError
-from trioengine.worker.loop import OnProgress
 from trioengine.worker.models.base import Model, load_model
 from trioengine.worker.runner.model_spec import ModelSpec
+from trioengine.worker.scheduling.step import OnProgress
 from trioengine.worker.weights.checkpoint import WeightReader
 
 

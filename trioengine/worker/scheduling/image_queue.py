@@ -8,29 +8,17 @@ begun out of turn, so that a sequence with many images is not overtaken for ever
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 from trioengine.core.errors import InvariantError
-from trioengine.core.image import ImageInfo
 from trioengine.core.messages import ImageInput
-from trioengine.worker.scheduling.images import PayloadArrived, Picture, PictureStatus
+from trioengine.worker.scheduling.images import Decode, ImageError, PayloadArrived, Picture, PictureStatus
 from trioengine.worker.scheduling.pictures import Payloads, Pictures
 from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
 from trioengine.worker.scheduling.step import Limits
 
 DECODED_MEMORY = 256 << 20  # bytes of decoded tiles; more only for one sequence that needs them
-
-
-class DecodedImage(NamedTuple):
-    """The tiles of an image, as the model runner takes them, and how many there are."""
-
-    tiles: object
-    num_tiles: int
-
-
-Decode: TypeAlias = Callable[[memoryview, ImageInfo], DecodedImage]  # or ImageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +228,3 @@ def _is_expecting(sequence: Sequence) -> bool:
     return sequence.images is not None and any(
         picture.status is PictureStatus.EXPECTED for picture in sequence.images.pictures
     )
-
-
-class ImageError(Exception):
-    """The bytes of an image cannot be decoded, or are not as declared; the message is one sentence for the client."""

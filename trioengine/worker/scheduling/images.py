@@ -5,9 +5,10 @@ from __future__ import annotations
 import enum
 from array import array
 from bisect import bisect_right
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image import ImageInfo
@@ -25,6 +26,28 @@ class TileShape:
     def __post_init__(self) -> None:
         if min(self.num_tokens, self.decoded_bytes, self.feature_bytes) < 1:
             raise ValueError(f"a tile must have tokens, pixels and features, got {self}")
+
+
+class DecodedImage(NamedTuple):
+    """The tiles of an image, as the model runner takes them, and how many there are."""
+
+    tiles: object
+    num_tiles: int
+
+
+Decode: TypeAlias = Callable[[memoryview, ImageInfo], DecodedImage]  # or ImageError
+
+
+class ImageError(Exception):
+    """The bytes of an image cannot be decoded, or are not as declared; the message is one sentence for the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vision:
+    """What a model runner makes of images."""
+
+    tile: TileShape
+    decode: Decode  # called in the decoder's thread; the tiles refer to nothing of the bytes that it was given
 
 
 class PayloadSource(Protocol):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from trioengine.core.errors import RequestRejected
 from trioengine.core.messages import SAMPLING_FAILED, Logprobs
 from trioengine.core.tag import Tag
-from trioengine.worker.scheduling.images import Tile, TilePiece, TileShape
+from trioengine.worker.scheduling.images import Tile, TilePiece, TileShape, Vision
 from trioengine.worker.scheduling.sequence import Sequence
+
+OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes of weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,21 @@ class SampledToken:
     logprobs: Logprobs | None = None  # {token_id: logprob}, the chosen token first; when asked for
     error: str | None = None  # the request fails alone (logits that are not finite, say); token_id means nothing
     code: str = SAMPLING_FAILED  # of the error; NO_TOKEN_LEFT: the request's parameters are the reason
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A loaded model, and the size of its KV cache: READY's fields, and the limits of scheduling."""
+
+    model_type: str
+    device: str
+    dtype: str
+    kernels: str
+    vocab_size: int
+    max_model_len: int  # tokens; never more than the KV cache holds
+    kv_blocks_total: int
+    block_size: int
+    vision: Vision | None = None  # None: the model takes no images
 
 
 class ModelRunner(Protocol):

@@ -15,9 +15,16 @@ from torch import Tensor
 
 from trioengine.core.errors import ModelError
 from trioengine.hub.model_config import ModelConfig
-from trioengine.worker.kernels.four_bit import FourBitWeight, join_four_bit, joined
-from trioengine.worker.kernels.linear import InvariantLinears, Linear, make_linear, wants_four_bit
-from trioengine.worker.loop import OnProgress
+from trioengine.worker.kernels.linear import (
+    FourBitWeight,
+    InvariantLinears,
+    Linear,
+    join_four_bit,
+    joined,
+    make_linear,
+    wants_four_bit,
+)
+from trioengine.worker.scheduling.step import OnProgress
 
 
 @dataclass(frozen=True, slots=True)
