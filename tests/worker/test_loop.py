@@ -34,7 +34,7 @@ from trioengine.core.messages import (
     Tokens,
 )
 from trioengine.worker.loop import serve
-from trioengine.worker.scheduling.step import ModelInfo, OnProgress, SampledToken, SchedulerOutput
+from trioengine.worker.scheduling.step import ModelInfo, OnProgress, SampledRow, SchedulerOutput
 from trioengine.worker.transport import Progress, Transport
 
 
@@ -266,7 +266,7 @@ def test_books_that_do_not_balance_are_fatal_when_idle(worker: Worker) -> None:
 
 def test_rows_that_do_not_fit_a_frame_are_split(worker: Worker) -> None:
     logprobs = dict.fromkeys(range(100000, 104000), -1.0)
-    worker.runner.describe = lambda number, token: SampledToken(number, token, logprobs)
+    worker.runner.describe = lambda sequence, token: SampledRow(sequence, token, logprobs)
     engine = worker.engine
     engine.configure()
     for number in range(1, 33):
@@ -283,7 +283,7 @@ def test_rows_that_do_not_fit_a_frame_are_split(worker: Worker) -> None:
 
 
 def test_texts_that_do_not_fit_a_frame_are_truncated(worker: Worker) -> None:
-    worker.runner.describe = lambda number, token: SampledToken(number, token, error="x" * (3 << 20))
+    worker.runner.describe = lambda sequence, token: SampledRow(sequence, token, error="x" * (3 << 20))
     engine = worker.engine
     engine.configure()
     engine.send(AddSession(1), request(1, 1, [1]))

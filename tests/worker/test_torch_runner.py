@@ -108,9 +108,9 @@ def test_a_bad_row_fails_alone(tiny_llama, tmp_path, kernels):
     good = Sequence(0, 10, list(tiny_llama.PROMPT), 90, GREEDY, frozenset(), block_table=[0, 1, 2, 3, 4, 5])
     bad = Sequence(1, 11, [198, 3], 2, GREEDY, frozenset(), block_table=[6])
     good_token, bad_token = runner.execute(SchedulerOutput((ScheduledSequence(good, 90), ScheduledSequence(bad, 2))))
-    assert (good_token.request, good_token.error) == (10, None)
+    assert (good_token.sequence.request, good_token.error) == (10, None)
     assert good_token.token_id == VARIANTS["plain"]["output"][0]
-    assert (bad_token.request, bad_token.error) == (11, "logits are not finite")
+    assert (bad_token.sequence.request, bad_token.error) == (11, "logits are not finite")
 
 
 def test_a_block_is_copied_as_far_as_it_is_shared():

@@ -20,7 +20,7 @@ from trioengine.worker.runner.model_spec import ModelSpec
 from trioengine.worker.runner.model_weights import ModelWeights, failure_of, give_back, share_one_arena
 from trioengine.worker.runner.sampling import sample
 from trioengine.worker.scheduling.images import DecodedImage, Tile, TileShape, Vision
-from trioengine.worker.scheduling.step import ModelInfo, OnProgress, SampledToken, SchedulerOutput
+from trioengine.worker.scheduling.step import ModelInfo, OnProgress, SampledRow, SchedulerOutput
 
 
 class TorchModelRunner:
@@ -70,7 +70,7 @@ class TorchModelRunner:
             raise InvariantError("a forward pass while the KV cache sleeps")
         return self._cache
 
-    def execute(self, output: SchedulerOutput) -> list[SampledToken]:
+    def execute(self, output: SchedulerOutput) -> list[SampledRow]:
         """Compute a step: one entry for each scheduled sequence with `samples`, in their order."""
         model, cache = self.model, self.cache
         with torch.inference_mode():

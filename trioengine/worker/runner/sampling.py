@@ -11,7 +11,7 @@ from torch import Tensor
 from trioengine.core.messages import NO_TOKEN_LEFT, SAMPLING_FAILED, Logprobs
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.worker.scheduling.sequence import Sequence
-from trioengine.worker.scheduling.step import SampledToken
+from trioengine.worker.scheduling.step import SampledRow
 
 GREEDY_BELOW = 1e-5  # temperatures below are greedy, as in vLLM
 NOT_FINITE = "logits are not finite"
@@ -20,7 +20,7 @@ NOTHING_LEFT = "the parameters leave no token to choose"
 _BUCKET = 256  # tokens
 
 
-def sample(logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
+def sample(logits: Tensor, sequences: list[Sequence]) -> list[SampledRow]:
     """One token for each row of logits [num_rows, vocab_size]; a row without one, or not finite, fails alone.
 
     A row's token depends on the row, its parameters, its seed and its position, and on nothing else in the batch.
@@ -69,15 +69,15 @@ def _checked(best: Tensor, raw_best: Tensor) -> list[float]:
 
 def _rows(
     sequences: list[Sequence], token_ids: list[int], best: list[float], logprobs: list[Logprobs | None]
-) -> list[SampledToken]:
+) -> list[SampledRow]:
     """`best` holds the greatest logit of each row: nan is the model's fault, an infinity that of the parameters."""
     rows = []
     for sequence, token_id, logit, logprob in zip(sequences, token_ids, best, logprobs, strict=True):
         if math.isfinite(logit):
-            rows.append(SampledToken(sequence.request, token_id, logprob))
+            rows.append(SampledRow(sequence, token_id, logprob))
         else:
             error, code = (NOT_FINITE, SAMPLING_FAILED) if math.isnan(logit) else (NOTHING_LEFT, NO_TOKEN_LEFT)
-            rows.append(SampledToken(sequence.request, 0, error=error, code=code))
+            rows.append(SampledRow(sequence, 0, error=error, code=code))
     return rows
 
 

@@ -47,9 +47,9 @@ from trioengine.core.messages import (
 from trioengine.core.tag import ALL_TAGS, Tag
 from trioengine.worker.scheduling.image_queue import Decoder, PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived, place_images
-from trioengine.worker.scheduling.scheduler import SampledRow, Scheduler
+from trioengine.worker.scheduling.scheduler import Scheduler
 from trioengine.worker.scheduling.sequence import Sequence
-from trioengine.worker.scheduling.step import Limits, ModelRunner
+from trioengine.worker.scheduling.step import Limits, ModelRunner, SampledRow
 
 Event: TypeAlias = ToWorker | PayloadArrived | PictureDecoded
 INVALID_IMAGE = "invalid_image"  # the code of a request with an image that cannot be decoded
@@ -202,7 +202,7 @@ class EngineCore:
             raise RemoteProtocolError(
                 f"ADD_MESSAGE: base {message.base}, and session {message.session} holds {len(session.held)} tokens"
             )
-        pictures = self._scheduler.pictures.find(message.images)
+        pictures = self._scheduler.pictures.find(message.images) if message.images else ()
         del session.held[message.base :]
         session.held.extend(message.token_ids)
         num_prompt_tokens = len(session.held) - message.num_output
@@ -215,13 +215,16 @@ class EngineCore:
                 params=message.params,
                 eos_token_ids=frozenset(message.eos_token_ids),
                 arrived_at=self._clock(),
-                images=place_images(message.images, pictures, num_prompt_tokens, self.limits.tile),
+                images=place_images(message.images, pictures, num_prompt_tokens, self.limits.tile)
+                if pictures
+                else None,
             )
             self._scheduler.add(sequence)
         except RequestRejected as exc:
             return [RequestFailed(message.session, message.request, exc.code, exc.message)]
         finally:
-            self._scheduler.announce(message.images)
+            if message.images:
+                self._scheduler.announce(message.images)
         session.sequence = sequence
         session.held = token_ids()
         return []
@@ -273,7 +276,8 @@ class EngineCore:
         return [RequestFailed(sequence.session, sequence.request, INVALID_IMAGE, message)]
 
     def _consumed(self) -> list[FromWorker]:
-        return [PayloadConsumed(payload) for payload in self._scheduler.payloads.take_consumed()]
+        payloads = self._scheduler.payloads
+        return [PayloadConsumed(payload) for payload in payloads.take_consumed()] if payloads.consumed else []
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -314,7 +318,7 @@ class EngineCore:
     # ---- rows -------------------------------------------------------------------------------------------------------
 
     def _row(self, row: SampledRow, now: float) -> TokensRow:
-        sequence, sampled = row.sequence, row.sampled
+        sequence = row.sequence
         usage = None
         if row.finish_reason is not None or sequence.num_output_tokens == 1:
             usage = sequence.usage(now)
@@ -323,16 +327,16 @@ class EngineCore:
         return TokensRow(
             session=sequence.session,
             request=sequence.request,
-            token_ids=token_ids((sampled.token_id,)),
-            logprobs=None if sampled.logprobs is None else (sampled.logprobs,),
+            token_ids=token_ids((row.token_id,)),
+            logprobs=None if row.logprobs is None else (row.logprobs,),
             finish_reason=row.finish_reason,
             usage=usage,
         )
 
     def _failed(self, row: SampledRow) -> RequestFailed:
         self._settle(row.sequence)
-        message = row.sampled.error or "no token could be sampled"
-        return RequestFailed(row.sequence.session, row.sequence.request, row.sampled.code, message)
+        message = row.error or "no token could be sampled"
+        return RequestFailed(row.sequence.session, row.sequence.request, row.code, message)
 
     def _settle(self, sequence: Sequence) -> None:
         """The request is over: the session takes the tokens back from the sequence."""

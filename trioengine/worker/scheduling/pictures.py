@@ -228,7 +228,7 @@ class Payloads:
         self._awaited: dict[int, ImageInput] = {}  # announced, and not here
         self._early: dict[int, PayloadSource] = {}  # here, and not announced
         self._here: set[int] = set()  # both
-        self._consumed: list[int] = []  # and not reported
+        self.consumed: list[int] = []  # and not reported
 
     @property
     def outstanding(self) -> tuple[int, ...]:
@@ -265,11 +265,11 @@ class Payloads:
         """Close its source; `take_consumed` reports it."""
         self._here.remove(payload.id)
         payload.source.close()
-        self._consumed.append(payload.id)
+        self.consumed.append(payload.id)
 
     def take_consumed(self) -> list[int]:
         """Those that were consumed since the last call, in order."""
-        consumed, self._consumed = self._consumed, []
+        consumed, self.consumed = self.consumed, []
         return consumed
 
     def check_integrity(self, held: list[int]) -> None:

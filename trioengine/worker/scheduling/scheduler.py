@@ -34,7 +34,6 @@ from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from operator import attrgetter
-from typing import NamedTuple
 
 from trioengine.core.errors import InvariantError
 from trioengine.core.messages import FinishReason, ImageInput, WorkerStatistics
@@ -42,17 +41,9 @@ from trioengine.worker.scheduling.block_manager import BlockManager
 from trioengine.worker.scheduling.image_queue import Decoder, ImageWaiters, NoDecoder, PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived, PictureStatus
 from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
-from trioengine.worker.scheduling.step import Limits, SampledToken, ScheduledSequence, SchedulerOutput, StepPlan
+from trioengine.worker.scheduling.step import Limits, SampledRow, ScheduledSequence, SchedulerOutput, StepPlan
 
 MAX_SKIPS = 3  # steps in a row without decodes
-
-
-class SampledRow(NamedTuple):
-    """What a step did for one sequence: a token, which is appended already, or the end without one (ERROR)."""
-
-    sequence: Sequence
-    sampled: SampledToken
-    finish_reason: FinishReason | None
 
 
 class Scheduler:
@@ -100,7 +91,7 @@ class Scheduler:
         self._sequences[sequence.request] = sequence
         self._last_place += 1
         sequence.place = self._last_place
-        self._join(self._waiters.add(sequence))
+        self._join([sequence] if sequence.images is None else self._waiters.add(sequence))
 
     def announce(self, images: tuple[ImageInput, ...]) -> None:
         """Expect the payloads of these; after `add`, whether that has taken or refused the request."""
@@ -125,7 +116,8 @@ class Scheduler:
         sequence = self._sequences.get(request)
         if sequence is not None:
             self._drop(sequence)
-            self._join(self._waiters.advance())
+            if self._has_waiters:
+                self._join(self._waiters.advance())
         return sequence
 
     def schedule(self) -> SchedulerOutput | None:
@@ -151,36 +143,34 @@ class Scheduler:
             return None  # they have left the line for their images
         self._in_step = output = plan.output(self.blocks.take_copies())
         self._num_steps += 1
-        self._num_tokens += output.num_tokens
+        self._num_tokens += sum(entry.num_new_tokens for entry in plan.scheduled)
         return output
 
-    def update(self, output: SchedulerOutput, sampled: Items[SampledToken]) -> list[SampledRow]:
-        """Take in what the step computed: a row for each sequence that sampled; finished ones are dropped."""
+    def update(self, output: SchedulerOutput, sampled: list[SampledRow]) -> list[SampledRow]:
+        """Apply the results of a step: append each token, drop the sequences that end, and return their rows."""
         if output is not self._in_step:
             raise InvariantError("this is not the step that was scheduled")
         self._in_step = None
-        self.pictures.take_in(output.encode)
-        rows: list[SampledRow] = []
-        tokens = iter(sampled)
+        if output.encode:
+            self.pictures.take_in(output.encode)
+        rows = iter(sampled)
         block_size = self.limits.block_size
         for sequence, num_new_tokens in [(entry.sequence, entry.num_new_tokens) for entry in output.scheduled]:
             before = sequence.num_computed_tokens
             computed = before + num_new_tokens
-            token = next(tokens, None) if computed == len(sequence.token_ids) else None
-            if token is not None and token.error is not None:
-                rows.append(self._take_in(sequence, token))
-                continue
-            sequence.num_computed_tokens = computed
-            if before // block_size != computed // block_size:
-                self.blocks.register(sequence, before)
-            if computed == len(sequence.token_ids):
-                if sequence.reading:
-                    self.pictures.stop_reading(sequence)
-                rows.append(self._take_in(sequence, token))
-        self._join(self._waiters.advance())
-        if next(tokens, None) is not None:
+            samples = computed == len(sequence.token_ids)
+            row = next(rows, None) if samples else None
+            if row is None or row.error is None:
+                sequence.num_computed_tokens = computed
+                if before // block_size != computed // block_size:
+                    self.blocks.register(sequence, before)
+            if samples:
+                self._take_in(sequence, row)
+        if self._has_waiters:
+            self._join(self._waiters.advance())
+        if next(rows, None) is not None:
             raise InvariantError("the runner sampled more tokens than were asked for")
-        return rows
+        return sampled
 
     def forget_all(self) -> None:
         """Drop whatever was computed; InvariantError while there is a sequence."""
@@ -217,6 +207,11 @@ class Scheduler:
         check_order(self._running, self._waiting, out)
         self._waiters.check_integrity(listed)
         self.blocks.check_integrity(listed)
+
+    @property
+    def _has_waiters(self) -> bool:
+        """Whether sequences are out of the line for their images."""
+        return len(self._sequences) > len(self._running) + len(self._waiting)
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
@@ -314,17 +309,19 @@ class Scheduler:
             if num_cached_tokens + num_new_tokens < sequence.num_tokens:
                 break
 
-    def _take_in(self, sequence: Sequence, token: SampledToken | None) -> SampledRow:
-        if token is None or token.request != sequence.request:
-            raise InvariantError(f"the runner sampled {token} for request {sequence.request}")
-        if token.error is not None:
+    def _take_in(self, sequence: Sequence, row: SampledRow | None) -> None:
+        if row is None or row.sequence is not sequence:
+            raise InvariantError(f"the runner sampled {row} for request {sequence.request}")
+        if row.error is not None:
+            row.finish_reason = FinishReason.ERROR
             self._drop(sequence, discard=True)
-            return SampledRow(sequence, token, FinishReason.ERROR)
-        sequence.token_ids.append(token.token_id)
-        finish_reason = sequence.finish_reason(self.limits.max_sequence_len)
-        if finish_reason is not None:
+            return
+        if sequence.reading:
+            self.pictures.stop_reading(sequence)
+        sequence.token_ids.append(row.token_id)
+        row.finish_reason = sequence.finish_reason(self.limits.max_sequence_len)
+        if row.finish_reason is not None:
             self._drop(sequence)
-        return SampledRow(sequence, token, finish_reason)
 
     # ---- coming and going -------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 from trioengine.core.errors import RequestRejected
-from trioengine.core.messages import SAMPLING_FAILED, Logprobs
+from trioengine.core.messages import SAMPLING_FAILED, FinishReason, Logprobs
 from trioengine.core.tag import Tag
 from trioengine.worker.scheduling.images import Tile, TilePiece, TileShape, Vision
 from trioengine.worker.scheduling.sequence import Sequence
@@ -66,15 +66,16 @@ class SchedulerOutput:
         return sum(entry.num_new_tokens for entry in self.scheduled)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """The next token of one sequence, or why there is none."""
+@dataclass(slots=True)
+class SampledRow:
+    """The next token of a sequence, or the error that ends it; the scheduler adds `finish_reason`."""
 
-    request: int
-    token_id: int
-    logprobs: Logprobs | None = None  # {token_id: logprob}, the chosen token first; when asked for
-    error: str | None = None  # the request fails alone (logits that are not finite, say); token_id means nothing
-    code: str = SAMPLING_FAILED  # of the error; NO_TOKEN_LEFT: the request's parameters are the reason
+    sequence: Sequence
+    token_id: int  # meaningless with an error
+    logprobs: Logprobs | None = None  # {token_id: logprob}, the chosen token first; if requested
+    error: str | None = None  # this request alone fails, for logits that are not finite, say
+    code: str = SAMPLING_FAILED  # of the error; NO_TOKEN_LEFT if the request's parameters are the reason
+    finish_reason: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class ModelInfo:
 class ModelRunner(Protocol):
     """Runs the forward pass and the sampler; the simulated worker has a toy one."""
 
-    def execute(self, output: SchedulerOutput) -> list[SampledToken]:
+    def execute(self, output: SchedulerOutput) -> list[SampledRow]:
         """Copy blocks, encode tiles, then compute: one entry for each scheduled sequence with `samples`, in order."""
         ...
 
