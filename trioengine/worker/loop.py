@@ -36,14 +36,15 @@ from trioengine.worker.transport import Transport
 
 CPU_PREFILL_SIZE = 512  # tokens, some 0.3 s on two cores
 CPU_TILES, CUDA_TILES = 1, 16  # encoded in one step
-QUIET_SECONDS = 0.2  # idle for that long: the books are checked, which may take some 10 ms
+QUIET_SECONDS = 0.2  # of idleness before the accounts are checked, which may take some 10 ms
+_NICE = 10  # so that a step that runs meanwhile keeps its cores
 
 
 Load: TypeAlias = Callable[[WorkerConfig, OnProgress], tuple[ModelInfo, ModelRunner]]
 
 
 def serve(transport: Transport, load: Load, clock: Callable[[], float]) -> int:
-    """Run one incarnation; returns the exit status, 0 after SHUTDOWN. Any exception is said as FATAL, and is 1."""
+    """Run one incarnation and return the exit status: 0 after SHUTDOWN, 1 after an exception, sent as FATAL."""
     try:
         config = _receive_configuration(transport)
         if config is not None:
@@ -55,7 +56,7 @@ def serve(transport: Transport, load: Load, clock: Callable[[], float]) -> int:
 
 
 def _receive_configuration(transport: Transport) -> WorkerConfig | None:
-    """None: SHUTDOWN came instead."""
+    """Wait for CONFIGURE; None after SHUTDOWN."""
     while True:
         for message in transport.receive(timeout=None):
             match message:
@@ -74,7 +75,7 @@ def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callabl
 
     def on_progress(done: int, total: int) -> None:
         transport.progress.advance()
-        if core is None:  # of a wake, or an update of the weights, only the PONG tells
+        if core is None:  # a wake or an update of the weights shows in PONG only
             transport.send(Loading(done, total))
 
     info, runner = load(config, on_progress)
@@ -96,7 +97,7 @@ def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callabl
     )
     decoder = None if info.vision is None else DecoderThread(info.vision.decode, transport.report)
     core = EngineCore(runner, limits, clock, frozenset(config.asleep), decoder)
-    _calm_garbage_collector()
+    _freeze_gc()
     transport.send(
         Ready(
             model_type=info.model_type,
@@ -113,8 +114,8 @@ def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callabl
     return core
 
 
-def _calm_garbage_collector() -> None:
-    """What loading made stays for good: without this each full collection walks it, a pause of 0.1 s with torch."""
+def _freeze_gc() -> None:
+    """Exclude all objects of the loading from collections: a full one would walk them for 0.1 s with torch."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
@@ -138,7 +139,7 @@ def _step_until_shutdown(transport: Transport, core: EngineCore) -> None:
 
 
 def _take(transport: Transport, core: EngineCore) -> list[Event]:
-    """The messages and events that have come; waits when there is nothing else to do, and checks the books then."""
+    """Return the messages and events that have come. Without work, check the accounts and wait for the first."""
     if core.has_work:
         return transport.receive(timeout=0)
     transport.progress.enter(Activity.IDLE)
@@ -161,22 +162,19 @@ def _fatal(exc: Exception) -> Fatal:
 
 
 def _is_out_of_memory(exc: Exception) -> bool:
-    """By name and words, because torch is not imported here: its CPU allocator raises a plain RuntimeError."""
+    """Recognize errors by name and text: torch is not imported here, and its CPU allocator raises RuntimeError."""
     return (
         isinstance(exc, MemoryError) or type(exc).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(exc)
     )
 
 
 def _encodable(text: str) -> str:
-    """Without lone surrogates, which file names with odd bytes bring into messages."""
+    """Escape lone surrogates, which file names with odd bytes bring into messages."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-_NICE = 10  # so that a step that runs meanwhile keeps its cores
-
-
 class DecoderThread:
-    """A Decoder; `submit` and `cancel` are called by one thread."""
+    """A Decoder in a thread of low priority; `submit` and `cancel` are called by one other thread."""
 
     def __init__(self, decode: Decode, report: Callable[[PictureDecoded], None]) -> None:
         self._decode = decode

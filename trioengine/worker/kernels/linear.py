@@ -208,7 +208,7 @@ class InvariantLinears:
 
 
 def find_plan(shape: torch.Size, dtype: torch.dtype, *, has_bias: bool) -> RowPlan | None:
-    """The first plan under which a product [out_features, in_features] has invariant rows; None: there is none."""
+    """The first plan under which a product [out_features, in_features] has invariant rows, or None."""
     weight, x = _cancelling(shape, dtype)
     linear = make_linear(weight, torch.zeros(shape[0], dtype=dtype) if has_bias else None)
     del weight

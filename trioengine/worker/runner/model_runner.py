@@ -24,7 +24,7 @@ from trioengine.worker.scheduling.step import ModelInfo, OnProgress, SampledRow,
 
 
 class TorchModelRunner:
-    """A model with its KV cache, and what READY says of them, which holds while they sleep; for one thread."""
+    """A model with its KV cache; `info` describes both, also while they sleep. For one thread."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
         """The KV cache sleeps, and the weights as they do."""
@@ -46,7 +46,7 @@ class TorchModelRunner:
 
     @staticmethod
     def load(config: WorkerConfig, on_progress: OnProgress) -> TorchModelRunner:
-        """Load the model, but for what is to sleep; ModelError says what cannot be found, read or run.
+        """Load the model, except for the parts that are to sleep. Raises ModelError, with the file or the reason.
 
         `on_progress` is called whenever weights are loaded, also to wake or to change them.
         """
@@ -105,7 +105,7 @@ class TorchModelRunner:
     def wake(self, tags: frozenset[Tag]) -> None:
         """Take memory for these tags again: the KV cache is as large as ever, discarded weights are loaded.
 
-        ModelError: it could not be had; what was taken is given back, and all these tags still sleep.
+        Raises ModelError if it cannot be had: all memory is given back, and all these tags still sleep.
         """
         failure = failure_of(lambda: self._take(tags))
         if failure is not None:
@@ -129,7 +129,7 @@ class TorchModelRunner:
 
 
 def vision_of(spec: ModelSpec) -> Vision | None:
-    """How the model sees images; None if it takes none."""
+    """Return how the model sees images, or None if it takes none."""
     processing = spec.model.images
     if processing is None:
         return None

@@ -1,4 +1,4 @@
-"""The images of one prompt: where their tiles lie among its tokens, and what stands there."""
+"""Images as data: payloads, pictures, their tiles, and the places of the tiles among a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trioengine.core.messages import ImageInput
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """What each tile of an image takes; ValueError where that is nothing."""
+    """The sizes of each tile of an image. Raises ValueError unless all are at least 1."""
 
     num_tokens: int  # of a prompt, consecutive: one for each row of the tile's features
     decoded_bytes: int  # of its pixels, as they are given to the encoder
@@ -39,12 +39,12 @@ Decode: TypeAlias = Callable[[memoryview, ImageInfo], DecodedImage]  # or ImageE
 
 
 class ImageError(Exception):
-    """The bytes of an image cannot be decoded, or are not as declared; the message is one sentence for the client."""
+    """An image cannot be decoded, or differs from its declaration; the message is a sentence for the client."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """What a model runner makes of images."""
+    """How a model sees images."""
 
     tile: TileShape
     decode: Decode  # called in the decoder's thread; the tiles refer to nothing of the bytes that it was given
@@ -86,7 +86,7 @@ class PictureStatus(enum.Enum):
     EXPECTED = "expected"  # its payload has not come
     HELD = "held"  # its payload is here, and is not decoded
     DECODING = "decoding"  # the decoder reads the payload
-    DECODED = "decoded"  # tiles are here, too, because a sequence is about to compute them
+    DECODED = "decoded"  # tiles are also here, because a sequence is about to compute them
     COMPLETE = "complete"  # only the features are left, of every tile
 
 

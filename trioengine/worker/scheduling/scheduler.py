@@ -7,14 +7,14 @@ in the cache, decode and recomputation after a preemption are this one rule.
 Of prompts a step takes no more than `chunked_prefill_size` tokens, so that first tokens leave early. While these fill
 steps, decodes, which cost as much for a few sequences as for many, are left out of some: of no more than MAX_SKIPS in a
 row, and so that between two tokens of a sequence that is not preempted no more than `max_num_batched_tokens` tokens of
-prompts are computed. A prompt is begun when the one before it is scheduled to its end, so that of the running sequences
-only the latest can be in the middle of its prefill.
+prompts are computed. A prompt is begun when the one before it is scheduled to its end, so that only the latest running
+sequence can be in the middle of its prefill.
 
 Order, and why nothing starves: the waiting are sorted by arrival, always, the running by admission. Only the first of
 the waiting is admitted, and it gets blocks for all the tokens it has; only decodes need more blocks later, and when
 there are none the running sequence that was admitted last is preempted and takes its place among the waiting. So, while
 it is in the line, nothing is admitted before the oldest sequence, and it is only preempted for those that already ran;
-these end, and alone it fits, because `add` refuses what does not. Without images running and waiting sequences
+these end, and alone it fits, because `add` refuses longer ones. Without images running and waiting sequences
 together are sorted by arrival, and the oldest is never preempted for another.
 
 A sequence with images is out of the line, and can be overtaken, until their payloads have come, and whenever it would
@@ -44,6 +44,8 @@ from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
 from trioengine.worker.scheduling.step import Limits, SampledRow, ScheduledSequence, SchedulerOutput, StepPlan
 
 MAX_SKIPS = 3  # steps in a row without decodes
+_IN_LINE = frozenset({SequenceStatus.WAITING, SequenceStatus.PREEMPTED})
+_OUT_OF_LINE = frozenset({SequenceStatus.WAITING_FOR_PAYLOAD, SequenceStatus.DECODING})
 
 
 class Scheduler:
@@ -76,7 +78,7 @@ class Scheduler:
 
     @property
     def requests(self) -> tuple[int, ...]:
-        """The requests in flight, in no order that means anything."""
+        """The requests in flight, in any order."""
         return tuple(self._sequences)
 
     def add(self, sequence: Sequence) -> None:
@@ -173,14 +175,14 @@ class Scheduler:
         return sampled
 
     def forget_all(self) -> None:
-        """Drop whatever was computed; InvariantError while there is a sequence."""
+        """Drop all computed blocks and features. Raises InvariantError while there is a sequence."""
         if self._sequences:
             raise InvariantError(f"{len(self._sequences)} sequences are there, and all is to be forgotten")
         self.blocks.forget_all()
         self.pictures.forget_all()
 
     def statistics(self, num_sessions: int) -> WorkerStatistics:
-        """The counts now."""
+        """The current counts."""
         return WorkerStatistics(
             num_sessions=num_sessions,
             num_waiting=len(self._sequences) - len(self._running),
@@ -201,10 +203,10 @@ class Scheduler:
         """Raise InvariantError unless lists, states, block tables and reference counts agree."""
         out = self._waiters.sequences
         listed = [*self._running, *self._waiting, *out]
-        check_known(listed, self._sequences)
+        _check_known(listed, self._sequences)
         if self._in_step is None:
-            check_prefills(self._running)
-        check_order(self._running, self._waiting, out)
+            _check_prefills(self._running)
+        _check_order(self._running, self._waiting, out)
         self._waiters.check_integrity(listed)
         self.blocks.check_integrity(listed)
 
@@ -221,7 +223,7 @@ class Scheduler:
         return self._running[-1] if self._running and not self._running[-1].is_decoding else None
 
     def _has_full_chunk(self) -> bool:
-        """Whether what is left of the prompts that run, or can be admitted now, fills a step without decodes.
+        """Whether the rest of the prompts that run, or can be admitted now, fills a step without decodes.
 
         Not if they have tiles to encode, which takes long.
         """
@@ -257,7 +259,7 @@ class Scheduler:
             scheduled.append(ScheduledSequence(sequence, 1))
 
     def _schedule_prompts(self, plan: StepPlan) -> None:
-        """What is left of the one that runs, then of those that wait, in order of arrival."""
+        """Schedule the rest of the prompt that runs, then the waiting ones, in order of arrival."""
         prefilling = self._prefilling
         if prefilling is not None:
             num_new_tokens = plan.fit(prefilling, prefilling.num_computed_tokens)
@@ -326,7 +328,7 @@ class Scheduler:
     # ---- coming and going -------------------------------------------------------------------------------------------
 
     def _join(self, sequences: Items[Sequence]) -> None:
-        """They take their places in the line, by arrival."""
+        """Insert them into the line, by arrival."""
         for sequence in sequences:
             insort(self._waiting, sequence, key=attrgetter("place"))
 
@@ -348,24 +350,20 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
 
 
-_IN_LINE = frozenset({SequenceStatus.WAITING, SequenceStatus.PREEMPTED})
-_OUT_OF_LINE = frozenset({SequenceStatus.WAITING_FOR_PAYLOAD, SequenceStatus.DECODING})
-
-
-def check_known(listed: Items[Sequence], known: Mapping[int, Sequence]) -> None:
-    """Raise InvariantError unless those that run or wait are the known ones, by request."""
+def _check_known(listed: Items[Sequence], known: Mapping[int, Sequence]) -> None:
+    """Raise InvariantError unless the listed sequences, running or waiting, are exactly the known ones."""
     if len(listed) != len(known) or any(known.get(sequence.request) is not sequence for sequence in listed):
         raise InvariantError(f"{len(listed)} sequences run or wait, {len(known)} are known")
 
 
-def check_prefills(running: Items[Sequence]) -> None:
+def _check_prefills(running: Items[Sequence]) -> None:
     """Raise InvariantError if any but the latest is in the middle of its prefill."""
     if not all(sequence.is_decoding for sequence in running[:-1]):
         raise InvariantError("a sequence is in the middle of its prefill, and a later one runs")
 
 
-def check_order(running: Items[Sequence], waiting: Items[Sequence], out: Items[Sequence]) -> None:
-    """Raise InvariantError unless those that wait hold nothing, and are in the order of arrival where they are in line.
+def _check_order(running: Items[Sequence], waiting: Items[Sequence], out: Items[Sequence]) -> None:
+    """Raise InvariantError unless waiting sequences hold nothing, and are in order of arrival while in line.
 
     `out`: out of the line.
     """

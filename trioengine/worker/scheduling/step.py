@@ -1,4 +1,4 @@
-"""What the scheduler asks of a step, and what the model runner answers: all that the two know of each other."""
+"""The interface of the scheduler and the model runner: limits, a step's request, its sampled rows."""
 
 from __future__ import annotations
 
@@ -14,6 +14,57 @@ from trioengine.worker.scheduling.images import Tile, TilePiece, TileShape, Visi
 from trioengine.worker.scheduling.sequence import Sequence
 
 OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes of weights
+DEFAULT_ENCODER_CACHE_MEMORY = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits by the configuration, the model and the KV cache. Raises ValueError if nothing could be scheduled."""
+
+    vocab_size: int
+    max_model_len: int  # tokens of prompt and answer together
+    kv_blocks_total: int
+    block_size: int
+    max_num_seqs: int = 128  # sequences in one step
+    max_num_batched_tokens: int = 2048  # tokens in one step
+    chunked_prefill_size: int = 2048  # tokens of prompts in one step
+    enable_prefix_caching: bool = True
+    tile: TileShape | None = None  # None: the model takes no images
+    max_tiles_per_step: int = 1  # that are encoded
+    encoder_cache_memory: int = DEFAULT_ENCODER_CACHE_MEMORY  # bytes of features that no sequence uses
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "kv_blocks_total",
+            "block_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "chunked_prefill_size",
+            "max_tiles_per_step",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_model_len < 2:
+            raise ValueError(f"max_model_len must hold a prompt and a token, got {self.max_model_len}")
+
+    @property
+    def max_sequence_len(self) -> int:
+        """`max_model_len`, or less where the whole KV cache holds less: so any sequence can always run alone."""
+        return min(self.max_model_len, self.kv_blocks_total * self.block_size)
+
+    def check_prompt(self, token_ids: Items[int]) -> None:
+        """Raise RequestRejected for a prompt that cannot run."""
+        limit = self.max_sequence_len
+        if not token_ids:
+            raise RequestRejected("empty_prompt", "the prompt has no tokens")
+        if len(token_ids) >= limit:
+            raise RequestRejected(
+                "context_length_exceeded",
+                f"the prompt has {len(token_ids)} tokens, and prompt and answer together at most {limit}",
+            )
+        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
+            raise RequestRejected("invalid_value", f"token ids must be from 0 to {self.vocab_size - 1}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +92,7 @@ class ScheduledSequence:
 class BlockCopy(NamedTuple):
     """Keys and values of a block's first tokens, as they are before the step, go to another, which is 0 behind them.
 
-    What lies behind them in the source is another's, and may be not finite.
+    The rest of the source belongs to another sequence, and may be not finite.
     """
 
     source: int
@@ -53,7 +104,7 @@ class BlockCopy(NamedTuple):
 class SchedulerOutput:
     """One step: never empty; every block that the tokens need is in the sequences' block tables.
 
-    First the `copies` are made, all from what lies in the blocks before the step, and the tiles of `encode` get their
+    First the `copies` are made, all from the blocks' content before the step, and the tiles of `encode` get their
     features, `picture.features[number]`, from `picture.tiles`. Then all tiles of the scheduled tokens have features.
     """
 
@@ -105,73 +156,20 @@ class ModelRunner(Protocol):
         ...
 
     def wake(self, tags: frozenset[Tag]) -> None:
-        """Take memory for these tags again, which sleep. ModelError: it could not be had, and they still sleep."""
+        """Take memory for these sleeping tags again. Raises ModelError if it cannot be had, and they still sleep."""
         ...
 
     def update_weights(self, path: str) -> None:
-        """Load these weights; where the weights sleep, check them, drop the old ones, and load them at `wake`.
+        """Load these weights; while the weights sleep, check them, drop the old ones, and load them at `wake`.
 
-        ModelError: they do not fit the model or cannot be read, and the old ones are still there. Any other exception:
-        these neither.
+        Raises ModelError if they do not fit or cannot be read, and the old ones stay. After any other exception neither
+        are there.
         """
         ...
 
 
-DEFAULT_ENCODER_CACHE_MEMORY = 256 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Raises ValueError when nothing could ever be scheduled."""
-
-    vocab_size: int
-    max_model_len: int  # tokens of prompt and answer together
-    kv_blocks_total: int
-    block_size: int
-    max_num_seqs: int = 128  # sequences in one step
-    max_num_batched_tokens: int = 2048  # tokens in one step
-    chunked_prefill_size: int = 2048  # tokens of prompts in one step
-    enable_prefix_caching: bool = True
-    tile: TileShape | None = None  # None: the model takes no images
-    max_tiles_per_step: int = 1  # that are encoded
-    encoder_cache_memory: int = DEFAULT_ENCODER_CACHE_MEMORY  # bytes of features that no sequence uses
-
-    def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "kv_blocks_total",
-            "block_size",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "chunked_prefill_size",
-            "max_tiles_per_step",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_model_len < 2:
-            raise ValueError(f"max_model_len must hold a prompt and a token, got {self.max_model_len}")
-
-    @property
-    def max_sequence_len(self) -> int:
-        """`max_model_len`, or less where the whole KV cache holds less: so any sequence can always run alone."""
-        return min(self.max_model_len, self.kv_blocks_total * self.block_size)
-
-    def check_prompt(self, token_ids: Items[int]) -> None:
-        """Raise RequestRejected for a prompt that cannot run."""
-        limit = self.max_sequence_len
-        if not token_ids:
-            raise RequestRejected("empty_prompt", "the prompt has no tokens")
-        if len(token_ids) >= limit:
-            raise RequestRejected(
-                "context_length_exceeded",
-                f"the prompt has {len(token_ids)} tokens, and prompt and answer together at most {limit}",
-            )
-        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
-            raise RequestRejected("invalid_value", f"token ids must be from 0 to {self.vocab_size - 1}")
-
-
 class StepPlan:
-    """`prompt_tokens` and `tiles` are left for prompts."""
+    """A step being planned; it has room for `prompt_tokens` and `tiles` more."""
 
     def __init__(self, prompt_tokens: int, tiles: int) -> None:
         self.prompt_tokens = prompt_tokens
@@ -193,7 +191,7 @@ class StepPlan:
         return num_new_tokens
 
     def add_prompt(self, sequence: Sequence, num_new_tokens: int) -> None:
-        """Compute what `fit` has found to fit."""
+        """Schedule as many tokens as `fit` has returned."""
         entry = ScheduledSequence(sequence, num_new_tokens)
         self.scheduled.append(entry)
         self.prompt_tokens -= num_new_tokens
