@@ -20,7 +20,7 @@ from trioengine.core.image import ImageProcessing
 from trioengine.core.image_header import read_header
 from trioengine.worker import image_decoding
 from trioengine.worker.image_decoding import read_tiles
-from trioengine.worker.scheduling.image_queue import ImageError
+from trioengine.worker.scheduling.images import ImageError
 
 MIB = 1 << 20
 SIDE = 4096  # of accepted images, in pixels

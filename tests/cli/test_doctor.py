@@ -24,7 +24,7 @@ from trioengine.cli.doctor.checks import (
 )
 from trioengine.cli.doctor.machine import Machine
 from trioengine.hub.known_models import SMOLLM2
-from trioengine.worker.probe import MARK
+from trioengine.worker.__main__ import MARK
 
 GIB = 1 << 30
 

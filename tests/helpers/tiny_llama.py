@@ -1,4 +1,4 @@
-"""Tiny Llama checkpoints with random weights: the same numbers wherever they are written."""
+"""Tiny checkpoints with random weights, of Llama and of Qwen2: the same numbers wherever they are written."""
 
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "llama3": {"rope_scaling": LLAMA3, "num_key_value_heads": 1},
     "bias": {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
+    "qwen2": QWEN2,
+    "qwen2-tied": {**QWEN2, "tie_word_embeddings": True, "num_key_value_heads": 3, "rope_theta": 1e6},
 }
 PROMPT = [(7 * i * i + 3 * i + 5) % 200 for i in range(90)]
 
@@ -67,7 +69,7 @@ def add_llama(weights: RandomTensors, config: dict, prefix: str = "model.") -> N
             ("o", hidden, queries),
         ):
             weights.add(f"{name}self_attn.{projection}_proj.weight", rows, columns)
-            if config.get("attention_bias"):
+            if config.get("attention_bias") or (config["model_type"] == "qwen2" and projection != "o"):
                 weights.add(f"{name}self_attn.{projection}_proj.bias", rows)
         for projection, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
             weights.add(f"{name}mlp.{projection}_proj.weight", rows, columns)

@@ -35,10 +35,10 @@ def load(path, dtype="float32", on_progress=lambda done, total: None, **config):
 def generate(runner, prompts, max_tokens, params=None, **limits):
     """Greedy answers of all prompts at once, and the scheduler's statistics."""
     limits = {
-        "vocab_size": runner.vocab_size,
-        "max_model_len": runner.max_model_len,
-        "kv_blocks_total": runner.kv_blocks_total,
-        "block_size": runner.block_size,
+        "vocab_size": runner.info.vocab_size,
+        "max_model_len": runner.info.max_model_len,
+        "kv_blocks_total": runner.info.kv_blocks_total,
+        "block_size": runner.info.block_size,
         **limits,
     }
     params = params or SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=0, ignore_eos=True)

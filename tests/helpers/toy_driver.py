@@ -9,9 +9,9 @@ from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import FinishReason
 from trioengine.testing.toy_model import IM_END as EOS
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner, toy_answer
-from trioengine.worker.scheduling.scheduler import SampledRow, Scheduler
+from trioengine.worker.scheduling.scheduler import Scheduler
 from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
-from trioengine.worker.scheduling.step import Limits
+from trioengine.worker.scheduling.step import Limits, SampledRow
 
 
 def make(**changes: int) -> tuple[Scheduler, ToyRunner]:

@@ -65,7 +65,7 @@ def _pin_the_blocks(release: Any) -> Any:
 
 def _fail_for_all(failed: Any) -> Any:
     def mutant(self: EngineCore, row: Any) -> Any:
-        raise RuntimeError(row.sampled.error)
+        raise RuntimeError(row.error)
 
     return mutant
 

@@ -51,13 +51,13 @@ def address_space():
 
 def facts(runner):
     return (
-        runner.model_type,
-        runner.device,
-        runner.dtype,
-        runner.vocab_size,
-        runner.max_model_len,
-        runner.kv_blocks_total,
-        runner.block_size,
+        runner.info.model_type,
+        runner.info.device,
+        runner.info.dtype,
+        runner.info.vocab_size,
+        runner.info.max_model_len,
+        runner.info.kv_blocks_total,
+        runner.info.block_size,
     )
 
 
@@ -80,7 +80,7 @@ def test_the_same_tokens_after_sleep(runner, prompt, levels, order):
             runner.wake(tags)
         assert answer(runner, prompt) == EXPECTED
         assert facts(runner) == before
-        assert len(runner.cache.layers[0]) == runner.kv_blocks_total
+        assert len(runner.cache.layers[0]) == runner.info.kv_blocks_total
 
 
 def test_asleep_in_part_and_asleep_again(runner, prompt):

@@ -81,7 +81,7 @@ def test_a_shorter_context_must_hold_what_is_in_use(tiny_llama, tmp_path, path, 
             runner.update_weights(str(shorter))
     else:
         runner.update_weights(str(shorter))
-        assert runner.max_model_len == 200
+        assert runner.info.max_model_len == 200
     assert answer(runner, prompt) == EXPECTED
 
 

@@ -21,7 +21,7 @@ from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
 from trioengine.worker.scheduling.image_queue import DecodedImage, ImageError
 from trioengine.worker.scheduling.images import Tile, TileShape
-from trioengine.worker.scheduling.step import BlockCopy, SampledToken, ScheduledSequence, SchedulerOutput
+from trioengine.worker.scheduling.step import BlockCopy, SampledRow, ScheduledSequence, SchedulerOutput
 
 ToyImage: TypeAlias = tuple[Iterable[int], bytes]  # where its tiles begin in a prompt, and its bytes
 
@@ -245,7 +245,7 @@ class ToyRunner:
         self.path = path
         self._weights = None if Tag.WEIGHTS in self.asleep else toy_weights(path)
 
-    def execute(self, output: SchedulerOutput) -> list[SampledToken]:
+    def execute(self, output: SchedulerOutput) -> list[SampledRow]:
         assert not self.asleep, f"a forward pass while {self.asleep} sleep"
         for entry in output.scheduled:
             if entry.sequence.num_output_tokens >= self.poisoned.get(entry.sequence.request, math.inf):
@@ -273,7 +273,7 @@ class ToyRunner:
             values = array("L", [self._slots[slot] for slot in slots])
             token_id, top = toy_next(values), sequence.params.logprobs
             logprobs = None if top is None else toy_logprobs(token_id, top)
-            sampled.append(SampledToken(sequence.request, token_id, logprobs, error))
+            sampled.append(SampledRow(sequence, token_id, logprobs, error))
         return sampled
 
     def _encode(self, tile: Tile, weights: int) -> None:

@@ -1,21 +1,61 @@
-"""A GGUF file: the header by `core.gguf`, the tensors dequantized one at a time."""
+"""The two kinds of Checkpoint: a directory with safetensors, and a GGUF file.
+
+GGUF tensors are dequantized one at a time, in pieces, so that none is ever whole in float32: Q4_0 and Q4_1 here, which
+kernels also read as they are stored, the others by the gguf package. A block of Q4_0 or Q4_1 (ggml-common.h) is 32
+columns of a row: the scale in float16, for Q4_1 the minimum in float16, then 16 bytes whose low halves are the first
+16 codes and whose high halves are the others.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
+from safetensors import SafetensorError, safe_open
 
+from trioengine.core.bounds import excerpt
 from trioengine.core.errors import ModelError
 from trioengine.core.gguf import GGUFTensor
-from trioengine.hub.checkpoint import map_file, read_gguf
-from trioengine.worker.kernels.four_bit import FourBitWeight, read_four_bit
+from trioengine.hub.checkpoint import map_file, read_gguf, read_safetensors
+from trioengine.worker.kernels.linear import GROUP, FourBitWeight
 from trioengine.worker.weights.checkpoint import TensorShape
+
+_PIECE = 1 << 19  # elements: 2 MiB in float32, which the caches hold
+_ZERO_CODE = 8  # of Q4_0, whose blocks have no minimum
+
+
+class SafetensorsCheckpoint:
+    """Tensors of a Hugging Face directory."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ModelError."""
+        self.path = path
+        header = read_safetensors(path)
+        self.config, self._stored = header.config, header.tensors
+        self.tensors = {name: TensorShape(info.shape, info.nbytes) for name, info in header.tensors.items()}
+        self._files: dict[Path, Any] = {}  # those that are open
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        file = self._stored[name].file
+        try:
+            if file not in self._files:
+                self._files[file] = safe_open(str(file), framework="pt", device="cpu")
+            tensor: torch.Tensor = self._files[file].get_tensor(name)
+        except (SafetensorError, OSError) as exc:  # it has changed since its header was read
+            raise ModelError(f"{file} is damaged: {excerpt(str(exc))}") from exc
+        return tensor.to(dtype, copy=True)
+
+    def read_four_bit(self, name: str) -> FourBitWeight | None:
+        return None
+
+    def close(self) -> None:
+        self._files.clear()
 
 
 class GGUFCheckpoint:
@@ -66,7 +106,17 @@ class GGUFCheckpoint:
             self._mapped.close()
 
 
-_PIECE = 1 << 19  # elements: 2 MiB in float32, which the caches hold
+def read_four_bit(data: memoryview, kind: str, shape: tuple[int, ...]) -> FourBitWeight | None:
+    """Read the matrix of `shape` in its stored form; None for another type, or another rank than 2."""
+    if kind not in ("Q4_0", "Q4_1") or len(shape) != 2:
+        return None
+    numbers = 1 if kind == "Q4_0" else 2  # before a block's codes
+    blocks = np.frombuffer(data, dtype=np.uint8).reshape(shape[0], shape[1] // GROUP, 2 * numbers + GROUP // 2)
+    halves = blocks[..., 2 * numbers :]
+    codes = np.concatenate((halves & 15, halves >> 4), axis=-1).reshape(shape)
+    head = blocks[..., : 2 * numbers].copy().view(np.float16).astype(np.float32)  # [rows, blocks, numbers]
+    scales, minima = head[..., 0], head[..., 0] * -_ZERO_CODE if kind == "Q4_0" else head[..., 1]
+    return FourBitWeight(*(torch.from_numpy(np.ascontiguousarray(part)) for part in (codes, scales, minima)))
 
 
 def dequantize_gguf(
