@@ -4,7 +4,7 @@ import tracemalloc
 
 import pytest
 
-from trioengine.core.bounds import brief, excerpt
+from trioengine.core.bounds import brief, excerpt, is_key
 
 DEEP = None
 for _ in range(100_000):
@@ -46,3 +46,11 @@ def test_a_message_of_another_library():
     assert excerpt('unknown variant `\x1b[2J`, it\'s "x" – é') == 'unknown variant `\\x1b[2J`, it\'s "x" – é'
     assert excerpt("x" * 300) == "x" * 200
     assert excerpt("\n" * 300) == "\\n" * 99 + "\\…"
+
+
+@pytest.mark.parametrize(
+    ("value", "is_valid"),
+    [("sk-Key_1~!", True), ("", False), ("a b", False), ("ä", False), ("a\n", False), (b"a", False)],
+)
+def test_a_key_is_visible_ascii(value, is_valid):
+    assert is_key(value) is is_valid

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import msgpack
 import pytest
 from hypothesis import given
-from pair import EVERY_MESSAGE, STATISTICS, Pair, add_message, row, unchecked
+from pair import EVERY_MESSAGE, PARAMS, STATISTICS, Pair, add_message, row, unchecked
 
 from trioengine.core.codec import LENGTH, decode, encode, frame
 from trioengine.core.config import MAX_SESSIONS, WorkerConfig
@@ -86,11 +86,14 @@ def test_payloads_that_are_no_message(payload, why):
         decode(payload)
 
 
-def test_parameters_out_of_range_are_refused():
+def test_parameters_of_a_wrong_type_are_refused():
+    """Their ranges are checked where they are made, in the engine."""
     packed = msgpack.unpackb(encode(add_message()), strict_map_key=False)
-    packed["params"][1] = -1.0
-    with pytest.raises(RemoteProtocolError, match="temperature"):
+    packed["params"][1] = "hot"
+    with pytest.raises(RemoteProtocolError, match="ADD_MESSAGE: expected float, got str"):
         decode(msgpack.packb(packed))
+    packed["params"][1] = 0.5
+    assert decode(msgpack.packb(packed)).params == dataclasses.replace(PARAMS, temperature=0.5)
     packed["token_ids"] = b"odd"
     with pytest.raises(RemoteProtocolError, match="int32"):
         decode(msgpack.packb(packed))

@@ -157,24 +157,9 @@ class EngineConfig:
             raise InvalidConfig.of("max_model_len", f"{rule}, got {self.max_model_len}")
 
     def for_worker(self, model_path: str) -> WorkerConfig:
-        """The worker's part, for the model file or directory that `model` was found at."""
-        return WorkerConfig(
-            model_path=model_path,
-            device=self.device,
-            dtype=self.dtype,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            chunked_prefill_size=self.chunked_prefill_size,
-            block_size=self.block_size,
-            kv_cache_memory=self.kv_cache_memory,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            enable_prefix_caching=self.enable_prefix_caching,
-            encoder_cache_memory=self.encoder_cache_memory,
-            num_threads=self.num_threads,
-            kernels=self.kernels,
-            batch_invariant=self.batch_invariant,
-        )
+        """Return the worker's part: all fields that both have, for the file or directory that `model` was found at."""
+        shared = [name for name in field_names(WorkerConfig) if name in field_names(EngineConfig)]
+        return WorkerConfig(model_path, **{name: getattr(self, name) for name in shared})
 
 
 def _numbers(values: tuple[float, ...], low: int, high: int) -> tuple[float, ...]:
