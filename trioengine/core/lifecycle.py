@@ -1,8 +1,8 @@
 """The life of a session and the states of the engine: THE state machines, as tables.
 
 A session has a *phase* and an *attachment*. The phase is the state of its one request; the attachment is whether this
-worker incarnation was sent ADD_SESSION, and END_SESSION, and has not reported SESSION_ENDED. Nothing else decides what
-may happen: the actors look up `SESSION_TRANSITIONS[phase, attachment, event]`, take over the new state, and do the
+worker incarnation was sent ADD_SESSION, and END_SESSION, and has not reported SESSION_ENDED. Nothing else decides: the
+actors look up `SESSION_TRANSITIONS[phase, attachment, event]`, take over the new state, and do the
 actions, all in one synchronous step. All tables are in this one file, so that they can be read in one place.
 
 A pair of state and event that is not in a table raises LocalProtocolError and changes nothing, with one exception:
@@ -40,15 +40,15 @@ from trioengine.core.errors import LocalProtocolError
 
 
 class Phase(enum.Enum):
-    """Where a session's request stands."""
+    """The state of a session's request."""
 
     IDLE = "idle"  # no request
     PREPARING = "preparing"  # reserved; being templated and tokenized
     RUNNING = "running"  # ADD_MESSAGE posted
     STOPPING = "stopping"  # aborted; its last row is on its way
-    SUSPENDED = "suspended"  # in flight, to go on with another attachment
+    SUSPENDED = "suspended"  # in flight, to be resumed by another attachment
     ENDING = "ending"  # the session's scope was left with a request in flight
-    ENDED = "ended"  # no request, and none will come
+    ENDED = "ended"  # no request any more
 
 
 class Attachment(enum.Enum):
@@ -60,23 +60,23 @@ class Attachment(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What can happen to a session."""
+    """An event in the life of a session."""
 
     RESERVE = "reserve"  # the gate admits a request
-    REFUSE = "refuse"  # its preparation failed: a bad prompt, a gate that has closed
-    COMMIT = "commit"  # it is prepared, and the gate is still open
-    ABORT = "abort"  # by anyone, for any cause
+    REFUSE = "refuse"  # its preparation failed: a bad prompt, or the gate closed
+    COMMIT = "commit"  # prepared, and the gate is still open
+    ABORT = "abort"  # for any cause
     FINISH = "finish"  # its last row, or REQUEST_FAILED, arrived
     END = "end"  # the session's scope was left
-    SESSION_ENDED = "session_ended"  # the worker has let go of it
+    SESSION_ENDED = "session_ended"  # the worker has released it
     WORKER_LOST = "worker_lost"  # the incarnation is dead
-    DETACH = "detach"  # the worker is to forget everything: it will sleep, or get other weights
-    RESUME = "resume"  # there is a worker for a suspended request
-    GIVE_UP = "give_up"  # a suspended request is not to go on
+    DETACH = "detach"  # the worker is to drop all state: it will sleep or load other weights
+    RESUME = "resume"  # a worker is available for a suspended request
+    GIVE_UP = "give_up"  # a suspended request will not be resumed
 
 
 class Action(enum.Enum):
-    """What is to be done in the same synchronous step."""
+    """A side effect, carried out in the same synchronous step."""
 
     POST_ADD_SESSION = "post ADD_SESSION"
     POST_ADD_MESSAGE = "post ADD_MESSAGE"
@@ -92,7 +92,7 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """The state after an event, and what to do."""
+    """The state after an event, and the actions to do."""
 
     phase: Phase
     attachment: Attachment
@@ -226,30 +226,30 @@ class Power(enum.StrEnum):
     LOADING = "loading"
     AWAKE = "awake"
     RESTARTING = "restarting"
-    FALLING_ASLEEP = "falling_asleep"  # requests end or are suspended, every session is detached, SLEEP is posted
-    ASLEEP = "asleep"  # some tags of it at least
+    FALLING_ASLEEP = "falling_asleep"  # requests end or are suspended, sessions are detached, SLEEP is posted
+    ASLEEP = "asleep"  # at least one tag
     WAKING = "waking"
-    UPDATING = "updating"  # the weights, from AWAKE and back; like FALLING_ASLEEP, with UPDATE_WEIGHTS
+    UPDATING = "updating"  # from AWAKE and back; like FALLING_ASLEEP, with UPDATE_WEIGHTS
     DRAINING = "draining"
     CLOSED = "closed"
 
 
 class PowerEvent(enum.Enum):
-    """What can happen to the engine."""
+    """An event in the life of the engine."""
 
-    READY = "ready"  # an incarnation is READY, and takes new requests
+    READY = "ready"  # an incarnation is READY for requests
     WORKER_LOST = "worker_lost"
     SLEEP = "sleep"
-    SLEPT = "slept"  # the memory is given back, by the worker or by its death
+    SLEPT = "slept"  # the memory is released, by the worker or by its death
     WAKE = "wake"
     WOKEN = "woken"  # every tag is awake
     PARTLY_WOKEN = "partly_woken"
     UPDATE = "update"
     UPDATED = "updated"
-    FAILED = "failed"  # a wake or an update; all is as it was before
-    LEFT_ALONE = "left_alone"  # a wake or an update is over, and the worker is gone, or not to be had yet
+    FAILED = "failed"  # a wake or an update, without effect
+    LEFT_ALONE = "left_alone"  # a wake or an update ended without a worker that is ready
     DRAIN = "drain"
-    CLOSE = "close"  # shut down, or given up
+    CLOSE = "close"  # shutdown, or the engine gave up
 
 
 _ENDS = {PowerEvent.DRAIN: Power.DRAINING, PowerEvent.CLOSE: Power.CLOSED}

@@ -61,19 +61,19 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # over prompt and output, multiplicative; 1: none
     presence_penalty: float = 0.0  # over the output, additive
     frequency_penalty: float = 0.0  # over the output, additive, times the count
-    seed: int | None = None  # None: minted by the engine; with a seed, answers are as repeatable as greedy ones
-    stop: tuple[str, ...] = ()  # not part of the text; a string or a sequence of strings
+    seed: int | None = None  # None: minted by the engine; with a seed, answers are as reproducible as greedy ones
+    stop: tuple[str, ...] = ()  # left out of the text; a string or a sequence of strings
     stop_token_ids: tuple[int, ...] = ()
-    min_tokens: int = 0  # no end by a stop token or a stop string before that many
+    min_tokens: int = 0  # stop tokens and stop strings do not end a shorter answer
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    logprobs: int | None = None  # how many top alternatives to report beside the chosen token; None: none at all
+    logprobs: int | None = None  # number of top alternatives to report beside the chosen token; None: no logprobs
     skip_special_tokens: bool = True  # in the text, not in the token ids
-    cache_salt: str = ""  # only requests with the same one share what the prefix cache holds of their prompts
+    cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
 
     @classmethod
     def of_valid(cls, *values: object) -> Self:
-        """Make one of the values of all fields without validation: they are those of valid parameters."""
+        """Make one from the values of all fields of valid parameters, without validation."""
         params = object.__new__(cls)
         for name, value in zip(_FIELDS, values, strict=True):
             params._set(name, value)
@@ -126,7 +126,7 @@ class SamplingParams:
             shown = brief(self.logit_bias)
             raise rejected("logit_bias", f"must map at most {MAX_LOGIT_BIAS} token ids to numbers, got {shown}")
         biases = {
-            _token_id("logit_bias", token_id): _checked("logit_bias", number, bias, -100, 100, what=": bias")
+            _token_id("logit_bias", token_id): _checked("logit_bias", number, bias, -100, 100, item=": bias")
             for token_id, bias in self.logit_bias.items()
         }
         self._set("logit_bias", biases)
@@ -150,7 +150,7 @@ _FIELDS = field_names(SamplingParams)
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The fields of SamplingParams."""
+    """The fields of SamplingParams as keywords of the calls that run a request."""
 
     max_tokens: int | None
     temperature: float
@@ -212,12 +212,12 @@ def retained(limit: int, ratio: float) -> int:
     return int(limit * ratio)
 
 
-def _checked(name: str, check: Callable[..., T], value: object, low: float, high: float, *, what: str = "") -> T:
+def _checked(name: str, check: Callable[..., T], value: object, low: float, high: float, *, item: str = "") -> T:
     try:
         return check(value, low, high)
     except ValueError as exc:
-        raise RequestRejected("invalid_value", f"{name}{what} {exc}", param=name) from None
+        raise RequestRejected("invalid_value", f"{name}{item} {exc}", param=name) from None
 
 
 def _token_id(name: str, value: object) -> int:
-    return _checked(name, integer, value, 0, MAX_COUNT, what=": token id")
+    return _checked(name, integer, value, 0, MAX_COUNT, item=": token id")
