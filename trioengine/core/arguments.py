@@ -164,9 +164,7 @@ def checked_call(
 
     checked: Any = functools.wraps(function)(call_async if inspect.iscoroutinefunction(function) else call)
     checked.__name__ = name
-    checked.__qualname__ = (
-        function.__qualname__.removesuffix(function.__name__) + name
-    )  # coroutines take theirs from it
+    checked.__qualname__ = function.__qualname__.removesuffix(function.__name__) + name  # as its coroutines
     return cast("Callable[P, R]", checked)
 
 
