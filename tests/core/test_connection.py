@@ -56,7 +56,7 @@ def test_encode_and_decode(message):
 def test_a_field_of_a_wrong_type_is_refused(message):
     for field in dataclasses.fields(message):
         packed = msgpack.unpackb(encode(message), strict_map_key=False)
-        packed[field.name] = {"nobody": "expects this"}
+        packed[field.name] = {"an": "unexpected map"}
         with pytest.raises(RemoteProtocolError, match=WIRE_NAMES[type(message)]):
             decode(msgpack.packb(packed))
         del packed[field.name]
@@ -156,12 +156,12 @@ def test_a_whole_life():
 
 BAD_ORDERS = {
     "session twice": [AddSession(1), AddSession(1)],
-    "message of nobody": [add_message()],
+    "message without a session": [add_message()],
     "two requests": [AddSession(1), add_message(), add_message(request=2)],
     "an old request": [AddSession(1), add_message(request=0)],
-    "stop of nobody": [StopSession(1, 1)],
+    "stop without a session": [StopSession(1, 1)],
     "stop of another request": [AddSession(1), add_message(), StopSession(1, 2)],
-    "end of nobody": [EndSession(1)],
+    "end without a session": [EndSession(1)],
     "end twice": [AddSession(1), EndSession(1), EndSession(1)],
     "message after end": [AddSession(1), EndSession(1), add_message()],
     "configure twice": [Configure(WorkerConfig("m"))],

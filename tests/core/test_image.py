@@ -81,7 +81,7 @@ def test_what_is_not_base64(text):
 
 @given(st.text("QUJD=+/-_ \n", max_size=12), st.integers(1, 2))
 def test_base64_is_strict(text, chunk):
-    """What is accepted is what is written back, but for the bits that a last character has too many."""
+    """Accepted data encodes to the same text, except for the unused bits of the last character."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(image_module, "_CHUNK", 4 * chunk)
         try:
