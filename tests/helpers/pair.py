@@ -91,7 +91,7 @@ EVERY_MESSAGE = [
 
 
 class Pair:
-    """An engine's and a worker's end; what one sends reaches the other a byte at a time."""
+    """An engine's and a worker's end; messages pass between them a byte at a time."""
 
     def __init__(self, max_model_len=64):
         self.engine, self.worker = Connection(Role.ENGINE), Connection(Role.WORKER)

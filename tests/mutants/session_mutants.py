@@ -78,7 +78,7 @@ SESSION_MUTANTS = (
     Mutant(
         "F8",
         "a second end raises",
-        rewritten(Phase.ENDED, _X, Event.END, None),
+        not_ignored(Event.END, Phase.ENDED),
         shows="does not end|end while ended|and <Session . ended",
     ),
     Mutant(

@@ -181,6 +181,6 @@ class Admission:
         room = self._engine.limits.max_model_len - num_prompt_tokens
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = self._engine.ports.mint_seed() if params.seed is None else params.seed
-        return dataclasses.replace(
-            params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens), seed=seed, stop=()
+        return params.replace_valid(
+            max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens), seed=seed, stop=()
         )
