@@ -46,7 +46,7 @@ class ConversationImages:
         found: Counter[Payload] = Counter(payload for each in kept for payload in each._payloads)
         in_items = Counter(self._of_items())
         in_responses = Counter(self._of_responses(self._connections))
-        at_least = in_items + Counter(self._of_responses(each for each in self._connections if not each._has_gone))
+        at_least = in_items + Counter(self._of_responses(each for each in self._connections if not each._is_gone))
         assert at_least <= found <= in_items + in_responses, (
             f"kept are {found}, in items are {in_items}, in responses {in_responses}"
         )
