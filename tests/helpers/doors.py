@@ -22,7 +22,7 @@ def connection_handler(clients, path, handler, disconnects=None, max_connections
         door._realtime,
         budget=clients.server.budget,
         disconnects=DisconnectCounter() if disconnects is None else disconnects,
-        limits=config.limits,
+        limits=config,
         takes_images=lambda: clients.engine.takes_images,
         max_connections=max_connections,
     )
