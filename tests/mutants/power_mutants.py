@@ -84,7 +84,7 @@ async def _sleep_in_the_callers_task(
 ) -> None:
     self.gate.begin_pending()
     change = self._power.sleep(level, mode, timeout, keep_waiting=keep_waiting)
-    await change.wait()
+    await self._changed(change)
     self.gate.end_pending()
 
 

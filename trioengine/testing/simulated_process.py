@@ -131,6 +131,11 @@ class SimulatedMemfd:
         assert self.is_open, "sealed bytes are given back twice"
         self.is_open = False
 
+    @property
+    def num_passed(self) -> int:
+        """Descriptors that were passed on, and are open."""
+        return sum(payload.is_open for payload in self.passed)
+
     def pass_on(self) -> SimulatedPayload:
         """One more descriptor."""
         assert self.is_open, "bytes are passed on that were given back"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from typing import TypeAlias
 
 import trio
 
@@ -37,6 +38,21 @@ from trioengine.worker.scheduling.limits import Limits
 from trioengine.worker.scheduling.payloads import PayloadArrived
 from trioengine.worker.scheduling.step_loop import Event, StepLoop
 
+Handled: TypeAlias = Event
+
+
+class WorkerObserver:
+    """Base class: simulated workers call each method when something happens; it does nothing unless overridden."""
+
+    def handling(self, worker: SimulatedWorker, event: Handled) -> None:
+        """The worker is about to handle a message of the engine, or an event of a payload."""
+
+    def handled(self, worker: SimulatedWorker, event: Handled, replies: list[FromWorker]) -> None:
+        """The worker has handled it, and sends these replies."""
+
+    def dying(self, worker: SimulatedWorker) -> None:
+        """The worker is about to be dead."""
+
 
 class SimulatedWorker(SimulatedProcess):
     """One incarnation.
@@ -51,8 +67,10 @@ class SimulatedWorker(SimulatedProcess):
         behaviour: Behaviour,
         *,
         by_hand: bool = False,
+        observer: WorkerObserver | None = None,
     ) -> None:
         super().__init__(pid, by_hand=by_hand)
+        self._observer = WorkerObserver() if observer is None else observer
         self.runner = ToyRunner(limits.block_size, limits.tile)
         self.decoder = SimulatedDecoder(toy_decode, self._report)
         self.step_loop = StepLoop(self.runner, limits, trio.current_time, decoder=self.decoder)
@@ -95,6 +113,11 @@ class SimulatedWorker(SimulatedProcess):
         """Say why, and exit."""
         self._send_all([fatal])
         self.exit(1)
+
+    def exit(self, exit_code: int) -> None:
+        if self.health is not Health.DEAD:
+            self._observer.dying(self)
+        super().exit(exit_code)
 
     # ---- by hand --------------------------------------------------------------------------------------------------
 
@@ -196,7 +219,10 @@ class SimulatedWorker(SimulatedProcess):
             if isinstance(message, StopSession):
                 self._stopped.add(message.request)
             try:
-                self._send_all(self.step_loop.handle(message))
+                self._observer.handling(self, message)
+                replies = self.step_loop.handle(message)
+                self._observer.handled(self, message, replies)
+                self._send_all(replies)
                 self._check_payloads()
             except RemoteProtocolError as exc:
                 self._blame(exc)

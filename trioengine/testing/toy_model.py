@@ -7,7 +7,7 @@ import math
 import struct
 import zlib
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import TypeAlias
 from trioengine.core.errors import ModelError
 from trioengine.core.image import ImageInfo
 from trioengine.core.image_processing import ImageProcessing
+from trioengine.core.messages import TokenIds
 from trioengine.core.tag import ALL_TAGS, Tag
 from trioengine.hub.model_files import ModelFormat, ModelInfo
 from trioengine.text.chat_template import ChatTemplate
@@ -308,18 +309,40 @@ class ToyRunner:
         return block_table[position // self._block_size] * self._block_size + position % self._block_size
 
 
-def read_toy_model(path: Path, context_length: int, *, images: bool = False) -> ModelInfo:
+class PreparationFailed(Exception):
+    """Raised by the tokenizer of a model with unpreparable prompts."""
+
+
+class _FailingTokenizer(Tokenizer):
+    """Raises PreparationFailed for texts that contain `unpreparable`, as a tokenizer with a bug does."""
+
+    unpreparable = ""
+
+    def encode_pieces(self, text: str, restore: Callable[[str], str]) -> TokenIds:
+        if self.unpreparable in text:
+            raise PreparationFailed(text)
+        return super().encode_pieces(text, restore)
+
+
+def read_toy_model(
+    path: Path, context_length: int, *, images: bool = False, unpreparable: str | None = None
+) -> ModelInfo:
     """The toy at the path. Raises ModelError where its name begins with `other`, which is no toy."""
     if path.name.startswith("other"):
         raise ModelError(f"{path}: another architecture")
-    return toy_model(context_length, images=images)
+    return toy_model(context_length, images=images, unpreparable=unpreparable)
 
 
 @cache
-def toy_model(context_length: int = 512, *, images: bool = False) -> ModelInfo:
-    """The toy model's files, as `hub.model_files.read_model` would give them; with `images` it takes images."""
+def toy_model(context_length: int = 512, *, images: bool = False, unpreparable: str | None = None) -> ModelInfo:
+    """The toy model's files, as `hub.model_files.read_model` would give them; with `images` it takes images.
+
+    Its tokenizer raises PreparationFailed for texts that contain `unpreparable`.
+    """
     processing = TOY_PROCESSING if images else None
-    tokenizer = Tokenizer.from_json(_tokenizer_json(processing))
+    tokenizer = (Tokenizer if unpreparable is None else _FailingTokenizer).from_json(_tokenizer_json(processing))
+    if isinstance(tokenizer, _FailingTokenizer) and unpreparable is not None:
+        tokenizer.unpreparable = unpreparable
     return ModelInfo(
         path=Path("toy"),
         format=ModelFormat.GGUF,

@@ -21,8 +21,10 @@ from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, Engi
 from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.pictures import Turn, check_dropped, content_of, media_of
 from trioengine.testing.fuzz.request_log import FOR_A_REQUEST, check_not_admitted, check_refused
+from trioengine.testing.toy_model import PreparationFailed
 
 UNPREPARED = "it cannot be prepared"  # a prompt
 
@@ -40,7 +42,7 @@ class Style(enum.Enum):
 
 
 class Oops(Exception):
-    """What a reader's body raises, and the preparation of `UNPREPARED`."""
+    """Raised by the body of a reader."""
 
 
 @dataclass
@@ -96,7 +98,7 @@ class Holder:
     @property
     def is_open(self) -> bool:
         """Whether a request can be asked for."""
-        return self.session is not None and self.session.end_cause is None
+        return self.session is not None and inside.end_cause(self.session) is None
 
     @property
     def is_busy(self) -> bool:
@@ -157,7 +159,7 @@ class Reader:
                     finally:
                         self.left, self.outcome_at_leaving = True, generation.outcome
                 in_time = trio.current_time() < self.deadline
-                assert generation.settled.is_set() or not in_time, "leaving waits until the worker has let go"
+                assert inside.is_settled(generation) or not in_time, "leaving waits until the worker has let go"
         except EngineError as exc:
             self.error = exc
             check_refused(exc, self.holder.engine, FOR_A_REQUEST, wait=self.wait, deadline=self.deadline)
@@ -165,7 +167,7 @@ class Reader:
                 check_timed_out(exc, self.generation)
             if not self.entered:
                 check_dropped(exc, session)
-        except Oops:
+        except (Oops, PreparationFailed):
             pass
         finally:
             self.over = True

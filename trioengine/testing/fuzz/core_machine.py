@@ -361,7 +361,10 @@ class CoreMachine(Machine):
 
     def _apply(self, session: ModelSession, event: Event, said: Settlement | None = None) -> None:
         session.learn(event, said)
-        for action in session.lifecycle.apply(event):
+        before = session.lifecycle.phase, session.lifecycle.attachment
+        actions = session.lifecycle.apply(event)
+        self.rare.session_moved(session, *before, event)
+        for action in actions:
             self._do(action, session, said)
         self._check()
 

@@ -9,14 +9,13 @@ from hypothesis.stateful import initialize, precondition
 
 from trioengine.core.errors import EngineOverloaded, SessionBusy
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import UNPREPARED, Reader, Style, latest_first
 from trioengine.testing.fuzz.oracles import committed
 from trioengine.testing.fuzz.pictures import MEDIA, Turn, content_of, messages_of, pictures_of
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.sessions_machine import WAIT, WHICH, SessionsMachine
-from trioengine.testing.fuzz.watching import failing
 from trioengine.testing.fuzz.world import CONFIG
-from trioengine.text.conversation import Conversation
 
 TURNS_TO_PARK = 3  # of the worker, in which it takes a session and its request
 ROUNDS_TO_FINISH = 12  # of a request for one token, if nothing is in its way
@@ -39,7 +38,7 @@ class EngineMachine(SessionsMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._watch(Conversation, "prepare", failing)
+        self.simulation.unpreparable = UNPREPARED
 
     @recorded(
         initialize,
@@ -241,8 +240,9 @@ class EngineMachine(SessionsMachine):
         holder = pick(self.open_holders, which)
         session, history = holder.session, HISTORIES[turns]
         assert session is not None, "it is open"
-        is_busy = session.generation is not None and session.generation.outcome is None
-        last_id = self.engine.gate.mint()
+        request = inside.request_of(session)
+        is_busy = request is not None and request.outcome is None
+        last_id = inside.mint_id(self.engine)
         try:
             session.replace_history(messages_of(history))
         except SessionBusy:

@@ -10,10 +10,10 @@ import trio
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
-from trioengine.actors.supervisor import Supervisor
 from trioengine.core.connection import Connection
 from trioengine.core.messages import Fatal, FatalCode
 from trioengine.core.outcome import Cause
+from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.image_states import ImageStates
 from trioengine.testing.fuzz.oracles import (
     check_books,
@@ -44,7 +44,6 @@ class Environment(World):
     def __init__(self) -> None:
         super().__init__()
         self._killed: list[Connection] = []  # to workers, whose last bytes may have arrived
-        self._watch(Supervisor, "retire", self._let_retire)
 
     # ---- for who uses the engine ----------------------------------------------------------------------------------
 
@@ -115,8 +114,8 @@ class Environment(World):
         worker = self._worker()
         if worker.to_worker:
             self.rare.saw("a worker dies with bytes on their way to it")
-        if (incarnation := self.engine._supervisor.current) is not None:
-            self._killed.append(incarnation.link.connection)
+        if (connection := inside.worker_connection(self.engine)) is not None:
+            self._killed.append(connection)
         worker.exit(-9)
         worker.deliver(last_bytes)
         worker.end_stream()
@@ -157,7 +156,7 @@ class Environment(World):
             case "close pipe" if worker is not None:
                 worker.close_pipe()
             case "fatal" if worker is not None:
-                code = FatalCode.MODEL if self.engine.gate.link is None else FatalCode.INTERNAL
+                code = FatalCode.INTERNAL if inside.has_worker(self.engine) else FatalCode.MODEL
                 worker.give_up(Fatal(code, "told to", ""))
             case "garbage" if worker is not None:
                 worker.say(b"\xff" * 8)
@@ -166,7 +165,7 @@ class Environment(World):
 
     def _abort_all(self, *, keep_waiting: bool) -> None:
         self.troubles.causes.add(Cause.ABORT_ALL)
-        in_flight = {session.generation for session in self.engine._sessions if session.generation is not None}
+        in_flight = {inside.request_of(session) for session in inside.sessions(self.engine)}
         due = num_going(self.engine, with_waiting=not keep_waiting)
         ended = self.engine.abort_all(keep_waiting=keep_waiting)
         assert ended == due, f"abort_all() said {ended}, and {due} were going"
@@ -184,9 +183,9 @@ class Environment(World):
         self.engine.close()
         self._run_out(lambda: self.engine_call.over, "the engine does not end")
         self._raise_crash()
-        ledger = self.engine.gate.ledger
-        assert ledger.sessions == len(self.engine._sessions) == 0, f"{ledger.sessions} session slots are not free"
-        self.accounts.check(self.engine)
+        taken = inside.num_sessions(self.engine)
+        assert taken == len(inside.sessions(self.engine)) == 0, f"{taken} session slots are not free"
+        self.requests.check(self.engine)
         assert self.loop.idle, f"tasks are left:\n{self.loop.stacks()}"
         for worker in self.simulation.workers:
             assert worker.reaped, f"worker {worker.pid} was not reaped"
@@ -202,16 +201,6 @@ class Environment(World):
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 
-    def _let_retire(self, retire: Any) -> Any:
-        """For `Supervisor.retire`: a worker that takes too long to exit is ended, and nobody is to blame."""
-
-        def watched(supervisor: Supervisor) -> None:
-            if self.worker is not None:
-                self.harmed.append(self.worker)
-            retire(supervisor)
-
-        return watched
-
     def _begin_drain(self, drain: Callable[[float | None], Awaitable[Any]], timeout: float | None) -> None:
         self.troubles.closing = True
         if timeout is not None:
@@ -220,20 +209,20 @@ class Environment(World):
 
     async def _judged(self, drain: Callable[[float | None], Awaitable[Any]], timeout: float | None) -> None:
         """It says that everything ended by itself if it did so in time, and nobody else aborted anything."""
-        began, before = trio.current_time(), self.accounts.num_shut_down
+        began, before = trio.current_time(), self.requests.num_shut_down
         if await drain(timeout):
-            aborted = self.accounts.num_shut_down - before
+            aborted = self.requests.num_shut_down - before
             assert not aborted, f"drained, it said, and {aborted} requests were aborted"
         else:
             is_late = timeout is not None and trio.current_time() >= began + timeout
-            assert is_late or self.accounts.num_shut_down, "not drained, it said, and nothing was aborted"
+            assert is_late or self.requests.num_shut_down, "not drained, it said, and nothing was aborted"
 
     async def _drain(self, timeout: float | None) -> bool:
         finished = await self.engine.drain(timeout)
         if finished:
-            assert not self.engine.gate.ledger.in_flight, "it said that it was drained"
+            assert not inside.num_in_flight(self.engine), "it said that it was drained"
         else:
-            check_stopped(self.engine, {session.generation for session in self.engine._sessions} - {None})
+            check_stopped(self.engine, {inside.request_of(session) for session in inside.sessions(self.engine)})
         return finished
 
 
@@ -245,8 +234,9 @@ class PicturesEnvironment(Environment):
     def __init__(self) -> None:
         super().__init__()
         self.payloads = PayloadWatch(self.engine, self.simulation, self.loop.crashes, self.rare.saw)
-        self._watch_all(self.payloads.watches)
-        self._watch_all(ImageStates(self.rare.saw).watches)
+        self._taps.enter_context(inside.tapped(self.payloads))
+        self.simulation.observer = images = ImageStates(self.rare.saw)
+        self.engine.observers.append(images)
         self.troubles.dropped = self.payloads.dropped
         self.shows = True
 
@@ -300,7 +290,7 @@ class PicturesEnvironment(Environment):
         """Whether the worker is, and takes what it is sent, so that whatever is asked of it is done at rest."""
         worker = self.worker
         is_well = worker is not None and worker.health is Health.WELL and not worker.payloads.is_broken
-        return is_well and self.engine.gate.link is not None
+        return is_well and inside.has_worker(self.engine)
 
     def _look(self) -> None:
         super()._look()

@@ -14,7 +14,7 @@ from hypothesis.stateful import initialize, precondition
 from trioengine.core.lifecycle import Phase
 from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
-from trioengine.serve.in_flight import InFlight
+from trioengine.testing.fuzz import inside, inside_server
 from trioengine.testing.fuzz.answers import FuzzPrompt, prompt_of, reference
 from trioengine.testing.fuzz.oracles import Troubles, check_worker
 from trioengine.testing.fuzz.pictures import (
@@ -29,7 +29,6 @@ from trioengine.testing.fuzz.pictures import (
 )
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.served import WHICH, ServedEnvironment
-from trioengine.testing.fuzz.watching import stopping
 from trioengine.testing.fuzz.world import LIMITS
 from trioengine.testing.simulated_peer import Mood, SimulatedPeer
 
@@ -259,10 +258,6 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     max_buffered_bytes = 280  # one or two bodies
     max_buffered_bytes_with_pictures = 950
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._watch(InFlight, "abort", stopping(self.loop.crashes, self._saw_abort))
-
     @recorded(initialize, ready=st.sampled_from((True, True, True, False)), clients=st.integers(1, 2))
     def begin(self, ready: bool, clients: int) -> None:
         """Mostly from a server that is ready."""
@@ -305,12 +300,12 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         if rounds:
             self._flow(rounds)
 
-    @precondition(lambda self: self.speakers and len(self.server.in_flight) > 0)
+    @precondition(lambda self: bool(self.speakers and inside_server.request_ids(self.server)))
     @recorded(which=WHICH, request=WHICH, rounds=st.sampled_from((0, 6, 9)))
     def abort(self, which: int, request: int, rounds: int) -> None:
         """An operator ends a request by its id; it may be over when that arrives."""
         idle = [client for client in self.speakers if not client.is_active]
-        pick(idle or self.speakers, which).abort(pick(list(self.server.in_flight._generations), request))
+        pick(idle or self.speakers, which).abort(pick(inside_server.request_ids(self.server), request))
         if rounds:
             self._flow(rounds)
 
@@ -326,22 +321,19 @@ class HttpMachine(ServedEnvironment[HttpClient]):
 
     # ---- what the environment asks --------------------------------------------------------------------------------
 
-    def _saw_abort(self, told: bool) -> None:
-        self.troubles.operators |= told
-        self.rare.saw("an operator aborts a request" if told else "an operator aborts what is over")
-
     def _connect(self) -> None:
         self._join(HttpClient(self.server.model_name, LIMITS.max_model_len, self.troubles))
 
     def _check_blocked(self) -> None:
         super()._check_blocked()
-        going = [session for session in self.engine._sessions if session.phase in (Phase.PREPARING, Phase.RUNNING)]
+        phases = Phase.PREPARING, Phase.RUNNING
+        going = [session for session in inside.sessions(self.engine) if inside.phase(session) in phases]
         asking = [client for client in self.clients if client.mood is not Mood.GONE and client.is_active]
         assert len(going) <= len(asking), f"{going} go on for {len(asking)} clients"
 
     def _check(self) -> None:
         super()._check()
         if self.is_well:
-            check_worker(self.engine, self._worker(), list(self.engine._sessions))
+            check_worker(self.engine, self._worker(), inside.sessions(self.engine))
             stuck = [client for client in self.clients if client.is_active and client.is_heard]
             assert len(stuck) <= self._num_asleep, f"requests of {stuck} are never answered"

@@ -1,113 +1,56 @@
-"""Rare states of requests with images, noted where they come about.
-
-Each method `of_…` is a `mutate` for `Machine._watch`; `watches` has them all.
-"""
+"""Coverage of requests with images: states of the worker's pictures and sequences, and of resumed requests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from trioengine.actors.session_state import SessionState
+from trioengine.actors.observer import Observer
+from trioengine.actors.session import Session
 from trioengine.core.errors import RequestRejected
-from trioengine.core.lifecycle import Phase
-from trioengine.testing.fuzz.machine import Watch
-from trioengine.testing.simulated_process import SimulatedProcess
-from trioengine.testing.simulated_worker import Health, SimulatedWorker
-from trioengine.worker.scheduling.pictures import Picture, Pictures
-from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
-from trioengine.worker.scheduling.step_loop import StepLoop
+from trioengine.core.lifecycle import Attachment, Event, Phase
+from trioengine.core.messages import AddMessage, EndSession, FromWorker, RequestFailed, StopSession
+from trioengine.testing.fuzz import inside
+from trioengine.testing.simulated_worker import Handled, SimulatedWorker, WorkerObserver
+from trioengine.worker.scheduling.sequence import SequenceStatus
 
-DROPPED = "a suspended request's image was dropped"
 _WAITING = {SequenceStatus.WAITING_FOR_PAYLOAD: "a parked request", SequenceStatus.DECODING: "a request being decoded"}
 
 
-def parked(worker: SimulatedWorker) -> list[Sequence]:
-    """The worker's sequences that wait for their payloads."""
-    waiters = worker.step_loop._scheduler._waiters
-    return [each for each in waiters.sequences if each.status is SequenceStatus.WAITING_FOR_PAYLOAD]
-
-
-class ImageStates:
-    """`saw` is told of each."""
+class ImageStates(Observer, WorkerObserver):
+    """Reports each state to `saw`, by its name."""
 
     def __init__(self, saw: Callable[[str], None]) -> None:
         self._saw = saw
 
-    @property
-    def watches(self) -> tuple[Watch, ...]:
-        """All that is watched."""
-        return (
-            (SimulatedProcess, "exit", self.of_exits),
-            (StepLoop, "_end_session", self.of_ends),
-            (StepLoop, "_stop_session", self.of_stops),
-            (StepLoop, "_take_decoded", self.of_failures),
-            (Pictures, "use", self.of_uses),
-            (SessionState, "resume", self.of_resumes),
-        )
+    def session_moved(self, session: object, phase: Phase, attachment: Attachment, event: Event) -> None:
+        assert isinstance(session, Session), "an engine's sessions are Sessions"
+        generation = inside.request_of(session)
+        if generation is None:
+            return
+        if event is Event.RESUME and inside.prompt_payloads(generation):
+            self._saw("a resumed request resent its images")
+        outcome = generation.outcome
+        if event is Event.GIVE_UP and outcome is not None and isinstance(outcome.error, RequestRejected):
+            self._saw("a suspended request's image was dropped")
 
-    def of_exits(self, exit_: Any) -> Any:
-        """For `SimulatedProcess.exit`."""
+    def handling(self, worker: SimulatedWorker, event: Handled) -> None:
+        match event:
+            case StopSession(session) | EndSession(session):
+                sequence = inside.sequence_of(worker, session)
+                if sequence is not None and sequence.status in _WAITING:
+                    name = "STOP" if isinstance(event, StopSession) else "END"
+                    self._saw(f"{name} of {_WAITING[sequence.status]}")
+            case AddMessage():
+                for picture in inside.known_pictures(worker, event):
+                    if picture.num_users:
+                        self._saw("a picture was shared by two requests")
+                    elif picture.is_complete:
+                        self._saw("a picture came from the encoder cache")
 
-        def watched(worker: SimulatedProcess, exit_code: int) -> None:
-            if worker.health is not Health.DEAD and len(worker.payloads):
-                self._saw("a worker died with payloads in the socket")
-            exit_(worker, exit_code)
+    def handled(self, worker: SimulatedWorker, event: Handled, replies: list[FromWorker]) -> None:
+        if not isinstance(event, AddMessage) and any(isinstance(reply, RequestFailed) for reply in replies):
+            self._saw("an image failed its request")
 
-        return watched
-
-    def of_ends(self, end_session: Any) -> Any:
-        """For `StepLoop._end_session`."""
-        return self._of_orders(end_session, "END")
-
-    def of_stops(self, stop_session: Any) -> Any:
-        """For `StepLoop._stop_session`."""
-        return self._of_orders(stop_session, "STOP")
-
-    def _of_orders(self, order: Any, name: str) -> Any:
-        def watched(loop: StepLoop, message: Any) -> Any:
-            session = loop._sessions.get(message.session)
-            if session is not None and session.sequence is not None and session.sequence.status in _WAITING:
-                self._saw(f"{name} of {_WAITING[session.sequence.status]}")
-            return order(loop, message)
-
-        return watched
-
-    def of_failures(self, take_decoded: Any) -> Any:
-        """For `StepLoop._take_decoded`."""
-
-        def watched(loop: StepLoop, decoded: Any) -> Any:
-            failed = take_decoded(loop, decoded)
-            if failed:
-                self._saw("an image failed its request")
-            return failed
-
-        return watched
-
-    def of_uses(self, use: Any) -> Any:
-        """For `Pictures.use`."""
-
-        def watched(pictures: Pictures, used: tuple[Picture, ...]) -> None:
-            for picture in used:
-                if picture.num_users:
-                    self._saw("a picture was shared by two requests")
-                elif picture.is_complete:
-                    self._saw("a picture came from the encoder cache")
-            use(pictures, used)
-
-        return watched
-
-    def of_resumes(self, resume: Any) -> Any:
-        """For `SessionState.resume`."""
-
-        def watched(session: SessionState, *args: Any) -> None:
-            generation = session.generation
-            resume(session, *args)
-            has_images = generation is not None and generation.prepared is not None and generation.prepared.images
-            if has_images and session.phase is Phase.RUNNING:
-                self._saw("a resumed request resent its images")
-            outcome = None if generation is None else generation.outcome
-            if outcome is not None and isinstance(outcome.error, RequestRejected):
-                self._saw(DROPPED)
-
-        return watched
+    def dying(self, worker: SimulatedWorker) -> None:
+        if len(worker.payloads):
+            self._saw("a worker died with payloads in the socket")

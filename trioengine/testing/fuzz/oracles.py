@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 
 import trio
 
-from trioengine.actors import invariants
 from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Generation
-from trioengine.actors.replays import MAX_RESUMES
 from trioengine.actors.session import Session
 from trioengine.core.errors import (
     EngineAsleep,
@@ -25,16 +23,14 @@ from trioengine.core.errors import (
     TimedOut,
     WorkerLost,
 )
-from trioengine.core.lifecycle import Phase
 from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
+from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.answers import asked, check_answer, prompt_ids, prompt_of
 from trioengine.testing.fuzz.callers import UNPREPARED, Call, Holder, Reader
 from trioengine.testing.fuzz.pictures import Turn, check_failed_image, is_refused, outline, outline_of
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.testing.toy_model import TOY_PATH
-
-GOING = (Phase.PREPARING, Phase.RUNNING, Phase.SUSPENDED)  # a request that nobody has ended
 
 
 @dataclass
@@ -73,50 +69,48 @@ class Troubles:
 
 def check_books(engine: Engine) -> None:
     """At rest: the counters balance and agree with the sessions, and nobody waits for a slot that is free."""
-    engine.gate.check()
-    invariants.check_books(engine.gate.ledger, engine._sessions)
-    crashed = [session for session in engine._sessions if session.end_cause is Cause.ERROR]
+    inside.check_books(engine)
+    crashed = [session for session in inside.sessions(engine) if inside.end_cause(session) is Cause.ERROR]
     assert not crashed, f"a bug of the engine's ended {crashed}"
 
 
 def check_limits(engine: Engine) -> None:
     """After every rule: no more is admitted than there is room for."""
-    ledger, config = engine.gate.ledger, engine.config
+    config, in_flight, num_sessions = engine.config, inside.num_in_flight(engine), inside.num_sessions(engine)
     slots = config.max_num_seqs + config.max_num_queued_reqs
-    assert ledger.in_flight <= slots, f"{ledger.in_flight} requests have the {slots} slots"
-    assert ledger.sessions <= config.max_sessions, f"{ledger.sessions} sessions have the {config.max_sessions} slots"
+    assert in_flight <= slots, f"{in_flight} requests have the {slots} slots"
+    assert num_sessions <= config.max_sessions, f"{num_sessions} sessions have the {config.max_sessions} slots"
 
 
 def check_decided(engine: Engine) -> None:
     """No task can run: the worker was told to stop what has its outcome, or is past its deadline."""
-    for session in engine._sessions:
-        generation = session.generation
-        if generation is not None and session.phase in GOING:
+    for session in inside.sessions(engine):
+        generation = inside.request_of(session)
+        if generation is not None and inside.is_going(generation):
             assert generation.outcome is None, f"it has its outcome, and goes on: {session}"
-            assert trio.current_time() < generation.deadline.at, f"its time is over, and it goes on: {session}"
+            assert trio.current_time() < inside.deadline(generation), f"its time is over, and it goes on: {session}"
 
 
 def check_stopped(engine: Engine, generations: AbstractSet[Generation | None]) -> None:
     """Right after all of these were aborted: none goes on."""
-    for session in engine._sessions:
-        goes_on = session.phase in GOING and session.generation in generations
+    for session in inside.sessions(engine):
+        generation = inside.request_of(session)
+        goes_on = generation is not None and inside.is_going(generation) and generation in generations
         assert not goes_on, f"all were aborted, and it goes on: {session}"
 
 
 def check_line(engine: Engine) -> None:
     """Right after all in the lines were aborted: nobody waits."""
-    waiting = len(engine.gate.requests) + len(engine.gate.sessions)
+    waiting = inside.num_waiting(engine)
     assert not waiting, f"all were aborted, and {waiting} wait in line"
 
 
 def num_going(engine: Engine, *, with_waiting: bool) -> int:
     """How many requests an abort of all is to end: without an outcome, and not aborted before."""
-    sessions = dict.fromkeys((*engine._sessions._opening, *engine._sessions))  # one that just got its slot is in both
     return sum(
-        generation.outcome is None and (generation is not session.generation or session.phase in GOING)
-        for session in sessions
-        for generation in session.requests
-        if with_waiting or generation is session.generation
+        generation.outcome is None and (not inside.is_in_flight(generation) or inside.is_going(generation))
+        for _, generation in inside.requests(engine)
+        if with_waiting or inside.is_in_flight(generation)
     )
 
 
@@ -163,9 +157,11 @@ def check_reader(reader: Reader, max_model_len: int, troubles: Troubles) -> None
 def _check_lost(reader: Reader, generation: Generation, troubles: Troubles) -> None:
     """Where requests go on with the next worker, one is lost after many deaths, or with the engine, or by itself."""
     engine = reader.holder.engine
-    if engine.config.on_worker_loss == "resume" and engine.gate.failure is None:
+    if engine.config.on_worker_loss == "resume" and inside.failure(engine) is None:
         is_poisoned = generation.request_id in troubles.poisoned
-        assert is_poisoned or troubles.deaths > MAX_RESUMES, f"{troubles.deaths} deaths, and {generation} is lost"
+        assert is_poisoned or troubles.deaths > inside.MAX_RESUMES, (
+            f"{troubles.deaths} deaths, and {generation} is lost"
+        )
 
 
 def _check_refusal(reader: Reader, max_model_len: int, troubles: Troubles) -> None:
@@ -221,8 +217,7 @@ def check_aborted(reader: Reader) -> None:
     """Right after an abort: the worker is told, or there was nothing to tell it."""
     session, generation = reader.holder.session, reader.generation
     assert session is not None and generation is not None, "only what was entered is aborted"
-    goes_on = session.generation is generation and session.phase in GOING
-    assert not goes_on, f"it was aborted, and goes on: {session}"
+    assert not inside.is_going(generation), f"it was aborted, and goes on: {session}"
 
 
 def check_holder(holder: Holder, troubles: Troubles) -> None:
@@ -232,15 +227,15 @@ def check_holder(holder: Holder, troubles: Troubles) -> None:
         if isinstance(holder.error, SessionEnded):
             assert Cause(holder.error.cause) in troubles.causes, f"nobody ended it in the line, and {holder.error!r}"
         return
-    assert not holder.left or session.end_cause is not None, f"{session} was left and has not ended"
-    match session.end_cause:
+    assert not holder.left or inside.end_cause(session) is not None, f"{session} was left and has not ended"
+    match inside.end_cause(session):
         case Cause.CLIENT:
             assert holder.gave_up, f"nobody ended {session}, and it has ended"
         case Cause.SHUTDOWN:
             assert troubles.closing, f"nobody closed the engine, and {session} was ended by it"
         case cause:
             assert cause is None, f"{session} was ended by {cause}"
-    if session.generation is not None or any(not reader.over for reader in holder.readers):
+    if inside.request_of(session) is not None or any(not reader.over for reader in holder.readers):
         return
     found = tuple((message["role"], outline_of(message)) for message in session.history)
     expected = tuple((role, outline(content)) for role, content in committed(holder))
@@ -255,9 +250,9 @@ def check_farewell(worker: SimulatedWorker) -> None:
 
 def check_worker(engine: Engine, worker: SimulatedWorker, sessions: Sequence[Session]) -> None:
     """At rest with a healthy worker: both sides know the same sessions, and nothing is held that nobody uses."""
-    attached = {session.id for session in sessions if session.attached}
+    attached = {session.id for session in sessions if inside.is_attached(session)}
     there = set(worker.step_loop.sessions)
-    left = [session for session in sessions if session.attached and session.end_cause is not None]
+    left = [each for each in sessions if inside.is_attached(each) and inside.end_cause(each) is not None]
     assert not left, f"ended, and still on the worker: {left}"
     assert there == attached, f"the worker holds sessions {there}, attached are {attached}"
     worker.step_loop.check_integrity()
@@ -265,8 +260,8 @@ def check_worker(engine: Engine, worker: SimulatedWorker, sessions: Sequence[Ses
     assert statistics.num_running == statistics.num_waiting == 0, f"the worker still runs something: {statistics}"
     free, total = statistics.kv_blocks_free + statistics.kv_blocks_cached, worker.step_loop.limits.kv_blocks_total
     assert free == total, f"{total - free} KV blocks are held by nobody"
-    in_flight = engine.gate.ledger.in_flight
-    suspended = engine.gate.ledger.suspended if engine.power.asleep else 0
+    in_flight = inside.num_in_flight(engine)
+    suspended = inside.num_suspended(engine) if engine.power.asleep else 0
     waits = f", but for {suspended} that wait for a wake" if suspended else ""
     assert in_flight == suspended, f"{in_flight} requests are in flight, the worker has none{waits}"
 

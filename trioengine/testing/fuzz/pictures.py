@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from trioengine.actors.generation import Generation
-from trioengine.actors.images import payload_of
 from trioengine.actors.session import Session
 from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.image_part import is_image_part
+from trioengine.testing.fuzz import inside
 from trioengine.testing.toy_model import UNREADABLE as UNREADABLE_BYTES
 from trioengine.testing.toy_model import DamagedPicture, ToyImage, ToyPicture, toy_file
 
@@ -168,7 +168,7 @@ def check_dropped(error: EngineError, session: Session) -> None:
     found = _IN_THE_HISTORY.fullmatch(error.param or "")
     assert found, f"only what is kept is dropped: {error!r} of {error.param}"
     message, part = map(int, found.groups())
-    payload = payload_of(session.history[message]["content"][part]["image"])
+    payload = inside.payload(session.history[message]["content"][part]["image"])
     assert payload.is_dropped, f"{payload} is there, and {error!r}"
 
 
@@ -193,6 +193,5 @@ def check_seen(images: Iterable[ToyImage]) -> None:
 def check_failed_image(error: RequestRejected, generation: Generation, turns: tuple[Turn, ...]) -> bool:
     """Whether a request with this prompt, which was entered, had to fail with the error of an image."""
     if error.code == "image_dropped":
-        assert generation.prepared is not None, "it was committed"
-        return any(payload_of(placed.image).is_dropped for placed in generation.prepared.images)
+        return any(payload.is_dropped for payload in inside.prompt_payloads(generation))
     return is_failed(error.code, turns, ())

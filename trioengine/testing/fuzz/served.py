@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import ClassVar, Generic, TypeVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
+from trioengine.actors.generation import Generation
 from trioengine.core.errors import TransitionFailed
 from trioengine.core.serve_config import ServeConfig
-from trioengine.serve import front_door
-from trioengine.serve.byte_budget import ByteBudget
-from trioengine.serve.places import Place
+from trioengine.serve.realtime.connection import RealtimeConnection
+from trioengine.serve.realtime.response import Response
 from trioengine.serve.server import Server
+from trioengine.testing.fuzz import inside, inside_server
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES, PicturesEnvironment
+from trioengine.testing.fuzz.oracles import Troubles
 from trioengine.testing.fuzz.program import pick, recorded
-from trioengine.testing.fuzz.watching import CrashLog, noting, noting_refusals
 from trioengine.testing.simulated_peer import Mood, SimulatedListener, SimulatedPeer
 
 WHICH = st.sampled_from((0, 0, 1, 2))
@@ -27,7 +29,72 @@ ATTEMPTS = 6  # to wake in the end: a worker may be lost on the way
 OUTAGES = ("abort all", *WORKER_OUTAGES, *STARTS, "abort all", "drain", "drain soon", "abort")
 
 
+ROOM, AT_ONCE = 1024, 512  # characters of an outbox, so that few events fill it, and not all of them go at once
 Client = TypeVar("Client", bound=SimulatedPeer)
+
+
+class ServerWatch(inside_server.ServerEvents):
+    """Checks of one server at the moment of an event; complaints are added to `crashes`."""
+
+    def __init__(self, crashes: list[Exception], saw: Callable[[str], None], troubles: Troubles) -> None:
+        self.connections: list[RealtimeConnection] = []  # that are not over
+        self._crashes = crashes
+        self._saw = saw
+        self._troubles = troubles
+        self._cancelled: list[Response] = []  # by clients, and not over
+
+    def error_logged(self, error: Exception) -> None:
+        self._crashes.append(error)
+
+    def connection_displaced(self) -> None:
+        self._saw("a connection makes room")
+
+    def bytes_refused(self) -> None:
+        self._saw("the buffers are full")
+
+    def aborted_by_id(self, generations: list[Generation], due: int, aborted: int) -> None:
+        """Complain unless all that went on are stopped in the same step, and counted."""
+        if aborted != due:
+            self._complain(f"an operator was told {aborted} of {generations}")
+        for generation in filter(inside.is_going, generations):
+            self._complain(f"an operator has aborted it, and it goes on: {inside.session_of(generation)}")
+        self._troubles.operators |= aborted > 0
+        self._saw("an operator aborts a request" if aborted else "an operator aborts what is over")
+
+    def connection_opened(self, connection: RealtimeConnection) -> None:
+        self.connections.append(connection)
+
+    def connection_closed(self, connection: RealtimeConnection) -> None:
+        self.connections.remove(connection)
+
+    def response_cancelled(self, response: Response) -> None:
+        """Complain unless the response is stopped in the same step."""
+        self._cancelled.append(response)
+        try:
+            self.check_cancelled()
+        except AssertionError as exc:
+            self._crashes.append(exc)
+
+    def message_dropped(self) -> None:
+        self._saw("a message is dropped")
+
+    def event_put(self, size: int) -> None:
+        if size > ROOM:
+            self._saw("an outbox is full")
+
+    def delta_put(self, size: int) -> None:
+        """Complain if texts for a slow client do not wait for room."""
+        if size > ROOM + inside_server.BETWEEN:
+            self._complain(f"{size} characters are kept for a slow client")
+
+    def check_cancelled(self) -> None:
+        """Responses that clients have cancelled do not go on; one on its way in is stopped once it is there."""
+        self._cancelled = list(filter(inside_server.is_in_progress, self._cancelled))
+        for response in self._cancelled:
+            assert not inside_server.goes_on(response), f"{response.id} was cancelled, and goes on"
+
+    def _complain(self, complaint: str) -> None:
+        self._crashes.append(AssertionError(complaint))
 
 
 class ServedEnvironment(PicturesEnvironment, Generic[Client]):
@@ -38,13 +105,12 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._watch(front_door, "logger", lambda _: CrashLog(self.loop.crashes))
-        self._watch(Place, "displace", noting(functools.partial(self.rare.saw, "a connection makes room")))
         self.clients: list[Client] = []
         self.listener = SimulatedListener()
         config = ServeConfig(max_connections=MAX_CLIENTS, max_buffered_bytes=self.max_buffered_bytes)
         self.server = Server(self.engine, config)
-        self._watch(ByteBudget, "check_room", noting_refusals(functools.partial(self.rare.saw, "the buffers are full")))
+        self.watch = ServerWatch(self.loop.crashes, self.rare.saw, self.troubles)
+        self._taps.enter_context(inside_server.tapped(self.watch, room=ROOM, at_once=AT_ONCE))
         self.server_call = Call("server", functools.partial(self.server.run, [self.listener]), ())
         self.loop.start_soon(self.server_call.run, name="server")
 
@@ -99,12 +165,12 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
     # ---- what the environment asks --------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        self.server.budget._max_bytes = self.max_buffered_bytes_with_pictures
+        inside_server.set_max_buffered_bytes(self.server, self.max_buffered_bytes_with_pictures)
 
     @property
     def _num_asleep(self) -> int:
         """How many requests wait for a wake."""
-        return self.engine.gate.ledger.suspended if self.engine.power.asleep else 0
+        return inside.num_suspended(self.engine) if self.engine.power.asleep else 0
 
     @property
     def in_use(self) -> bool:
@@ -151,14 +217,14 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
 
     def _check(self) -> None:
         super()._check()
-        if not len(self.engine.payloads.line):  # else an event waits for room for its images
+        if not len(inside.budget(self.engine).line):  # else an event waits for room for its images
             for client in self.clients:
                 client.check_at_rest()
 
     def _wake_up(self) -> None:
         """Asleep, nothing is said to a client that has vanished, by which it could be noticed."""
         for _ in range(ATTEMPTS):
-            self._run_out(lambda: not self.engine.gate.num_pending, "a sleep is never done")
+            self._run_out(lambda: not inside.num_changes_pending(self.engine), "a sleep is never done")
             if not self.engine.power.asleep or self.troubles.closing:
                 return
             self._call("wake", self.engine.wake, (TransitionFailed,))
@@ -171,14 +237,14 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
         self._run_out(lambda: all(client.stream.closed for client in present), "connections never end")
         self._wake_up()
         self._run_out(lambda: all(client.stream.closed for client in self.clients), "connections never end")
-        for places in (self.server.front_door._places, self.server.front_door._beyond):
-            assert places.left == places.count, f"all clients have gone, and {places.left} of {places.count} are free"
-        kept = self.server.budget.num_bytes
+        for count, left in inside_server.connection_slots(self.server):
+            assert left == count, f"all clients have gone, and {left} of {count} are free"
+        kept = inside_server.num_buffered_bytes(self.server)
         assert kept == 0, f"all clients have gone, and {kept} bytes are kept for them"
-        known = len(self.server.in_flight)
+        known = len(inside_server.request_ids(self.server))
         assert known == 0, f"all clients have gone, and {known} requests are known by their ids"
-        left = [session for session in self.engine._sessions if session.end_cause is None]
-        assert not left, f"sessions without a client: {left}"
+        open_sessions = [session for session in inside.sessions(self.engine) if inside.end_cause(session) is None]
+        assert not open_sessions, f"sessions without a client: {open_sessions}"
         self._begin_drain(self.server.drain, 0.5)
         self._run_out(lambda: self.server_call.over and not self.running_calls, "the server does not end")
 

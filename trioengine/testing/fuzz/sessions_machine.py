@@ -25,12 +25,11 @@ from trioengine.core.errors import (
 from trioengine.core.outcome import Cause
 from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.answers import check_answer, prompt_of
 from trioengine.testing.fuzz.callers import Holder, Reader, Style, partial_of
 from trioengine.testing.fuzz.environment import PicturesEnvironment
-from trioengine.testing.fuzz.image_states import parked
 from trioengine.testing.fuzz.oracles import (
-    GOING,
     check_aborted,
     check_deadline,
     check_holder,
@@ -113,7 +112,7 @@ class CallsMachine(PicturesEnvironment):
     async def _ready(self) -> None:
         await self.engine.ready()
         worker = self.worker
-        assert self.engine.gate.is_awake and worker is not None, "it is ready, it said, and admits nothing"
+        assert inside.is_admitting(self.engine) and worker is not None, "it is ready, it said, and admits nothing"
         assert worker.health is not Health.DEAD, "it is ready, it said, and its worker is dead"
 
     async def _audit(self) -> None:
@@ -198,7 +197,7 @@ class SessionsMachine(CallsMachine):
 
     def _stop(self, reader: Reader, what: str) -> None:
         generation = reader.generation
-        has_id = generation is not None and generation._request_id is not None
+        has_id = generation is not None and inside.has_id(generation)
         if what == "cancel":
             self._note_moment(reader, what)
             reader.scope.cancel()
@@ -215,10 +214,7 @@ class SessionsMachine(CallsMachine):
             self.troubles.requests.add(generation.request_id)
 
     def _abort(self, reader: Reader, generation: Generation, *, by_id: bool) -> None:
-        session = reader.holder.session
-        is_in_flight = session is not None and session.generation is generation
-        is_going = is_in_flight and session is not None and session.phase in GOING
-        is_to_end = generation.outcome is None and (is_going or not is_in_flight)
+        is_to_end = generation.outcome is None and (inside.is_going(generation) or not inside.is_in_flight(generation))
         reader.aborted = True
         ended = self.engine.abort(generation.request_id) if by_id else generation.abort()
         assert ended == is_to_end, f"abort() said {ended} of {generation}"
@@ -231,9 +227,9 @@ class SessionsMachine(CallsMachine):
         if generation is None or session is None or reader.over:
             return
         if not reader.entered:
-            where = "while it is prepared" if session.generation is generation else "while it waits in line"
+            where = "while it is prepared" if inside.is_in_flight(generation) else "while it waits in line"
             self.rare.saw(f"{what} {where}")
-        elif session.attached and worker is not None and session.id not in worker.step_loop.sessions:
+        elif inside.is_attached(session) and worker is not None and session.id not in worker.step_loop.sessions:
             self.rare.saw(f"{what} before the worker has seen ADD_SESSION")
         elif generation.outcome is not None:
             self.rare.saw(f"{what} after the outcome, before it is read")
@@ -242,14 +238,15 @@ class SessionsMachine(CallsMachine):
 
     def _image_moment(self, reader: Reader) -> str | None:
         """How far the payloads of a request have come."""
-        link, worker, generation = self.engine.gate.link, self.worker, reader.generation
+        worker, generation = self.worker, reader.generation
         if not reader.entered:
             return self.payloads.stages.get(reader.task) if reader.task is not None else None
-        if link is None or worker is None or generation is None or generation.outcome is not None:
+        is_there = inside.has_worker(self.engine) and worker is not None
+        if not is_there or worker is None or generation is None or generation.outcome is not None:
             return None
-        if link._unsent:
+        if inside.has_unsent_payloads(self.engine):
             return "before its payloads are sent"
-        if generation.request_id in [sequence.request for sequence in parked(worker)]:
+        if generation.request_id in [sequence.request for sequence in inside.parked(worker)]:
             return "while it is parked"
         return "with payloads in the socket" if len(worker.payloads) else None
 

@@ -10,19 +10,17 @@ from typing import Any
 import trio
 
 from trioengine.actors.engine import Engine
-from trioengine.actors.gate import Gate
-from trioengine.actors.generation import Generation
-from trioengine.actors.session import Session
-from trioengine.actors.waiting_line import WaitingLine
+from trioengine.actors.observer import Observer
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, ModelError, WorkerLost
-from trioengine.core.lifecycle import Phase, Power
+from trioengine.core.lifecycle import Power
 from trioengine.core.outcome import Cause
+from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.oracles import Troubles, check_decided, check_limits
 from trioengine.testing.fuzz.pictures import MAX_PAYLOADS, PAYLOAD_MEMORY
-from trioengine.testing.fuzz.request_log import Accounts, Admissions
+from trioengine.testing.fuzz.request_log import AdmissionLog, RequestLog
 from trioengine.testing.sim_loop import SimLoop
 from trioengine.testing.simulated_process import SIGSEGV
 from trioengine.testing.simulated_worker import Health, SimulatedWorker
@@ -59,7 +57,6 @@ IMAGE_LIMITS = replace(
     tile=TOY_TILE,
     encoder_cache_memory=2 * TOY_TILE.feature_bytes,  # so that pictures leave it, too
 )
-STOPPING = (Phase.STOPPING, Phase.ENDING)
 ROUNDS = 400  # of settling between two moments of the clock; more is a livelock
 
 
@@ -81,15 +78,9 @@ class World(Machine):
         self.troubles = Troubles(poisoned=self.simulation.poisoned)
         self.harmed: list[SimulatedWorker] = []  # those that cannot be asked to end well
         self.served: set[SimulatedWorker] = set()  # those that were READY while the engine was open
-        self.admissions = Admissions(self.loop.crashes)
-        self._watch(WaitingLine, "wait", self.admissions.in_order)
-        self._watch(Gate, "admit_session", self.admissions.of_sessions)
-        self._watch(Gate, "admit_request", self.admissions.of_requests)
-        self.accounts = Accounts(self.admissions.requests)
-        self._watch(Generation, "__init__", self.accounts.of_requests)
-        self._watch(Session, "__aenter__", self.accounts.of_openings)
-        self._watch(Session, "start", self.accounts.of_starts)
-        self._watch(Engine, "_supervise", self._excuse_failure)
+        self.admissions = AdmissionLog(self.engine, self.loop.crashes)
+        self.requests = RequestLog(self.admissions.requests)
+        self.engine.observers += [self.rare, self.admissions, self.requests, _Excuses(self)]
         self.waited = 0.0  # seconds, since bytes were last moved fairly
         self.loop.start_soon(self.engine_call.run, name="engine")
 
@@ -130,8 +121,8 @@ class World(Machine):
         super().act(rule)
         self._try(self._look)
         self._report()
-        gate, worker = self.engine.gate, self.worker
-        if gate.link is not None and gate.power is not Power.CLOSED and worker is not None:
+        worker = self.worker
+        if worker is not None and inside.has_worker(self.engine) and inside.power(self.engine) is not Power.CLOSED:
             self.served.add(worker)  # one that is READY after the end is killed, as one that still starts
 
     def _look(self) -> None:
@@ -186,7 +177,7 @@ class World(Machine):
         """What a task, or the engine's peer, complained of."""
         dead = [worker for worker in self.simulation.workers if worker.health is Health.DEAD]
         by_poison = sum(worker.exit_code == -SIGSEGV for worker in dead)
-        self.troubles.retired = self.engine._supervisor.retired
+        self.troubles.retired = inside.num_retired(self.engine)
         # a request that kills workers counts once, and then each time that it got a token
         counted = sum(num_tokens + 1 for num_tokens in self.simulation.poisoned.values())
         self.troubles.deaths = len(dead) - self.troubles.retired - max(0, by_poison - counted)
@@ -201,8 +192,10 @@ class World(Machine):
         check_decided(self.engine)
         for call in self.running_calls:
             if trio.current_time() >= call.deadline:  # nothing keeps it, but for the requests of others
-                has_own = self.accounts.latest_of(call.task) is not None
-                is_kept = not has_own and any(session.phase in STOPPING for session in self.engine._sessions)
+                has_own = self.requests.latest_of(call.task) is not None
+                is_kept = not has_own and any(
+                    inside.phase(session) in inside.STOPPING for session in inside.sessions(self.engine)
+                )
                 assert is_kept, f"its time is over, and it goes on: {call.name}\n{self.loop.stacks()}"
 
     def _close(self) -> None:
@@ -218,20 +211,24 @@ class World(Machine):
         self.troubles.closing = True
         self.troubles.causes.add(Cause.SHUTDOWN)
 
-    def _excuse_failure(self, supervise: Any) -> Any:
-        """For `Engine._supervise`: without a worker the engine ends, which aborts what is in flight."""
-
-        async def watched(engine: Engine) -> None:
-            try:
-                await supervise(engine)
-            except EngineError:
-                if self.troubles.workers:
-                    self._excuse_shutdown()
-                raise
-
-        return watched
-
     def _harm(self) -> None:
         self.troubles.workers = True
         if self.worker is not None:
             self.harmed.append(self.worker)
+
+
+class _Excuses(Observer):
+    """Notes which ends of workers and of the engine follow from the faults that a program has injected."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def worker_retired(self) -> None:
+        """A worker that takes too long to exit is killed, as if it had been harmed."""
+        if self._world.worker is not None:
+            self._world.harmed.append(self._world.worker)
+
+    def engine_failed(self, error: Exception) -> None:
+        """Without a worker the engine ends, which aborts the requests in flight."""
+        if self._world.troubles.workers:
+            self._world._excuse_shutdown()
