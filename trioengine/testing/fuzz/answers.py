@@ -12,8 +12,7 @@ from trioengine.core.completion import Completion
 from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.testing.fuzz.callers import Reader
-from trioengine.testing.fuzz.pictures import PICTURES, Content, Shown, Turn, check_seen, content_of
+from trioengine.testing.fuzz.pictures import PICTURES, Content, Shown, Turn, check_seen
 from trioengine.testing.toy_model import (
     IM_END,
     TOY_PROCESSING,
@@ -84,16 +83,6 @@ def shortened(turns: tuple[Turn, ...], max_model_len: int, max_tokens: int) -> t
     fitting = (count for count, each in enumerate(kept) if len(prompt_ids(each)) + room <= max_model_len)
     count = next(fitting, len(kept) - 1)
     return kept[count], count
-
-
-def asked(reader: Reader, turns: tuple[Turn, ...]) -> tuple[tuple[Turn, ...], int]:
-    """The conversation with the prompt of the request, and how many of the oldest turns it had to drop."""
-    holder, turns = reader.holder, (*turns, ("user", content_of(reader.media, reader.prompt)))
-    if holder.overflow == "refuse":
-        return turns, 0
-    max_tokens = reader.params.max_tokens
-    assert max_tokens is not None, "the machine's requests are for so many"
-    return shortened(turns, holder.engine.limits.max_model_len, max_tokens)
 
 
 def check_answer(

@@ -16,10 +16,12 @@ import trio
 from trioengine.actors import invariants
 from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Generation
-from trioengine.actors.images import MAX_WAIT, RequestImages, payload_of
-from trioengine.actors.kept_images import KeptImages
-from trioengine.actors.link import Link
-from trioengine.actors.payload import Payload, PayloadBudget, Reservation
+from trioengine.actors.images import MAX_WAIT, payload_of
+from trioengine.actors.images import RequestImages as RequestImages
+from trioengine.actors.kept_images import KeptImages as KeptImages
+from trioengine.actors.link import Link as Link
+from trioengine.actors.payload import Payload as Payload
+from trioengine.actors.payload import PayloadBudget, Reservation
 from trioengine.actors.power import DO_NOT_WAKE as DO_NOT_WAKE
 from trioengine.actors.power_change import PowerChange as PowerChange
 from trioengine.actors.replays import MAX_RESUMES as MAX_RESUMES

@@ -18,9 +18,10 @@ from trioengine.serve.places import Place
 from trioengine.serve.problem import OverBudget
 from trioengine.serve.realtime import outbox
 from trioengine.serve.realtime.client_events import ClientEvent, ResponseCancel
-from trioengine.serve.realtime.connection import RealtimeConnection
+from trioengine.serve.realtime.connection import RealtimeConnection as RealtimeConnection
 from trioengine.serve.realtime.outbox import Outbox
-from trioengine.serve.realtime.response import Response, ResponseStatus
+from trioengine.serve.realtime.response import Response as Response
+from trioengine.serve.realtime.response import ResponseStatus
 from trioengine.serve.server import Server
 from trioengine.testing.fuzz import inside
 from trioengine.text.placed_image import image_parts

@@ -26,9 +26,9 @@ from trioengine.core.errors import (
 from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
 from trioengine.testing.fuzz import inside
-from trioengine.testing.fuzz.answers import asked, check_answer, prompt_ids, prompt_of
+from trioengine.testing.fuzz.answers import check_answer, prompt_ids, prompt_of, shortened
 from trioengine.testing.fuzz.callers import UNPREPARED, Call, Holder, Reader
-from trioengine.testing.fuzz.pictures import Turn, check_failed_image, is_refused, outline, outline_of
+from trioengine.testing.fuzz.pictures import Turn, check_failed_image, content_of, is_refused, outline, outline_of
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.testing.toy_model import TOY_PATH
 
@@ -295,3 +295,13 @@ def _followed(reader: Reader, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
         return turns
     prompt, _ = asked(reader, turns)
     return (*prompt, ("assistant", generation.completion.text))
+
+
+def asked(reader: Reader, turns: tuple[Turn, ...]) -> tuple[tuple[Turn, ...], int]:
+    """The conversation with the prompt of the request, and how many of the oldest turns it had to drop."""
+    holder, turns = reader.holder, (*turns, ("user", content_of(reader.media, reader.prompt)))
+    if holder.overflow == "refuse":
+        return turns, 0
+    max_tokens = reader.params.max_tokens
+    assert max_tokens is not None, "the machine's requests are for so many"
+    return shortened(turns, holder.engine.limits.max_model_len, max_tokens)

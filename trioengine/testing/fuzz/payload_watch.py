@@ -12,12 +12,9 @@ from weakref import WeakSet
 import trio
 
 from trioengine.actors.engine import Engine
-from trioengine.actors.images import RequestImages
-from trioengine.actors.kept_images import KeptImages
-from trioengine.actors.link import Link
-from trioengine.actors.payload import Payload
 from trioengine.core.errors import EngineOverloaded, RequestRejected
 from trioengine.testing.fuzz import inside
+from trioengine.testing.fuzz.inside import KeptImages, Link, Payload, RequestImages
 from trioengine.testing.simulated_process import SimulatedMemfd
 from trioengine.testing.simulated_worker import Health
 from trioengine.testing.simulation import Simulation

@@ -9,11 +9,11 @@ from typing import Literal
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
-from trioengine.actors.payload import Payload
 from trioengine.core.errors import TransitionFailed
 from trioengine.core.outcome import Cause
 from trioengine.serve.realtime.engine_states import SHOWN
 from trioengine.testing.fuzz import inside, inside_server
+from trioengine.testing.fuzz.inside import Payload
 from trioengine.testing.fuzz.oracles import check_worker
 from trioengine.testing.fuzz.pictures import FILES, content_of
 from trioengine.testing.fuzz.program import pick, recorded

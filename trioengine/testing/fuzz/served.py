@@ -12,12 +12,11 @@ from hypothesis.stateful import precondition
 from trioengine.actors.generation import Generation
 from trioengine.core.errors import TransitionFailed
 from trioengine.core.serve_config import ServeConfig
-from trioengine.serve.realtime.connection import RealtimeConnection
-from trioengine.serve.realtime.response import Response
 from trioengine.serve.server import Server
 from trioengine.testing.fuzz import inside, inside_server
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES, PicturesEnvironment
+from trioengine.testing.fuzz.inside_server import RealtimeConnection, Response
 from trioengine.testing.fuzz.oracles import Troubles
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.simulated_peer import Mood, SimulatedListener, SimulatedPeer
