@@ -22,7 +22,7 @@ from trioengine.core.outcome import Cause, Outcome
 from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz import inside
-from trioengine.testing.fuzz.pictures import Turn, check_dropped, content_of, media_of
+from trioengine.testing.fuzz.conversations import Turn, check_dropped, content_of, media_of
 from trioengine.testing.fuzz.request_log import FOR_A_REQUEST, check_not_admitted, check_refused
 from trioengine.testing.toy_model import PreparationFailed
 

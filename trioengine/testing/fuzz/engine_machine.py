@@ -11,8 +11,8 @@ from trioengine.core.errors import EngineOverloaded, SessionBusy
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import UNPREPARED, Reader, Style, latest_first
+from trioengine.testing.fuzz.conversations import MEDIA, Turn, content_of, messages_of, pictures_of
 from trioengine.testing.fuzz.oracles import committed
-from trioengine.testing.fuzz.pictures import MEDIA, Turn, content_of, messages_of, pictures_of
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.sessions_machine import WAIT, WHICH, SessionsMachine
 from trioengine.testing.fuzz.world import CONFIG

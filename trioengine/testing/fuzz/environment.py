@@ -14,7 +14,6 @@ from trioengine.core.connection import Connection
 from trioengine.core.messages import Fatal, FatalCode
 from trioengine.core.outcome import Cause
 from trioengine.testing.fuzz import inside
-from trioengine.testing.fuzz.image_states import ImageStates
 from trioengine.testing.fuzz.oracles import (
     check_books,
     check_call,
@@ -23,7 +22,7 @@ from trioengine.testing.fuzz.oracles import (
     check_stopped,
     num_going,
 )
-from trioengine.testing.fuzz.payload_watch import PayloadWatch
+from trioengine.testing.fuzz.payload_watch import ImageStates, PayloadWatch
 from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.fuzz.world import IMAGE_LIMITS, World
 from trioengine.testing.simulated_process import SIGSEGV

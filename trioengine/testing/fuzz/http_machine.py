@@ -15,18 +15,20 @@ from trioengine.core.lifecycle import Phase
 from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
 from trioengine.testing.fuzz import inside, inside_server
-from trioengine.testing.fuzz.answers import FuzzPrompt, prompt_of, reference
-from trioengine.testing.fuzz.oracles import Troubles, check_worker
-from trioengine.testing.fuzz.pictures import (
+from trioengine.testing.fuzz.conversations import (
     FILES,
     Content,
+    FuzzPrompt,
     Turn,
     chat_content,
     check_seen,
     content_of,
     is_failed,
     is_refused,
+    prompt_of,
+    reference,
 )
+from trioengine.testing.fuzz.oracles import Troubles, check_worker
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.served import WHICH, ServedEnvironment
 from trioengine.testing.fuzz.world import LIMITS

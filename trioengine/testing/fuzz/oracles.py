@@ -26,9 +26,19 @@ from trioengine.core.errors import (
 from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
 from trioengine.testing.fuzz import inside
-from trioengine.testing.fuzz.answers import check_answer, prompt_ids, prompt_of, shortened
 from trioengine.testing.fuzz.callers import UNPREPARED, Call, Holder, Reader
-from trioengine.testing.fuzz.pictures import Turn, check_failed_image, content_of, is_refused, outline, outline_of
+from trioengine.testing.fuzz.conversations import (
+    Turn,
+    check_answer,
+    check_failed_image,
+    content_of,
+    is_refused,
+    outline,
+    outline_of,
+    prompt_ids,
+    prompt_of,
+    shortened,
+)
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.testing.toy_model import TOY_PATH
 

@@ -12,9 +12,8 @@ from trioengine.core.messages import FinishReason
 from trioengine.serve.realtime.beside import MAX_BESIDE
 from trioengine.serve.realtime.connection import GOING_AWAY, TRY_AGAIN_LATER
 from trioengine.serve.realtime.engine_states import AWAKE
-from trioengine.testing.fuzz.answers import Answer, prompt_of, reference, shortened
-from trioengine.testing.fuzz.oracles import Troubles
-from trioengine.testing.fuzz.pictures import (
+from trioengine.testing.fuzz.conversations import (
+    Answer,
     Content,
     Turn,
     check_seen,
@@ -22,8 +21,12 @@ from trioengine.testing.fuzz.pictures import (
     is_refused,
     item_content,
     pictures_of,
+    prompt_of,
+    reference,
+    shortened,
     text_of,
 )
+from trioengine.testing.fuzz.oracles import Troubles
 from trioengine.testing.simulated_peer import Mood, SimulatedClient
 
 

@@ -13,9 +13,9 @@ from trioengine.core.errors import TransitionFailed
 from trioengine.core.outcome import Cause
 from trioengine.serve.realtime.engine_states import SHOWN
 from trioengine.testing.fuzz import inside, inside_server
+from trioengine.testing.fuzz.conversations import FILES, content_of
 from trioengine.testing.fuzz.inside import Payload
 from trioengine.testing.fuzz.oracles import check_worker
-from trioengine.testing.fuzz.pictures import FILES, content_of
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.realtime_client import RealtimeClient
 from trioengine.testing.fuzz.served import WHICH, ServedEnvironment

@@ -26,8 +26,18 @@ from trioengine.core.outcome import Cause
 from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz import inside
-from trioengine.testing.fuzz.answers import check_answer, prompt_of
 from trioengine.testing.fuzz.callers import Holder, Reader, Style, partial_of
+from trioengine.testing.fuzz.conversations import (
+    MEDIA,
+    Content,
+    Turn,
+    check_answer,
+    content_of,
+    is_failed,
+    is_refused,
+    media_of,
+    prompt_of,
+)
 from trioengine.testing.fuzz.environment import PicturesEnvironment
 from trioengine.testing.fuzz.oracles import (
     check_aborted,
@@ -36,7 +46,6 @@ from trioengine.testing.fuzz.oracles import (
     check_reader,
     check_worker,
 )
-from trioengine.testing.fuzz.pictures import MEDIA, Content, Turn, content_of, is_failed, is_refused, media_of
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.request_log import FOR_A_REQUEST, FOR_AN_AUDIT, check_refused
 from trioengine.testing.fuzz.world import LIMITS

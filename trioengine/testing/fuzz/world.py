@@ -17,9 +17,9 @@ from trioengine.core.lifecycle import Power
 from trioengine.core.outcome import Cause
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import Call
+from trioengine.testing.fuzz.conversations import MAX_PAYLOADS, PAYLOAD_MEMORY
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.oracles import Troubles, check_decided, check_limits
-from trioengine.testing.fuzz.pictures import MAX_PAYLOADS, PAYLOAD_MEMORY
 from trioengine.testing.fuzz.request_log import AdmissionLog, RequestLog
 from trioengine.testing.sim_loop import SimLoop
 from trioengine.testing.simulated_process import SIGSEGV
