@@ -20,7 +20,7 @@ from trioengine.testing.simulated_process import Wire, WireEnd
 PORTION, BUFFERED = 512, 1024  # bytes that a write moves at once, and that lie between the two
 
 
-class Mood(enum.Enum):
+class PeerState(enum.Enum):
     """What a client does with its time."""
 
     WELL = "well"
@@ -30,8 +30,8 @@ class Mood(enum.Enum):
     GONE = "gone"  # its connection is closed, or was reset
 
 
-_SENDING = (Mood.WELL, Mood.STALLED)
-_READING = (Mood.WELL, Mood.LISTENING)
+_SENDING = (PeerState.WELL, PeerState.STALLED)
+_READING = (PeerState.WELL, PeerState.LISTENING)
 
 
 class SimulatedPeer(abc.ABC):
@@ -41,7 +41,7 @@ class SimulatedPeer(abc.ABC):
         self.stream = _ServerEnd(self)
         self.to_server = Wire(self._reach_server, BUFFERED, by_hand=True)
         self.to_client = Wire(self._arrive, BUFFERED, by_hand=True)
-        self.mood = Mood.WELL
+        self.peer_state = PeerState.WELL
         self.was_reset = False
         self._inbox = self.stream.inbox
 
@@ -62,7 +62,7 @@ class SimulatedPeer(abc.ABC):
         """Whether an answer of its is in progress."""
 
     @abc.abstractmethod
-    def babble(self) -> None:
+    def send_garbage(self) -> None:
         """Send what the protocol does not know."""
 
     @abc.abstractmethod
@@ -78,12 +78,12 @@ class SimulatedPeer(abc.ABC):
     @property
     def is_there(self) -> bool:
         """Whether its bytes reach the server."""
-        return self.mood in _SENDING
+        return self.peer_state in _SENDING
 
     def hang_up(self) -> None:
         """Close the connection without a goodbye; what is on its way to the server still arrives."""
         self.half_close()
-        if self.mood is Mood.LISTENING:
+        if self.peer_state is PeerState.LISTENING:
             self._leave()
 
     def half_close(self) -> None:
@@ -91,7 +91,7 @@ class SimulatedPeer(abc.ABC):
         if self.is_there:
             self.to_server.move()
             self._inbox.put_eof()
-            self.mood = Mood.LISTENING
+            self.peer_state = PeerState.LISTENING
 
     def reset(self) -> None:
         """The connection breaks at once, for both sides."""
@@ -107,11 +107,11 @@ class SimulatedPeer(abc.ABC):
 
     def vanish(self) -> None:
         """As when a cable is pulled: neither side is told."""
-        if self.mood is not Mood.GONE:
-            self.mood = Mood.VANISHED
+        if self.peer_state is not PeerState.GONE:
+            self.peer_state = PeerState.VANISHED
 
     def _leave(self) -> None:
-        self.mood = Mood.GONE
+        self.peer_state = PeerState.GONE
         self.to_client.cut()
 
     # ---- bytes ----------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class SimulatedPeer(abc.ABC):
     @property
     def reads(self) -> bool:
         """Whether it reads what comes."""
-        return self.mood in _READING
+        return self.peer_state in _READING
 
     @property
     def moves(self) -> bool:
@@ -171,7 +171,7 @@ class _ServerEnd(trio.abc.HalfCloseableStream):
         return min(room, len(data))
 
     def _broken(self) -> str | None:
-        return "connection reset by peer" if self._peer.mood is Mood.GONE else None
+        return "connection reset by peer" if self._peer.peer_state is PeerState.GONE else None
 
     async def wait_send_all_might_not_block(self) -> None:
         await trio.lowlevel.checkpoint()
@@ -251,13 +251,13 @@ class SimulatedClient(SimulatedPeer):
         if self.accepted:
             self.to_server.put(self._protocol.send(Ping()))
 
-    def babble(self) -> None:
+    def send_garbage(self) -> None:
         self.to_server.put(b"\xff" * 8)
 
     def close(self) -> None:
         """Say goodbye; it is over when the server has answered."""
         if self.can_send and self.accepted:
-            self.mood = Mood.WELL
+            self.peer_state = PeerState.WELL
             self.to_server.put(self._protocol.send(CloseConnection(code=1000)))
         else:
             self.hang_up()

@@ -46,7 +46,7 @@ class Oops(Exception):
 
 
 @dataclass
-class Holder:
+class SessionHolder:
     """A task that opens a session and holds it until it is told to leave."""
 
     engine: Engine
@@ -115,7 +115,7 @@ class Holder:
 class Reader:
     """A task with one request of a session."""
 
-    holder: Holder
+    holder: SessionHolder
     prompt: str
     params: SamplingParams
     style: Style
@@ -235,7 +235,7 @@ def check_timed_out(error: TimedOut, generation: Generation | None) -> None:
     assert partial_of(error) == generation.completion, f"{error.completion} is not what came: {generation.completion}"
 
 
-Task = TypeVar("Task", Holder, Reader)
+Task = TypeVar("Task", SessionHolder, Reader)
 
 
 @dataclass

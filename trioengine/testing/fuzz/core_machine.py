@@ -231,9 +231,9 @@ class CoreMachine(Machine):
     def die(self) -> None:
         """All bytes on their way are lost; the next incarnation is ready."""
         if self.wires["down"]:
-            self.rare.saw("a worker dies with bytes on their way to it")
+            self.coverage.saw("a worker dies with bytes on their way to it")
         if self.engine_end.has_partial_frame:
-            self.rare.saw("a worker's last frame is torn")
+            self.coverage.saw("a worker's last frame is torn")
         self._start_worker()
         for session in self.sessions:
             self._apply(session, Event.WORKER_LOST)
@@ -350,7 +350,7 @@ class CoreMachine(Machine):
         if session.stand is Stand.WAITING:
             self._stand(session, Stand.RUNNING)
         if row.finish_reason is FinishReason.STOP and session.given_up:
-            self.rare.saw("an end crosses the finish" if session.ended else "a stop crosses the finish")
+            self.coverage.saw("an end crosses the finish" if session.ended else "a stop crosses the finish")
         if row.finish_reason is not None:
             self._apply(session, Event.FINISH, (Action.SETTLE_AS_REPORTED, row.finish_reason))
 
@@ -363,7 +363,7 @@ class CoreMachine(Machine):
         session.learn(event, said)
         before = session.lifecycle.phase, session.lifecycle.attachment
         actions = session.lifecycle.apply(event)
-        self.rare.session_moved(session, *before, event)
+        self.coverage.session_moved(session, *before, event)
         for action in actions:
             self._do(action, session, said)
         self._check()

@@ -198,7 +198,7 @@ class EngineMachine(SessionsMachine):
         reader = self._read(which, Style.ALL, SamplingParams(max_tokens=1), prompt="a")
         if not self._flow_to_the_finish(reader):
             return
-        self.rare.saw(f"{what} crosses the finish")
+        self.coverage.saw(f"{what} crosses the finish")
         self._stop_or_end(reader, what)
 
     def _flow_to_the_finish(self, reader: Reader) -> bool:
@@ -247,14 +247,14 @@ class EngineMachine(SessionsMachine):
             session.replace_history(messages_of(history))
         except SessionBusy:
             assert is_busy, f"it has no request, and is busy: {session}"
-            self.rare.saw("a history is replaced in the middle of a request")
+            self.coverage.saw("a history is replaced in the middle of a request")
         except EngineOverloaded as exc:  # judged where there was no room (PayloadWatch)
             self._refused_history(history, exc)
         else:
             assert not is_busy, f"the history of {session} is replaced under its request"
             holder.replaced.append((last_id, history))
-            self.rare.saw("a history is replaced")
+            self.coverage.saw("a history is replaced")
 
     def _refused_history(self, history: tuple[Turn, ...], error: EngineOverloaded) -> None:
         assert any(pictures_of(content) for _, content in history), f"it has no pictures, and {error!r}"
-        self.rare.saw("a history has no room for its pictures")
+        self.coverage.saw("a history has no room for its pictures")

@@ -17,8 +17,8 @@ from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.oracles import (
     check_books,
     check_call,
-    check_farewell,
     check_line,
+    check_shutdown,
     check_stopped,
     num_going,
 )
@@ -54,10 +54,10 @@ class Environment(World):
     def _check(self) -> None:
         """What must hold whenever nothing can run."""
         self._raise_crash()
-        assert self.troubles.closing or not self.engine_call.over, "nobody closed the engine"
+        assert self.faults.closing or not self.engine_call.over, "nobody closed the engine"
         check_books(self.engine)
         for call in self.calls:
-            check_call(call, self.troubles)
+            check_call(call, self.faults)
 
     def _let_go(self) -> None:
         """The end: everybody gets what they wait for, and leaves."""
@@ -112,7 +112,7 @@ class Environment(World):
         self._harm()
         worker = self._worker()
         if worker.to_worker:
-            self.rare.saw("a worker dies with bytes on their way to it")
+            self.coverage.saw("a worker dies with bytes on their way to it")
         if (connection := inside.worker_connection(self.engine)) is not None:
             self._killed.append(connection)
         worker.exit(-9)
@@ -133,10 +133,10 @@ class Environment(World):
             case "abort all" | "abort in flight":
                 self._abort_all(keep_waiting=way == "abort in flight")
             case "starts fail":
-                self.troubles.workers = True
+                self.faults.workers = True
                 self.simulation.failing_starts = 2
             case "start stalls":
-                self.troubles.workers = True
+                self.faults.workers = True
                 self.simulation.stalled_starts = 1
             case "drain" | "drain soon":
                 self._begin_drain(self._drain, None if way == "drain" else 0.5)
@@ -163,7 +163,7 @@ class Environment(World):
                 worker.say(bytes.fromhex("0300000081a16101"))
 
     def _abort_all(self, *, keep_waiting: bool) -> None:
-        self.troubles.causes.add(Cause.ABORT_ALL)
+        self.faults.causes.add(Cause.ABORT_ALL)
         in_flight = {inside.request_of(session) for session in inside.sessions(self.engine)}
         due = num_going(self.engine, with_waiting=not keep_waiting)
         ended = self.engine.abort_all(keep_waiting=keep_waiting)
@@ -190,18 +190,18 @@ class Environment(World):
             assert worker.reaped, f"worker {worker.pid} was not reaped"
         for worker in self.simulation.workers:
             if worker in self.served and worker not in self.harmed and worker.exit_code != -SIGSEGV:
-                check_farewell(worker)
+                check_shutdown(worker)
 
     def _close(self) -> None:
         super()._close()
         for connection in self._killed:
             if connection.has_partial_frame:
-                self.rare.saw("a worker's last frame is torn")
+                self.coverage.saw("a worker's last frame is torn")
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 
     def _begin_drain(self, drain: Callable[[float | None], Awaitable[Any]], timeout: float | None) -> None:
-        self.troubles.closing = True
+        self.faults.closing = True
         if timeout is not None:
             self._excuse_shutdown()
         self._call("drain", functools.partial(self._judged, drain, timeout), (), timeout)
@@ -232,11 +232,11 @@ class PicturesEnvironment(Environment):
 
     def __init__(self) -> None:
         super().__init__()
-        self.payloads = PayloadWatch(self.engine, self.simulation, self.loop.crashes, self.rare.saw)
+        self.payloads = PayloadWatch(self.engine, self.simulation, self.loop.crashes, self.coverage.saw)
         self._taps.enter_context(inside.tapped(self.payloads))
-        self.simulation.observer = images = ImageStates(self.rare.saw)
+        self.simulation.observer = images = ImageStates(self.coverage.saw)
         self.engine.observers.append(images)
-        self.troubles.dropped = self.payloads.dropped
+        self.faults.dropped = self.payloads.dropped
         self.shows = True
 
     # ---- rules ----------------------------------------------------------------------------------------------------

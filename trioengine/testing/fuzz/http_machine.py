@@ -28,11 +28,11 @@ from trioengine.testing.fuzz.conversations import (
     prompt_of,
     reference,
 )
-from trioengine.testing.fuzz.oracles import Troubles, check_worker
+from trioengine.testing.fuzz.oracles import InjectedFaults, check_worker
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.served import WHICH, ServedEnvironment
 from trioengine.testing.fuzz.world import LIMITS
-from trioengine.testing.simulated_peer import Mood, SimulatedPeer
+from trioengine.testing.simulated_peer import PeerState, SimulatedPeer
 
 PATH, ABORT_PATH = "/v1/chat/completions", "/abort_request"
 REFUSAL = b"HTTP/1.1 503 "  # comes unasked: there are too many connections
@@ -84,12 +84,12 @@ class _Exchange:
 class HttpClient(SimulatedPeer):
     """Assertions are raised from where its bytes arrive."""
 
-    def __init__(self, model: str, max_model_len: int, troubles: Troubles) -> None:
+    def __init__(self, model: str, max_model_len: int, faults: InjectedFaults) -> None:
         super().__init__()
         self.num_answers = 0
         self._model = model
         self._max_model_len = max_model_len
-        self._troubles = troubles
+        self._faults = faults
         self._exchanges: deque[_Exchange] = deque()  # whose responses have not come whole
         self._unasked = b""
         self._spoilt = False  # it has sent what is no request
@@ -113,7 +113,7 @@ class HttpClient(SimulatedPeer):
         self._exchanges.append(exchange)
         self.to_server.put(exchange.to_bytes(self._model))
 
-    def babble(self) -> None:
+    def send_garbage(self) -> None:
         """Send what is no request."""
         self._spoilt = True
         self.to_server.put(b"\xff" * 8 + b"\r\n\r\n")
@@ -125,7 +125,7 @@ class HttpClient(SimulatedPeer):
     @property
     def is_heard(self) -> bool:
         """Whether it is well, and its server, too."""
-        return self.mood is Mood.WELL and not self.stream.is_over
+        return self.peer_state is PeerState.WELL and not self.stream.is_over
 
     @property
     def can_send(self) -> bool:
@@ -186,10 +186,10 @@ class HttpClient(SimulatedPeer):
         code = error["code"]
         too_long = code == "context_length_exceeded" and self._room(exchange) <= 0
         is_bad = too_long or is_refused(code, exchange.content) or self._is_failed(exchange, code)
-        assert is_bad or self._troubles.excuse(code), f"nothing may fail by {error}"
+        assert is_bad or self._faults.excuse(code), f"nothing may fail by {error}"
 
     def _is_failed(self, exchange: _Exchange, code: str) -> bool:
-        return is_failed(code, exchange.turns, self._troubles.dropped)
+        return is_failed(code, exchange.turns, self._faults.dropped)
 
     def _judge_operation(self, operation: Operation, answer: dict[str, Any]) -> None:
         if operation.target == ABORT_PATH:
@@ -202,8 +202,8 @@ class HttpClient(SimulatedPeer):
         assert operation.target != ABORT_PATH, f"an abort is refused by {error}"
         is_loading = error["message"] == "the engine is loading"
         sleeps_deeper = error["message"].startswith("it sleeps at level 2")
-        troubled = self._troubles.closing or self._troubles.workers
-        assert error["code"] == "transition_failed" or self._troubles.closing, f"{operation.target}: {error}"
+        troubled = self._faults.closing or self._faults.workers
+        assert error["code"] == "transition_failed" or self._faults.closing, f"{operation.target}: {error}"
         assert is_loading or sleeps_deeper or troubled, f"{operation.target} is refused by {error}"
 
     def _judge_stream(self, exchange: _Exchange) -> None:
@@ -217,7 +217,7 @@ class HttpClient(SimulatedPeer):
             if "error" in event:
                 code = event["error"]["code"]
                 is_bad = self._is_failed(exchange, code)
-                assert is_bad or self._troubles.excuse(code), f"nothing may fail by {event}"
+                assert is_bad or self._faults.excuse(code), f"nothing may fail by {event}"
                 self._judge_part(exchange, text)
                 return
             (choice,) = event["choices"]
@@ -315,7 +315,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     @recorded(which=WHICH, how=st.sampled_from(SWITCHES), rounds=st.sampled_from((0, 0, 6, 12)))
     def switch(self, which: int, how: str, rounds: int) -> None:
         """An operator puts the engine to sleep, or wakes it, and may not wait for the answer."""
-        self.troubles.causes.add(Cause.SLEEP)
+        self.faults.causes.add(Cause.SLEEP)
         idle = [client for client in self.speakers if not client.is_active]
         pick(idle or self.speakers, which).switch(how)
         if rounds:
@@ -324,13 +324,13 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     # ---- what the environment asks --------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        self._join(HttpClient(self.server.model_name, LIMITS.max_model_len, self.troubles))
+        self._join(HttpClient(self.server.model_name, LIMITS.max_model_len, self.faults))
 
     def _check_blocked(self) -> None:
         super()._check_blocked()
         phases = Phase.PREPARING, Phase.RUNNING
         going = [session for session in inside.sessions(self.engine) if inside.phase(session) in phases]
-        asking = [client for client in self.clients if client.mood is not Mood.GONE and client.is_active]
+        asking = [client for client in self.clients if client.peer_state is not PeerState.GONE and client.is_active]
         assert len(going) <= len(asking), f"{going} go on for {len(asking)} clients"
 
     def _check(self) -> None:

@@ -19,7 +19,7 @@ from trioengine.core.lifecycle import (
     Power,
     PowerEvent,
 )
-from trioengine.testing.fuzz.program import Program, Swarm
+from trioengine.testing.fuzz.program import Program, RuleSwarm
 
 
 class Coverage(Observer):
@@ -75,9 +75,9 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         # hypothesis' own name, and private: tests/testing/test_swarm.py says so if it changes
-        self._rules_strategy = Swarm(self)
+        self._rules_strategy = RuleSwarm(self)
         self.program = Program(type(self).__name__)
-        self.rare = Coverage()
+        self.coverage = Coverage()
         self._taps = ExitStack()  # contexts that are left in the end
         self.finding: Finding | None = None
         self.on_end: Callable[[Machine], None] | None = None  # told of the machine, whatever its end was

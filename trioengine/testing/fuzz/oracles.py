@@ -26,7 +26,7 @@ from trioengine.core.errors import (
 from trioengine.core.messages import FinishReason
 from trioengine.core.outcome import Cause
 from trioengine.testing.fuzz import inside
-from trioengine.testing.fuzz.callers import UNPREPARED, Call, Holder, Reader
+from trioengine.testing.fuzz.callers import UNPREPARED, Call, Reader, SessionHolder
 from trioengine.testing.fuzz.conversations import (
     Turn,
     check_answer,
@@ -44,7 +44,7 @@ from trioengine.testing.toy_model import TOY_PATH
 
 
 @dataclass
-class Troubles:
+class InjectedFaults:
     """The harm that was done until now."""
 
     workers: bool = False  # one was harmed, or could not be started
@@ -124,14 +124,14 @@ def num_going(engine: Engine, *, with_waiting: bool) -> int:
     )
 
 
-def check_reader(reader: Reader, max_model_len: int, troubles: Troubles) -> None:
+def check_reader(reader: Reader, max_model_len: int, faults: InjectedFaults) -> None:
     """A request that is over: one outcome, and the text that the model gives for its history, as far as it goes.
 
     An error has its reason in what was done to the engine.
     """
     generation = reader.generation
     if generation is None or not reader.entered:
-        _check_refusal(reader, max_model_len, troubles)
+        _check_refusal(reader, max_model_len, faults)
         return
     outcome = generation.outcome
     assert outcome is not None, f"{reader} is over without an outcome"
@@ -145,36 +145,34 @@ def check_reader(reader: Reader, max_model_len: int, troubles: Troubles) -> None
         too_long = len(prompt) >= max_model_len
         match outcome.error:
             case WorkerLost():
-                assert troubles.workers, f"nobody harmed a worker, and {outcome.error!r}"
-                _check_lost(reader, generation, troubles)
+                assert faults.workers, f"nobody harmed a worker, and {outcome.error!r}"
+                _check_lost(reader, generation, faults)
             case RequestRejected() as error:
                 assert too_long or check_failed_image(error, generation, turns), f"nothing was wrong, and {expected}"
             case SamplingFailed():
-                assert generation.request_id in troubles.requests, f"nothing was wrong, and {expected}"
+                assert generation.request_id in faults.requests, f"nothing was wrong, and {expected}"
             case error:
                 assert isinstance(error, EngineClosed), f"a request ends with {expected}"
-                assert troubles.closing, f"nobody closed the engine, and {expected}"
+                assert faults.closing, f"nobody closed the engine, and {expected}"
         return
-    causes = troubles.causes | reader.causes
-    check_answer(generation.completion, prompt, reader.params, max_model_len, causes, troubles.paths, images)
+    causes = faults.causes | reader.causes
+    check_answer(generation.completion, prompt, reader.params, max_model_len, causes, faults.paths, images)
     if generation.completion.token_ids:
         found_turns = generation.completion.dropped_turns
         assert found_turns == dropped_turns, f"{found_turns} turns are dropped, {dropped_turns} are too many"
     if outcome.cause is Cause.SLEEP and generation.num_tokens:
-        assert troubles.sleeps_abort, f"nobody aborts for a sleep, and it has begun: {generation}"
+        assert faults.sleeps_abort, f"nobody aborts for a sleep, and it has begun: {generation}"
 
 
-def _check_lost(reader: Reader, generation: Generation, troubles: Troubles) -> None:
+def _check_lost(reader: Reader, generation: Generation, faults: InjectedFaults) -> None:
     """Where requests go on with the next worker, one is lost after many deaths, or with the engine, or by itself."""
     engine = reader.holder.engine
     if engine.config.on_worker_loss == "resume" and inside.failure(engine) is None:
-        is_poisoned = generation.request_id in troubles.poisoned
-        assert is_poisoned or troubles.deaths > inside.MAX_RESUMES, (
-            f"{troubles.deaths} deaths, and {generation} is lost"
-        )
+        is_poisoned = generation.request_id in faults.poisoned
+        assert is_poisoned or faults.deaths > inside.MAX_RESUMES, f"{faults.deaths} deaths, and {generation} is lost"
 
 
-def _check_refusal(reader: Reader, max_model_len: int, troubles: Troubles) -> None:
+def _check_refusal(reader: Reader, max_model_len: int, faults: InjectedFaults) -> None:
     """A request that was not entered was refused with a reason, or its reader went."""
     error, others = reader.error, [other for other in reader.holder.readers if other is not reader]
     match error:
@@ -194,22 +192,22 @@ def _check_refusal(reader: Reader, max_model_len: int, troubles: Troubles) -> No
         case SessionEnded():
             assert reader.holder.gave_up, f"nobody ended the session, and {error!r}"
         case EngineClosed():
-            assert troubles.closing or troubles.workers, f"nobody closed the engine, and {error!r}"
+            assert faults.closing or faults.workers, f"nobody closed the engine, and {error!r}"
         case WorkerLost():
-            assert troubles.workers, f"nobody harmed a worker, and {error!r}"
+            assert faults.workers, f"nobody harmed a worker, and {error!r}"
         case None | TimedOut():  # judged where it was raised
             pass
         case _:  # judged where it was told
             assert isinstance(error, EngineOverloaded | EngineAsleep), f"refused by {error!r}"
 
 
-def check_call(call: Call, troubles: Troubles) -> None:
+def check_call(call: Call, faults: InjectedFaults) -> None:
     """What a call was told has its reason in what was done to the engine; of refusals that is judged elsewhere."""
     match call.error:
         case EngineClosed():
-            assert troubles.closing or troubles.workers, f"nobody closed the engine, and {call.name}: {call.error!r}"
+            assert faults.closing or faults.workers, f"nobody closed the engine, and {call.name}: {call.error!r}"
         case WorkerLost():
-            ended = troubles.workers or troubles.retired or troubles.closing  # its last frames have a moment to arrive
+            ended = faults.workers or faults.retired or faults.closing  # its last frames have a moment to arrive
             assert ended, f"nobody harmed a worker, and {call.name}: {call.error!r}"
 
 
@@ -230,19 +228,19 @@ def check_aborted(reader: Reader) -> None:
     assert not inside.is_going(generation), f"it was aborted, and goes on: {session}"
 
 
-def check_holder(holder: Holder, troubles: Troubles) -> None:
+def check_holder(holder: SessionHolder, faults: InjectedFaults) -> None:
     """A session whose scope was left has ended; its history is what its requests committed, in their order."""
     session = holder.session
     if session is None:
         if isinstance(holder.error, SessionEnded):
-            assert Cause(holder.error.cause) in troubles.causes, f"nobody ended it in the line, and {holder.error!r}"
+            assert Cause(holder.error.cause) in faults.causes, f"nobody ended it in the line, and {holder.error!r}"
         return
     assert not holder.left or inside.end_cause(session) is not None, f"{session} was left and has not ended"
     match inside.end_cause(session):
         case Cause.CLIENT:
             assert holder.gave_up, f"nobody ended {session}, and it has ended"
         case Cause.SHUTDOWN:
-            assert troubles.closing, f"nobody closed the engine, and {session} was ended by it"
+            assert faults.closing, f"nobody closed the engine, and {session} was ended by it"
         case cause:
             assert cause is None, f"{session} was ended by {cause}"
     if inside.request_of(session) is not None or any(not reader.over for reader in holder.readers):
@@ -252,7 +250,7 @@ def check_holder(holder: Holder, troubles: Troubles) -> None:
     assert found == expected, f"the history is {found}, committed was {expected}"
 
 
-def check_farewell(worker: SimulatedWorker) -> None:
+def check_shutdown(worker: SimulatedWorker) -> None:
     """A worker that was well to the end was asked to exit, and holds no session."""
     assert worker.exit_code == 0, f"a healthy worker ended with {worker.exit_code}"
     assert not worker.step_loop.sessions, f"sessions {set(worker.step_loop.sessions)} were never ended"
@@ -280,7 +278,7 @@ def _committed_before(reader: Reader, request_id: int) -> tuple[Turn, ...]:
     return committed(reader.holder, request_id)
 
 
-def committed(holder: Holder, before: float = math.inf) -> tuple[Turn, ...]:
+def committed(holder: SessionHolder, before: float = math.inf) -> tuple[Turn, ...]:
     """In the order in which they were admitted, which need not be that in which they were started."""
     after, turns = next((made for made in reversed(holder.replaced) if made[0] < before), (0, holder.history))
     readers = [reader for reader in holder.readers if after < _request_id(reader) < before]

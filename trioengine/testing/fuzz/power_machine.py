@@ -157,7 +157,7 @@ class PowerMachine(EngineMachine):
         self.changes = Changes()
         self.engine.observers += [self.changes, _Admissions(self)]
         self._ends_line = False  # the change that is requested in this step ends what waits in line
-        self.troubles.paths = self.changes.paths
+        self.faults.paths = self.changes.paths
 
     # ---- who runs the engine --------------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class PowerMachine(EngineMachine):
                 self.worker.receive()
                 self.worker.turn()
         if self.worker is not None and inside.parked(self.worker):
-            self.rare.saw("sleep with a parked request")
+            self.coverage.saw("sleep with a parked request")
         timeout = self._excuse_aborts(mode)
         waits = mode == "abort in flight"
         call = functools.partial(self.engine.sleep, level, mode=_name(mode), timeout=timeout, keep_waiting=waits)
@@ -191,7 +191,7 @@ class PowerMachine(EngineMachine):
     def fail_wake(self) -> None:
         """The next wake fails."""
         self._worker().runner.fail_wakes += 1
-        self.troubles.wakes = True
+        self.faults.wakes = True
 
     @precondition(lambda self: self.open_holders)
     @recorded(which=WHICH, others=st.integers(0, 1), num_tokens=st.sampled_from((0, 0, 1, 3)))
@@ -203,18 +203,18 @@ class PowerMachine(EngineMachine):
                 self.loop.settle()
         generation = self.readers[-1].generation
         if generation is not None and self.readers[-1].entered:
-            self.troubles.workers = True
+            self.faults.workers = True
             self.simulation.poisoned[generation.request_id] = num_tokens
 
     # ---- what the environment asks --------------------------------------------------------------------------------
 
     def _excuse_aborts(self, mode: str) -> float | None:
         """What is being prepared is aborted in every mode. Returns the timeout."""
-        self.troubles.causes.add(Cause.SLEEP)
-        if self.troubles.closing:  # a drain that comes upon a change ends what is suspended
-            self.troubles.causes.add(Cause.SHUTDOWN)
+        self.faults.causes.add(Cause.SLEEP)
+        if self.faults.closing:  # a drain that comes upon a change ends what is suspended
+            self.faults.causes.add(Cause.SHUTDOWN)
         if mode != "keep":
-            self.troubles.sleeps_abort = True
+            self.faults.sleeps_abort = True
         return 0.5 if mode == "wait soon" else None
 
     def _change(self, name: str, call: Callable[[], Awaitable[None]], *arguments: Any, ends_line: bool = False) -> None:
@@ -235,7 +235,7 @@ class PowerMachine(EngineMachine):
         self._learn()
         changes = self.changes
         if changes.asleep or changes.running or any(call.name in CHANGES for call in self.running_calls):
-            self.troubles.causes.add(Cause.SHUTDOWN)
+            self.faults.causes.add(Cause.SHUTDOWN)
         super()._begin_drain(drain, timeout)
 
     def _learn(self) -> None:
@@ -243,14 +243,14 @@ class PowerMachine(EngineMachine):
 
     def _excuse(self, change: Change) -> bool:
         """Whether a change may have failed."""
-        if self.troubles.closing or self.troubles.workers or inside.power(self.engine) is Power.LOADING:
+        if self.faults.closing or self.faults.workers or inside.power(self.engine) is Power.LOADING:
             return True
-        return change.name in ("wake", "update") and self.troubles.wakes
+        return change.name in ("wake", "update") and self.faults.wakes
 
     def _check(self) -> None:
         self._learn()
         super()._check()
-        if self.troubles.closing or self.changes.running:
+        if self.faults.closing or self.changes.running:
             return
         state, changes = self.engine.power, self.changes
         assert state.asleep == changes.asleep, f"{state} sleeps, {changes.asleep} must"
@@ -272,7 +272,7 @@ class PowerMachine(EngineMachine):
         for _ in range(ATTEMPTS):
             self._run_out(lambda: not self.changes.running, "a change is never done")
             self._learn()
-            if not self.changes.asleep or self.engine_call.over or self.troubles.closing:
+            if not self.changes.asleep or self.engine_call.over or self.faults.closing:
                 break
             self._change("wake", self.engine.wake, None, True)
         super()._let_go()
@@ -304,7 +304,7 @@ class _Admissions(Observer):
         if not isinstance(error, EngineAsleep):
             return
         self._machine._learn()
-        if not (self._machine.changes.may_be_closed or self._machine.troubles.closing):
+        if not (self._machine.changes.may_be_closed or self._machine.faults.closing):
             self._complain(f"nothing sleeps, and {error!r}")
 
     def _complain(self, complaint: str) -> None:

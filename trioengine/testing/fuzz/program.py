@@ -54,7 +54,7 @@ class Choices(PrimitiveProvider):
         return self.random.randbytes(self.random.randint(min_size, max(min_size, min(max_size, _MANY))))
 
 
-def sow(seed: int) -> None:
+def seed_choices(seed: int) -> None:
     """From now on the backend chooses by this seed."""
     AVAILABLE_PROVIDERS[BACKEND] = type("SeededChoices", (Choices,), {"random": random.Random(seed)})
 
@@ -62,7 +62,7 @@ def sow(seed: int) -> None:
 _SHARES = 255  # a rule is left out with a probability of 0/255 to 254/255, the same for all of a program
 
 
-class Swarm(RuleStrategy):
+class RuleSwarm(RuleStrategy):
     """For one program: draws the rules that its machine runs, one after the other; its arguments are no Bundles.
 
     Those left out run where no other can; if all were, none is. Hypothesis puts the simple rules first, towards which

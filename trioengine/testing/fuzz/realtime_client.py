@@ -26,8 +26,8 @@ from trioengine.testing.fuzz.conversations import (
     shortened,
     text_of,
 )
-from trioengine.testing.fuzz.oracles import Troubles
-from trioengine.testing.simulated_peer import Mood, SimulatedClient
+from trioengine.testing.fuzz.oracles import InjectedFaults
+from trioengine.testing.simulated_peer import PeerState, SimulatedClient
 
 
 @dataclass
@@ -51,7 +51,7 @@ class FollowedResponse:
         turns: tuple[Turn, ...],
         contents: Mapping[str, Content],
         max_model_len: int,
-        troubles: Troubles,
+        faults: InjectedFaults,
         *,
         is_truncated: bool,
     ) -> None:
@@ -66,7 +66,7 @@ class FollowedResponse:
         self._num_dropped = len(turns) - len(self._turns)  # messages
         self._prompt, self._images = prompt_of(self._turns)
         self._room = max_model_len - len(self._prompt)
-        self._troubles = troubles
+        self._faults = faults
         self._text = ""
 
     def add(self, delta: str) -> None:
@@ -98,7 +98,7 @@ class FollowedResponse:
             case "failed":
                 code = response["status_details"]["error"]["code"]
                 assert self.error["code"] == code, f"it failed by {code}, the error before it was {self.error}"
-                is_excused = expected is None or self._troubles.excuse(code)
+                is_excused = expected is None or self._faults.excuse(code)
                 assert is_excused or self._is_failed_by_an_image(code), f"nothing may fail by {self.error}"
             case "cancelled":
                 assert self.asked.may_be_cancelled, "nobody has cancelled it"
@@ -112,8 +112,8 @@ class FollowedResponse:
     def _is_failed_by_an_image(self, code: str) -> bool:
         """Whether it has one that it must fail for; the error names the item that has it."""
         if self.asked.input is not None:  # the client has no ids of its items
-            return is_failed(code, self._turns, self._troubles.dropped)
-        return is_failed(code, [("user", self._contents.get(self.error["param"], ""))], self._troubles.dropped)
+            return is_failed(code, self._turns, self._faults.dropped)
+        return is_failed(code, [("user", self._contents.get(self.error["param"], ""))], self._faults.dropped)
 
 
 PATH = "/v1/realtime"
@@ -124,7 +124,7 @@ _ANSWERS = ("session.updated", "conversation.item.deleted", "conversation.item.t
 class RealtimeClient(SimulatedClient):
     """Assertions are raised from where its bytes arrive."""
 
-    def __init__(self, max_model_len: int, troubles: Troubles) -> None:
+    def __init__(self, max_model_len: int, faults: InjectedFaults) -> None:
         super().__init__(PATH, self._told)
         self.items: dict[str, Turn] = {}
         self.order: list[str] = []
@@ -134,7 +134,7 @@ class RealtimeClient(SimulatedClient):
         self.engine_state = AWAKE  # as it was told
         self.responses: dict[str, FollowedResponse] = {}  # the active ones
         self._max_model_len = max_model_len
-        self._troubles = troubles
+        self._faults = faults
         self._ids = itertools.count(1)
         self._owed: dict[str, str] = {}  # what it sent and was not answered yet: event id -> type
         self._asked: dict[str, Asked] = {}  # of these, the responses
@@ -207,7 +207,7 @@ class RealtimeClient(SimulatedClient):
 
     def check_at_rest(self) -> None:
         """Everything is answered; a response may be in progress."""
-        if self.mood is Mood.WELL and self.accepted and self.can_send:
+        if self.peer_state is PeerState.WELL and self.accepted and self.can_send:
             assert not self._owed, f"never answered: {self._owed}"
             assert not self._is_dropped, "the server dropped a message, and goes on"
 
@@ -279,7 +279,7 @@ class RealtimeClient(SimulatedClient):
         """An event with pictures is refused where one of them is bad, or where there is no room for them."""
         if any(pictures_of(content) for content in contents) and code not in _REFUSALS:
             is_bad = any(is_refused(code, content) for content in contents)
-            assert is_bad or self._troubles.excuse(code), f"{contents} is refused by {code}"
+            assert is_bad or self._faults.excuse(code), f"{contents} is refused by {code}"
 
     def _insert(self, item: dict[str, Any], content: Content, previous: str | None) -> None:
         assert item["id"] not in self.items, f"item {item['id']} is added twice"
@@ -301,7 +301,7 @@ class RealtimeClient(SimulatedClient):
             turns,
             {id: content for id, (_, content) in self.items.items()},
             self._max_model_len,
-            self._troubles,
+            self._faults,
             is_truncated=self.truncation == "auto",
         )
         assert len(self.responses) <= MAX_BESIDE + 1, f"{len(self.responses)} responses are active"

@@ -20,7 +20,7 @@ from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.realtime_client import RealtimeClient
 from trioengine.testing.fuzz.served import WHICH, ServedEnvironment
 from trioengine.testing.fuzz.world import LIMITS
-from trioengine.testing.simulated_peer import Mood
+from trioengine.testing.simulated_peer import PeerState
 
 PROMPTS = ("a", "be", "<|im_end|>")
 TOKENS = st.sampled_from((1, 3, 20))
@@ -129,10 +129,10 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
                 client.ask("conversation.fly", size=LONG)
             case "truncate":
                 if client.truncate(1):
-                    self.rare.saw("an answer is truncated")
+                    self.coverage.saw("an answer is truncated")
             case "cancel beside":
                 if client.cancel_beside():
-                    self.rare.saw("a response beside the conversation is cancelled")
+                    self.coverage.saw("a response beside the conversation is cancelled")
             case "ping":
                 client.ping()
 
@@ -140,7 +140,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
     @recorded(how=st.sampled_from(("keep", "wake", "wake", "wake", "abort", "wait", "weights")))
     def switch(self, how: Literal["keep", "wake", "abort", "wait", "weights"]) -> None:
         """Who runs the engine puts it to sleep, or wakes it."""
-        self.troubles.causes.add(Cause.SLEEP)
+        self.faults.causes.add(Cause.SLEEP)
         match how:
             case "wake" | "weights":
                 call = functools.partial(self.engine.wake, None if how == "wake" else how)
@@ -151,7 +151,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
     # ---- what the environment asks --------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        self._join(RealtimeClient(LIMITS.max_model_len, self.troubles))
+        self._join(RealtimeClient(LIMITS.max_model_len, self.faults))
 
     def _look(self) -> None:
         super()._look()
@@ -184,16 +184,16 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
         super()._check()
         if self.is_well:
             check_worker(self.engine, self._worker(), inside.sessions(self.engine))
-            stuck = [id for client in self.clients if client.mood is Mood.WELL for id in client.responses]
+            stuck = [id for client in self.clients if client.peer_state is PeerState.WELL for id in client.responses]
             assert len(stuck) <= self._num_asleep, f"responses {stuck} never end"
             for client in self.clients:
                 self._check_state(client)
 
     def _check_state(self, client: RealtimeClient) -> None:
         shown = SHOWN[self.engine.state]
-        is_told = client.mood is not Mood.WELL or not client.accepted or not client.can_send
+        is_told = client.peer_state is not PeerState.WELL or not client.accepted or not client.can_send
         assert is_told or client.engine_state == shown, f"{client} hears {client.engine_state}, the engine is {shown}"
 
     def _note_moment(self, client: RealtimeClient) -> None:
         if client.response is not None:
-            self.rare.saw("a cancel crosses what the server sends" if len(client.to_client) else "a cancel")
+            self.coverage.saw("a cancel crosses what the server sends" if len(client.to_client) else "a cancel")

@@ -21,7 +21,7 @@ from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.http_machine import HttpMachine
 from trioengine.testing.fuzz.machine import Finding, Machine
 from trioengine.testing.fuzz.power_machine import PowerMachine
-from trioengine.testing.fuzz.program import BACKEND, ENVIRONMENT_RULES, Program, Step, replay, sow
+from trioengine.testing.fuzz.program import BACKEND, ENVIRONMENT_RULES, Program, Step, replay, seed_choices
 from trioengine.testing.fuzz.realtime_machine import RealtimeMachine
 
 _ALL: tuple[type[Machine], ...] = (EngineMachine, PowerMachine, RealtimeMachine, HttpMachine, CoreMachine)
@@ -91,7 +91,7 @@ class Report:
     programs: int = 0
     passes: int = 0
     seconds: float = 0.0
-    rare: Counter[str] = field(default_factory=Counter)
+    coverage: Counter[str] = field(default_factory=Counter)
     failure: Exception | None = None
     program: Program | None = None  # the shrunk one
     programs_to_find: int = 0
@@ -132,7 +132,7 @@ class Fuzzer:
         report = self.report
         report.programs += 1
         report.passes += machine.passes
-        report.rare.update(machine.rare.counts)
+        report.coverage.update(machine.coverage.counts)
         report.seconds = time.monotonic() - self._began
         if machine.finding is not None and not report.programs_to_find:
             report.programs_to_find, report.seconds_to_find = report.programs, report.seconds
@@ -146,7 +146,7 @@ class Fuzzer:
 
     def run(self, *, examples: int | None = None, seconds: float | None = None) -> Report:
         """Until something is found, or so many programs or seconds are over; shrinking may take longer."""
-        sow(self.report.seed)
+        seed_choices(self.report.seed)
         with _fewer_collections():
             while self.report.failure is None and not self._is_over(examples, seconds):
                 count = BATCH if examples is None else min(BATCH, examples - self.report.programs)

@@ -17,9 +17,9 @@ from trioengine.testing.fuzz import inside, inside_server
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES, PicturesEnvironment
 from trioengine.testing.fuzz.inside_server import RealtimeConnection, Response
-from trioengine.testing.fuzz.oracles import Troubles
+from trioengine.testing.fuzz.oracles import InjectedFaults
 from trioengine.testing.fuzz.program import pick, recorded
-from trioengine.testing.simulated_peer import Mood, SimulatedListener, SimulatedPeer
+from trioengine.testing.simulated_peer import PeerState, SimulatedListener, SimulatedPeer
 
 WHICH = st.sampled_from((0, 0, 1, 2))
 WAYS = ("close", "hang up", "half-close", "reset", "stall", "vanish", "read again", "garbage")
@@ -35,11 +35,11 @@ Client = TypeVar("Client", bound=SimulatedPeer)
 class ServerWatch(inside_server.ServerEvents):
     """Checks of one server at the moment of an event; complaints are added to `crashes`."""
 
-    def __init__(self, crashes: list[Exception], saw: Callable[[str], None], troubles: Troubles) -> None:
+    def __init__(self, crashes: list[Exception], saw: Callable[[str], None], faults: InjectedFaults) -> None:
         self.connections: list[RealtimeConnection] = []  # that are not over
         self._crashes = crashes
         self._saw = saw
-        self._troubles = troubles
+        self._faults = faults
         self._cancelled: list[Response] = []  # by clients, and not over
 
     def error_logged(self, error: Exception) -> None:
@@ -57,7 +57,7 @@ class ServerWatch(inside_server.ServerEvents):
             self._complain(f"an operator was told {aborted} of {generations}")
         for generation in filter(inside.is_going, generations):
             self._complain(f"an operator has aborted it, and it goes on: {inside.session_of(generation)}")
-        self._troubles.operators |= aborted > 0
+        self._faults.operators |= aborted > 0
         self._saw("an operator aborts a request" if aborted else "an operator aborts what is over")
 
     def connection_opened(self, connection: RealtimeConnection) -> None:
@@ -108,7 +108,7 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
         self.listener = SimulatedListener()
         config = ServeConfig(max_connections=MAX_CLIENTS, max_buffered_bytes=self.max_buffered_bytes)
         self.server = Server(self.engine, config)
-        self.watch = ServerWatch(self.loop.crashes, self.rare.saw, self.troubles)
+        self.watch = ServerWatch(self.loop.crashes, self.coverage.saw, self.faults)
         self._taps.enter_context(inside_server.tapped(self.watch, room=ROOM, at_once=AT_ONCE))
         self.server_call = Call("server", functools.partial(self.server.run, [self.listener]), ())
         self.loop.start_soon(self.server_call.run, name="server")
@@ -117,13 +117,13 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
     @recorded(which=WHICH, how=st.sampled_from(WAYS))
     def go(self, which: int, how: str) -> None:
         """A client leaves, in one of the ways to leave, or reads no more, until it reads again."""
-        if how == "read again" and all(client.mood is not Mood.STALLED for client in self.targets):
+        if how == "read again" and all(client.peer_state is not PeerState.STALLED for client in self.targets):
             how = "stall"
         able = [client for client in self.targets if _can_go(client, how)]
         if not able:
             return
         client = pick(able, which)
-        self.rare.saw(f"{how} while {'a response is active' if client.is_active else 'no response is active'}")
+        self.coverage.saw(f"{how} while {'a response is active' if client.is_active else 'no response is active'}")
         match how:
             case "close":
                 client.close()
@@ -136,11 +136,11 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
             case "vanish":
                 client.vanish()
             case "stall":
-                client.mood = Mood.STALLED
+                client.peer_state = PeerState.STALLED
             case "read again":
-                client.mood = Mood.WELL
+                client.peer_state = PeerState.WELL
             case "garbage":
-                client.babble()
+                client.send_garbage()
 
     @precondition(lambda self: self.targets)
     @recorded(which=WHICH, to_server=st.integers(0, 400), to_client=st.integers(0, 400))
@@ -197,7 +197,7 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
     @property
     def targets(self) -> list[Client]:
         """The clients that have not gone: first those with an answer in progress, then the latest."""
-        latest_first = [client for client in self.clients[::-1] if client.mood is not Mood.GONE]
+        latest_first = [client for client in self.clients[::-1] if client.peer_state is not PeerState.GONE]
         if len(latest_first) > 1:  # asked for before every rule, by preconditions
             latest_first.sort(key=lambda client: not client.is_active)
         return latest_first
@@ -224,7 +224,7 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
         """Asleep, nothing is said to a client that has vanished, by which it could be noticed."""
         for _ in range(ATTEMPTS):
             self._run_out(lambda: not inside.num_changes_pending(self.engine), "a sleep is never done")
-            if not self.engine.power.asleep or self.troubles.closing:
+            if not self.engine.power.asleep or self.faults.closing:
                 return
             self._call("wake", self.engine.wake, (TransitionFailed,))
             self._run_out(lambda: self.calls[-1].over, "a wake is never done")
@@ -232,7 +232,7 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
     def _let_go(self) -> None:
         for client in self.clients:
             client.close()
-        present = [client for client in self.clients if client.mood is not Mood.VANISHED]
+        present = [client for client in self.clients if client.peer_state is not PeerState.VANISHED]
         self._run_out(lambda: all(client.stream.closed for client in present), "connections never end")
         self._wake_up()
         self._run_out(lambda: all(client.stream.closed for client in self.clients), "connections never end")
@@ -258,8 +258,8 @@ def _can_go(client: SimulatedPeer, how: str) -> bool:
         case "garbage":
             return client.can_send
         case "stall":
-            return client.mood is Mood.WELL
+            return client.peer_state is PeerState.WELL
         case "read again":
-            return client.mood is Mood.STALLED
+            return client.peer_state is PeerState.STALLED
         case _:
-            return client.mood is not Mood.VANISHED
+            return client.peer_state is not PeerState.VANISHED

@@ -26,7 +26,7 @@ from trioengine.core.outcome import Cause
 from trioengine.core.overflow import Overflow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.testing.fuzz import inside
-from trioengine.testing.fuzz.callers import Holder, Reader, Style, partial_of
+from trioengine.testing.fuzz.callers import Reader, SessionHolder, Style, partial_of
 from trioengine.testing.fuzz.conversations import (
     MEDIA,
     Content,
@@ -97,9 +97,9 @@ class CallsMachine(PicturesEnvironment):
             raise
         self._learn()
         is_late = trio.current_time() >= deadline
-        causes = self.troubles.causes | ({Cause.TIMEOUT} if is_late else set())
+        causes = self.faults.causes | ({Cause.TIMEOUT} if is_late else set())
         prompt, images = prompt_of((("user", content),))
-        check_answer(completion, prompt, params, LIMITS.max_model_len, causes, self.troubles.paths, images)
+        check_answer(completion, prompt, params, LIMITS.max_model_len, causes, self.faults.paths, images)
 
     @precondition(lambda self: self.shows and len(self.running_calls) < MOST_CALLS)
     @recorded(media=st.sampled_from(MEDIA), wait=WAIT, timeout=st.sampled_from((None, None, 0.5)))
@@ -131,7 +131,7 @@ class CallsMachine(PicturesEnvironment):
             check_refused(exc, self.engine, FOR_AN_AUDIT, wait=False)
             raise
         except InvariantError as exc:
-            if not self.troubles.workers or "did not answer" not in str(exc):  # its bytes may not move in time
+            if not self.faults.workers or "did not answer" not in str(exc):  # its bytes may not move in time
                 raise
 
     # ---- for a machine that asks for more than answers ------------------------------------------------------------
@@ -148,7 +148,7 @@ class SessionsMachine(CallsMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.holders: list[Holder] = []
+        self.holders: list[SessionHolder] = []
         self.readers: list[Reader] = []
 
     # ---- who there is -----------------------------------------------------------------------------------------------
@@ -158,11 +158,11 @@ class SessionsMachine(CallsMachine):
         return bool(self.readers or self.calls or self.holders)
 
     @property
-    def open_holders(self) -> list[Holder]:
+    def open_holders(self) -> list[SessionHolder]:
         return [holder for holder in self.holders if holder.is_open]
 
     @property
-    def running_holders(self) -> list[Holder]:
+    def running_holders(self) -> list[SessionHolder]:
         return [holder for holder in self.holders if not holder.over]
 
     @property
@@ -200,7 +200,7 @@ class SessionsMachine(CallsMachine):
         messages: list[dict[str, Any]] | None = None,
     ) -> None:
         overflow: Overflow = "drop_oldest_turns" if len(self.holders) % 2 else "refuse"
-        holder = Holder(self.engine, wait, timeout, overflow, history, messages)
+        holder = SessionHolder(self.engine, wait, timeout, overflow, history, messages)
         self.holders.append(holder)
         self.loop.start_soon(holder.run, name=f"holder-{len(self.holders)}")
 
@@ -220,7 +220,7 @@ class SessionsMachine(CallsMachine):
         elif self.worker is not None:  # the worker cannot sample for it: it fails alone
             self._note_moment(reader, what)
             self.worker.runner.fail_requests.add(generation.request_id)
-            self.troubles.requests.add(generation.request_id)
+            self.faults.requests.add(generation.request_id)
 
     def _abort(self, reader: Reader, generation: Generation, *, by_id: bool) -> None:
         is_to_end = generation.outcome is None and (inside.is_going(generation) or not inside.is_in_flight(generation))
@@ -237,13 +237,13 @@ class SessionsMachine(CallsMachine):
             return
         if not reader.entered:
             where = "while it is prepared" if inside.is_in_flight(generation) else "while it waits in line"
-            self.rare.saw(f"{what} {where}")
+            self.coverage.saw(f"{what} {where}")
         elif inside.is_attached(session) and worker is not None and session.id not in worker.step_loop.sessions:
-            self.rare.saw(f"{what} before the worker has seen ADD_SESSION")
+            self.coverage.saw(f"{what} before the worker has seen ADD_SESSION")
         elif generation.outcome is not None:
-            self.rare.saw(f"{what} after the outcome, before it is read")
+            self.coverage.saw(f"{what} after the outcome, before it is read")
         if reader.media and (moment := self._image_moment(reader)):
-            self.rare.saw(f"{what} {moment}")
+            self.coverage.saw(f"{what} {moment}")
 
     def _image_moment(self, reader: Reader) -> str | None:
         """How far the payloads of a request have come."""
@@ -279,10 +279,10 @@ class SessionsMachine(CallsMachine):
         super()._check()
         for reader in self.readers:
             if reader.over and not reader.checked:
-                check_reader(reader, LIMITS.max_model_len, self.troubles)
+                check_reader(reader, LIMITS.max_model_len, self.faults)
                 reader.checked = True
         for holder in self.holders:
-            check_holder(holder, self.troubles)
+            check_holder(holder, self.faults)
         if self.is_well:
             sessions = [holder.session for holder in self.holders if holder.session is not None]
             check_worker(self.engine, self._worker(), sessions)

@@ -19,7 +19,7 @@ from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.conversations import MAX_PAYLOADS, PAYLOAD_MEMORY
 from trioengine.testing.fuzz.machine import Machine
-from trioengine.testing.fuzz.oracles import Troubles, check_decided, check_limits
+from trioengine.testing.fuzz.oracles import InjectedFaults, check_decided, check_limits
 from trioengine.testing.fuzz.request_log import AdmissionLog, RequestLog
 from trioengine.testing.sim_loop import SimLoop
 from trioengine.testing.simulated_process import SIGSEGV
@@ -75,12 +75,12 @@ class World(Machine):
         self.engine = Engine(self.config, ports=self.simulation.ports)
         self.engine_call = Call("engine", self.engine.run, (WorkerLost, ModelError))
         self.calls: list[Call] = []
-        self.troubles = Troubles(poisoned=self.simulation.poisoned)
+        self.faults = InjectedFaults(poisoned=self.simulation.poisoned)
         self.harmed: list[SimulatedWorker] = []  # those that cannot be asked to end well
         self.served: set[SimulatedWorker] = set()  # those that were READY while the engine was open
         self.admissions = AdmissionLog(self.engine, self.loop.crashes)
         self.requests = RequestLog(self.admissions.requests)
-        self.engine.observers += [self.rare, self.admissions, self.requests, _Excuses(self)]
+        self.engine.observers += [self.coverage, self.admissions, self.requests, _Excuses(self)]
         self.waited = 0.0  # seconds, since bytes were last moved fairly
         self.loop.start_soon(self.engine_call.run, name="engine")
 
@@ -177,10 +177,10 @@ class World(Machine):
         """What a task, or the engine's peer, complained of."""
         dead = [worker for worker in self.simulation.workers if worker.health is Health.DEAD]
         by_poison = sum(worker.exit_code == -SIGSEGV for worker in dead)
-        self.troubles.retired = inside.num_retired(self.engine)
+        self.faults.retired = inside.num_retired(self.engine)
         # a request that kills workers counts once, and then each time that it got a token
         counted = sum(num_tokens + 1 for num_tokens in self.simulation.poisoned.values())
-        self.troubles.deaths = len(dead) - self.troubles.retired - max(0, by_poison - counted)
+        self.faults.deaths = len(dead) - self.faults.retired - max(0, by_poison - counted)
         if self.loop.crashes:
             raise self.loop.crashes[0]
         for worker in self.simulation.workers:
@@ -203,16 +203,16 @@ class World(Machine):
             statistics = worker.step_loop.statistics()
             for state in ("num_preemptions", "prefix_cache_hits"):
                 if getattr(statistics, state):
-                    self.rare.saw(state.replace("_", " "))
+                    self.coverage.saw(state.replace("_", " "))
         self.loop.close()
         self._raise_crash()
 
     def _excuse_shutdown(self) -> None:
-        self.troubles.closing = True
-        self.troubles.causes.add(Cause.SHUTDOWN)
+        self.faults.closing = True
+        self.faults.causes.add(Cause.SHUTDOWN)
 
     def _harm(self) -> None:
-        self.troubles.workers = True
+        self.faults.workers = True
         if self.worker is not None:
             self.harmed.append(self.worker)
 
@@ -230,5 +230,5 @@ class _Excuses(Observer):
 
     def engine_failed(self, error: Exception) -> None:
         """Without a worker the engine ends, which aborts the requests in flight."""
-        if self._world.troubles.workers:
+        if self._world.faults.workers:
             self._world._excuse_shutdown()
