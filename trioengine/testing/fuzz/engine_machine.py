@@ -15,7 +15,7 @@ from trioengine.testing.fuzz.conversations import MEDIA, Turn, content_of, messa
 from trioengine.testing.fuzz.oracles import committed
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.sessions_machine import WAIT, WHICH, SessionsMachine
-from trioengine.testing.fuzz.world import CONFIG
+from trioengine.testing.fuzz.world import CONFIG, EngineFactory, make_engine
 
 TURNS_TO_PARK = 3  # of the worker, in which it takes a session and its request
 ROUNDS_TO_FINISH = 12  # of a request for one token, if nothing is in its way
@@ -36,8 +36,8 @@ class EngineMachine(SessionsMachine):
 
     config = replace(CONFIG, on_worker_loss="fail")
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
+        super().__init__(make_engine)
         self.simulation.unpreparable = UNPREPARED
 
     @recorded(

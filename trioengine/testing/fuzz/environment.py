@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import trio
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
+from trioengine.actors.engine import Engine
 from trioengine.core.connection import Connection
+from trioengine.core.errors import EngineError
 from trioengine.core.messages import Fatal, FatalCode
 from trioengine.core.outcome import Cause
 from trioengine.testing.fuzz import inside
+from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.oracles import (
     check_books,
     check_call,
@@ -23,8 +26,8 @@ from trioengine.testing.fuzz.oracles import (
     num_going,
 )
 from trioengine.testing.fuzz.payload_watch import ImageStates, PayloadWatch
-from trioengine.testing.fuzz.program import recorded
-from trioengine.testing.fuzz.world import IMAGE_LIMITS, World
+from trioengine.testing.fuzz.program import pick, recorded
+from trioengine.testing.fuzz.world import IMAGE_LIMITS, EngineFactory, World, make_engine
 from trioengine.testing.simulated_process import SIGSEGV
 from trioengine.testing.simulated_worker import Health
 from trioengine.testing.simulation import SealFailure
@@ -33,6 +36,7 @@ UNHARMFUL = 1.5  # seconds that no worker is killed for
 SLOW = 5.0  # seconds of a slow step, which harms nobody: longer than between two PINGs, shorter than the timeouts
 WORKER_OUTAGES = ("hang", "stall", "slow step", "garbage", "nonsense", "close pipe", "fatal")
 HARMLESS = ("slow step",)  # of these
+MOST_APPS = 4  # at once
 STARTS = ("starts fail", "start stalls")
 OUTAGES = ("abort all", "abort in flight", *WORKER_OUTAGES, *STARTS, "drain soon", "close", "cancel", "drain", "cancel")
 
@@ -40,8 +44,8 @@ OUTAGES = ("abort all", "abort in flight", *WORKER_OUTAGES, *STARTS, "drain soon
 class Environment(World):
     """An engine, and the rules that are nobody's will. Who uses it overrides `in_use`, `_check…` and `_let_go`."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
+        super().__init__(make_engine)
         self._killed: list[Connection] = []  # to workers, whose last bytes may have arrived
 
     # ---- for who uses the engine ----------------------------------------------------------------------------------
@@ -230,8 +234,8 @@ class PicturesEnvironment(Environment):
 
     limits = IMAGE_LIMITS
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
+        super().__init__(make_engine)
         self.payloads = PayloadWatch(self.engine, self.simulation, self.loop.crashes, self.coverage.saw)
         self._taps.enter_context(inside.tapped(self.payloads))
         self.simulation.observer = images = ImageStates(self.coverage.saw)
@@ -309,3 +313,45 @@ class PicturesEnvironment(Environment):
         super()._finish()
         self.payloads.check()
         self.payloads.check_at_the_end()
+
+
+App: TypeAlias = Callable[[Engine], Awaitable[object]]
+
+
+class AppMachine(PicturesEnvironment):
+    """Any async function that is given an engine, under the rules of the environment.
+
+    It may raise an EngineError that has its reason in the injected faults; any other exception is a finding, and so is
+    a task that does not end when the engine has ended.
+    """
+
+    def __init__(self, app: App, make_engine: EngineFactory = make_engine) -> None:
+        super().__init__(make_engine)
+        self._app = app
+        self._app_calls: list[Call] = []
+
+    @recorded(initialize, ready=st.sampled_from((True, True, True, False)))
+    def begin(self, ready: bool) -> None:
+        """Mostly on an engine that is ready."""
+        if ready:
+            self._settle()
+        self._start()
+
+    @precondition(lambda self: len(self.running_calls) < MOST_APPS)
+    @recorded()
+    def start(self) -> None:
+        """The app runs once more, beside those that run."""
+        self._start()
+
+    @precondition(lambda self: any(not call.over for call in self._app_calls))
+    @recorded(which=st.integers(0, 3))
+    def cancel_app(self, which: int) -> None:
+        pick([call for call in self._app_calls if not call.over], which).scope.cancel()
+
+    def _start(self) -> None:
+        self._call("app", functools.partial(self._app, self.engine), (EngineError,))
+        self._app_calls.append(self.calls[-1])
+
+    def _let_go(self) -> None:
+        """An app that serves ends with the engine; all others have come to rest."""
+        self._settle()

@@ -106,14 +106,16 @@ class Fuzzer:
 
     def __init__(
         self,
-        machine: type[Machine],
+        machine: Callable[[], Machine],
         profile: Profile,
         seed: int,
         progress: Progress | None = None,
         *,
         shrink: bool = True,
+        name: str | None = None,
     ) -> None:
-        self.report = Report(machine.__name__, seed)
+        """`machine` makes one, as its type does; `name` is for the report, if `machine` has no `__name__`."""
+        self.report = Report(name or str(getattr(machine, "__name__", "Machine")), seed)
         self._phases = (Phase.generate, Phase.shrink) if shrink else (Phase.generate,)
         self._shrinks = shrink
         self._machine = machine
@@ -189,9 +191,9 @@ class Fuzzer:
                 raise
 
 
-def replayed(machine_type: type[Machine], program: Program) -> tuple[Machine, Exception | None]:
+def replayed(make: Callable[[], Machine], program: Program) -> tuple[Machine, Exception | None]:
     """Run a program on a fresh machine; return the machine, and the failure if there is one."""
-    machine = machine_type()
+    machine = make()
     try:
         replay(machine, program)
     except Finding as finding:

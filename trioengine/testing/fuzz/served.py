@@ -19,6 +19,7 @@ from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES, Pictures
 from trioengine.testing.fuzz.inside_server import RealtimeConnection, Response
 from trioengine.testing.fuzz.oracles import InjectedFaults
 from trioengine.testing.fuzz.program import pick, recorded
+from trioengine.testing.fuzz.world import EngineFactory, make_engine
 from trioengine.testing.simulated_peer import PeerState, SimulatedListener, SimulatedPeer
 
 WHICH = st.sampled_from((0, 0, 1, 2))
@@ -102,8 +103,8 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
     max_buffered_bytes: ClassVar[int]  # so few that clients are sometimes refused for want of room
     max_buffered_bytes_with_pictures: ClassVar[int]
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
+        super().__init__(make_engine)
         self.clients: list[Client] = []
         self.listener = SimulatedListener()
         config = ServeConfig(max_connections=MAX_CLIENTS, max_buffered_bytes=self.max_buffered_bytes)

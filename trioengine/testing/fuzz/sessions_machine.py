@@ -48,7 +48,7 @@ from trioengine.testing.fuzz.oracles import (
 )
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.request_log import FOR_A_REQUEST, FOR_AN_AUDIT, check_refused
-from trioengine.testing.fuzz.world import LIMITS
+from trioengine.testing.fuzz.world import LIMITS, EngineFactory, make_engine
 from trioengine.testing.simulated_worker import Health
 
 AUDIT_TIMEOUT = 10.0
@@ -146,8 +146,8 @@ SALTS = ("", "", "mine")  # of the requests in turn
 class SessionsMachine(CallsMachine):
     """Holders of sessions, and readers of their requests; the rules are in the machines built on it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
+        super().__init__(make_engine)
         self.holders: list[SessionHolder] = []
         self.readers: list[Reader] = []
 

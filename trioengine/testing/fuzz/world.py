@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import trio
 
 from trioengine.actors.engine import Engine
 from trioengine.actors.observer import Observer
+from trioengine.actors.ports import Ports
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, ModelError, WorkerLost
 from trioengine.core.lifecycle import Power
@@ -28,6 +29,7 @@ from trioengine.testing.simulation import Simulation
 from trioengine.testing.toy_model import TOY_TILE, VOCAB_SIZE
 from trioengine.worker.scheduling.limits import Limits
 
+EngineFactory: TypeAlias = Callable[[EngineConfig, Ports], Engine]
 CONFIG = EngineConfig(
     model="toy",
     max_num_seqs=2,
@@ -60,6 +62,11 @@ IMAGE_LIMITS = replace(
 ROUNDS = 400  # of settling between two moments of the clock; more is a livelock
 
 
+def make_engine(config: EngineConfig, ports: Ports) -> Engine:
+    """The engine that a machine drives, unless it is given another factory."""
+    return Engine(config, ports=ports)
+
+
 class World(Machine):
     """No rules yet: how to run it, to rest and to the end, and what is looked at on the way."""
 
@@ -67,12 +74,12 @@ class World(Machine):
     limits = LIMITS
     horizon = 60.0  # seconds, past the longest timeout: what waits then, waits for ever
 
-    def __init__(self) -> None:
+    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
         super().__init__()
         self.loop = SimLoop()
         self.simulation = Simulation(limits=self.limits, thread_threshold=0)
         self.simulation.max_payloads = MAX_PAYLOADS
-        self.engine = Engine(self.config, ports=self.simulation.ports)
+        self.engine = make_engine(self.config, self.simulation.ports)
         self.engine_call = Call("engine", self.engine.run, (WorkerLost, ModelError))
         self.calls: list[Call] = []
         self.faults = InjectedFaults(poisoned=self.simulation.poisoned)
