@@ -249,7 +249,7 @@ def test_a_seed_gives_the_same_programs_whatever_else_is_loaded():
         ("no json", r"it is not JSON \(Expecting value.*\)"),
         (b"\xff", r"it is not JSON \('utf-8' codec.*\)"),
         ("[" * 100_000, r"it is not JSON \(.*recursion.*\)"),
-        ("5", "it is no JSON object"),
+        ("5", "it is not a JSON object"),
         ("{}", "it has no 'steps'"),
         (json.dumps({"steps": []}), "it has no 'machine'"),
         (json.dumps({"machine": 1, "steps": []}), "its machine must be a name"),

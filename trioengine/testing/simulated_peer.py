@@ -45,7 +45,7 @@ class SimulatedPeer(abc.ABC):
         self.was_reset = False
         self._inbox = self.stream.inbox
 
-    # ---- what a protocol says -------------------------------------------------------------------------------------
+    # ---- the protocol -----------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _arrive(self, data: bytes) -> None:
@@ -63,7 +63,7 @@ class SimulatedPeer(abc.ABC):
 
     @abc.abstractmethod
     def send_garbage(self) -> None:
-        """Send what the protocol does not know."""
+        """Send bytes that violate the protocol."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -71,7 +71,7 @@ class SimulatedPeer(abc.ABC):
 
     @abc.abstractmethod
     def check_at_rest(self) -> None:
-        """Nothing moves: raise AssertionError unless it was told what it must be told."""
+        """Nothing moves: raise AssertionError unless it has all answers that it must have."""
 
     # ---- how it leaves --------------------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ class SimulatedPeer(abc.ABC):
         return self.peer_state in _SENDING
 
     def hang_up(self) -> None:
-        """Close the connection without a goodbye; what is on its way to the server still arrives."""
+        """Close the connection without a goodbye; bytes on their way to the server still arrive."""
         self.half_close()
         if self.peer_state is PeerState.LISTENING:
             self._leave()
@@ -101,12 +101,12 @@ class SimulatedPeer(abc.ABC):
         self._leave()
 
     def refuse(self) -> None:
-        """Nobody has accepted its connection, and nobody will."""
+        """Reset a connection that was never accepted."""
         self.stream.closed = True
         self.reset()
 
     def vanish(self) -> None:
-        """As when a cable is pulled: neither side is told."""
+        """Vanish as when a cable is pulled: neither side gets a signal."""
         if self.peer_state is not PeerState.GONE:
             self.peer_state = PeerState.VANISHED
 
@@ -118,7 +118,7 @@ class SimulatedPeer(abc.ABC):
 
     @property
     def reads(self) -> bool:
-        """Whether it reads what comes."""
+        """Whether it reads arriving bytes."""
         return self.peer_state in _READING
 
     @property
@@ -162,7 +162,7 @@ class _ServerEnd(trio.abc.HalfCloseableStream):
         await WireEnd(self._peer.to_client, PORTION, self._broken).send_all(data)
 
     def send_now(self, data: Bytes) -> int:
-        """As a socket: what there is room for is taken at once, and nothing where it is broken."""
+        """Like a socket: take at once the bytes that fit, and none where it is broken; return how many."""
         wire = self._peer.to_client
         if self.is_over or self._broken() is not None:
             return 0
@@ -228,13 +228,13 @@ class SimulatedClient(SimulatedPeer):
         self.accepted = False
         self._on_event = on_event
         self._refused = False
-        self._head = b""  # of what the server answers to the handshake
+        self._head = b""  # of the server's answer to the handshake
         self._protocol = Connection(ConnectionType.CLIENT)  # after the handshake
         self._unsent: list[str] = []  # until the server has accepted the connection
         self._text = ""
         self.to_server.put(HANDSHAKE.format(target=target).encode())
 
-    # ---- what it says ---------------------------------------------------------------------------------------------
+    # ---- messages of the client -------------------------------------------------------------------------------------
 
     @property
     def can_send(self) -> bool:

@@ -1,7 +1,7 @@
 """A worker without a process: the real connection, the real scheduling and a toy model in a simulated process.
 
-Beside the faults of its process it has those of its work: `stall` and `give_up`. It is run in one of two ways: by its
-task `run`, in trio's time, so that under MockClock nothing waits; or by hand, with wires that move when told and
+Beside the faults of its process it has faults of its work: `stall` and `give_up`. It is run in one of two ways: by its
+task `run`, in trio's time, so that under MockClock nothing waits; or by hand, with wires that are moved by calls and
 `turn`, as the fuzzer does.
 """
 
@@ -75,9 +75,9 @@ class SimulatedWorker(SimulatedProcess):
         self.decoder = SimulatedDecoder(toy_decode, self._report)
         self.step_loop = StepLoop(self.runner, limits, trio.current_time, decoder=self.decoder)
         self.connection = Connection(Role.WORKER)
-        self.received: list[Message] = []  # everything the engine said, in order
-        self.blamed: RemoteProtocolError | None = None  # what the engine did that it must not do
-        self.fatal: Fatal | None = None  # said for an exception of the step loop, which is the worker's own bug
+        self.received: list[Message] = []  # all messages of the engine, in order
+        self.blamed: RemoteProtocolError | None = None  # a protocol violation by the engine
+        self.fatal: Fatal | None = None  # sent for an exception of the step loop, which is the worker's own bug
         self._limits = limits
         self._behaviour = behaviour
         self._queue: deque[Event] = deque()
@@ -89,7 +89,7 @@ class SimulatedWorker(SimulatedProcess):
     # ---- faults ---------------------------------------------------------------------------------------------------
 
     def stall(self, seconds: float = math.inf) -> None:
-        """Be in a step, or in the start, for so long or for ever; PING is answered. By hand, `recover` ends it."""
+        """Stay in a step, or in the start, for so long or without end; PING is answered. By hand, `recover` ends it."""
         if self.health is Health.WELL:
             self.health = Health.STALLED
             self._stalled_until = trio.current_time() + seconds
@@ -105,7 +105,7 @@ class SimulatedWorker(SimulatedProcess):
 
     @property
     def seconds_to_recover(self) -> float:
-        """Until a step that takes long ends, or a start; 0 where there is none, infinite for one that never ends."""
+        """Until a slow step or start ends; 0 without one, infinite for one that never ends."""
         is_stalled = self.health is Health.STALLED
         return max(self._stalled_until - trio.current_time(), 0.0) if is_stalled else 0.0
 
@@ -137,7 +137,7 @@ class SimulatedWorker(SimulatedProcess):
             self.decoder.decode()
 
     def turn(self) -> None:
-        """Handle the next message or event; run a step if there is none, or decode an image if there is no step."""
+        """Handle the next message or event; otherwise run a step; otherwise decode an image."""
         if not self.has_work:
             return
         if self._queue:

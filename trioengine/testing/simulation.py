@@ -42,16 +42,16 @@ class SealFailure(enum.Enum):
     """Where the system fails to seal bytes, and its errno."""
 
     CREATE = errno.EMFILE  # before anything is read
-    WRITE = errno.ENOMEM  # of what was read
+    WRITE = errno.ENOMEM  # after bytes were read
 
 
 class Simulation:
     """The outside world of one engine: its workers, one an incarnation, run in `nursery`, or are moved by hand.
 
-    `behaviours` are those of the incarnations in turn; the last one stays. `thread_passes` is how many scheduler
+    `behaviours` belong to the incarnations in turn; the last one stays. `thread_passes` is how many scheduler
     passes a call in a thread takes, where prompts longer than `thread_threshold` are prepared. The next
     `failing_starts` workers cannot be started; the next `stalled_starts` are, and never say READY. The next bytes that
-    are sealed fail as `failing_seals` says.
+    are sealed fail by the first of `failing_seals`.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Simulation:
     async def _spawn_worker(self) -> WorkerProcess:
         if self.failing_starts:
             self.failing_starts -= 1
-            raise WorkerLost("told not to start")
+            raise WorkerLost("made not to start")
         incarnation = len(self.workers)
         behaviour = self._behaviours[min(incarnation, len(self._behaviours) - 1)]
         worker = SimulatedWorker(
@@ -150,7 +150,7 @@ class Simulation:
 
     @property
     def memfds(self) -> list[SimulatedMemfd]:
-        """Those that the engine has open."""
+        """The sealed bytes that the engine has open."""
         return [memfd for memfd in self._memfds if memfd.is_open]
 
     @property

@@ -1,7 +1,7 @@
 """Programs that use the engine, as tasks: one holds a session, one reads an answer, one calls something once.
 
-They do what the machine tells them to, and remember what they saw. What they judge by themselves is what only they can
-see: that the deltas add up, that nothing comes after the end, that an error is one of those documented.
+They follow the machine's rules and record the chunks, outcomes and errors that they get. They check themselves what no
+one else can see: the deltas add up, nothing comes after the end, an error is one of the documented ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Style(enum.Enum):
     RESULT = "result"  # `await generation.result()`
     FIRST = "first"  # leaves after the first chunk
     NONE = "none"  # leaves at once
-    STALLED = "stalled"  # reads nothing until told to go on
+    STALLED = "stalled"  # reads nothing until `go_on` is set
     RAISES = "raises"  # its body raises after the first chunk
     TRIES = "tries"  # every other read is cancelled
 
@@ -47,7 +47,7 @@ class Oops(Exception):
 
 @dataclass
 class SessionHolder:
-    """A task that opens a session and holds it until it is told to leave."""
+    """A task that opens a session and holds it until `leave` is set."""
 
     engine: Engine
     wait: bool | None
@@ -212,7 +212,7 @@ class Reader:
 
     @property
     def causes(self) -> set[Cause]:
-        """By which its request may have been aborted, for what it and its holder did, and for its time."""
+        """The causes by which its request may have been aborted: its own actions, its holder's, and its timeout."""
         left_early = self.left and self.outcome_at_leaving is None
         causes = set()
         if self.aborted or left_early or self.scope.cancel_called or self.holder.gave_up:
@@ -230,9 +230,11 @@ def partial_of(error: TimedOut) -> Completion:
 
 def check_timed_out(error: TimedOut, generation: Generation | None) -> None:
     """It is raised of a request that its timeout has ended."""
-    assert generation is not None, "only what was asked for can time out"
+    assert generation is not None, "only a request can time out"
     assert generation.is_timed_out, f"{generation} ended otherwise, and got {error!r}"
-    assert partial_of(error) == generation.completion, f"{error.completion} is not what came: {generation.completion}"
+    assert partial_of(error) == generation.completion, (
+        f"{error.completion} is not the completion: {generation.completion}"
+    )
 
 
 Task = TypeVar("Task", SessionHolder, Reader)

@@ -54,7 +54,7 @@ _SHAPES = {
 
 @dataclass(frozen=True)
 class PictureFile:
-    """An encoded picture, of this size as its header says."""
+    """An encoded picture with this size in its header."""
 
     size: tuple[int, int]
     data: bytes
@@ -78,7 +78,7 @@ MEDIA = (
     *("wide", "wide two", "dot", "dot one", "dot dot"),
     *(UNREADABLE, f"one {UNREADABLE}", HUGE, DAMAGED, f"two {GARBAGE}{FILE}", f"one{FILE} two"),
 )
-FILES = tuple(  # what clients of a server send
+FILES = tuple(  # pictures that clients of a server send
     " ".join(f"{name}{FILE}" for name in media.split())
     for media in (
         *("one", "one", "two", "two one", "one one", "wide", "dot", "dot one"),
@@ -188,7 +188,7 @@ def check_dropped(error: EngineError, session: Session) -> None:
     if not isinstance(error, RequestRejected) or error.code != "image_dropped":
         return
     found = _IN_THE_HISTORY.fullmatch(error.param or "")
-    assert found, f"only what is kept is dropped: {error!r} of {error.param}"
+    assert found, f"only kept images are dropped: {error!r} of {error.param}"
     message, part = map(int, found.groups())
     payload = inside.payload(session.history[message]["content"][part]["image"])
     assert payload.is_dropped, f"{payload} is there, and {error!r}"
@@ -266,7 +266,7 @@ def prompt_ids(turns: tuple[Turn, ...]) -> tuple[int, ...]:
 def shortened(turns: tuple[Turn, ...], max_model_len: int, max_tokens: int) -> tuple[tuple[Turn, ...], int]:
     """The messages without the fewest oldest turns, so that there is room for the answer; and how many these are.
 
-    Without all but the newest turn, where there is no such number.
+    If that is not enough, all but the newest turn are left out.
     """
     first = next((index for index, (role, _) in enumerate(turns) if role != "system"), len(turns))
     starts = [index for index, (role, _) in enumerate(turns) if index == first or (index > first and role == "user")]
@@ -301,8 +301,8 @@ def check_answer(
     if completion.finish_reason is FinishReason.ABORT:
         assert completion.cause in causes, f"aborted by {completion.cause}, there were {causes or 'no causes'}"
         assert not ids or ids != expected.token_ids, f"the whole answer {text!r} came, and is an abort"
-        assert expected.token_ids[: len(ids)] == ids, f"{ids} is no part of the model's answer {expected.token_ids}"
-        assert expected.text.startswith(text), f"{text!r} is no part of the model's answer {expected.text!r}"
+        assert expected.token_ids[: len(ids)] == ids, f"{ids} is not part of the model's answer {expected.token_ids}"
+        assert expected.text.startswith(text), f"{text!r} is not part of the model's answer {expected.text!r}"
         return
     assert ids == expected.token_ids, f"the answer is {ids}, the model's is {expected.token_ids}"
     assert text == expected.text, f"the answer is {text!r}, the model's is {expected.text!r}"
@@ -322,7 +322,7 @@ class Answer:
 def check_mixed(
     ids: tuple[int, ...], prompt: tuple[int, ...], weights: Sequence[int], images: tuple[ToyImage, ...]
 ) -> None:
-    """Each token is that of the weights that there were then; they changed on the way, in this order."""
+    """Check that each token comes from the weights of its time; these changed on the way, in this order."""
     possible = {0}  # which of the weights the latest token may be of
     for at, token in enumerate(ids):
         history = (*prompt, *ids[:at])

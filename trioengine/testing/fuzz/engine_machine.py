@@ -29,7 +29,7 @@ HISTORIES: tuple[tuple[Turn, ...], ...] = (
 
 
 class EngineMachine(SessionsMachine):
-    """Rules are what the outside world can do; the arguments choose among what there is.
+    """Rules are actions of the outside world; their arguments choose among the objects that exist.
 
     Requests in flight fail with their worker; in the machines built on it, and for servers, they go on.
     """

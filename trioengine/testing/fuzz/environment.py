@@ -33,7 +33,7 @@ from trioengine.testing.simulated_worker import Health
 from trioengine.testing.simulation import SealFailure
 
 UNHARMFUL = 1.5  # seconds that no worker is killed for
-SLOW = 5.0  # seconds of a slow step, which harms nobody: longer than between two PINGs, shorter than the timeouts
+SLOW = 5.0  # seconds of a slow step, which harms no request: longer than between two PINGs, shorter than the timeouts
 WORKER_OUTAGES = ("hang", "stall", "slow step", "garbage", "nonsense", "close pipe", "fatal")
 HARMLESS = ("slow step",)  # of these
 MOST_APPS = 4  # at once
@@ -42,7 +42,7 @@ OUTAGES = ("abort all", "abort in flight", *WORKER_OUTAGES, *STARTS, "drain soon
 
 
 class Environment(World):
-    """An engine, and the rules that are nobody's will. Who uses it overrides `in_use`, `_check…` and `_let_go`."""
+    """An engine and the rules of its environment. Subclasses use it, and override `in_use`, `_check…` and `_let_go`."""
 
     def __init__(self, make_engine: EngineFactory = make_engine) -> None:
         super().__init__(make_engine)
@@ -52,26 +52,26 @@ class Environment(World):
 
     @property
     def in_use(self) -> bool:
-        """Whether anybody has asked for anything, so that an outage disturbs something."""
+        """Whether there are callers that an outage can disturb."""
         return bool(self.calls)
 
     def _check(self) -> None:
         """What must hold whenever nothing can run."""
         self._raise_crash()
-        assert self.faults.closing or not self.engine_call.over, "nobody closed the engine"
+        assert self.faults.closing or not self.engine_call.over, "the engine was not closed, and is over"
         check_books(self.engine)
         for call in self.calls:
             check_call(call, self.faults)
 
     def _let_go(self) -> None:
-        """The end: everybody gets what they wait for, and leaves."""
-        self._run_out(lambda: all(call.over for call in self.calls), "callers wait for ever")
+        """The end: every caller gets its answer, and leaves."""
+        self._run_out(lambda: all(call.over for call in self.calls), "callers wait forever")
 
     # ---- time, bytes, the worker's work ---------------------------------------------------------------------------
 
     @recorded(passes=st.integers(1, 4), order=st.integers(0, 80))
     def tick(self, passes: int, order: int) -> None:
-        """Scheduler passes; `order` says in base 3 who goes first in each."""
+        """Run scheduler passes; the digits of `order` in base 3 choose the task that goes first in each."""
         self.loop.tick((order // 3**index) % 3 for index in range(passes))
 
     @recorded(rounds=st.integers(1, 8))
@@ -107,12 +107,12 @@ class Environment(World):
         self.loop.clock.jump(seconds)
         self.loop.tick()
 
-    # ---- what happens to all of them ------------------------------------------------------------------------------
+    # ---- faults -----------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.in_use and self.worker is not None)
     @recorded(last_bytes=st.integers(0, 40))
     def kill_worker(self, last_bytes: int) -> None:
-        """Its last bytes still arrive; what is behind them is torn off."""
+        """Kill the worker: its last bytes still arrive, the rest is cut off."""
         self._harm()
         worker = self._worker()
         if worker.to_worker:
@@ -126,7 +126,7 @@ class Environment(World):
     @precondition(lambda self: self.in_use)
     @recorded(way=st.sampled_from(OUTAGES))
     def outage(self, way: str) -> None:
-        """The engine is told to stop everything, or its worker goes wrong."""
+        """Abort all requests, end the engine, or inject a fault into its worker."""
         self._suffer(way)
 
     def _suffer(self, way: str) -> None:
@@ -211,19 +211,19 @@ class Environment(World):
         self._call("drain", functools.partial(self._judged, drain, timeout), (), timeout)
 
     async def _judged(self, drain: Callable[[float | None], Awaitable[Any]], timeout: float | None) -> None:
-        """It says that everything ended by itself if it did so in time, and nobody else aborted anything."""
+        """Check the result of a drain: True only if nothing was aborted, False only if something was or it was late."""
         began, before = trio.current_time(), self.requests.num_shut_down
         if await drain(timeout):
             aborted = self.requests.num_shut_down - before
-            assert not aborted, f"drained, it said, and {aborted} requests were aborted"
+            assert not aborted, f"drain() is True, and {aborted} requests were aborted"
         else:
             is_late = timeout is not None and trio.current_time() >= began + timeout
-            assert is_late or self.requests.num_shut_down, "not drained, it said, and nothing was aborted"
+            assert is_late or self.requests.num_shut_down, "drain() is False, and nothing was aborted"
 
     async def _drain(self, timeout: float | None) -> bool:
         finished = await self.engine.drain(timeout)
         if finished:
-            assert not inside.num_in_flight(self.engine), "it said that it was drained"
+            assert not inside.num_in_flight(self.engine), "drain() is True, and requests are in flight"
         else:
             check_stopped(self.engine, {inside.request_of(session) for session in inside.sessions(self.engine)})
         return finished
@@ -247,13 +247,13 @@ class PicturesEnvironment(Environment):
 
     @recorded(initialize, shows=st.booleans())
     def choose(self, shows: bool) -> None:
-        """Half of the programs have no pictures, so that what they do besides is not done less often."""
+        """Half of the programs have no pictures, so that the other rules run as often as before."""
         self.shows = shows
         if shows:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Prepare bounds other than those of payloads: there will be pictures."""
+        """Raise bounds that pictures would exceed, other than the payload budget."""
 
     @precondition(lambda self: self.worker is not None and self.worker.has_images)
     @recorded(what=st.sampled_from(("receive", "decode")))
@@ -290,7 +290,7 @@ class PicturesEnvironment(Environment):
 
     @property
     def is_well(self) -> bool:
-        """Whether the worker is, and takes what it is sent, so that whatever is asked of it is done at rest."""
+        """Whether the worker is healthy and reads its input, so that every request is done at rest."""
         worker = self.worker
         is_well = worker is not None and worker.health is Health.WELL and not worker.payloads.is_broken
         return is_well and inside.has_worker(self.engine)

@@ -48,7 +48,7 @@ class Operation(NamedTuple):
 
 @dataclass
 class _Exchange:
-    """A request, and what came of its response."""
+    """A request, and its response so far."""
 
     content: Content  # of the only message
     max_tokens: int
@@ -92,7 +92,7 @@ class HttpClient(SimulatedPeer):
         self._faults = faults
         self._exchanges: deque[_Exchange] = deque()  # whose responses have not come whole
         self._unasked = b""
-        self._spoilt = False  # it has sent what is no request
+        self._spoilt = False  # it has sent bytes that are not a request
 
     def ask(self, content: Content, max_tokens: int, streams: bool) -> None:
         """A request, whatever is in progress."""
@@ -114,7 +114,7 @@ class HttpClient(SimulatedPeer):
         self.to_server.put(exchange.to_bytes(self._model))
 
     def send_garbage(self) -> None:
-        """Send what is no request."""
+        """Send bytes that are not a request."""
         self._spoilt = True
         self.to_server.put(b"\xff" * 8 + b"\r\n\r\n")
 
@@ -124,7 +124,7 @@ class HttpClient(SimulatedPeer):
 
     @property
     def is_heard(self) -> bool:
-        """Whether it is well, and its server, too."""
+        """Whether it reads, and the server has not closed the connection."""
         return self.peer_state is PeerState.WELL and not self.stream.is_over
 
     @property
@@ -137,14 +137,14 @@ class HttpClient(SimulatedPeer):
     def check_at_rest(self) -> None:
         """What waits for the worker may wait."""
 
-    # ---- what it is told ------------------------------------------------------------------------------------------
+    # ---- responses --------------------------------------------------------------------------------------------------
 
     def _arrive(self, data: bytes) -> None:
         while data and self._exchanges:
             data = self._take(self._exchanges[0], data)
         self._unasked += data
         is_refusal = self.num_answers == 0 and self._unasked[: len(REFUSAL)] == REFUSAL[: len(self._unasked)]
-        assert not self._unasked or self._spoilt or is_refusal, f"nobody asked for {self._unasked[:200]!r}"
+        assert not self._unasked or self._spoilt or is_refusal, f"bytes without a request: {self._unasked[:200]!r}"
 
     def _take(self, exchange: _Exchange, data: bytes) -> bytes:
         """Take the bytes into a response; those behind its end."""
@@ -235,7 +235,7 @@ class HttpClient(SimulatedPeer):
 
     def _judge_part(self, exchange: _Exchange, text: str) -> None:
         expected = self._expected(exchange)
-        assert expected.text.startswith(text), f"{text!r} is no part of the model's answer {expected.text!r}"
+        assert expected.text.startswith(text), f"{text!r} is not part of the model's answer {expected.text!r}"
 
     def _expected(self, exchange: _Exchange) -> Any:
         token_ids, images = exchange.prompt
@@ -254,7 +254,7 @@ TOKENS = st.sampled_from((1, 3, 20))
 
 
 class HttpMachine(ServedEnvironment[HttpClient]):
-    """Rules are what clients, and who runs the server, can do."""
+    """Rules are actions of clients and of the operator of the server."""
 
     horizon = 800.0  # past the timeout of an idle connection
     max_buffered_bytes = 280  # one or two bodies
@@ -321,7 +321,7 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         if rounds:
             self._flow(rounds)
 
-    # ---- what the environment asks --------------------------------------------------------------------------------
+    # ---- overrides --------------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
         self._join(HttpClient(self.server.model_name, LIMITS.max_model_len, self.faults))

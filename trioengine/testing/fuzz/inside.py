@@ -1,8 +1,8 @@
 """The one room from which the fuzzer looks into the engine: only this module knows its parts and private attributes.
 
 The engine's part: functions that read state which the public API does not show. The second part, `Taps`, turns calls of
-private methods into the methods of `PayloadEvents`, for as long as a machine runs; what the engine reports by itself is
-in `actors.observer`.
+private methods into the methods of `PayloadEvents`, for as long as a machine runs; the engine's own events are in
+`actors.observer`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def num_changes_pending(engine: Engine) -> int:
 
 
 def num_retired(engine: Engine) -> int:
-    """Workers that were told to exit so that a fresh one takes their place."""
+    """Workers that were retired so that a fresh one takes their place."""
     return engine._supervisor.retired
 
 
@@ -102,7 +102,7 @@ def worker_connection(engine: Engine) -> Connection | None:
 
 
 def mint_id(engine: Engine) -> int:
-    """A new id, greater than that of every request so far."""
+    """Mint an id, greater than the ids of all requests so far."""
     return engine.gate.mint()
 
 
@@ -153,7 +153,7 @@ def end_cause(session: Session) -> Cause | None:
 
 
 def is_attached(session: Session) -> bool:
-    """Whether the worker holds the session, which it may have been told to end."""
+    """Whether the worker holds the session, also while END_SESSION is on its way."""
     return session.attached
 
 
@@ -297,7 +297,7 @@ class PayloadEvents:
         """Room was taken without waiting."""
 
     def newcomer_refused(self, num_bytes: int, count: int, error: EngineOverloaded) -> None:
-        """There is no room without waiting."""
+        """Room is refused without waiting."""
 
     def sealing_failed(self, error: EngineOverloaded) -> None:
         """The system has no memory for an image."""
@@ -335,7 +335,7 @@ class PayloadEvents:
 
 @contextmanager
 def tapped(events: PayloadEvents) -> Iterator[None]:
-    """Within, report what happens to payloads."""
+    """Within, report events of payloads."""
     taps = (
         (RequestImages, "__init__", _after(events.images_created)),
         (RequestImages, "_reserve", lambda reserve: _reserve(events, reserve)),

@@ -26,7 +26,7 @@ from trioengine.serve.server import Server
 from trioengine.testing.fuzz import inside
 from trioengine.text.placed_image import image_parts
 
-BETWEEN = 1024  # characters that what a client asked for may take, between a look for room and a text
+BETWEEN = 1024  # characters of other events, at most, between a check for room and a text
 
 # ---- the server -----------------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class ServerEvents:
         """A connection is closed because a newcomer needs its slot."""
 
     def bytes_refused(self) -> None:
-        """There is no room for bytes of a client."""
+        """Bytes of a client exceed the budget."""
 
     def aborted_by_id(self, generations: list[Generation], due: int, aborted: int) -> None:
         """An operator has aborted these; `due` of them had no outcome and were not aborted, `aborted` is the answer."""
@@ -123,7 +123,7 @@ class ServerEvents:
         """The server has handled a response.cancel for this response."""
 
     def message_dropped(self) -> None:
-        """A message of a client is not kept, as there is no room for it."""
+        """A message of a client is dropped, because it exceeds the budget."""
 
     def event_put(self, size: int) -> None:
         """An event is about to be put into an outbox with so many characters."""
@@ -134,7 +134,7 @@ class ServerEvents:
 
 @contextmanager
 def tapped(events: ServerEvents, *, room: int, at_once: int) -> Iterator[None]:
-    """Within, report what happens in servers; outboxes have room for so many characters, and send so many at once."""
+    """Within, report events of servers; outboxes have room for so many characters, and send so many at once."""
     taps: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
         (Place, "displace", inside.before(lambda _: events.connection_displaced())),
         (ByteBudget, "check_room", lambda check: _check_room(events, check)),

@@ -74,13 +74,13 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        # hypothesis' own name, and private: tests/testing/test_swarm.py says so if it changes
+        # hypothesis' own name, and private: tests/testing/test_swarm.py fails if it changes
         self._rules_strategy = RuleSwarm(self)
         self.program = Program(type(self).__name__)
         self.coverage = Coverage()
         self._taps = ExitStack()  # contexts that are left in the end
         self.finding: Finding | None = None
-        self.on_end: Callable[[Machine], None] | None = None  # told of the machine, whatever its end was
+        self.on_end: Callable[[Machine], None] | None = None  # called with the machine after every end
         self._interrupted = False
 
     # ---- for machines ---------------------------------------------------------------------------------------------

@@ -50,10 +50,10 @@ class InjectedFaults:
     workers: bool = False  # one was harmed, or could not be started
     closing: bool = False  # nothing more is admitted
     causes: set[Cause] = field(default_factory=set)  # by which others than its reader may have aborted a request
-    requests: set[int] = field(default_factory=set)  # that the worker was told to fail
+    requests: set[int] = field(default_factory=set)  # that the worker is to fail
     operators: bool = False  # one has ended a request
-    wakes: bool = False  # a worker was told to fail one
-    sleeps_abort: bool = False  # a sleep or an update may abort what has begun
+    wakes: bool = False  # a worker is to fail one
+    sleeps_abort: bool = False  # a sleep or an update may abort requests that have begun
     poisoned: Mapping[int, int] = field(default_factory=dict)  # requests, and how many tokens they get
     dropped: AbstractSet[bytes] = frozenset()  # images that made room for others
     deaths: int = 0  # of workers
@@ -78,7 +78,7 @@ class InjectedFaults:
 
 
 def check_books(engine: Engine) -> None:
-    """At rest: the counters balance and agree with the sessions, and nobody waits for a slot that is free."""
+    """At rest: the counters balance and agree with the sessions, and no caller waits for a free slot."""
     inside.check_books(engine)
     crashed = [session for session in inside.sessions(engine) if inside.end_cause(session) is Cause.ERROR]
     assert not crashed, f"a bug of the engine's ended {crashed}"
@@ -93,7 +93,7 @@ def check_limits(engine: Engine) -> None:
 
 
 def check_decided(engine: Engine) -> None:
-    """No task can run: the worker was told to stop what has its outcome, or is past its deadline."""
+    """No task can run: requests with an outcome, or past their deadline, were stopped on the worker."""
     for session in inside.sessions(engine):
         generation = inside.request_of(session)
         if generation is not None and inside.is_going(generation):
@@ -110,7 +110,7 @@ def check_stopped(engine: Engine, generations: AbstractSet[Generation | None]) -
 
 
 def check_line(engine: Engine) -> None:
-    """Right after all in the lines were aborted: nobody waits."""
+    """Right after all in the lines were aborted: the lines are empty."""
     waiting = inside.num_waiting(engine)
     assert not waiting, f"all were aborted, and {waiting} wait in line"
 
@@ -127,7 +127,7 @@ def num_going(engine: Engine, *, with_waiting: bool) -> int:
 def check_reader(reader: Reader, max_model_len: int, faults: InjectedFaults) -> None:
     """A request that is over: one outcome, and the text that the model gives for its history, as far as it goes.
 
-    An error has its reason in what was done to the engine.
+    An error has its reason in the injected faults.
     """
     generation = reader.generation
     if generation is None or not reader.entered:
@@ -145,7 +145,7 @@ def check_reader(reader: Reader, max_model_len: int, faults: InjectedFaults) -> 
         too_long = len(prompt) >= max_model_len
         match outcome.error:
             case WorkerLost():
-                assert faults.workers, f"nobody harmed a worker, and {outcome.error!r}"
+                assert faults.workers, f"no worker was harmed, and {outcome.error!r}"
                 _check_lost(reader, generation, faults)
             case RequestRejected() as error:
                 assert too_long or check_failed_image(error, generation, turns), f"nothing was wrong, and {expected}"
@@ -153,7 +153,7 @@ def check_reader(reader: Reader, max_model_len: int, faults: InjectedFaults) -> 
                 assert generation.request_id in faults.requests, f"nothing was wrong, and {expected}"
             case error:
                 assert isinstance(error, EngineClosed), f"a request ends with {expected}"
-                assert faults.closing, f"nobody closed the engine, and {expected}"
+                assert faults.closing, f"the engine was not closed, and {expected}"
         return
     causes = faults.causes | reader.causes
     check_answer(generation.completion, prompt, reader.params, max_model_len, causes, faults.paths, images)
@@ -161,7 +161,7 @@ def check_reader(reader: Reader, max_model_len: int, faults: InjectedFaults) -> 
         found_turns = generation.completion.dropped_turns
         assert found_turns == dropped_turns, f"{found_turns} turns are dropped, {dropped_turns} are too many"
     if outcome.cause is Cause.SLEEP and generation.num_tokens:
-        assert faults.sleeps_abort, f"nobody aborts for a sleep, and it has begun: {generation}"
+        assert faults.sleeps_abort, f"no sleep aborts requests, and it has begun: {generation}"
 
 
 def _check_lost(reader: Reader, generation: Generation, faults: InjectedFaults) -> None:
@@ -177,7 +177,7 @@ def _check_refusal(reader: Reader, max_model_len: int, faults: InjectedFaults) -
     error, others = reader.error, [other for other in reader.holder.readers if other is not reader]
     match error:
         case None if reader.prompt != UNPREPARED:
-            assert reader.scope.cancel_called, f"it did not enter, and nobody says why: {reader.generation}"
+            assert reader.scope.cancel_called, f"it was not entered, and there is no error: {reader.generation}"
         case RequestRejected(code="empty_prompt"):
             assert not (reader.prompt or reader.media), f"{reader.prompt!r} is not empty, and {error!r}"
         case RequestRejected():
@@ -188,27 +188,27 @@ def _check_refusal(reader: Reader, max_model_len: int, faults: InjectedFaults) -
                 return  # the one is judged where it was raised
             assert length >= max_model_len, f"the prompt has {length} tokens, and {error!r}"
         case SessionBusy():
-            assert others, f"nobody else uses the session, and {error!r}"
+            assert others, f"the session has no other request, and {error!r}"
         case SessionEnded():
-            assert reader.holder.gave_up, f"nobody ended the session, and {error!r}"
+            assert reader.holder.gave_up, f"the session was not ended, and {error!r}"
         case EngineClosed():
-            assert faults.closing or faults.workers, f"nobody closed the engine, and {error!r}"
+            assert faults.closing or faults.workers, f"the engine was not closed, and {error!r}"
         case WorkerLost():
-            assert faults.workers, f"nobody harmed a worker, and {error!r}"
+            assert faults.workers, f"no worker was harmed, and {error!r}"
         case None | TimedOut():  # judged where it was raised
             pass
-        case _:  # judged where it was told
+        case _:  # judged where it was raised
             assert isinstance(error, EngineOverloaded | EngineAsleep), f"refused by {error!r}"
 
 
 def check_call(call: Call, faults: InjectedFaults) -> None:
-    """What a call was told has its reason in what was done to the engine; of refusals that is judged elsewhere."""
+    """The error of a call has its reason in the injected faults; refusals are judged elsewhere."""
     match call.error:
         case EngineClosed():
-            assert faults.closing or faults.workers, f"nobody closed the engine, and {call.name}: {call.error!r}"
+            assert faults.closing or faults.workers, f"the engine was not closed, and {call.name}: {call.error!r}"
         case WorkerLost():
             ended = faults.workers or faults.retired or faults.closing  # its last frames have a moment to arrive
-            assert ended, f"nobody harmed a worker, and {call.name}: {call.error!r}"
+            assert ended, f"no worker was harmed, and {call.name}: {call.error!r}"
 
 
 def check_deadline(reader: Reader) -> None:
@@ -222,25 +222,25 @@ def check_deadline(reader: Reader) -> None:
 
 
 def check_aborted(reader: Reader) -> None:
-    """Right after an abort: the worker is told, or there was nothing to tell it."""
+    """Right after an abort: the request does not go on."""
     session, generation = reader.holder.session, reader.generation
-    assert session is not None and generation is not None, "only what was entered is aborted"
+    assert session is not None and generation is not None, "only entered requests are aborted"
     assert not inside.is_going(generation), f"it was aborted, and goes on: {session}"
 
 
 def check_holder(holder: SessionHolder, faults: InjectedFaults) -> None:
-    """A session whose scope was left has ended; its history is what its requests committed, in their order."""
+    """A session whose scope was left has ended; its history has the turns of its requests, in their order."""
     session = holder.session
     if session is None:
         if isinstance(holder.error, SessionEnded):
-            assert Cause(holder.error.cause) in faults.causes, f"nobody ended it in the line, and {holder.error!r}"
+            assert Cause(holder.error.cause) in faults.causes, f"it was not ended in the line, and {holder.error!r}"
         return
     assert not holder.left or inside.end_cause(session) is not None, f"{session} was left and has not ended"
     match inside.end_cause(session):
         case Cause.CLIENT:
-            assert holder.gave_up, f"nobody ended {session}, and it has ended"
+            assert holder.gave_up, f"{session} has ended, and was not ended"
         case Cause.SHUTDOWN:
-            assert faults.closing, f"nobody closed the engine, and {session} was ended by it"
+            assert faults.closing, f"the engine was not closed, and {session} was ended by it"
         case cause:
             assert cause is None, f"{session} was ended by {cause}"
     if inside.request_of(session) is not None or any(not reader.over for reader in holder.readers):
@@ -257,7 +257,7 @@ def check_shutdown(worker: SimulatedWorker) -> None:
 
 
 def check_worker(engine: Engine, worker: SimulatedWorker, sessions: Sequence[Session]) -> None:
-    """At rest with a healthy worker: both sides know the same sessions, and nothing is held that nobody uses."""
+    """At rest with a healthy worker: both sides have the same sessions, and nothing is held that is not used."""
     attached = {session.id for session in sessions if inside.is_attached(session)}
     there = set(worker.step_loop.sessions)
     left = [each for each in sessions if inside.is_attached(each) and inside.end_cause(each) is not None]
@@ -267,7 +267,7 @@ def check_worker(engine: Engine, worker: SimulatedWorker, sessions: Sequence[Ses
     statistics = worker.step_loop.statistics()
     assert statistics.num_running == statistics.num_waiting == 0, f"the worker still runs something: {statistics}"
     free, total = statistics.kv_blocks_free + statistics.kv_blocks_cached, worker.step_loop.limits.kv_blocks_total
-    assert free == total, f"{total - free} KV blocks are held by nobody"
+    assert free == total, f"{total - free} KV blocks have no holder"
     in_flight = inside.num_in_flight(engine)
     suspended = inside.num_suspended(engine) if engine.power.asleep else 0
     waits = f", but for {suspended} that wait for a wake" if suspended else ""

@@ -197,7 +197,7 @@ class PayloadWatch(inside.PayloadEvents):
     def link_lost(self, link: Link) -> None:
         self._sent.lose_link(link)
 
-    # ---- what must hold -------------------------------------------------------------------------------------------
+    # ---- invariants -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """After every rule: each open descriptor, pin and hold has an owner, and each owner has its own."""
@@ -250,7 +250,7 @@ class PayloadWatch(inside.PayloadEvents):
             )
 
     def check_at_rest(self) -> None:
-        """Nothing moves, and the worker is well: it has consumed all payloads but those of suspended requests."""
+        """Nothing moves, and the worker is well: it has consumed all payloads except for suspended requests."""
         budget = inside.budget(self._engine)
         suspended = {each for session in inside.sessions(self._engine) for each in inside.held_by_suspended(session)}
         in_flight = budget.bytes_in_flight - sum(payload.num_bytes for payload in suspended)

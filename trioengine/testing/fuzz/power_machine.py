@@ -32,7 +32,7 @@ UNFIT = ("other", "misshapen")  # paths at which no weights of the model lie
 
 @dataclass
 class Change:
-    """One that was asked for; `made` is the engine's own record of it, which says when it is done."""
+    """A sleep, wake or update that was requested; `made` is the engine's own record of it."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -50,7 +50,7 @@ class Change:
 
 
 class Changes(Observer):
-    """Those of one engine, and the model: what sleeps, at which level, and which weights there are."""
+    """All changes of one engine, and a model of its state: sleeping tags, level of the sleep, and weights."""
 
     def __init__(self) -> None:
         self.requested: list[Change] = []
@@ -148,7 +148,7 @@ ATTEMPTS = 6  # to wake in the end: a worker may be lost on the way
 
 
 class PowerMachine(EngineMachine):
-    """The rules of EngineMachine, and those of who runs the engine."""
+    """The rules of EngineMachine, and of the operator of the engine."""
 
     config = CONFIG
 
@@ -156,14 +156,14 @@ class PowerMachine(EngineMachine):
         super().__init__(make_engine)
         self.changes = Changes()
         self.engine.observers += [self.changes, _Admissions(self)]
-        self._ends_line = False  # the change that is requested in this step ends what waits in line
+        self._ends_line = False  # the change that is requested in this step empties the lines
         self.faults.paths = self.changes.paths
 
     # ---- who runs the engine --------------------------------------------------------------------------------------
 
     @recorded(level=st.sampled_from((1, 2)), mode=SLEEP_MODES, turns=st.sampled_from((0, 0, 1, 8, 20)))
     def sleep(self, level: Literal[1, 2], mode: str, turns: int) -> None:
-        """What the worker says in its last turns is on its way then."""
+        """Sleep after some turns of the worker, whose messages are on their way then."""
         for _ in range(turns):
             self.loop.settle()
             if self.worker is not None:
@@ -206,12 +206,12 @@ class PowerMachine(EngineMachine):
             self.faults.workers = True
             self.simulation.poisoned[generation.request_id] = num_tokens
 
-    # ---- what the environment asks --------------------------------------------------------------------------------
+    # ---- overrides --------------------------------------------------------------------------------------------------
 
     def _excuse_aborts(self, mode: str) -> float | None:
         """What is being prepared is aborted in every mode. Returns the timeout."""
         self.faults.causes.add(Cause.SLEEP)
-        if self.faults.closing:  # a drain that comes upon a change ends what is suspended
+        if self.faults.closing:  # a drain during a change aborts suspended requests
             self.faults.causes.add(Cause.SHUTDOWN)
         if mode != "keep":
             self.faults.sleeps_abort = True
@@ -231,7 +231,7 @@ class PowerMachine(EngineMachine):
             self.changes.forget_expected()
 
     def _begin_drain(self, drain: Callable[[float | None], Awaitable[Any]], timeout: float | None) -> None:
-        """It ends what is suspended, but for what waits for another worker alone."""
+        """A drain during a change aborts suspended requests."""
         self._learn()
         changes = self.changes
         if changes.asleep or changes.running or any(call.name in CHANGES for call in self.running_calls):

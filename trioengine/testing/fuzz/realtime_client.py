@@ -41,7 +41,7 @@ class Asked:
 
 
 class FollowedResponse:
-    """From response.created to response.done. Raises AssertionError for what must not be."""
+    """A response from response.created to response.done. Raises AssertionError for events that are wrong."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class FollowedResponse:
         self.id = id
         self.event_id = event_id
         self.asked = asked
-        self.error: dict[str, Any] = {"code": None}  # what an error event said of it
+        self.error: dict[str, Any] = {"code": None}  # of an error event about it
         self._contents = contents  # of the items that it goes on from, by their ids
         self._turns, self._dropped_turns = turns, 0
         if is_truncated:
@@ -76,7 +76,7 @@ class FollowedResponse:
         assert text == self._text, f"the deltas give {self._text!r}, and then {text!r}"
 
     def end(self, response: dict[str, Any]) -> None:
-        """response.done: the answer is the model's, or what there is of it has its reason."""
+        """Check response.done: the answer is the model's, or a part of it for a reason."""
         text = "".join(part["text"] for item in response["output"] for part in item["content"])
         self.check_text(text)
         length = min(self._room, self.asked.max_tokens)
@@ -90,7 +90,7 @@ class FollowedResponse:
             assert dropped == (self._dropped_turns, self._num_dropped), f"dropped are {dropped} turns and items"
         self._check_status(response, text, expected)
         assert expected is None or expected.text.startswith(text), (
-            f"{text!r} is no part of the model's answer {expected.text!r}"
+            f"{text!r} is not part of the model's answer {expected.text!r}"
         )
 
     def _check_status(self, response: dict[str, Any], text: str, expected: Answer | None) -> None:
@@ -101,7 +101,7 @@ class FollowedResponse:
                 is_excused = expected is None or self._faults.excuse(code)
                 assert is_excused or self._is_failed_by_an_image(code), f"nothing may fail by {self.error}"
             case "cancelled":
-                assert self.asked.may_be_cancelled, "nobody has cancelled it"
+                assert self.asked.may_be_cancelled, "it was not cancelled"
             case "completed" | "incomplete" as status:
                 finish_reason = FinishReason.STOP if status == "completed" else FinishReason.LENGTH
                 assert expected is not None, "there was no room for an answer"
@@ -131,12 +131,12 @@ class RealtimeClient(SimulatedClient):
         self.instructions = ""
         self.truncation = "auto"
         self.num_events = 0
-        self.engine_state = AWAKE  # as it was told
+        self.engine_state = AWAKE  # by the last engine.state event
         self.responses: dict[str, FollowedResponse] = {}  # the active ones
         self._max_model_len = max_model_len
         self._faults = faults
         self._ids = itertools.count(1)
-        self._owed: dict[str, str] = {}  # what it sent and was not answered yet: event id -> type
+        self._owed: dict[str, str] = {}  # events without an answer yet: event id -> type
         self._asked: dict[str, Asked] = {}  # of these, the responses
         self._said: dict[str, Content] = {}  # and the contents of the items
         self._is_dropped = False  # one of its messages
@@ -149,7 +149,7 @@ class RealtimeClient(SimulatedClient):
                 return id
         return None
 
-    # ---- what it asks ---------------------------------------------------------------------------------------------
+    # ---- events of the client ---------------------------------------------------------------------------------------
 
     def ask(self, name: str, *, size: int = 0, **fields: Any) -> str:
         """Send an event of at least so many bytes, which is answered; returns its id."""
@@ -177,7 +177,7 @@ class RealtimeClient(SimulatedClient):
         self._asked[self.ask("response.create", response=response)] = asked
 
     def truncate(self, text_end: int) -> bool:
-        """The last answer that it knows of; False if there is none."""
+        """Truncate the last answer; False if there has not been one."""
         answers = [id for id in self.order if self.items[id][0] == "assistant"]
         place: dict[str, Any] = {"item_id": answers[-1] if answers else "none", "content_index": 0}
         self.ask("conversation.item.truncate", **place, text_end=text_end)
@@ -191,7 +191,7 @@ class RealtimeClient(SimulatedClient):
         self.send(json.dumps({"type": "response.cancel"}))
 
     def cancel_beside(self) -> bool:
-        """One of those that it knows of; False if there is none."""
+        """Cancel one of them; False if none is active."""
         response = next((response for response in self.responses.values() if response.asked.is_beside), None)
         if response is not None:
             response.asked.may_be_cancelled = True
@@ -203,7 +203,7 @@ class RealtimeClient(SimulatedClient):
     def is_active(self) -> bool:
         return self.response is not None
 
-    # ---- what it is told ------------------------------------------------------------------------------------------
+    # ---- responses --------------------------------------------------------------------------------------------------
 
     def check_at_rest(self) -> None:
         """Everything is answered; a response may be in progress."""
@@ -276,7 +276,7 @@ class RealtimeClient(SimulatedClient):
                 response.error = error
 
     def _check_refused(self, code: str, contents: list[Content]) -> None:
-        """An event with pictures is refused where one of them is bad, or where there is no room for them."""
+        """An event with pictures is refused where one of them is bad, or where they exceed the budget."""
         if any(pictures_of(content) for content in contents) and code not in _REFUSALS:
             is_bad = any(is_refused(code, content) for content in contents)
             assert is_bad or self._faults.excuse(code), f"{contents} is refused by {code}"

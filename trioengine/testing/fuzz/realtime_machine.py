@@ -32,7 +32,7 @@ LONG = 10_500  # bytes of a message that is dropped where there are items
 
 
 class RealtimeMachine(ServedEnvironment[RealtimeClient]):
-    """Rules are what clients, and who runs the server, can do."""
+    """Rules are actions of clients and of the operator of the server."""
 
     max_buffered_bytes = 12_000  # some items, and the events about one more
     max_buffered_bytes_with_pictures = 24_000
@@ -148,7 +148,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
                 call = functools.partial(self.engine.sleep, mode=mode)
         self._call("switch", call, (TransitionFailed,))
 
-    # ---- what the environment asks --------------------------------------------------------------------------------
+    # ---- overrides --------------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
         self._join(RealtimeClient(LIMITS.max_model_len, self.faults))
@@ -158,7 +158,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
         self._check_kept()
 
     def _check_kept(self) -> None:
-        """After every rule: the kept images are those of conversations, and of responses that are not over.
+        """After every rule: images are kept for conversations, and for responses that are not over, and no others.
 
         A connection that is about to end may have released its responses' images.
         """

@@ -20,13 +20,13 @@ from trioengine.testing.fuzz import inside
 
 FOR_A_SESSION = ("sessions", "loading")  # codes
 FOR_A_REQUEST = ("queue", "loading", "restarting", "draining")
-FOR_AN_AUDIT = tuple(power.value for power in Power)  # where there is no worker
+FOR_AN_AUDIT = tuple(power.value for power in Power)  # without a worker
 
 
 def check_overloaded(error: EngineOverloaded, engine: Engine, codes: tuple[str, ...]) -> None:
-    """There is no slot, or no worker, of the kind that it names; its code is one of these."""
+    """The error is true: slots of its kind are taken, or the worker is missing; its code is one of these."""
     config, power = engine.config, inside.power(engine)
-    assert error.code in codes, f"refused for {error.code}, which is no reason here"
+    assert error.code in codes, f"refused for {error.code}, which is not a reason here"
     match error.code:
         case "sessions":
             taken, slots = inside.num_sessions(engine), config.max_sessions
@@ -54,7 +54,7 @@ def check_refused(
             return  # judged where there was no room (PayloadWatch)
         assert not inside.waits_for(error, wait), f"it was to wait, and got {error!r}"
         if wait is None and isinstance(error, EngineOverloaded):
-            assert error.code in codes, f"refused for {error.code}, which is no reason here"
+            assert error.code in codes, f"refused for {error.code}, which is not a reason here"
         elif isinstance(error, EngineOverloaded):
             check_overloaded(error, engine, codes)
         elif wait is not None:
@@ -151,7 +151,7 @@ class AdmissionLog(Observer):
         self._is_serving = False
         own = self._arrivals[task]
         if is_admitted and any(self._arrivals[other] < own for other in inside.waiting_in(line)):
-            self._complain("somebody in a line was overtaken")
+            self._complain("a caller in a line was overtaken")
 
     def slot_taken(self, slot: Slot, id: int) -> None:
         """Complain if a newcomer overtakes those in line."""

@@ -69,7 +69,7 @@ def _run(make: Callable[[], Machine], program: Program) -> Failed | None:
 
 
 BATCH = 50  # programs between two looks at the clock
-COLLECT_AFTER = 20_000  # objects: those of a dozen programs
+COLLECT_AFTER = 20_000  # objects: the garbage of a dozen programs
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Fuzzer:
                 deadline=None,
                 database=None,
                 backend=BACKEND,
-                derandomize=False,  # in CI, too: our seed counts
+                derandomize=False,  # also in CI: our seed counts
                 report_multiple_bugs=False,
                 print_blob=False,
                 phases=self._phases,

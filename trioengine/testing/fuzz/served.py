@@ -1,4 +1,4 @@
-"""A server and its clients: what the machines have in common that use the engine over the network."""
+"""A server and its clients: base class of the machines that use the engine over the network."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class ServerWatch(inside_server.ServerEvents):
 
 
 class ServedEnvironment(PicturesEnvironment, Generic[Client]):
-    """The clients' ways to leave, and what happens to the server."""
+    """The ways in which clients leave, and faults of the server."""
 
     max_buffered_bytes: ClassVar[int]  # so few that clients are sometimes refused for want of room
     max_buffered_bytes_with_pictures: ClassVar[int]
@@ -152,7 +152,7 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
     @precondition(lambda self: self.in_use)
     @recorded(way=st.sampled_from(OUTAGES))
     def outage(self, way: str) -> None:
-        """The server is told to end, or everything to stop, or the worker goes wrong."""
+        """Drain or abort the server, abort all requests, or inject a fault into the worker."""
         match way:
             case "abort":
                 self._excuse_shutdown()
@@ -162,7 +162,7 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
             case _:
                 self._suffer(way)
 
-    # ---- what the environment asks --------------------------------------------------------------------------------
+    # ---- overrides --------------------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
         inside_server.set_max_buffered_bytes(self.server, self.max_buffered_bytes_with_pictures)
@@ -222,7 +222,7 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
                 client.check_at_rest()
 
     def _wake_up(self) -> None:
-        """Asleep, nothing is said to a client that has vanished, by which it could be noticed."""
+        """Wake the engine: asleep it sends nothing, so that it cannot detect a client that has vanished."""
         for _ in range(ATTEMPTS):
             self._run_out(lambda: not inside.num_changes_pending(self.engine), "a sleep is never done")
             if not self.engine.power.asleep or self.faults.closing:

@@ -59,7 +59,7 @@ REFUSALS = (EngineOverloaded, EngineAsleep, EngineClosed, WorkerLost)
 
 
 class CallsMachine(PicturesEnvironment):
-    """The rules of calls that nobody reads from: each is a task, and its answer or error is judged where it ends."""
+    """The rules of one-shot calls: each is a task, and its answer or error is judged where it ends."""
 
     @precondition(lambda self: not self.running_calls)
     @recorded(callers=st.integers(2, 6), first=st.integers(0, 2))
@@ -121,8 +121,8 @@ class CallsMachine(PicturesEnvironment):
     async def _ready(self) -> None:
         await self.engine.ready()
         worker = self.worker
-        assert inside.is_admitting(self.engine) and worker is not None, "it is ready, it said, and admits nothing"
-        assert worker.health is not Health.DEAD, "it is ready, it said, and its worker is dead"
+        assert inside.is_admitting(self.engine) and worker is not None, "ready() has returned, and nothing is admitted"
+        assert worker.health is not Health.DEAD, "ready() has returned, and the worker is dead"
 
     async def _audit(self) -> None:
         try:
@@ -137,7 +137,7 @@ class CallsMachine(PicturesEnvironment):
     # ---- for a machine that asks for more than answers ------------------------------------------------------------
 
     def _learn(self) -> None:
-        """Take in what has been done to the engine."""
+        """Take in the changes that were made to the engine."""
 
 
 SALTS = ("", "", "mine")  # of the requests in turn
@@ -169,7 +169,7 @@ class SessionsMachine(CallsMachine):
     def running_readers(self) -> list[Reader]:
         return [reader for reader in self.readers if not reader.over]
 
-    # ---- what rules do ----------------------------------------------------------------------------------------------
+    # ---- actions ----------------------------------------------------------------------------------------------------
 
     def _read(
         self,
@@ -259,15 +259,15 @@ class SessionsMachine(CallsMachine):
             return "while it is parked"
         return "with payloads in the socket" if len(worker.payloads) else None
 
-    # ---- the end, and what is looked at -----------------------------------------------------------------------------
+    # ---- the end, and checks ----------------------------------------------------------------------------------------
 
     def _let_go(self) -> None:
         for reader in self.readers:
             reader.go_on.set()
-        self._run_out(lambda: all(reader.over for reader in self.readers), "readers wait for ever")
+        self._run_out(lambda: all(reader.over for reader in self.readers), "readers wait forever")
         for holder in self.holders:
             holder.leave.set()
-        self._run_out(lambda: not self.running_holders and not self.running_calls, "callers wait for ever")
+        self._run_out(lambda: not self.running_holders and not self.running_calls, "callers wait forever")
 
     def _check_blocked(self) -> None:
         super()._check_blocked()

@@ -38,7 +38,7 @@ CONFIG = EngineConfig(
     ping_interval=4.0,
     unresponsive_timeout=6.0,
     step_timeout=15.0,
-    worker_shutdown_timeout=14.0,  # half of it is longer than a slow step after the seconds that harm nobody
+    worker_shutdown_timeout=14.0,  # half of it is longer than a slow step after the seconds that do no harm
     startup_timeout=15.0,
     restart_delays=(0.0, 1.0),
     max_restarts=50,
@@ -57,7 +57,7 @@ IMAGE_LIMITS = replace(
     LIMITS,
     vocab_size=VOCAB_SIZE + 1,
     tile=TOY_TILE,
-    encoder_cache_memory=2 * TOY_TILE.feature_bytes,  # so that pictures leave it, too
+    encoder_cache_memory=2 * TOY_TILE.feature_bytes,  # so that pictures are evicted from it
 )
 ROUNDS = 400  # of settling between two moments of the clock; more is a livelock
 
@@ -68,11 +68,11 @@ def make_engine(config: EngineConfig, ports: Ports) -> Engine:
 
 
 class World(Machine):
-    """No rules yet: how to run it, to rest and to the end, and what is looked at on the way."""
+    """A machine without rules: runs an engine to rest and to its end, and checks it on the way."""
 
     config = CONFIG
     limits = LIMITS
-    horizon = 60.0  # seconds, past the longest timeout: what waits then, waits for ever
+    horizon = 60.0  # seconds, past the longest timeout: tasks that wait then, wait forever
 
     def __init__(self, make_engine: EngineFactory = make_engine) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class World(Machine):
         self.waited = 0.0  # seconds, since bytes were last moved fairly
         self.loop.start_soon(self.engine_call.run, name="engine")
 
-    # ---- what there is --------------------------------------------------------------------------------------------
+    # ---- queries ----------------------------------------------------------------------------------------------------
 
     @property
     def passes(self) -> int:
@@ -112,7 +112,7 @@ class World(Machine):
         return [call for call in self.calls if not call.over]
 
     def _worker(self) -> SimulatedWorker:
-        assert self.worker is not None, "a precondition says so"
+        assert self.worker is not None, "the precondition holds"
         return self.worker
 
     def _call(
