@@ -47,6 +47,11 @@ def connection_slots(server: Server) -> list[tuple[int, int]]:
     return [(each.count, each.left) for each in places]
 
 
+def has_cut_connections(server: Server) -> bool:
+    """Whether all connections were cancelled, because the time for their ends has passed."""
+    return server._connections.cancel_called
+
+
 def request_ids(server: Server) -> list[str]:
     """The ids by which clients know requests in flight."""
     return list(server.in_flight._generations)
