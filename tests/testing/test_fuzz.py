@@ -119,7 +119,7 @@ def test_nothing_is_found(report):
 
 def test_what_used_to_be_reached_is_reached(report):
     """Sometimes: the rows of the lifecycle tables, and the rare states that the machine names."""
-    missed = REACHED[report.machine] - set(report.rare)
+    missed = REACHED[report.machine] - set(report.coverage)
     assert not missed, f"never reached: {sorted(missed)}"
 
 
@@ -209,7 +209,7 @@ if sys.argv[1] == "more":
 for machine in MACHINES.values():
     with silence():
         report = Fuzzer(machine, PROFILES["quick"], seed=7).run(examples=25)
-    print(machine.__name__, report.programs, report.passes, sorted(report.rare.items()))
+    print(machine.__name__, report.programs, report.passes, sorted(report.coverage.items()))
 """
 
 
@@ -226,7 +226,7 @@ def test_a_seed_gives_the_same_programs_whatever_else_is_loaded():
         ("no json", r"it is not JSON \(Expecting value.*\)"),
         (b"\xff", r"it is not JSON \('utf-8' codec.*\)"),
         ("[" * 100_000, r"it is not JSON \(.*recursion.*\)"),
-        ("5", "it is no JSON object"),
+        ("5", "it is not a JSON object"),
         ("{}", "it has no 'steps'"),
         (json.dumps({"steps": []}), "it has no 'machine'"),
         (json.dumps({"machine": 1, "steps": []}), "its machine must be a name"),
@@ -254,7 +254,10 @@ def test_unknown_rules_and_machines_are_named():
 @pytest.mark.parametrize(
     ("step", "complaint"),
     [
-        *[((name, {}), f"no rule '{name}'") for name in ("rare", "passes", "teardown", "_settle", "check_invariants")],
+        *[
+            ((name, {}), f"no rule '{name}'")
+            for name in ("coverage", "passes", "teardown", "_settle", "check_invariants")
+        ],
         (("act", {"rule": 5}), "no rule 'act'"),
         (("open", {}), "open takes wait, and is given nothing"),
         (("open", {"wait": True, "which": 0}), "open takes wait, and is given wait, which"),
