@@ -8,6 +8,7 @@ from helpers.expectations import GREEDY, LONG, everything_is_given_back, referen
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import SessionBusy, SessionEnded, TimedOut
+from trioengine.cli.app import chat
 from trioengine.core.messages import StopSession
 from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import simulated_engine, toy_answer

@@ -7,8 +7,8 @@ import trio
 from helpers.sides import GREEDY, LONG, SHORT, assistant, user
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineAsleep, EngineConfig, EngineOverloaded, FinishReason, TimedOut
-from trioengine.core.types import Cause
+from trioengine import EngineAsleep, EngineConfig, EngineOverloaded, TimedOut
+from trioengine.core.types import Cause, FinishReason
 
 ONE_SLOT = EngineConfig(model="toy", max_num_seqs=1, max_num_queued_reqs=0, max_num_batched_tokens=64)
 one_slot = pytest.mark.parametrize("config", [ONE_SLOT], ids=[""])

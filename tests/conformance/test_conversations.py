@@ -7,8 +7,9 @@ import trio
 from helpers.sides import GREEDY, LONG, SHORT, assistant, user
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import Client, Engine, FinishReason, SamplingParams, Session
+from trioengine import Client, Engine, SamplingParams, Session
 from trioengine.client.session import Session as RemoteSession
+from trioengine.core.types import FinishReason
 from trioengine.testing.toy_model import IM_END
 
 

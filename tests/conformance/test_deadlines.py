@@ -4,8 +4,8 @@ import pytest
 import trio
 from helpers.sides import GREEDY, LONG, assistant, user
 
-from trioengine import EngineConfig, EngineOverloaded, FinishReason, SessionBusy, SessionEnded, TimedOut
-from trioengine.core.types import Cause
+from trioengine import EngineConfig, EngineOverloaded, SessionBusy, SessionEnded, TimedOut
+from trioengine.core.types import Cause, FinishReason
 
 ONE_SLOT = EngineConfig(model="toy", max_num_seqs=1, max_num_queued_reqs=0, max_num_batched_tokens=64)
 SLOTS = "all 1 request slots are taken (max_num_seqs 1 + max_num_queued_reqs 0)"

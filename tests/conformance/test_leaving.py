@@ -5,9 +5,9 @@ import trio
 from helpers.sides import GREEDY, LONG, SHORT, assistant, user
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import EngineConfig, FinishReason, SessionEnded, WorkerLost
+from trioengine import EngineConfig, SessionEnded, WorkerLost
 from trioengine.core.messages import StopSession
-from trioengine.core.types import Cause
+from trioengine.core.types import Cause, FinishReason
 
 FAILING = EngineConfig(model="toy", max_num_seqs=8, on_worker_loss="fail")
 

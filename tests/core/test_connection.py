@@ -6,9 +6,8 @@ from typing import get_args
 import hypothesis.strategies as st
 import msgpack
 import pytest
-from helpers.pair import EVERY_MESSAGE, STATISTICS, Pair, add_message, row, unchecked
+from helpers.pair import EVERY_MESSAGE, PARAMS, STATISTICS, Pair, add_message, row, unchecked
 from hypothesis import given
-from pair import EVERY_MESSAGE, PARAMS, STATISTICS, Pair, add_message, row, unchecked
 
 from trioengine.core.codec import LENGTH, decode, encode, frame
 from trioengine.core.config import MAX_SESSIONS, WorkerConfig

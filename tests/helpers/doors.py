@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 import trio
 from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
+from helpers.frames import request
 from trioengine.serve.auth import Access
 from trioengine.serve.body import DisconnectCounter
 from trioengine.serve.connection import ConnectionHandler

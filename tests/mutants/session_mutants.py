@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import trio
-from mutant import Mutant, replaced, rewritten
+from mutant import Mutant, not_ignored, replaced, rewritten
 
 from trioengine.actors.generation import Generation
 from trioengine.actors.readable import Readable

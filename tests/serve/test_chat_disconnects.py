@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import trio
-from clients import CHAT, FAILING, Clients, HttpClient, chat, events_of, finished, first_token
+from helpers.clients import CHAT, FAILING, Clients, HttpClient, chat, events_of, finished, first_token
 from test_disconnects import LEAVING, ended_by_disconnect, only_session
 from trio.testing import lockstep_stream_pair, wait_all_tasks_blocked
 

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 import trio
-from clients import CHAT, Clients, chat, first_token
-from frames import HANDSHAKE, SAY, event, read_until
+from helpers.clients import CHAT, Clients, chat, first_token
+from helpers.frames import HANDSHAKE, SAY, event, read_until
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig
@@ -134,9 +134,9 @@ async def slow_clients(max_num_seqs):
 
 
 def held_blocks(clients):
-    step_loop = clients.simulation.worker.step_loop
-    statistics = step_loop.statistics()
-    return step_loop.limits.kv_blocks_total - statistics.kv_blocks_free - statistics.kv_blocks_cached
+    engine_core = clients.simulation.worker.engine_core
+    statistics = engine_core.statistics()
+    return engine_core.limits.kv_blocks_total - statistics.kv_blocks_free - statistics.kv_blocks_cached
 
 
 @pytest.mark.parametrize("after", [0.5, 1.05, 1.15, 5.0])

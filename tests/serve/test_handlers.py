@@ -3,9 +3,9 @@
 import logging
 
 import trio
-from clients import read_all, status_and_body
-from doors import SlowDoor, asked, connection_handler
-from frames import HEALTH
+from helpers.clients import read_all, status_and_body
+from helpers.doors import SlowDoor, asked, connection_handler
+from helpers.frames import HEALTH
 from trio.testing import memory_stream_pair
 
 

@@ -7,8 +7,8 @@ import re
 
 import pytest
 import trio
-from clients import Clients, finished
-from frames import HANDSHAKE, SAY, event, read_until
+from helpers.clients import Clients, finished
+from helpers.frames import HANDSHAKE, SAY, event, read_until
 from trio.testing import lockstep_stream_pair, memory_stream_pair, wait_all_tasks_blocked
 from trio_websocket import ConnectionClosed
 

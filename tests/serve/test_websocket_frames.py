@@ -10,8 +10,8 @@ import tracemalloc
 
 import pytest
 import trio
-from clients import held, open_clients, read_all, receive_late
-from frames import HANDSHAKE, MASK, event, frame, read_until
+from helpers.clients import held, open_clients, read_all, receive_late
+from helpers.frames import HANDSHAKE, MASK, event, frame, read_until
 from trio.testing import lockstep_stream_pair, memory_stream_pair
 from trio_websocket import WebSocketConnection
 from wsproto import ConnectionType, WSConnection

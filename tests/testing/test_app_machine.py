@@ -4,7 +4,7 @@ from functools import partial
 
 from trioengine import EngineClosed, EngineOverloaded
 from trioengine.actors.engine import Engine
-from trioengine.core.messages import FinishReason
+from trioengine.core.types import FinishReason
 from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.environment import AppMachine
 from trioengine.testing.fuzz.program import Program

@@ -5,11 +5,10 @@ import threading
 import tracemalloc
 
 import pytest
-from helpers.known_templates import KNOWN
+from helpers.known_templates import EXPRESSIONS, KNOWN, STATEMENTS
 from helpers.template_pieces import EXPRESSIONS, STATEMENTS
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from known_templates import EXPRESSIONS, KNOWN, STATEMENTS
 
 from trioengine.core.errors import ModelError, RequestRejected
 from trioengine.testing.toy_model import toy_model

@@ -22,6 +22,7 @@ from trioengine.core.errors import ModelError
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.messages import AddMessage, Configure, FromWorker, ImageInput, Loading, Ready, ToWorker
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import token_ids
 from trioengine.worker.process import run
 from trioengine.worker.scheduling.images import DecodedImage, ImageError, TileShape, Vision
 from trioengine.worker.scheduling.sequence import Sequence

@@ -12,8 +12,9 @@ import trio
 
 from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.cli.logs import configure_logs, log_what_python_prints, logged_workers
-from trioengine.cli.process import freeze_gc_when_ready, obey_signals
+from trioengine.cli.process import freeze_gc_when_ready, obey_signals, raise_fd_limit
 from trioengine.core.config import EngineConfig
+from trioengine.hub.pull import locate
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.server import serve
 
@@ -30,8 +31,8 @@ def run_server(
     configure_logs(log_level, as_json=log_json)
     if log_json:
         log_what_python_prints()
-    raise_limit()
-    located(config.model)  # raises before the server listens, if the name cannot be a model's
+    raise_fd_limit()
+    locate(config.model)  # raises before the server listens, if the name cannot be a model's
     trio.run(_serve_with_log, config, serve_config, nullcontext() if log_json else _bars())
 
 
@@ -64,20 +65,6 @@ async def _serve(
                 logger.info("listening on http://%s", address)
             logger.info("loading %s", server.engine.config.model)
     logger.info("stopped")
-
-
-async def freeze_gc_when_ready(engine: Engine) -> None:
-    """Exempt the objects of the loaded engine from garbage collection, and move their memory into huge pages.
-
-    Collections become rarer as well: streams make many objects and few cycles, and by default the collector would
-    visit all young objects after every 700 of them.
-    """
-    with suppress(EngineError):  # an engine that cannot run ends the server, which reports the error
-        await engine.ready()
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*COLLECT_AFTER)
-        use_huge_pages()
 
 
 async def _serve_then_cancel(

@@ -25,10 +25,9 @@ from trioengine.client.conversation import Conversation
 from trioengine.client.problems import length_of, outcome_of, placed, usage_of
 from trioengine.client.prompt import Media, Message, rendered
 from trioengine.core.arguments import PromptPlaces, check_flag, check_label, check_wait
-from trioengine.core.errors import EngineError, RequestRejected, TimedOut
-from trioengine.core.messages import FinishReason, Usage
+from trioengine.core.errors import EngineError, Outcome, RequestRejected, TimedOut
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.types import Cause, Chunk, Completion, FinishReason, Outcome, Usage
+from trioengine.core.types import Cause, Chunk, Completion, FinishReason, Usage
 
 
 class Stage(enum.Enum):

@@ -13,8 +13,8 @@ import trio
 from trio.testing import MemoryReceiveStream
 
 from trioengine.core.messages import Fatal
-from trioengine.worker.scheduling.image_queue import Decode, PictureDecoded, decode_picture
-from trioengine.worker.scheduling.images import Picture
+from trioengine.worker.scheduling.image_queue import PictureDecoded, decode_picture
+from trioengine.worker.scheduling.images import Decode, Picture
 
 
 @dataclass(frozen=True)

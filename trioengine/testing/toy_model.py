@@ -15,13 +15,12 @@ from typing import TypeAlias
 
 from trioengine.core.errors import ModelError
 from trioengine.core.image import ImageInfo, ImageProcessing
-from trioengine.core.messages import TokenIds
 from trioengine.core.power import ALL_TAGS, Tag
+from trioengine.core.types import TokenIds
 from trioengine.hub.model_info import ModelFormat, ModelInfo
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
-from trioengine.worker.scheduling.image_queue import DecodedImage, ImageError
-from trioengine.worker.scheduling.images import Tile, TileShape
+from trioengine.worker.scheduling.images import DecodedImage, ImageError, Tile, TileShape
 from trioengine.worker.scheduling.step import BlockCopy, SampledRow, ScheduledSequence, SchedulerOutput
 
 ToyImage: TypeAlias = tuple[Iterable[int], bytes]  # where its tiles begin in a prompt, and its bytes

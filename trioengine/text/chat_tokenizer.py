@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from trioengine.core.errors import ModelError, RequestRejected
 from trioengine.core.image import VISION_MODEL, Image, ImageProcessing, is_image_part
-from trioengine.core.messages import TokenIds
+from trioengine.core.types import TokenIds
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.messages import IMAGE_PART, Message, text_part
 from trioengine.text.tokenizer import Tokenizer

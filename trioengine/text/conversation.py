@@ -20,8 +20,8 @@ from typing import Any, TypeAlias, TypeGuard
 from trioengine.core.arguments import kind_of
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image import Image
-from trioengine.core.messages import TokenIds, token_ids
 from trioengine.core.sampling_params import retained
+from trioengine.core.types import TokenIds, token_ids
 from trioengine.text.chat_tokenizer import ChatTokenizer, PlacedImage, image_parts, num_image_tokens, place_images
 from trioengine.text.messages import BYTES, Message, Turns, check_unicode, checked_messages, copied
 from trioengine.text.tokenizer import Detokenizer

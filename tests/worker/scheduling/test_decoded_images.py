@@ -7,14 +7,8 @@ from dataclasses import replace
 import pytest
 from helpers.image_bench import BAD, ImageBench
 
-from trioengine.core.messages import (
-    AddSession,
-    EndSession,
-    FinishReason,
-    PayloadConsumed,
-    RequestFailed,
-    StopSession,
-)
+from trioengine.core.messages import AddSession, EndSession, PayloadConsumed, RequestFailed, StopSession
+from trioengine.core.types import FinishReason
 from trioengine.testing.toy_model import TOY_TILE
 from trioengine.worker.scheduling.image_queue import DECODED_MEMORY, PictureDecoded, decode_picture
 from trioengine.worker.scheduling.images import DecodedImage

@@ -27,7 +27,7 @@ from trioengine.serve.limits import InFlight
 from trioengine.serve.realtime.items import Item, Items, ItemStatus, Role, num_turns, size_of_messages
 from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox, new_id
 from trioengine.serve.realtime.settings import Truncation
-from trioengine.text.conversation import check_length
+from trioengine.text.conversation import check_length, newest_turn
 from trioengine.text.messages import Turns
 
 logger = logging.getLogger("trioengine")
@@ -346,7 +346,7 @@ class ResponseRunner:
         """
         messages, truncation = response.spec.messages, response.spec.truncation
         session.overflow, session.retention_ratio = truncation.overflow, truncation.retention_ratio
-        needed = messages if session.overflow == "refuse" else least_prompt(messages)
+        needed = messages if session.overflow == "refuse" else newest_turn(messages)
         check_length(needed, self.engine.limits.max_model_len, self.engine.tokenizer)  # before they are copied
         extension, params = _extend_history(session, messages), salted(response.spec.params, self._cache_salt)
         generation = session.generate(extension, params, keep_partial=True, wait=False)

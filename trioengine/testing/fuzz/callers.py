@@ -17,9 +17,17 @@ import trio
 from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
-from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, SessionEnded, TimedOut
+from trioengine.core.errors import (
+    EngineAsleep,
+    EngineClosed,
+    EngineError,
+    EngineOverloaded,
+    Outcome,
+    SessionEnded,
+    TimedOut,
+)
 from trioengine.core.sampling_params import Overflow, SamplingParams
-from trioengine.core.types import Cause, Outcome
+from trioengine.core.types import Cause, Chunk, Completion
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.conversations import Turn, check_dropped, content_of, media_of
 from trioengine.testing.fuzz.request_log import FOR_A_REQUEST, check_not_admitted, check_refused

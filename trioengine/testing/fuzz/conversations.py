@@ -15,9 +15,8 @@ from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
 from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.image import is_image_part
-from trioengine.core.messages import FinishReason
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.types import Cause, Completion
+from trioengine.core.types import Cause, Completion, FinishReason
 from trioengine.testing.fuzz import inside
 from trioengine.testing.toy_model import (
     IM_END,

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
 from trioengine.core.lifecycle import Phase
-from trioengine.core.messages import FinishReason
-from trioengine.core.types import Cause
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing.fuzz import inside, inside_server
 from trioengine.testing.fuzz.conversations import (
     FILES,

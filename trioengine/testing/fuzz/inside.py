@@ -35,7 +35,7 @@ from trioengine.core.lifecycle import Phase, Power
 from trioengine.core.messages import AddMessage, PayloadConsumed
 from trioengine.core.types import Cause
 from trioengine.testing.simulated_worker import SimulatedWorker
-from trioengine.worker.scheduling.pictures import Picture
+from trioengine.worker.scheduling.images import Picture
 from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
 
 MAX_PAYLOAD_WAIT = MAX_WAIT
@@ -262,19 +262,19 @@ def has_unsent_payloads(engine: Engine) -> bool:
 
 def sequence_of(worker: SimulatedWorker, session: int) -> Sequence | None:
     """The sequence of a session that the worker holds."""
-    held = worker.step_loop._sessions.get(session)
+    held = worker.engine_core._sessions.get(session)
     return None if held is None else held.sequence
 
 
 def parked(worker: SimulatedWorker) -> list[Sequence]:
     """The worker's sequences that wait for their payloads."""
-    waiters = worker.step_loop._scheduler._waiters
+    waiters = worker.engine_core._scheduler._waiters
     return [each for each in waiters.sequences if each.status is SequenceStatus.WAITING_FOR_PAYLOAD]
 
 
 def known_pictures(worker: SimulatedWorker, message: AddMessage) -> list[Picture]:
     """The pictures of a request's images that the worker has already."""
-    pictures = worker.step_loop._scheduler.pictures._pictures
+    pictures = worker.engine_core._scheduler.pictures._pictures
     return [pictures[image.digest] for image in message.images if image.digest in pictures]
 
 

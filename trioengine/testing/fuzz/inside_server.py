@@ -13,7 +13,7 @@ from typing import Any
 from trioengine.actors.generation import Generation
 from trioengine.actors.payload import Payload
 from trioengine.serve.errors import OverBudget
-from trioengine.serve.limits import ByteBudget, InFlight, Place
+from trioengine.serve.limits import ByteBudget, ConnectionSlot, InFlight
 from trioengine.serve.realtime import outbox
 from trioengine.serve.realtime.connection import RealtimeConnection as RealtimeConnection
 from trioengine.serve.realtime.events import ClientEvent, ResponseCancel
@@ -41,13 +41,13 @@ def num_buffered_bytes(server: Server) -> int:
 
 def connection_slots(server: Server) -> list[tuple[int, int]]:
     """How many connections fit, and how many more do now: of those that are served, and of those that are refused."""
-    places = (server.front_door._places, server.front_door._beyond)
+    places = (server.connections._slots, server.connections._beyond)
     return [(each.count, each.left) for each in places]
 
 
 def has_cut_connections(server: Server) -> bool:
     """Whether all connections were cancelled, because the time for their ends has passed."""
-    return server._connections.cancel_called
+    return server._serving.cancel_called
 
 
 def request_ids(server: Server) -> list[str]:
@@ -60,7 +60,7 @@ def request_ids(server: Server) -> list[str]:
 
 def has_gone(connection: RealtimeConnection) -> bool:
     """Whether the client of a connection has gone."""
-    return connection._has_gone
+    return connection._is_gone
 
 
 def item_payloads(connection: RealtimeConnection) -> Iterator[Payload]:
@@ -72,7 +72,7 @@ def response_payloads(connection: RealtimeConnection) -> Iterator[Payload]:
     """The payloads of the images in the prompts of responses in progress."""
     for response in connection._active:
         if response.status is ResponseStatus.IN_PROGRESS:
-            yield from _payloads_in(response.order.messages)
+            yield from _payloads_in(response.spec.messages)
 
 
 def _payloads_in(messages: Iterable[Mapping[str, Any]]) -> Iterator[Payload]:
@@ -91,10 +91,10 @@ def is_in_progress(response: Response) -> bool:
 
 def _to_cancel(connection: RealtimeConnection, event: ResponseCancel) -> Response | None:
     """The response that the event is for; without an id it is the conversation's."""
-    running = connection._responder.active
+    running = connection._in_conversation.active
     if event.response_id is None:
         return running[0] if running else None
-    found = (response for response in (*running, *connection._beside.active) if response.id == event.response_id)
+    found = (response for response in (*running, *connection._out_of_band.active) if response.id == event.response_id)
     return next(found, None)
 
 
@@ -139,7 +139,7 @@ class ServerEvents:
 def tapped(events: ServerEvents, *, room: int, at_once: int) -> Iterator[None]:
     """Within, report events of servers; outboxes have room for so many characters, and send so many at once."""
     taps: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
-        (Place, "displace", inside.before(lambda _: events.connection_displaced())),
+        (ConnectionSlot, "displace", inside.before(lambda _: events.connection_displaced())),
         (ByteBudget, "check_room", lambda check: _check_room(events, check)),
         (InFlight, "abort", lambda abort: _abort(events, abort)),
         (RealtimeConnection, "run", lambda run: _run(events, run)),

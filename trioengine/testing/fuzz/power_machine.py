@@ -15,6 +15,7 @@ from trioengine.core.errors import EngineAsleep, TransitionFailed
 from trioengine.core.lifecycle import Power
 from trioengine.core.power import ALL_TAGS, Tag, TagName
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import Cause
 from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import Style
 from trioengine.testing.fuzz.engine_machine import EngineMachine

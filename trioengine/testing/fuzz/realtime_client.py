@@ -11,6 +11,7 @@ from typing import Any
 from trioengine.core.types import FinishReason
 from trioengine.serve.realtime.connection import GOING_AWAY, TRY_AGAIN_LATER
 from trioengine.serve.realtime.outbox import AWAKE
+from trioengine.serve.realtime.response import MAX_OUT_OF_BAND
 from trioengine.testing.fuzz.conversations import (
     Answer,
     Content,

@@ -14,8 +14,7 @@ from trioengine.actors.generation import Generation
 from trioengine.actors.observer import Observer, Slot
 from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, TimedOut
 from trioengine.core.lifecycle import Power
-from trioengine.core.messages import FinishReason
-from trioengine.core.types import Cause
+from trioengine.core.types import Cause, FinishReason
 from trioengine.testing.fuzz import inside
 
 FOR_A_SESSION = ("sessions", "loading")  # codes

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 from trioengine.core.errors import RequestRejected
-from trioengine.core.messages import SAMPLING_FAILED, FinishReason, Logprobs
+from trioengine.core.messages import SAMPLING_FAILED
 from trioengine.core.power import Tag
+from trioengine.core.types import FinishReason, Logprobs
 from trioengine.worker.scheduling.images import Tile, TilePiece, TileShape, Vision
 from trioengine.worker.scheduling.sequence import Sequence
 
