@@ -1,4 +1,4 @@
-"""SLEEP, WAKE and UPDATE_WEIGHTS: one at a time, while no session exists; and sessions only while everything is awake."""
+"""SLEEP, WAKE and UPDATE_WEIGHTS: one at a time, while no session exists; sessions only while everything is awake."""
 
 import pytest
 from helpers.pair import STATISTICS, Pair, add_message, unchecked

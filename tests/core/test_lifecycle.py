@@ -69,7 +69,7 @@ def test_every_row_changes_or_does_something(key):
 
 @pytest.mark.parametrize("event", SESSION_IGNORES)
 def test_ignored_events_have_nothing_left_to_do(event):
-    """Ignored in a reachable state: its request, if any, is aborted already, or it has ended, detached or lost its worker."""
+    """Ignored in a reachable state: the request is aborted, or the session has ended, detached or lost its worker."""
     for phase, attachment in reachable():
         if (phase, attachment, event) in SESSION_TRANSITIONS or phase not in SESSION_IGNORES[event]:
             continue
