@@ -134,7 +134,7 @@ async def slow_clients(max_num_seqs):
 
 
 def held_blocks(clients):
-    engine_core = clients.simulation.worker.engine_core
+    engine_core = clients.simulation.worker.core
     statistics = engine_core.statistics()
     return engine_core.limits.kv_blocks_total - statistics.kv_blocks_free - statistics.kv_blocks_cached
 

@@ -6,7 +6,6 @@ import tracemalloc
 
 import pytest
 from helpers.known_templates import EXPRESSIONS, KNOWN, STATEMENTS
-from helpers.template_pieces import EXPRESSIONS, STATEMENTS
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 

@@ -220,7 +220,7 @@ class SimulatedWorker(SimulatedProcess):
                 self._stopped.add(message.request)
             try:
                 self._observer.handling(self, message)
-                replies = self.engine_core.handle(message)
+                replies = self.core.handle(message)
                 self._observer.handled(self, message, replies)
                 self._send_all(replies)
                 self._check_payloads()

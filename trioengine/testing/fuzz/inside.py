@@ -262,19 +262,19 @@ def has_unsent_payloads(engine: Engine) -> bool:
 
 def sequence_of(worker: SimulatedWorker, session: int) -> Sequence | None:
     """The sequence of a session that the worker holds."""
-    held = worker.engine_core._sessions.get(session)
+    held = worker.core._sessions.get(session)
     return None if held is None else held.sequence
 
 
 def parked(worker: SimulatedWorker) -> list[Sequence]:
     """The worker's sequences that wait for their payloads."""
-    waiters = worker.engine_core._scheduler._waiters
+    waiters = worker.core._scheduler._waiters
     return [each for each in waiters.sequences if each.status is SequenceStatus.WAITING_FOR_PAYLOAD]
 
 
 def known_pictures(worker: SimulatedWorker, message: AddMessage) -> list[Picture]:
     """The pictures of a request's images that the worker has already."""
-    pictures = worker.engine_core._scheduler.pictures._pictures
+    pictures = worker.core._scheduler.pictures._pictures
     return [pictures[image.digest] for image in message.images if image.digest in pictures]
 
 

@@ -258,14 +258,14 @@ def check_shutdown(worker: SimulatedWorker) -> None:
 def check_worker(engine: Engine, worker: SimulatedWorker, sessions: Sequence[Session]) -> None:
     """At rest with a healthy worker: both sides have the same sessions, and nothing is held that is not used."""
     attached = {session.id for session in sessions if inside.is_attached(session)}
-    there = set(worker.engine_core.sessions)
+    there = set(worker.core.sessions)
     left = [each for each in sessions if inside.is_attached(each) and inside.end_cause(each) is not None]
     assert not left, f"ended, and still on the worker: {left}"
     assert there == attached, f"the worker holds sessions {there}, attached are {attached}"
     worker.core.check_integrity()
     statistics = worker.core.statistics()
     assert statistics.num_running == statistics.num_waiting == 0, f"the worker still runs something: {statistics}"
-    free, total = statistics.kv_blocks_free + statistics.kv_blocks_cached, worker.engine_core.limits.kv_blocks_total
+    free, total = statistics.kv_blocks_free + statistics.kv_blocks_cached, worker.core.limits.kv_blocks_total
     assert free == total, f"{total - free} KV blocks have no holder"
     in_flight = inside.num_in_flight(engine)
     suspended = inside.num_suspended(engine) if engine.power.asleep else 0

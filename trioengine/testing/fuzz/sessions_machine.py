@@ -237,7 +237,7 @@ class SessionsMachine(CallsMachine):
         if not reader.entered:
             where = "while it is prepared" if inside.is_in_flight(generation) else "while it waits in line"
             self.coverage.saw(f"{what} {where}")
-        elif inside.is_attached(session) and worker is not None and session.id not in worker.engine_core.sessions:
+        elif inside.is_attached(session) and worker is not None and session.id not in worker.core.sessions:
             self.coverage.saw(f"{what} before the worker has seen ADD_SESSION")
         elif generation.outcome is not None:
             self.coverage.saw(f"{what} after the outcome, before it is read")
