@@ -1,8 +1,20 @@
 """Write docs/lifecycle.md from the tables in trioengine/core/lifecycle.py: `python docs/make_lifecycle.py`."""
 
+from collections.abc import Collection, Mapping
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
-from trioengine.core.lifecycle import POWER_TRANSITIONS, SESSION_TRANSITIONS, Event, Phase, Power, PowerEvent
+from trioengine.core.lifecycle import (
+    POWER_IGNORES,
+    POWER_TRANSITIONS,
+    SESSION_IGNORES,
+    SESSION_TRANSITIONS,
+    Event,
+    Phase,
+    Power,
+    PowerEvent,
+)
 
 PAGE = Path(__file__).with_name("lifecycle.md")
 
@@ -16,8 +28,12 @@ def page() -> str:
         "## A session",
         _session_diagram(),
         _session_table(),
+        "Ignored where the table has no row:",
+        _ignored(SESSION_IGNORES, Phase),
         "## The engine",
         _power_diagram(),
+        "Ignored where no change is drawn:",
+        _ignored(POWER_IGNORES, Power),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -42,6 +58,15 @@ def _session_table() -> str:
         actions = ", ".join(action.value for action in after.actions) or "–"
         becomes = f"{after.phase.value}, {after.attachment.value}"
         lines.append(f"| {phase.value} | {attachment.value} | {event.value} | {becomes} | {actions} |")
+    return "\n".join(lines)
+
+
+def _ignored(ignores: Mapping[Any, Collection[Enum]], states: type[Enum]) -> str:
+    """A table of the states, in their order, in which each event changes nothing."""
+    lines = ["| event | states |", "| --- | --- |"]
+    for event, ignored in ignores.items():
+        names = "all" if len(ignored) == len(states) else ", ".join(s.value for s in states if s in ignored)
+        lines.append(f"| {event.value} | {names} |")
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
 """An engine on a simulated worker that must have given everything back in the end."""
 
 import pytest
-from expectations import everything_is_given_back
+from helpers.expectations import everything_is_given_back
 
 from trioengine.testing import simulated_engine
 

@@ -4,10 +4,11 @@ from contextlib import nullcontext
 
 import pytest
 import trio
-from expectations import GREEDY, LONG, chat, everything_is_given_back, reference
+from helpers.expectations import GREEDY, LONG, everything_is_given_back, reference
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import RequestRejected, SessionBusy, SessionEnded, TimedOut
+from trioengine import SessionBusy, SessionEnded, TimedOut
+from trioengine.cli.app import chat
 from trioengine.core.messages import StopSession
 from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import simulated_engine, toy_answer
@@ -101,31 +102,6 @@ async def test_abort_never_downgrades_a_finish_on_its_way(autojump_clock, simula
         assert generation.completion.finish_reason is FinishReason.LENGTH
         assert list(generation.completion.token_ids) == expected
     assert engine.statistics().aborted == 0
-
-
-async def test_an_exception_in_the_body_comes_out_as_it_is(autojump_clock, simulated):
-    engine, _ = simulated
-    with pytest.raises(ZeroDivisionError):
-        async with engine.open_session() as session, session.generate("one", LONG) as generation:
-            await anext(generation)
-            raise ZeroDivisionError
-    assert engine.statistics().aborted == 1
-
-
-async def test_a_timeout_is_an_abort(autojump_clock, simulated):
-    engine, _ = simulated
-    async with engine.open_session() as session:
-        async with session.generate("one", LONG, timeout=0.1) as generation:
-            with pytest.raises(TimedOut):
-                await generation.result()
-        completion = generation.completion
-        assert (completion.finish_reason, completion.cause) == (FinishReason.ABORT, Cause.TIMEOUT)
-        assert 0 < len(completion.token_ids) < 20
-        assert session.history == []
-        async with session.generate("one", GREEDY, timeout=100) as generation:
-            assert (await generation.result()).finish_reason is not FinishReason.ABORT
-        with pytest.raises(RequestRejected, match="timeout"):
-            session.generate("one", timeout=-1)
 
 
 async def test_each_request_of_a_session_has_its_own_deadline(autojump_clock, simulated):

@@ -3,8 +3,7 @@
 import dataclasses
 
 import pytest
-import trio
-from expectations import GREEDY, LONG, chat, reference, said
+from helpers.expectations import GREEDY, LONG, chat, reference, said
 
 from trioengine import RequestRejected, SamplingParams
 from trioengine.core.lifecycle import Phase
@@ -12,53 +11,6 @@ from trioengine.core.messages import AddMessage
 from trioengine.core.types import FinishReason
 from trioengine.testing import toy_answer, toy_model
 from trioengine.testing.toy_model import IM_END
-
-
-async def test_an_answer_is_the_models(autojump_clock, simulated):
-    engine, _ = simulated
-    async with engine.open_session(label="mine") as session, session.generate("hello", GREEDY) as generation:
-        chunks = [chunk async for chunk in generation]
-        completion = generation.completion
-    expected = reference(engine, "hello")
-    assert list(completion.token_ids) == expected
-    assert [token for chunk in chunks for token in chunk.token_ids] == expected
-    assert "".join(chunk.text for chunk in chunks) == completion.text == engine.tokenizer.decode(expected)
-    assert completion.usage.completion_tokens == len(expected)
-    assert completion.finish_reason is (FinishReason.STOP if expected[-1] == IM_END else FinishReason.LENGTH)
-    assert session.history == [*chat("hello"), {"role": "assistant", "content": completion.text}]
-    assert "mine" in repr(session)
-    assert repr(engine) == "<Engine 'toy' awake: 1 session, 0 requests>"
-    assert len(repr(session)) < 80
-    assert len(repr(generation)) < 80
-
-
-async def test_a_slow_reader_gets_one_merged_chunk(autojump_clock, simulated):
-    engine, _ = simulated
-    async with engine.open_session() as session, session.generate([1, 2, 3], LONG) as generation:
-        await generation.wait_settled()
-        chunks = [chunk async for chunk in generation]
-    assert [list(chunk.token_ids) for chunk in chunks] == [reference(engine, [1, 2, 3], LONG)]
-    assert "length" in repr(generation)
-
-
-async def test_one_shot(autojump_clock, simulated):
-    engine, _ = simulated
-    completion = await engine.generate("hello", GREEDY)
-    assert list(completion.token_ids) == reference(engine, "hello")
-
-
-async def test_many_at_once_and_each_its_own_text(autojump_clock, simulated):
-    engine, _ = simulated
-    answers = {}
-
-    async def ask(prompt):
-        answers[prompt] = await engine.generate(prompt, GREEDY, wait=True)
-
-    async with trio.open_nursery() as nursery:
-        for number in range(30):
-            nursery.start_soon(ask, f"question {number}")
-    assert {p: list(a.token_ids) for p, a in answers.items()} == {p: reference(engine, p) for p in answers}
-    assert len(answers) == 30
 
 
 async def test_a_stop_string_ends_the_answer_before_it(autojump_clock, simulated):
@@ -151,22 +103,6 @@ async def test_a_turn_cut_by_length_is_closed_by_the_template(autojump_clock, si
     head, tail = prompt.split("\0")
     encode = engine.tokenizer.encode
     assert list(second.token_ids) == toy_answer([*encode(head), *first.token_ids, *encode(tail)], 40)
-
-
-async def test_history_can_be_given_and_replaced(autojump_clock, simulated):
-    engine, _ = simulated
-    history = [{"role": "system", "content": "be brief"}, *chat("hi"), {"role": "assistant", "content": "yo"}]
-    async with engine.open_session(history=history) as session:
-        assert session.history == history
-        async with session.generate("now", GREEDY) as generation:
-            completion = await generation.result()
-        prompt = engine.tokenizer.apply_chat_template([*history, *chat("now")])
-        assert list(completion.token_ids) == toy_answer(prompt, 40)
-        session.replace_history(chat("other"))
-        assert session.history == chat("other")
-    with pytest.raises(RequestRejected, match=r"history\[0\]"):
-        async with engine.open_session(history=[{"role": "x"}]):
-            pass
 
 
 async def test_history_gives_the_same_prompt_again_after_ignore_eos(autojump_clock, simulated):

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import trio
-from expectations import GREEDY, everything_is_given_back, reference
+from helpers.expectations import GREEDY, everything_is_given_back, reference
 
 from trioengine import EngineClosed, EngineOverloaded, SamplingParams, TransitionFailed, WorkerLost
 from trioengine.core.lifecycle import Power

@@ -2,7 +2,7 @@
 
 import pytest
 import trio
-from expectations import GREEDY, LONG
+from helpers.expectations import GREEDY, LONG
 
 from trioengine import EngineConfig, WorkerLost
 from trioengine.testing import simulated_engine

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 import trio
-from expectations import FAILING, GREEDY, LONG
+from helpers.expectations import FAILING, GREEDY, LONG, reference
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import (
@@ -12,7 +12,6 @@ from trioengine import (
     EngineConfig,
     RequestRejected,
     SamplingParams,
-    SessionBusy,
     TimedOut,
     WorkerLost,
     connect,
@@ -23,6 +22,24 @@ from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.toy_model import IM_END
+
+
+async def test_an_engine_by_its_models_name(autojump_clock):
+    async with trio.open_nursery() as nursery:
+        ports = Simulation(nursery).ports
+        async with open_engine("toy", ports=ports, max_num_seqs=4, max_sessions=7) as engine:
+            assert engine.config == EngineConfig(model="toy", max_num_seqs=4, max_sessions=7)
+            assert list((await engine.generate("hello", GREEDY)).token_ids) == reference(engine, "hello")
+        for wrong in ({"config": EngineConfig(), "max_sessions": 7}, {"max_session": 7}):
+            with pytest.raises(TypeError):
+                async with open_engine(ports=ports, **wrong):
+                    pass
+
+
+async def test_a_session_that_was_not_entered_has_no_history(autojump_clock):
+    async with simulated_engine() as (engine, _):
+        with pytest.raises(RuntimeError, match="not entered"):
+            _ = engine.open_session().history
 
 
 async def test_a_one_shot_waits_for_a_session_no_longer_than_its_timeout(autojump_clock):
@@ -47,23 +64,6 @@ async def test_a_session_is_entered_by_one_task(autojump_clock):
         session.end()
         await session.ended()
         assert engine.statistics().sessions == 0
-
-
-async def test_two_readers_that_begin_in_the_same_pass(autojump_clock):
-    async with simulated_engine() as (engine, _), engine.open_session() as session:
-        async with session.generate("one", LONG) as generation:
-            busy = []
-
-            async def read():
-                try:
-                    await generation.result()
-                except trio.BusyResourceError as exc:
-                    busy.append(exc)
-
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(read)
-                nursery.start_soon(read)
-            assert len(busy) == 1
 
 
 @pytest.mark.parametrize("keep_partial", [False, True])
@@ -192,17 +192,6 @@ async def test_exceptions_keep_their_context_and_groups_stay_groups(autojump_clo
             raise ExceptionGroup("mine", [ValueError("only one")])
 
 
-async def test_parameters_of_another_type_are_refused(autojump_clock):
-    async with simulated_engine() as (engine, _), engine.open_session() as session:
-        with pytest.raises(RequestRejected, match="params"):
-            session.generate("x", {"max_tokens": 3})
-        with pytest.raises(RequestRejected, match="timeout"):
-            session.generate("x", timeout=True)
-        with pytest.raises(RuntimeError, match="not entered"):
-            await engine.open_session().generate("x").__aenter__()
-        assert engine.statistics().received == 0
-
-
 async def test_each_worker_says_how_far_it_has_come_with_loading(autojump_clock):
     told = []
     async with trio.open_nursery() as nursery:
@@ -214,34 +203,6 @@ async def test_each_worker_says_how_far_it_has_come_with_loading(autojump_clock)
             await engine.runtime.gate.changed()
             await engine.ready()
             assert told == [(5, 10), (10, 10)] * 2
-
-
-async def test_a_generation_that_was_not_entered_is_not_read(autojump_clock):
-    async with simulated_engine() as (engine, _), engine.open_session() as session:
-        with pytest.raises(RuntimeError, match="use `async with session"):
-            await session.generate("hi").result()
-        with pytest.raises(RuntimeError, match="was not entered"):
-            async for _ in session.generate("hi"):
-                pass
-        async with session.generate("hi", LONG):
-            refused = session.generate("too many")
-            with pytest.raises(SessionBusy):
-                await refused.__aenter__()
-            with pytest.raises(RuntimeError, match="was not entered"):
-                await anext(refused)
-        aborted = session.generate("hi")
-        aborted.abort()
-        assert (await aborted.result()).cause is Cause.CLIENT
-
-
-async def test_who_reads_while_another_task_enters_waits_for_the_answer(autojump_clock):
-    slow = simulated_engine(thread_threshold=0, thread_passes=50)
-    async with slow as (engine, _), engine.open_session() as session, trio.open_nursery() as nursery:
-        generation = session.generate("hi", GREEDY)
-        nursery.start_soon(generation.__aenter__)
-        while not engine.statistics().preparing:
-            await trio.lowlevel.checkpoint()
-        assert (await generation.result()).text
 
 
 @pytest.mark.parametrize("opened", [open_engine, lambda: connect("http://localhost")], ids=["open_engine", "connect"])

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import trio
-from image_sessions import (
+from helpers.image_sessions import (
     EIGHT,
     LONG,
     OTHER,

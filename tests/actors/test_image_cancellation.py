@@ -2,7 +2,7 @@
 
 import pytest
 import trio
-from image_sessions import LONG, OTHER, PICTURE, SIZE, content_of, engine_for_images
+from helpers.image_sessions import LONG, OTHER, PICTURE, SIZE, content_of, engine_for_images
 from trio.testing import wait_all_tasks_blocked
 
 PICTURES = [PICTURE, OTHER]

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 import trio
-from expectations import until
-from image_sessions import (
+from helpers.expectations import until
+from helpers.image_sessions import (
     LONG,
     OTHER,
     PICTURE,
@@ -17,7 +17,7 @@ from image_sessions import (
     engine_for_images,
     reference,
 )
-from pictures import png
+from helpers.pictures import png
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineOverloaded, RequestRejected, TimedOut

@@ -2,7 +2,7 @@
 
 import pytest
 import trio
-from expectations import LONG, everything_is_given_back
+from helpers.expectations import LONG, everything_is_given_back
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig, RequestRejected, SamplingParams, SessionEnded

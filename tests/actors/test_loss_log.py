@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 import trio
-from expectations import FAILING, LONG
+from helpers.expectations import FAILING, LONG
 
 from trioengine import EngineConfig, WorkerLost
 from trioengine.actors.supervisor import LOSS_FIELDS

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import trio
-from expectations import FAILING, everything_is_given_back
+from helpers.expectations import FAILING, everything_is_given_back
 
 from trioengine import SamplingParams, TimedOut, WorkerLost
 from trioengine.actors.observer import FinishedRequest, Observer

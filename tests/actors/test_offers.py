@@ -1,7 +1,7 @@
 """A reader that takes what comes in the step in which it comes, instead of being woken."""
 
 import pytest
-from expectations import LONG, everything_is_given_back, reference
+from helpers.expectations import LONG, everything_is_given_back, reference
 
 from trioengine import SamplingParams
 

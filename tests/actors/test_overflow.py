@@ -4,7 +4,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
-from expectations import said
+from helpers.expectations import said
 
 from trioengine import RequestRejected, SamplingFailed, SamplingParams
 from trioengine.core.messages import AddMessage

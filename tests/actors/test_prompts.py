@@ -1,8 +1,8 @@
 """What is not a prompt is refused where the request is entered, by a message that names what it is."""
 
 import pytest
-from expectations import GREEDY, everything_is_given_back
-from pictures import PICTURE
+from helpers.expectations import GREEDY, everything_is_given_back
+from helpers.pictures import PICTURE
 
 from trioengine import RequestRejected
 from trioengine.testing import simulated_engine
@@ -47,7 +47,7 @@ async def test_what_is_no_prompt(autojump_clock, simulated, prompt, kind):
     ("prompt", "place"), [("\ud800", "prompt"), ([{"role": "user", "content": "\ud800"}], "prompt[0].content")]
 )
 async def test_a_fault_is_named_by_the_arguments_of_the_call(autojump_clock, simulated, prompt, place):
-    with pytest.raises(RequestRejected, match=r"^prompt.* is no valid Unicode") as caught:
+    with pytest.raises(RequestRejected, match=r"^prompt.* is not valid Unicode") as caught:
         await simulated[0].generate(prompt)
     assert caught.value.param == place
 

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import trio
-from expectations import GREEDY, everything_is_given_back, generated, reference, until
+from helpers.expectations import GREEDY, everything_is_given_back, generated, reference, until
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig, SamplingParams, TimedOut, TransitionFailed, WorkerLost

@@ -2,8 +2,8 @@
 
 import pytest
 import trio
-from clients import open_clients
-from expectations import GREEDY, LONG
+from helpers.clients import open_clients
+from helpers.expectations import GREEDY, LONG
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import Chunk, EngineAsleep, EngineConfig, EngineOverloaded, connect

@@ -5,7 +5,7 @@ import os
 from functools import partial
 
 import pytest
-from image_sessions import (
+from helpers.image_sessions import (
     EIGHT,
     LONG,
     OTHER,
@@ -17,7 +17,7 @@ from image_sessions import (
     engine_for_images,
     reference,
 )
-from pictures import png
+from helpers.pictures import png
 
 from trioengine import EngineOverloaded, RequestRejected
 from trioengine.actors.media import source_of

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import trio
-from expectations import GREEDY, LONG, orders_are_kept
+from helpers.expectations import GREEDY, LONG, orders_are_kept
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import Engine, EngineClosed, EngineConfig, EngineOverloaded, ModelError, WorkerLost, open_engine

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import trio
-from expectations import GREEDY, LONG, everything_is_given_back, generated, reference, said
+from helpers.expectations import GREEDY, LONG, everything_is_given_back, generated, reference, said
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineAsleep, TimedOut, TransitionFailed
@@ -105,7 +105,9 @@ async def test_the_gate_is_closed_from_the_first_step(autojump_clock, simulated)
     """Also for what is being prepared then, and where the call waits behind another change."""
     engine, _ = simulated
     async with engine.open_session() as session, trio.open_nursery() as nursery:
-        engine.runtime.power.sleep(1, "abort", None, keep_waiting=False)  # as engine.sleep() before its first checkpoint
+        engine.runtime.power.sleep(
+            1, "abort", None, keep_waiting=False
+        )  # as engine.sleep() before its first checkpoint
         assert engine.state is Power.AWAKE
         with pytest.raises(EngineAsleep, match="about to sleep"):
             async with session.generate("one", GREEDY):

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import trio
-from expectations import LONG, generated
+from helpers.expectations import LONG, generated
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineAsleep, EngineConfig, SamplingParams

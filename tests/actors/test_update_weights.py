@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import trio
-from expectations import GREEDY, LONG, chat, reference
+from helpers.expectations import GREEDY, LONG, chat, reference
 
 from trioengine import EngineAsleep, TransitionFailed
 from trioengine.core.lifecycle import Power

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import trio
-from expectations import GREEDY, LONG
+from helpers.expectations import GREEDY, LONG
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import (
@@ -252,16 +252,6 @@ async def test_a_request_waits_for_a_slot_unless_it_is_told_not_to(autojump_cloc
 
 async def ask_and_note(engine, answered):
     answered.append(await engine.generate("x", SHORT))
-
-
-async def test_by_default_nobody_waits_for_a_wake(autojump_clock):
-    async with simulated_engine() as (engine, _), engine.open_session() as session:
-        await engine.sleep()
-        for wait in (None, False):
-            with pytest.raises(EngineAsleep):
-                await engine.generate("x", SHORT, wait=wait)
-            with pytest.raises(EngineAsleep):
-                await session.ask("x", SHORT, wait=wait)
 
 
 @pytest.mark.parametrize("how", ["sleep", "update", "restart"])

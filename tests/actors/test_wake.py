@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import trio
-from expectations import GREEDY, LONG, reference, said
+from helpers.expectations import GREEDY, LONG, reference, said
 
 from trioengine import EngineAsleep, EngineConfig, TimedOut, TransitionFailed
 from trioengine.core.lifecycle import Power

@@ -4,7 +4,7 @@ import traceback
 
 import pytest
 import trio
-from expectations import FAILING, GREEDY, LONG, chat, everything_is_given_back
+from helpers.expectations import FAILING, GREEDY, LONG, chat, everything_is_given_back
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig, EngineOverloaded, TimedOut, WorkerLost

@@ -1,6 +1,6 @@
 """Hostile images, decoded as the worker decodes them, with what each costs: the child of test_hostile_decoding.py.
 
-Usage: MALLOC_MMAP_THRESHOLD_=1000000 python decode_attacks.py, with tests/data in PYTHONPATH. It prints a line of JSON
+Usage: MALLOC_MMAP_THRESHOLD_=1000000 python decode_attacks.py, with tests in PYTHONPATH. It prints a line of JSON
 for each attack: name, the image's dimensions or its error, seconds of processor time, and bytes of memory. With the
 threshold no freed memory is used again, which would not count.
 """
@@ -12,15 +12,15 @@ import struct
 import zlib
 from pathlib import Path
 
-import encoded_images as images
-from image_attacks import IMAGES
+from helpers import encoded_images as images
+from helpers.image_attacks import IMAGES
 
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image import ImageProcessing
 from trioengine.core.image_header import read_header
 from trioengine.worker import image_decoding
 from trioengine.worker.image_decoding import read_tiles
-from trioengine.worker.scheduling.image_queue import ImageError
+from trioengine.worker.scheduling.images import ImageError
 
 MIB = 1 << 20
 SIDE = 4096  # of accepted images, in pixels

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from small_models import gguf_bytes, metadata, write_directory
+from helpers.small_models import gguf_bytes, metadata, write_directory
 
 from trioengine.core.bounds import printable
 from trioengine.core.config import WorkerConfig
@@ -25,9 +25,9 @@ from trioengine.hub.model_info import read_model
 from trioengine.worker.image_decoding import read_tiles
 from trioengine.worker.runner.model_runner import TorchModelRunner
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
-import tiny_smolvlm
-from lying_models import LIES
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from helpers import tiny_smolvlm
+from helpers.lying_models import LIES
 
 MEMORY = 64_000_000  # bytes that reading a mutant may add
 CPU_SECONDS = 30  # that it may take

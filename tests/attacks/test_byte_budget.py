@@ -4,9 +4,9 @@ import json
 
 import pytest
 import trio
-from buffered_bytes import GREEDY, KEYS, LARGE, bearer, buffered, post, say
-from clients import CHAT, chat, open_clients, read_all, status_and_body
-from frames import read_until
+from helpers.buffered_bytes import GREEDY, KEYS, LARGE, bearer, buffered, post, say
+from helpers.clients import CHAT, chat, open_clients, read_all, status_and_body
+from helpers.frames import read_until
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine.serve.errors import OverBudget

@@ -2,10 +2,10 @@
 
 import pytest
 import trio
-from clients import Clients, open_clients, read_all, status_and_body
-from doors import SlowDoor
-from frames import HANDSHAKE, HEALTH, frame, read_until, request
-from loopback import on_loopback
+from helpers.clients import Clients, open_clients, read_all, status_and_body
+from helpers.doors import SlowDoor
+from helpers.frames import HANDSHAKE, HEALTH, frame, read_until, request
+from helpers.loopback import on_loopback
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine.serve.connection import BEYOND_TIMEOUT, LINGER_TIMEOUT, MAX_BEYOND

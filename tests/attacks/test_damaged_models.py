@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from small_models import CONFIG, write_directory
+from helpers.small_models import CONFIG, write_directory
 
 from trioengine import EngineConfig, ModelError, open_engine
 from trioengine.actors.ports import Ports

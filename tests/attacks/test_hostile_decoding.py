@@ -11,7 +11,7 @@ import pytest
 from trioengine.core.image_header import MAX_PIXELS, MAX_WEBP_PIXELS
 from trioengine.worker.image_decoding import DECODE_SECONDS
 
-DATA = Path(__file__).parents[1] / "data"
+TESTS = Path(__file__).parents[1]
 CHILD = Path(__file__).with_name("decode_attacks.py")
 LAST_RESORT = 3600  # seconds
 SECONDS, MEMORY = 0.1, 50 << 20  # of processor time, and bytes
@@ -57,7 +57,7 @@ SLOW = {"a JPEG of 10,000 scans": "JPEG", "a PNG of 10,000 color profiles": "PNG
 @pytest.fixture(scope="module")
 def results():
     command = [sys.executable, str(CHILD)]
-    paths = (str(DATA), os.environ.get("PYTHONPATH", ""))
+    paths = (str(TESTS), os.environ.get("PYTHONPATH", ""))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "MALLOC_MMAP_THRESHOLD_": "1000000"}
     child = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LAST_RESORT, env=environment)
     assert child.returncode == 0, child.stderr[-2000:]

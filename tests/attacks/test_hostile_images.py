@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-DATA = Path(__file__).parents[1] / "data"
-CHILD = Path(__file__).with_name("image_attacks.py")
+TESTS = Path(__file__).parents[1]
+CHILD = TESTS / "helpers/image_attacks.py"
 LAST_RESORT = 3600  # seconds
 SECONDS, MEMORY = 0.1, 50 << 20  # of processor time, and bytes
 WHERE = "messages[0].content[0]"
@@ -70,7 +70,7 @@ ACCEPTED = {
 @pytest.fixture(scope="module")
 def results():
     command = [sys.executable, str(CHILD)]
-    paths = (str(DATA), os.environ.get("PYTHONPATH", ""))
+    paths = (str(TESTS), os.environ.get("PYTHONPATH", ""))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     child = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LAST_RESORT, env=environment)
     assert child.returncode == 0, child.stderr[-2000:]

@@ -1,8 +1,8 @@
 """Hostile images over the network: a 400 that names the part, whatever is wrong, and a server that serves others."""
 
 import pytest
-from clients import open_clients
-from image_attacks import PARTS
+from helpers.clients import open_clients
+from helpers.image_attacks import PARTS
 
 from trioengine.testing.simulation import IMAGE_LIMITS
 

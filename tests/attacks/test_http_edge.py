@@ -4,9 +4,9 @@ import logging
 import re
 
 import pytest
-from clients import open_clients, read_all, status_and_body
-from frames import HANDSHAKE, HEALTH
-from loopback import on_loopback
+from helpers.clients import open_clients, read_all, status_and_body
+from helpers.frames import HANDSHAKE, HEALTH
+from helpers.loopback import on_loopback
 from trio.testing import memory_stream_pair
 
 from trioengine.core.lifecycle import PowerEvent

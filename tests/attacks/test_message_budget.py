@@ -4,10 +4,10 @@ import random
 
 import pytest
 import trio
-from buffered_bytes import GREEDY, KEYS, bearer, buffered, post, say
-from clients import CHAT, HttpClient, chat, open_clients
-from frames import HANDSHAKE, MASK, event, read_until
-from scrapes import now
+from helpers.buffered_bytes import GREEDY, KEYS, bearer, buffered, post, say
+from helpers.clients import CHAT, HttpClient, chat, open_clients
+from helpers.frames import HANDSHAKE, MASK, event, read_until
+from helpers.scrapes import now
 from trio.testing import lockstep_stream_pair, wait_all_tasks_blocked
 from trio_websocket import ConnectionClosed
 

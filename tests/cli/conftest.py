@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def logging_as_it_was():
-    """Other tests count what is logged: `serve` sets the level, and its handler stays."""
+    """Restore the logging that `serve` configures: other tests count records."""
     root, ours = logging.getLogger(), logging.getLogger("trioengine")
     level, root_level, handlers = ours.level, root.level, root.handlers[:]
     yield

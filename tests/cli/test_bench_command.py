@@ -1,4 +1,4 @@
-"""`trioengine bench serve` as a command: what it prints and writes, on a loopback server."""
+"""`trioengine bench serve` as a command: its output and files, on a loopback server."""
 
 import json
 import threading
@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 import trio
-from scripted_server import ScriptedServer, answer, plain
+from helpers.scripted_server import ScriptedServer, answer, plain
 
 from trioengine.cli.app import run
 

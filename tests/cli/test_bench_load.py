@@ -1,4 +1,4 @@
-"""The load of `bench serve`: when requests come, who leaves, what its flags may be, and percentiles."""
+"""The load of `bench serve`: arrivals, early departures, bad flags, and percentiles."""
 
 import random
 import statistics

@@ -6,7 +6,7 @@ import pytest
 
 from trioengine import EngineConfig, InvalidConfig
 from trioengine.cli.bench import offline
-from trioengine.cli.bench.offline import Run, check_work, run
+from trioengine.cli.bench.offline import OfflineRun, check_work, run
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulation import DEFAULT_LIMITS
 
@@ -28,7 +28,7 @@ async def test_work_that_the_context_would_cut_is_refused(autojump_clock):
 
 
 async def test_a_percentile_is_no_less_than_the_median(autojump_clock):
-    """Of two requests, too: here one waits for the other's place."""
+    """Also with two requests: here one waits for the other's slot."""
     async with simulated_engine(limits=replace(DEFAULT_LIMITS, max_num_seqs=1)) as (engine, _):
         figures = await run(engine, 2, 4, 4)
         assert figures.ttft_p99 > figures.ttft_median > 0
@@ -36,7 +36,7 @@ async def test_a_percentile_is_no_less_than_the_median(autojump_clock):
 
 def test_the_table_says_its_units(monkeypatch, capsys):
     async def bench(*arguments):
-        return [Run(2.0, 6.0, 0.1, 0.2, 0.3, 0.4)], "float32"
+        return [OfflineRun(2.0, 6.0, 0.1, 0.2, 0.3, 0.4)], "float32"
 
     monkeypatch.setattr(offline, "_bench", bench)
     offline.bench_offline(EngineConfig(), 3, 5, 4, repeat=1, as_json=False)

@@ -4,7 +4,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import trio
-from scripted_server import ScriptedServer, plain
+from helpers.scripted_server import ScriptedServer, plain
 from trio.testing import memory_stream_pair
 
 from trioengine import EngineError

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 import trio
-from scripted_server import DONE, ScriptedServer, answer, plain, sse, text_event, usage_event
+from helpers.scripted_server import DONE, ScriptedServer, answer, plain, sse, text_event, usage_event
 
 from trioengine import EngineError
 from trioengine.cli.bench.config import BenchConfig
@@ -192,9 +192,9 @@ async def test_a_base_url_may_have_the_version(autojump_clock, base_url, endpoin
 
 async def test_no_server(autojump_clock):
     async def refuse():
-        raise OSError("nobody listens")
+        raise OSError("connection refused")
 
-    with pytest.raises(EngineError, match="the connection to localhost failed: nobody listens"):
+    with pytest.raises(EngineError, match="the connection to localhost failed: connection refused"):
         await measure(BenchConfig(), Endpoint("localhost", "/", [], refuse), PROMPTS)
 
 

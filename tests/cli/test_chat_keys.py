@@ -3,7 +3,7 @@
 import termios
 
 import pytest
-from terminal_chats import CTRL_C, CTRL_D, PATIENCE, PROMPT, ask, chat
+from helpers.terminal_chats import CTRL_C, CTRL_D, PATIENCE, PROMPT, ask, chat
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_the_chat():

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from terminal_chats import CHAT, CTRL_D, PATIENCE, PROMPT, chat
+from helpers.terminal_chats import CHAT, CTRL_D, PATIENCE, PROMPT, chat
 
 
 @pytest.mark.parametrize("end", [b"/bye\r", b"/exit\r", b"/quit\r", CTRL_D])

@@ -16,7 +16,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
 @asynccontextmanager
-async def opened(engine, histories, history, tell):
+async def opened(engine, histories, history, notify):
     histories.append(list(history))
     async with engine.open_session(history=history) as session:
         yield session
@@ -25,27 +25,27 @@ async def opened(engine, histories, history, tell):
 async def test_the_next_session_has_the_conversation_of_the_lost_one(autojump_clock):
     histories = []
     async with simulated_engine() as (engine, _), open_chat(partial(opened, engine, histories), print) as chat:
-        session = await chat.opened()
-        assert await chat.opened() is session
+        session = await chat.open()
+        assert await chat.open() is session
         await session.ask("hello", GREEDY)
         conversation = session.history
-        await chat.leave()
-        await chat.leave()
+        await chat.close()
+        await chat.close()
         assert session.end_cause is not None
-        assert (await chat.opened()).history == conversation
-        await chat.forget()
-        await chat.leave()
-        await chat.opened()
+        assert (await chat.open()).history == conversation
+        await chat.clear()
+        await chat.close()
+        await chat.open()
     assert histories == [[], conversation, []]
 
 
 async def test_a_conversation_that_is_forgotten_without_a_connection(autojump_clock):
     histories = []
     async with simulated_engine() as (engine, _), open_chat(partial(opened, engine, histories), print) as chat:
-        await (await chat.opened()).ask("hello", GREEDY)
-        await chat.leave()
-        await chat.forget()
-        await chat.opened()
+        await (await chat.open()).ask("hello", GREEDY)
+        await chat.close()
+        await chat.clear()
+        await chat.open()
     assert histories == [[], []]
 
 
@@ -54,27 +54,27 @@ async def test_opening_the_next_session_can_be_cancelled(autojump_clock):
     never, histories = trio.Event(), []
 
     @asynccontextmanager
-    async def opened_or_not(history, tell):
+    async def opened_or_not(history, notify):
         if len(histories) == 1:
             histories.append(list(history))
             await never.wait()
-        async with opened(engine, histories, history, tell) as session:
+        async with opened(engine, histories, history, notify) as session:
             yield session
 
     async with simulated_engine() as (engine, _), open_chat(opened_or_not, print) as chat:
-        await (await chat.opened()).ask("hello", GREEDY)
-        await chat.leave()
+        await (await chat.open()).ask("hello", GREEDY)
+        await chat.close()
         with trio.move_on_after(1) as scope:
-            await chat.opened()
+            await chat.open()
         assert scope.cancelled_caught
         assert not engine.statistics().sessions
-        session = await chat.opened()
+        session = await chat.open()
         assert len(session.history) == 2
         assert engine.statistics().sessions == 1
     assert histories == [[], list(session.history), list(session.history)]
 
 
-async def test_a_worker_that_is_lost_is_told(autojump_clock, monkeypatch):
+async def test_a_lost_worker_is_reported(autojump_clock, monkeypatch):
     notices, simulations = [], []
 
     @asynccontextmanager

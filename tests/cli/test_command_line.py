@@ -1,4 +1,4 @@
-"""What is typed, and what comes of it: exit codes, errors of one line, options made from the configuration."""
+"""Command lines and their results: exit codes, errors of one line, options made from the configuration."""
 
 import dataclasses
 import io
@@ -299,7 +299,7 @@ def test_standard_descriptors_that_are_closed(arguments, closed):
 
 
 def test_the_last_newline_of_stdin_is_no_part_of_the_prompt(configured, monkeypatch):
-    monkeypatch.setattr("trioengine.cli.chat.read_all", io.StringIO("What…?\n\n").read)
+    monkeypatch.setattr("trioengine.cli.generate.read_all", io.StringIO("What…?\n\n").read)
     assert configured("-")[1] == "What…?\n"
 
 

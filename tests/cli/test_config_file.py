@@ -1,4 +1,4 @@
-"""Options from a file and from the environment: which one counts, and what is said of one that cannot be used."""
+"""Options from a file and from the environment: precedence, and the errors for bad ones."""
 
 import dataclasses
 from pathlib import Path
@@ -31,7 +31,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def served(monkeypatch):
-    """Runs `serve` up to the point where everything is read, and gives what was read."""
+    """Runs `serve` up to the point where all options are read, and returns them."""
     seen = []
 
     def note(config, serve_config, **how):
@@ -99,7 +99,7 @@ BAD = [
     ("prompt = 'x'", "'prompt' is not an option of this command"),
     ("config = 'x'", "'config' is not an option of this command"),
     ("[server]\nport = 1", "'server' is a table; options stand at the top, in no table"),
-    ("max-num-seqs = 1\nmax_num_seqs = 1", "max_num_seqs is there twice, as max-num-seqs, too"),
+    ("max-num-seqs = 1\nmax_num_seqs = 1", "max_num_seqs is given twice, also as max-num-seqs"),
     ("port = '80'", "port must be an integer, got '80'"),
     ("port = true", "port must be an integer"),
     ("port = 80.0", "port must be an integer"),

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
-from operated import served
+from helpers.operated import served
 
 from trioengine.cli.app import run
 
@@ -23,7 +23,7 @@ def chat(url, *options, lines="hello\nand then?\n\n"):
 
 @contextmanager
 def chatting(url, *options):
-    """A chat that runs; what it says is read while it does."""
+    """A running chat, whose output is read meanwhile."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command(url, *options), text=True, **pipes) as process:
         try:
@@ -59,7 +59,7 @@ def test_a_chat_waits_for_an_engine_that_sleeps(capsys):
 
 @pytest.mark.parametrize("how", ["closed", "broken"])
 def test_a_chat_without_a_stderr_goes_on_when_the_engine_sleeps(capsys, how):
-    """`closed`: as `2>&-` does it; `broken`: nobody reads it any more."""
+    """`closed`: as by `2>&-`; `broken`: its reader has closed the pipe."""
     with served() as (url, _):
         shell = ["sh", "-c", 'exec "$@" 2>&-', "sh"] if how == "closed" else []
         reading, writing = os.pipe()
@@ -70,7 +70,7 @@ def test_a_chat_without_a_stderr_goes_on_when_the_engine_sleeps(capsys, how):
             chat.stdin.write("hello\n")
             chat.stdin.flush()
             assert len(chat.stdout.readline()) == 4
-            for change in ("sleep", "wake"):  # the chat is told of both before its next answer
+            for change in ("sleep", "wake"):  # the chat gets both notices before its next answer
                 assert run([change, "--connect", url]) == 0
             said, _ = chat.communicate("again\n\n", timeout=60)
         assert (said[-1:], chat.returncode) == ("\n", 0)

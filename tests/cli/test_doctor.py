@@ -1,4 +1,4 @@
-"""`trioengine doctor`: what it finds on machines made of files, and without the packages that it looks for."""
+"""`trioengine doctor`: its results on machines made of files, and without the packages that it checks."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ from trioengine.cli.doctor.checks import (
 )
 from trioengine.cli.doctor.machine import Machine
 from trioengine.hub.known_models import SMOLLM2
-from trioengine.worker.probe import MARK
+from trioengine.worker.__main__ import MARK
 
 GIB = 1 << 30
 
@@ -125,7 +125,7 @@ def test_a_model_that_is_not_there_yet(home):
     result = check_models()
     assert result.facts["models"][SMOLLM2.name]["size_bytes"] is None
     assert [problem.severity for problem in result.problems] == [Severity.WARNING]
-    assert result.problems[0].message.endswith(" is not there yet: the first start fetches 93 MB")  # as README says
+    assert result.problems[0].message.endswith(" is not there yet: the first start fetches 93 MB")  # as in README
     assert result.problems[0].remedy == "trioengine pull"
     assert not home.exists()
 
@@ -243,7 +243,7 @@ sys.meta_path.insert(0, Missing())
 """
 
 
-def test_it_works_without_the_packages_that_it_looks_for(tmp_path):
+def test_it_works_without_the_packages_that_it_checks(tmp_path):
     names = ("torch", "trio", "tokenizers", "h11", "msgpack", "numpy", "rich", "gguf", "trio_websocket")
     (tmp_path / "sitecustomize.py").write_text(WITHOUT.format(names=names))
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])

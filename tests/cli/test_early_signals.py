@@ -41,7 +41,7 @@ def test_a_signal_while_it_is_loaded(name, handler, exit_code):
 @pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
 @pytest.mark.parametrize("command", [["pull"], ["generate", "hi"]])
 def test_sigterm_while_a_model_is_fetched(tmp_path, command, handler):
-    """pip is ended, and what it has written is removed, be SIGINT ignored or not."""
+    """pip is ended and its files are removed, whether SIGINT is ignored or not."""
     pip = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     (tmp_path / "sitecustomize.py").write_text(f"import os, sys, time\nif 'pip' in sys.orig_argv:\n    {pip}\n")
     home = tmp_path / "home"

@@ -75,7 +75,7 @@ def test_steps_whose_time_has_not_come_are_skipped(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("file", "complaint"),
     [
-        ({"steps": [BEGIN, ("rare", {})]}, "step 2: the machine CoreMachine has no rule 'rare'"),
+        ({"steps": [BEGIN, ("coverage", {})]}, "step 2: the machine CoreMachine has no rule 'coverage'"),
         ({"steps": [BEGIN, ("commit", {})]}, "step 2: commit takes which, and is given nothing"),
         ({"steps": [BEGIN], "versions": "new"}, "no replay file"),
     ],

@@ -1,4 +1,4 @@
-"""What is read from a terminal or a pipe, and what is written."""
+"""Lines that are read from a pipe, and the answers that are written."""
 
 import json
 import os
@@ -7,8 +7,8 @@ import pytest
 
 from trioengine import RequestRejected, SamplingParams
 from trioengine.cli import chat
-from trioengine.cli.chat import Lines, converse
-from trioengine.cli.generate import answer
+from trioengine.cli.chat import Lines, answer_lines
+from trioengine.cli.generate import answer_prompt
 from trioengine.testing import simulated_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -29,7 +29,7 @@ async def test_lines_of_a_pipe():
     "data", [b"x" * 100, b"x" * 17 + b"\n", b"one\n" + b"x" * 17 + b"\n"], ids=["without an end", "with one", "later"]
 )
 async def test_a_line_that_is_too_long(monkeypatch, data):
-    """With its end or without: what is read is bounded, and what comes before it is answered."""
+    """With its end or without: memory is bounded, and earlier lines are answered."""
     monkeypatch.setattr(chat, "MAX_LINE", 16)
     monkeypatch.setattr(chat, "_CHUNK", 5)
     readable, writable = os.pipe()
@@ -49,7 +49,7 @@ async def test_an_answer_waits_for_the_next_worker(autojump_clock, capsys, as_js
     async with simulated_engine() as (engine, simulation), engine.open_session() as session:
         simulation.worker.exit(-9)
         await engine.runtime.gate.changed()
-        await answer(session, "hello", GREEDY, as_json=as_json)
+        await answer_prompt(session, "hello", GREEDY, as_json=as_json)
     printed = capsys.readouterr().out
     assert printed.endswith("\n")
     text = json.loads(printed)["text"] if as_json else printed[:-1]
@@ -61,7 +61,7 @@ async def test_a_chat_goes_on_after_a_line_that_cannot_be_answered(autojump_cloc
     os.write(writable, b"hello\ncaf\xe9\n" + b"long " * 600 + b"\n\n \nbye\n\n")
     os.close(writable)
     async with simulated_engine() as (engine, _), engine.open_session() as session:
-        await converse(session, Lines(readable), GREEDY)
+        await answer_lines(session, Lines(readable), GREEDY)
         assert [message["content"] for message in session.history if message["role"] == "user"] == ["hello", "bye"]
     os.close(readable)
     printed = capsys.readouterr()

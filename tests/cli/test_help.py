@@ -57,7 +57,7 @@ sys.exit(",".join({"trio", "torch", "numpy", "rich", "tokenizers"} & sys.modules
 @pytest.mark.parametrize("command", [["serve"], ["generate"], ["chat"], ["bench", "offline"], ["bench", "serve"]])
 def test_help_shows_a_file_with_an_option_that_the_command_has(capsys, command):
     assert run([*command, "--help"]) == 0
-    shown = re.sub(r"(?<=\w)-\s+", "-", " ".join(capsys.readouterr().out.split()))  # lines break at hyphens, too
+    shown = re.sub(r"(?<=\w)-\s+", "-", " ".join(capsys.readouterr().out.split()))  # lines also break at hyphens
     name = shown.partition("with any of these options, as ")[2].partition(" = ")[0]
     assert f"--{name} " in shown
 
@@ -65,7 +65,7 @@ def test_help_shows_a_file_with_an_option_that_the_command_has(capsys, command):
 def test_help_says_what_a_chat_does_at_an_interrupt(capsys):
     assert run(["chat", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Ctrl+C stops an answer, and what came of it stays in the conversation" in shown
+    assert "Ctrl+C stops an answer, and the part that came stays in the conversation" in shown
 
 
 @pytest.mark.parametrize("command", [[], ["bench"]])

@@ -118,7 +118,7 @@ def test_a_bug_has_its_traceback(capsys):
 
 
 def test_a_server_from_its_start_to_its_end(tmp_path, smollm2):
-    """Python's warnings and the worker's own lines are records, too."""
+    """Python's warnings and the worker's own lines are records as well."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, warnings\n"
         "if 'trioengine.worker' in sys.orig_argv:\n"

@@ -1,4 +1,4 @@
-"""The log of a command: its two formats, its level, and what is never in it."""
+"""The log of a command: its two formats, its level, and the secrets that are never in it."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ from trioengine.serve.access_log import CLIENT, REQUEST_ID, set_field
 
 @pytest.fixture
 def logs(capsys):
-    """A function that configures the logs as if nobody had before, and gives one that reads the lines."""
+    """A function that configures the logs from scratch, and returns one that reads the lines."""
     root, ours = logging.getLogger(), logging.getLogger("trioengine")
     before = root.handlers[:], root.level, ours.level
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
-from terminal_chats import CTRL_C, PATIENCE, PROMPT, ask, on_a_terminal
+from helpers.terminal_chats import CTRL_C, PATIENCE, PROMPT, ask, on_a_terminal
 
 SERVER = """
 import sys
@@ -66,7 +66,7 @@ def test_a_chat_goes_on_with_its_conversation_after_the_server_was_killed():
             user.until(PROMPT)
             ask(user, b"hello")
             process.kill()
-            process.wait()  # its sockets are closed: the listening one, too
+            process.wait()  # its sockets are closed, also the listening one
             user.until(lost)
             user.until(kept)
             user.type(b" again\\\r")

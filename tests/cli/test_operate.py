@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from operated import served
+from helpers.operated import served
 from trio.testing import memory_stream_pair
 
 from trioengine.cli.app import run
@@ -139,7 +139,7 @@ def test_any_address_of_the_server_will_do(server, capsys, path):
 
 
 def test_a_path_before_the_servers_own(server, capsys):
-    """As behind a proxy; here nobody takes it away."""
+    """As behind a proxy; here the path is not stripped."""
     assert run(["status", "--connect", f"{server[0]}/below/v1"]) == 2
     assert capsys.readouterr().err == (
         "trioengine: error: no route '/below/v1/is_sleeping'; did you mean '/is_sleeping'?\n"

@@ -21,12 +21,12 @@ with download_bar() as progress:
 
 
 def drawn(master):
-    """What came to a terminal until nobody had it open any more."""
+    """The output to a terminal until no process had it open any more."""
     data = b""
     try:
         while received := os.read(master, 4096):
             data += received
-    except OSError:  # how Linux says so
+    except OSError:  # Linux's error for that
         pass
     return data
 

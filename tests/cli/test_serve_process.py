@@ -55,7 +55,7 @@ async def served(max_model_len=None, limits=DEFAULT_LIMITS, **behaviour):
 
 
 async def said(log, text, times=1):
-    while log.text.count(text) < times:  # noqa: ASYNC110 - nothing tells
+    while log.text.count(text) < times:  # noqa: ASYNC110 - there is no event for it
         await trio.sleep(0.1)  # simulated
 
 

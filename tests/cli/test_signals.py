@@ -40,7 +40,7 @@ trio.run(main)
 
 
 class Served:
-    """A process that serves; `log` is what was read of its log so far."""
+    """A serving process; `log` has the lines of its log that were read so far."""
 
     def __init__(self, process):
         self.process = process

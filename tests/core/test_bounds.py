@@ -1,10 +1,10 @@
-"""Values from files and users in messages: short, printable, and made with little memory."""
+"""Values from files and users in messages: short, printable, made with little memory; suggestions of known names."""
 
 import tracemalloc
 
 import pytest
 
-from trioengine.core.bounds import brief, excerpt
+from trioengine.core.bounds import brief, did_you_mean, excerpt, is_key, printable, printable_lines
 
 DEEP = None
 for _ in range(100_000):
@@ -46,3 +46,79 @@ def test_a_message_of_another_library():
     assert excerpt('unknown variant `\x1b[2J`, it\'s "x" – é') == 'unknown variant `\\x1b[2J`, it\'s "x" – é'
     assert excerpt("x" * 300) == "x" * 200
     assert excerpt("\n" * 300) == "\\n" * 99 + "\\…"
+
+
+@pytest.mark.parametrize(
+    ("value", "is_valid"),
+    [("sk-Key_1~!", True), ("", False), ("a b", False), ("ä", False), ("a\n", False), (b"a", False)],
+)
+def test_a_key_is_visible_ascii(value, is_valid):
+    assert is_key(value) is is_valid
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain\n\ttext", "plain\n\ttext"),
+        ("a\x1b[31mred", r"a\x1b[31mred"),
+        ("\x1b]0;title\x07", r"\x1b]0;title\x07"),
+        ("over\rwritten\r\n", "overwritten\n"),
+        ("\x00\x7f", r"\x00\x7f"),
+        ("\x80\x9b31m\x9f", r"\x80\x9b31m\x9f"),
+        ("\ud800", r"\ud800"),
+        ("abc\u202edcb\u2066x\u2069", r"abc\u202edcb\u2066x\u2069"),
+        ("\u2028", r"\u2028"),
+        ("é日本😀 \N{NO-BREAK SPACE}👩\u200d🚀 \u200f", "é日本😀 \N{NO-BREAK SPACE}👩\u200d🚀 \u200f"),
+    ],
+)
+def test_control_characters_are_shown_and_not_obeyed(text, shown):
+    assert printable_lines(text) == shown
+
+
+def test_on_one_line():
+    assert printable("one\ntwo\r\tthree\u202e") == r"one\ntwo\r\tthree\u202e"
+
+
+KNOWN = {"max_tokens", "stop", "seed"}
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "expected"),
+    [
+        ("max_token", "", "; did you mean 'max_tokens'?"),
+        ("stops", "response.", "; did you mean 'response.stop'?"),
+        ("temperature", "", ""),
+        ("", "", ""),
+        ("max_tokens" * 100_000, "", ""),
+    ],
+)
+def test_the_nearest_name(name, prefix, expected):
+    assert did_you_mean(name, KNOWN, prefix) == expected
+
+
+OPENAI = {"messages", "stream", "min_p", "response_format", "temperature", "top_p", "top_k", "max_tokens", "min_tokens"}
+REALTIME = {"input", "instructions", "stop", "max_output_tokens", "min_tokens", "output_modalities"}
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "meant"),
+    [
+        ("temp", OPENAI, "temperature"),
+        ("top", OPENAI, "top_p"),
+        ("te", OPENAI, None),
+        ("system", OPENAI, "messages"),
+        ("input", OPENAI, "messages"),
+        ("reasoning_effort", OPENAI, None),
+        ("max_new_tokens", OPENAI, "max_tokens"),
+        ("prompt", OPENAI | {"prompt_cache_key"}, "messages"),
+        ("stop_sequences", OPENAI, None),
+        ("max_tokens", REALTIME, "max_output_tokens"),
+        ("maxTokens", REALTIME, "max_output_tokens"),
+        ("max_token", REALTIME, "max_output_tokens"),
+        ("min_token", REALTIME, "min_tokens"),
+        ("system", REALTIME, "instructions"),
+        ("stop_sequences", REALTIME, "stop"),
+    ],
+)
+def test_beginnings_and_the_names_of_other_interfaces(name, known, meant):
+    assert did_you_mean(name, known) == (f"; did you mean {meant!r}?" if meant else "")

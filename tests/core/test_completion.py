@@ -1,9 +1,10 @@
-"""What a reader gets is a value: it does not change, and equals its equals."""
+"""Completions, chunks and outcomes are values."""
 
 import dataclasses
 
 import pytest
 
+from trioengine.core.errors import Outcome
 from trioengine.core.ledger import Ledger, RequestState
 from trioengine.core.types import Cause, Chunk, Completion, FinishReason, Usage
 
@@ -31,3 +32,8 @@ def test_an_abort_is_counted_by_its_cause():
     ledger.check()
     assert ledger.aborted == 1
     assert ledger.abort_causes[Cause.TIMEOUT] == 1
+
+
+@pytest.mark.parametrize("finish_reason", FinishReason)
+def test_an_answer_that_came_to_its_own_end(finish_reason):
+    assert Outcome(finish_reason).is_complete is (finish_reason.value in ("stop", "length"))

@@ -6,8 +6,8 @@ from typing import get_args
 import hypothesis.strategies as st
 import msgpack
 import pytest
+from helpers.pair import EVERY_MESSAGE, PARAMS, STATISTICS, Pair, add_message, row, unchecked
 from hypothesis import given
-from pair import EVERY_MESSAGE, STATISTICS, Pair, add_message, row, unchecked
 
 from trioengine.core.codec import LENGTH, decode, encode, frame
 from trioengine.core.config import MAX_SESSIONS, WorkerConfig
@@ -56,7 +56,7 @@ def test_encode_and_decode(message):
 def test_a_field_of_a_wrong_type_is_refused(message):
     for field in dataclasses.fields(message):
         packed = msgpack.unpackb(encode(message), strict_map_key=False)
-        packed[field.name] = {"nobody": "expects this"}
+        packed[field.name] = {"an": "unexpected map"}
         with pytest.raises(RemoteProtocolError, match=WIRE_NAMES[type(message)]):
             decode(msgpack.packb(packed))
         del packed[field.name]
@@ -86,11 +86,14 @@ def test_payloads_that_are_no_message(payload, why):
         decode(payload)
 
 
-def test_parameters_out_of_range_are_refused():
+def test_parameters_of_a_wrong_type_are_refused():
+    """Their ranges are checked where they are made, in the engine."""
     packed = msgpack.unpackb(encode(add_message()), strict_map_key=False)
-    packed["params"][1] = -1.0
-    with pytest.raises(RemoteProtocolError, match="temperature"):
+    packed["params"][1] = "hot"
+    with pytest.raises(RemoteProtocolError, match="ADD_MESSAGE: expected float, got str"):
         decode(msgpack.packb(packed))
+    packed["params"][1] = 0.5
+    assert decode(msgpack.packb(packed)).params == dataclasses.replace(PARAMS, temperature=0.5)
     packed["token_ids"] = b"odd"
     with pytest.raises(RemoteProtocolError, match="int32"):
         decode(msgpack.packb(packed))
@@ -153,12 +156,12 @@ def test_a_whole_life():
 
 BAD_ORDERS = {
     "session twice": [AddSession(1), AddSession(1)],
-    "message of nobody": [add_message()],
+    "message without a session": [add_message()],
     "two requests": [AddSession(1), add_message(), add_message(request=2)],
     "an old request": [AddSession(1), add_message(request=0)],
-    "stop of nobody": [StopSession(1, 1)],
+    "stop without a session": [StopSession(1, 1)],
     "stop of another request": [AddSession(1), add_message(), StopSession(1, 2)],
-    "end of nobody": [EndSession(1)],
+    "end without a session": [EndSession(1)],
     "end twice": [AddSession(1), EndSession(1), EndSession(1)],
     "message after end": [AddSession(1), EndSession(1), add_message()],
     "configure twice": [Configure(WorkerConfig("m"))],

@@ -1,7 +1,7 @@
-"""SLEEP, WAKE and UPDATE_WEIGHTS: one at a time, while there is no session; and no session before all is awake."""
+"""SLEEP, WAKE and UPDATE_WEIGHTS: one at a time, while no session exists; sessions only while everything is awake."""
 
 import pytest
-from pair import STATISTICS, Pair, add_message, unchecked
+from helpers.pair import STATISTICS, Pair, add_message, unchecked
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.connection import Connection, Role

@@ -4,7 +4,7 @@ import dataclasses
 
 import msgpack
 import pytest
-from pair import STATISTICS, Pair, add_message, image, row, unchecked
+from helpers.pair import STATISTICS, Pair, add_message, image, row, unchecked
 
 from trioengine.core.codec import decode, encode
 from trioengine.core.errors import LocalProtocolError, RemoteProtocolError

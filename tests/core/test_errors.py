@@ -1,4 +1,4 @@
-"""The errors carry what a caller decides by."""
+"""The errors carry the facts that callers decide by."""
 
 from copy import copy
 

@@ -134,7 +134,7 @@ BAD = {
     "claims 9223372036854775808 metadata entries": gguf(counts=(0, 1 << 63)),
     "the file ends in the number of tensors": b"GGUF" + struct.pack("<I", 3),
     "metadata key 'a' is there twice": gguf([entry("a", U8, 1)] * 2),
-    "a metadata key is 65537 bytes long, 65536 are the most": gguf([entry("k" * 65537, U8, 1)]),
+    "a metadata key is 65537 bytes long; at most 65536 are supported": gguf([entry("k" * 65537, U8, 1)]),
     "a metadata key is not UTF-8": gguf([entry(b"\xff", U8, 1)]),
     "'a' has the unknown type 13": gguf([string("a") + struct.pack("<I", 13)]),
     "'a' is an array of the type 9, which is not supported": gguf([string("a") + struct.pack("<II", ARRAY, ARRAY)]),
@@ -147,9 +147,9 @@ BAD = {
     "general.alignment must be a power of two, got 24": gguf([entry("general.alignment", U32, 24)]),
     "general.alignment must be a power of two, got 0": gguf([entry("general.alignment", U32, 0)]),
     "general.alignment must be a power of two, got '32'": gguf([entry("general.alignment", STRING, "32")]),
-    "tensor 'a' has 5 dimensions, 4 are the most": gguf((), [tensor("a", (1,) * 5)]),
+    "tensor 'a' has 5 dimensions; at most 4 are supported": gguf((), [tensor("a", (1,) * 5)]),
     "tensor 'a' has type 4, which is not supported; supported: F32": gguf((), [tensor("a", (1,), kind=4)]),
-    f"the file has {MAX_TENSORS + 1} tensors, {MAX_TENSORS} are the most": gguf(
+    f"the file has {MAX_TENSORS + 1} tensors; at most {MAX_TENSORS} are supported": gguf(
         counts=(MAX_TENSORS + 1, 0), data=bytes(24 * MAX_TENSORS + 24)
     ),
     r"tensor '\x1b[31m\x07' is there twice": gguf((), [tensor("\x1b[31m\a", (1,))] * 2, bytes(4)),

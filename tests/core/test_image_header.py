@@ -2,9 +2,9 @@
 
 import io
 
-import encoded_images as images
 import pytest
-from encoded_images import encoded
+from helpers import encoded_images as images
+from helpers.encoded_images import encoded
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image as PillowImage

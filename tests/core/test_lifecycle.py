@@ -1,4 +1,4 @@
-"""The tables: every pair of state and event is there, or raises and changes nothing."""
+"""The tables: every pair of state and event is there, is ignored, or raises; the last two change nothing."""
 
 import itertools
 
@@ -6,7 +6,9 @@ import pytest
 
 from trioengine.core.errors import LocalProtocolError
 from trioengine.core.lifecycle import (
+    POWER_IGNORES,
     POWER_TRANSITIONS,
+    SESSION_IGNORES,
     SESSION_TRANSITIONS,
     Action,
     Attachment,
@@ -37,11 +39,14 @@ def reachable() -> set[tuple[Phase, Attachment]]:
 
 @pytest.mark.parametrize(("phase", "attachment"), STATES)
 @pytest.mark.parametrize("event", Event)
-def test_every_pair_is_in_the_table_or_raises_and_changes_nothing(phase, attachment, event):
+def test_every_pair_is_in_the_table_or_changes_nothing(phase, attachment, event):
     lifecycle = SessionLifecycle()
     lifecycle.phase, lifecycle.attachment = phase, attachment
     transition = SESSION_TRANSITIONS.get((phase, attachment, event))
-    if transition is None:
+    if transition is None and phase in SESSION_IGNORES.get(event, ()):
+        assert lifecycle.apply(event) == ()
+        assert (lifecycle.phase, lifecycle.attachment) == (phase, attachment)
+    elif transition is None:
         with pytest.raises(LocalProtocolError, match=event.value):
             lifecycle.apply(event)
         assert (lifecycle.phase, lifecycle.attachment) == (phase, attachment)
@@ -51,13 +56,38 @@ def test_every_pair_is_in_the_table_or_raises_and_changes_nothing(phase, attachm
 
 
 def test_the_table_holds_the_reachable_states_and_no_others():
-    assert {(phase, attachment) for phase, attachment, _ in SESSION_TRANSITIONS} == reachable()
+    """Nothing leads out of the last one."""
+    last = (Phase.ENDED, Attachment.DETACHED)
+    assert {(phase, attachment) for phase, attachment, _ in SESSION_TRANSITIONS} == reachable() - {last}
+
+
+@pytest.mark.parametrize("key", SESSION_TRANSITIONS, ids=str)
+def test_every_row_changes_or_does_something(key):
+    after = SESSION_TRANSITIONS[key]
+    assert after.actions or (after.phase, after.attachment) != key[:2]
+
+
+@pytest.mark.parametrize("event", SESSION_IGNORES)
+def test_ignored_events_have_nothing_left_to_do(event):
+    """Ignored in a reachable state: the request is aborted, or the session has ended, detached or lost its worker."""
+    for phase, attachment in reachable():
+        if (phase, attachment, event) in SESSION_TRANSITIONS or phase not in SESSION_IGNORES[event]:
+            continue
+        match event:
+            case Event.ABORT:
+                assert phase not in (Phase.PREPARING, Phase.RUNNING, Phase.SUSPENDED)
+            case Event.END:
+                assert phase in (Phase.ENDING, Phase.ENDED)
+            case Event.WORKER_LOST:
+                assert attachment is Attachment.DETACHED
+            case Event.DETACH:
+                assert attachment is not Attachment.ATTACHED
 
 
 @pytest.mark.parametrize("state", sorted(reachable(), key=str))
 @pytest.mark.parametrize("event", [Event.END, Event.ABORT])
 def test_end_and_abort_are_legal_everywhere(state, event):
-    assert (*state, event) in SESSION_TRANSITIONS
+    assert (*state, event) in SESSION_TRANSITIONS or state[0] in SESSION_IGNORES[event]
 
 
 @pytest.mark.parametrize("key", SESSION_TRANSITIONS, ids=str)
@@ -127,7 +157,9 @@ def test_a_finish_that_crosses_a_stop_settles_as_reported():
 @pytest.mark.parametrize("event", PowerEvent)
 def test_power(power, event):
     following = POWER_TRANSITIONS[power].get(event)
-    if following is None:
+    if following is None and power in POWER_IGNORES[event]:
+        assert next_power(power, event) is power
+    elif following is None:
         with pytest.raises(LocalProtocolError, match=event.value):
             next_power(power, event)
     else:
@@ -136,5 +168,10 @@ def test_power(power, event):
 
 
 @pytest.mark.parametrize("power", Power)
-def test_whatever_a_change_of_power_does_a_drain_and_a_dying_worker_are_possible(power):
-    assert {PowerEvent.DRAIN, PowerEvent.CLOSE, PowerEvent.WORKER_LOST} <= POWER_TRANSITIONS[power].keys()
+def test_a_drain_and_the_death_of_the_worker_are_legal_in_every_state(power):
+    for event in (PowerEvent.DRAIN, PowerEvent.CLOSE, PowerEvent.WORKER_LOST):
+        assert event in POWER_TRANSITIONS[power] or power in POWER_IGNORES[event]
+
+
+def test_every_row_of_the_power_table_changes_the_state():
+    assert all(after is not power for power, row in POWER_TRANSITIONS.items() for after in row.values())

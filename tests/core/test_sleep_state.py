@@ -142,7 +142,7 @@ def test_an_update_leaves_weights_that_any_wake_brings_back(before, after, is_ca
 
 
 class Flags(RuleBasedStateMachine):
-    """Four flags, kept one by one, and what is told to a worker; a change that fails leaves them as they are."""
+    """Four flags, kept one by one, and the tags sent to a worker; a change that fails leaves them unchanged."""
 
     def __init__(self):
         super().__init__()

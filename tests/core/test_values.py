@@ -97,6 +97,12 @@ def test_the_logit_bias_is_a_copy():
     assert params.logit_bias == {1: 1.0}
 
 
+def test_valid_fields_are_replaced_without_another_validation():
+    params = SamplingParams(temperature=0.5, stop="x")
+    assert params.replace_valid(max_tokens=3, stop=()) == SamplingParams(temperature=0.5, max_tokens=3)
+    assert params == SamplingParams(temperature=0.5, stop=("x",))
+
+
 def types(values):
     return {type(value) for value in values}
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parent))
-import tiny_llama
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from helpers import tiny_llama
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.idefics3 import Idefics3ImageProcessorPil, Idefics3Processor
 
-sys.path.insert(0, str(Path(__file__).parent))
-import tiny_smolvlm
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from helpers import tiny_smolvlm
 
 NUM_TOKENS = 24
 

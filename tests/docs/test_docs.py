@@ -1,4 +1,4 @@
-"""The pages are true: the generated one is up to date, and the examples run, on the real model."""
+"""The generated page is up to date, the examples run on the real model, and links have targets."""
 
 import asyncio
 import importlib.util
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import trio
-from loopback import on_loopback
-from pictures import PICTURE
+from helpers.loopback import on_loopback
+from helpers.pictures import PICTURE
 
 from trioengine import EngineConfig, blocking, connect, open_engine
 from trioengine.aio.nursery import open_unwrapped_nursery
@@ -22,7 +22,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def examples(page):
-    """The functions that the python blocks of a page define, by name; blocks marked `py` are not run."""
+    """Return the async functions defined by the python blocks of a page, by name; blocks marked `py` are not run."""
     functions = {}
     for block in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL):
         namespace = {}
@@ -31,7 +31,7 @@ def examples(page):
     return functions
 
 
-def test_the_lifecycle_page_is_what_the_tables_say():
+def test_the_lifecycle_page_matches_the_tables():
     spec = importlib.util.spec_from_file_location("make_lifecycle", DOCS / "make_lifecycle.py")
     make_lifecycle = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(make_lifecycle)
@@ -110,13 +110,13 @@ def test_the_asyncio_example_runs(config):
 
 
 def children():
-    """The processes of which this one is the parent."""
+    """Return the ids of this process's children."""
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
 @pytest.mark.parametrize("wait_for_the_worker", [False, True])
 def test_the_asyncio_example_is_cancelled(config, wait_for_the_worker):
-    """However far it is, and however often; trio has then ended, and the worker with it."""
+    """At any stage, and several times; afterwards trio has ended, and the worker with it."""
     ask_from_asyncio = examples("asyncio.md")["ask_from_asyncio"]
     before = children()
     complaints = []
@@ -125,7 +125,7 @@ def test_the_asyncio_example_is_cancelled(config, wait_for_the_worker):
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
         task = asyncio.create_task(ask_from_asyncio(config, "What is the capital of France?"))
         await asyncio.sleep(0)
-        while wait_for_the_worker and children() == before:  # noqa: ASYNC110 - nothing tells
+        while wait_for_the_worker and children() == before:  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)
         for _ in range(3):
             task.cancel()
@@ -141,7 +141,7 @@ def test_the_asyncio_example_is_cancelled(config, wait_for_the_worker):
 
 
 def test_the_asyncio_example_is_cancelled_when_trio_has_ended(monkeypatch):
-    """Before the caller could hear of it."""
+    """The caller is cancelled in the step in which trio ends."""
     ask_from_asyncio = examples("asyncio.md")["ask_from_asyncio"]
     start_guest_run = trio.lowlevel.start_guest_run
 
@@ -165,14 +165,14 @@ PAGES = ["../README.md", *sorted(str(path.relative_to(DOCS)) for path in DOCS.rg
 
 
 def anchors(path):
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page):
+def test_links_have_targets(page):
     path = DOCS / page
     for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", path.read_text()):
         if target.startswith("https://"):
@@ -180,3 +180,17 @@ def test_links_lead_somewhere(page):
         linked = path.parent / target if target else path
         assert linked.exists(), f"{page}: {target}"
         assert not anchor or anchor in anchors(linked), f"{page}: {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "comparison.md"])
+def test_files_that_pages_name_exist(page):
+    """Comparison.md names files of other projects."""
+    root = DOCS.parent
+    files = {
+        f"/{path.relative_to(root)}"
+        for folder in ("trioengine", "tests", "docs")
+        for path in (root / folder).rglob("*")
+    }
+    prose = re.sub(r"```.*?```", "", (DOCS / page).read_text(), flags=re.DOTALL)
+    named = set(re.findall(r"`([\w/-]+\.(?:py|cpp|mjs|ts))`", prose)) - {"vllm_offline.py"}
+    assert {name for name in named if not any(path.endswith(f"/{name}") for path in files)} == set()

@@ -66,7 +66,7 @@ def pages() -> list[Path]:
     docs = ROOT / "docs"
     return [
         ROOT / "README.md",
-        *sorted(path for kind in ("*.md", "*.py", "*.mjs", "*.ts") for path in docs.rglob(kind)),
+        *sorted(path for kind in ("*.md", "*.py", "*.html", "*.mjs", "*.ts") for path in docs.rglob(kind)),
     ]
 
 

@@ -1,4 +1,4 @@
-"""docs/metrics.md names every metric, with its labels, and no other; the dashboard queries only what exists."""
+"""docs/metrics.md names every metric, with its labels, and no other; the dashboard queries only existing ones."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def test_the_page_is_complete(families):
     assert documented == expected
 
 
-def test_names_and_help_are_as_promtool_wants_them(families):
+def test_names_and_help_follow_the_rules_of_promtool(families):
     """The rules of `promtool check metrics` for this format."""
     for family in families:
         suffixes = ("_total", "_count", "_sum", "_bucket", "_info", "_created")
@@ -51,7 +51,7 @@ def test_the_page_names_every_value_of_a_label(families):
     assert [value for value in values if f"`{value}`" not in page] == []
 
 
-def test_the_dashboard_queries_what_exists_and_shows_all_of_it(families):
+def test_the_dashboard_queries_exactly_the_existing_metrics(families):
     dashboard = json.loads((DOCS / "grafana.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     assert all(query.count("(") == query.count(")") for query in queries)

@@ -1,4 +1,4 @@
-"""The README's first screen: its code runs on the real model, its counts and pictures are those of their sources."""
+"""The README's code runs on the real model, and its counts and pictures match their sources."""
 
 import importlib.util
 import re
@@ -66,7 +66,7 @@ def test_the_test_line_is_where_ci_looks_for_it():
     assert after[1] == "```"
 
 
-def test_the_picture_of_the_sessions_is_what_its_script_draws():
+def test_the_picture_of_the_sessions_equals_its_scripts_output():
     assert (DOCS / "sessions.svg").read_text() == module("make_picture").picture(), "run python docs/make_picture.py"
 
 

@@ -1,4 +1,4 @@
-"""A Python of its own, for what the running one cannot show."""
+"""A separate Python process, for checks that the running one cannot make."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ _SOURCE = str(Path(trioengine.__file__).parent.parent)
 
 @pytest.fixture
 def run_python():
-    """Run code with this trioengine and the given options (-S: no installed package): what it printed."""
+    """Run code with this trioengine and the given options (-S: no installed package); returns its output."""
 
     def run_python(code: str, *options: str) -> str:
         command = [sys.executable, *options, "-c", f"import sys; sys.path.insert(0, {_SOURCE!r})\n{code}"]

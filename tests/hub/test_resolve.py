@@ -1,4 +1,4 @@
-"""What a user may call a model, and what is said of all else."""
+"""The names, paths and hub ids of models, and the errors for other names."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from trioengine.hub.pull import locate, pull, resolve
 # ---- names and paths -----------------------------------------------------------------------------------------------
 
 
-def test_the_registry():
+def test_the_known_models():
     assert KNOWN_MODELS == {"smollm2-135m-instruct": SMOLLM2}
     with pytest.raises(ModelError, match="unknown model 'other': known are smollm2-135m-instruct"):
         pull("other")
@@ -25,7 +25,7 @@ def test_a_known_name_in_any_case_is_its_pulled_file(tmp_path, monkeypatch):
     assert resolve("SmolLM2-135M-Instruct") == pull("SMOLLM2-135m-instruct") == path
 
 
-def test_where_models_lie(monkeypatch):
+def test_the_home_directory(monkeypatch):
     monkeypatch.setenv("TRIOENGINE_HOME", "/models")
     assert trioengine_home() == Path("/models")
     monkeypatch.setenv("TRIOENGINE_HOME", "")
@@ -63,7 +63,7 @@ def test_files_and_directories(tmp_path, monkeypatch):
         ("\0", "unknown model"),
     ],
 )
-def test_what_is_no_model_is_said(model, message, tmp_path, monkeypatch):
+def test_other_names_are_refused(model, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match=message) as caught:
         resolve(model)
@@ -78,7 +78,7 @@ def test_files_and_directories_of_another_kind(tmp_path):
         resolve(str(tmp_path))
 
 
-def test_located_fetches_nothing(tmp_path):
+def test_locate_downloads_nothing(tmp_path):
     assert locate("SmolLM2-135M-Instruct") is None
     assert locate("org/Model-1.5") is None
     (tmp_path / "config.json").write_text("{}")
@@ -111,15 +111,15 @@ def test_a_hub_id_without_the_hubs_client(run_python):
         ("raise OSError('no\\nhttps://user@hub/x')", "org/Model-1.5 cannot be fetched from the hub: no\n"),
         ("raise KeyError('at https://u:p@hub/x')", "hub: 'at <address>'\n"),
         ("raise KeyError", "hub: no reason was given\n"),
-        ("raise FileNotFoundError", "hub: is there a network, and HF_HUB_OFFLINE not set?\n"),
+        ("raise FileNotFoundError", "hub: check the network, and that HF_HUB_OFFLINE is not set\n"),
         (
             "raise FileNotFoundError('Got: no proxy\\nso')",
-            "hub: no proxy; is there a network, and HF_HUB_OFFLINE not set?\n",
+            "hub: no proxy; check the network, and that HF_HUB_OFFLINE is not set\n",
         ),
-        (REFUSED, "hub: it cannot be reached: Connection refused; is there a network?\n"),
-        (ANSWERED.format(404), "hub: there is no such model, or it needs a login (HTTP 404)\n"),
-        (ANSWERED.format(401), "hub: there is no such model, or it needs a login (HTTP 401)\n"),
-        (ANSWERED.format(403), "hub: it needs a login that may have it (HTTP 403)\n"),
+        (REFUSED, "hub: it cannot be reached: Connection refused; check the network\n"),
+        (ANSWERED.format(404), "hub: model not found, or it requires a login (HTTP 404)\n"),
+        (ANSWERED.format(401), "hub: model not found, or it requires a login (HTTP 401)\n"),
+        (ANSWERED.format(403), "hub: the login has no access to it (HTTP 403)\n"),
         (ANSWERED.format(500), "hub: HTTP 500\n"),
         ("return directory + '/none'", "the directory has no config.json"),
     ],

@@ -58,24 +58,24 @@ def test_a_file_of_the_reference_implementation(tmp_path):
 
 BAD = {
     "shorter than a header's length": b"1234567",
-    f"a header of {MAX_HEADER + 1} bytes, {MAX_HEADER} are the most": safetensors(b"{}", length=MAX_HEADER + 1),
+    f"a header of {MAX_HEADER + 1} bytes (the limit is {MAX_HEADER})": safetensors(b"{}", length=MAX_HEADER + 1),
     "truncated: a header of 3 bytes in a file of 10": safetensors(b"{}", length=3),
     "the header is not JSON": safetensors(b"{"),
     "not a safetensors file: the header is not JSON": safetensors(b"\xff"),
     "file: the header is not JSON": safetensors(b"[" * 100_000),
-    "the header is no JSON object": safetensors([]),
+    "the header is not a JSON object": safetensors([]),
     "'a' is in the header twice": safetensors(b'{"a": 1, "b": 2, "a": 3}'),
-    "tensor 'a' is no JSON object": safetensors({"a": 3}),
+    "tensor 'a' is not a JSON object": safetensors({"a": 3}),
     "tensor 'a' has the unknown dtype 'F7'": safetensors({"a": place(0, 4, [1], "F7")}, bytes(4)),
     "tensor 'a' has the unknown dtype ['F32']": safetensors({"a": place(0, 4, [1], ["F32"])}, bytes(4)),
-    "tensor 'a' has the shape [-1], which is no list of at most 8 sizes": safetensors(
+    "tensor 'a' has the shape [-1], which is not a list of at most 8 sizes": safetensors(
         {"a": place(0, 4, [-1])}, bytes(4)
     ),
     "tensor 'a' has the shape [True], which is": safetensors({"a": place(0, 4, [True])}, bytes(4)),
     "tensor 'a' has the shape 1, which is": safetensors({"a": place(0, 4, 1)}, bytes(4)),
     "tensor 'a' has the shape [9223372036854775808], which is": safetensors({"a": place(0, 4, [1 << 63])}, bytes(4)),
     "tensor 'a' has the shape [1, 1, 1, 1, 1, 1, 1, 1, 1], which": safetensors({"a": place(0, 4, [1] * 9)}, bytes(4)),
-    r"tensor '\x1b[31m' is no JSON object": safetensors({"\x1b[31m": 3}),
+    r"tensor '\x1b[31m' is not a JSON object": safetensors({"\x1b[31m": 3}),
     "tensor 'a' has the data_offsets [4, 0], which are no": safetensors({"a": place(4, 0, [1])}, bytes(4)),
     "tensor 'a' has the data_offsets [0, 4, 8], which": safetensors(
         {"a": place(0, 4, [1]) | {"data_offsets": [0, 4, 8]}}
@@ -85,12 +85,12 @@ BAD = {
     "truncated: tensor 'a' ends 1 bytes beyond its end": safetensors({"a": place(0, 4, [1])}, bytes(3)),
     "tensor 'b' overlaps the tensor": safetensors({"a": place(0, 8, [2]), "b": place(4, 8, [1])}, bytes(8)),
     "tensor 'b' leaves a hole of 4 bytes": safetensors({"a": place(0, 4, [1]), "b": place(8, 12, [1])}, bytes(12)),
-    "5 bytes after the last tensor belong to none": safetensors({"a": place(0, 4, [1])}, bytes(9)),
+    "5 bytes after the last tensor belong to no tensor": safetensors({"a": place(0, 4, [1])}, bytes(9)),
 }
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_what_is_wrong_is_said(message, tmp_path):
+def test_a_violation_of_the_format_is_named(message, tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(BAD[message])
     with pytest.raises(ModelError) as caught:

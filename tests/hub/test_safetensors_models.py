@@ -1,4 +1,4 @@
-"""What is read of a directory of Hugging Face files, and what is said of one that cannot be used."""
+"""Directories of Hugging Face files: the properties that are read, and the errors for unusable files."""
 
 import json
 import math
@@ -94,7 +94,7 @@ def rendered(model):
     return model.chat_template.render([{"role": "user", "content": "x"}], add_generation_prompt=False)
 
 
-def test_a_directory(directory):
+def test_the_properties_of_a_directory(directory):
     model = read_model(directory)
     assert replace(model, chat_template=None) == ModelInfo(
         directory, ModelFormat.SAFETENSORS, "llama", 64, 8, (2,), None, model.tokenizer
@@ -115,7 +115,7 @@ def test_a_directory(directory):
         (None, None, (2,)),  # the tokenizer's eos_token
     ],
 )
-def test_where_the_end_tokens_come_from(directory, config, generation, expected):
+def test_the_file_that_the_end_tokens_are_read_from(directory, config, generation, expected):
     write(directory, "config.json", CONFIG | {"eos_token_id": config})
     if generation is not None:
         write(directory, "generation_config.json", generation)
@@ -129,7 +129,7 @@ def test_a_model_that_never_ends_and_has_no_template(directory):
     assert (model.eos_token_ids, model.chat_template) == ((), None)
 
 
-def test_where_the_chat_template_comes_from(directory):
+def test_the_file_that_the_chat_template_is_read_from(directory):
     templates = [{"name": "tools", "template": "tools"}, {"name": "default", "template": "{{ bos_token }}default"}]
     write(directory, "tokenizer_config.json", TOKENIZER_CONFIG | {"chat_template": templates})
     assert rendered(read_model(directory)) == "<s>default"
@@ -149,6 +149,8 @@ def test_weights_in_several_files(directory):
         read_model(directory)
 
 
+SUPPORTED = "supported: idefics3, llama, qwen2, smolvlm"
+WINDOW = "a sliding window (use_sliding_window, layer_types) is not supported"
 COUNT = "must be an integer from 1 to 2147483647"
 OLD = "original_max_position_embeddings"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, OLD: 64}
@@ -168,18 +170,22 @@ def tokenizer_config(**fields):
         ("config.json", b"{", "not JSON: "),
         ("config.json", b"\xff", "not UTF-8"),
         ("config.json", b"[" * 100_000, "not JSON: "),
-        ("config.json", [], "no JSON object"),
+        ("config.json", [], "not a JSON object"),
         ("config.json", b" " * (6 << 20) + b" ", "the file is larger than 6291456 bytes"),
         ("config.json", b"[" + b"[]," * 300_000 + b"0]", "not JSON: more than 262144 values"),
-        ("config.json", {"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: idefics3, llama"),
-        ("config.json", config(model_type=3), "model_type 3 is not supported; supported: idefics3, llama"),
+        ("config.json", {"model_type": "mamba"}, f"model_type 'mamba' is not supported; {SUPPORTED}"),
+        ("config.json", config(model_type=3), f"model_type 3 is not supported; {SUPPORTED}"),
         ("config.json", config(model_type="\x1b[31m" * 99), r"model_type '\x1b[31m\x1b[31m"),
-        ("config.json", {"d_model": 768}, "model_type None is not supported; supported: idefics3, llama"),
+        ("config.json", {"d_model": 768}, f"model_type None is not supported; {SUPPORTED}"),
         (
             "config.json",
             {"architectures": ["MambaForCausalLM"]},
-            "model_type None (architectures ['MambaForCausalLM']) is not supported; supported: idefics3, llama",
+            f"model_type None (architectures ['MambaForCausalLM']) is not supported; {SUPPORTED}",
         ),
+        ("config.json", config(model_type="qwen2", num_key_value_heads=None), f"num_key_value_heads {COUNT}, got None"),
+        ("config.json", config(model_type="qwen2", num_key_value_heads=1, use_sliding_window=True), WINDOW),
+        ("config.json", config(model_type="qwen2", num_key_value_heads=1, layer_types=["sliding_attention"]), WINDOW),
+        ("config.json", config(model_type="qwen2", num_key_value_heads=1, layer_types=3), WINDOW),
         ("config.json", {"model_type": "llama"}, f"hidden_size {COUNT}, got None"),
         ("config.json", config(vocab_size="8"), f"vocab_size {COUNT}, got '8'"),
         ("config.json", config(max_position_embeddings=True), f"max_position_embeddings {COUNT}, got True"),

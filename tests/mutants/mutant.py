@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from trioengine.core.lifecycle import SESSION_TRANSITIONS, Attachment, Event, Phase, Transition
+from trioengine.core.lifecycle import SESSION_IGNORES, SESSION_TRANSITIONS, Attachment, Event, Phase, Transition
 
 
 @dataclass(frozen=True)
@@ -42,22 +42,35 @@ def replaced(owner: Any, name: str, mutate: Callable[[Any], Any]) -> Callable[[]
 
 
 def rewritten(
-    phase: Phase, attachment: Attachment, event: Event, transition: Transition | None
+    phase: Phase, attachment: Attachment, event: Event, transition: Transition
 ) -> Callable[[], AbstractContextManager[None]]:
-    """The session table has another transition there, or none."""
+    """The session table has another transition there."""
 
     @contextmanager
     def active() -> Iterator[None]:
         table: Any = SESSION_TRANSITIONS
-        original = dict(table)
-        del table[phase, attachment, event]
-        if transition is not None:
-            table[phase, attachment, event] = transition
+        original = table[phase, attachment, event]
+        table[phase, attachment, event] = transition
         try:
             yield
         finally:
-            table.clear()
-            table.update(original)  # in its order
+            table[phase, attachment, event] = original
+
+    return active
+
+
+def not_ignored(event: Event, phase: Phase) -> Callable[[], AbstractContextManager[None]]:
+    """The event is illegal in this phase where the session table has no row for it."""
+
+    @contextmanager
+    def active() -> Iterator[None]:
+        ignores: Any = SESSION_IGNORES
+        original = ignores[event]
+        ignores[event] = original - {phase}
+        try:
+            yield
+        finally:
+            ignores[event] = original
 
     return active
 

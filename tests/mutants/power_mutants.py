@@ -83,7 +83,7 @@ async def _sleep_in_the_callers_task(
 ) -> None:
     self.gate.begin_pending()
     change = self._power.sleep(level, mode, timeout, keep_waiting=keep_waiting)
-    await change.wait()
+    await self._changed(change)
     self.gate.end_pending()
 
 
@@ -146,7 +146,7 @@ POWER_MUTANTS = (
         "F14",
         "a wake that failed counts as one",
         replaced(PowerActor, "_check_answer", _believe_any_wake),
-        shows="the worker (sleeps|has)|WAKE for tags|was done, but|wait for ever|the weights that|sleep",
+        shows="the worker (sleeps|has)|WAKE of what|was done, but|wait forever|the weights that|sleep",
         machine="PowerMachine",
     ),
     Mutant(
@@ -169,7 +169,7 @@ POWER_MUTANTS = (
         "F17",
         "the caller of sleep() is cancelled half-way, and the gate stays closed",
         replaced(Engine, "sleep", lambda _: _sleep_in_the_callers_task),
-        shows="nothing sleeps, and|wait for ever",
+        shows="nothing sleeps, and|wait forever",
         machine="PowerMachine",
     ),
     Mutant(

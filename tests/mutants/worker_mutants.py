@@ -65,7 +65,7 @@ def _pin_the_blocks(release: Any) -> Any:
 
 def _fail_for_all(failed: Any) -> Any:
     def mutant(self: EngineCore, row: Any) -> Any:
-        raise RuntimeError(row.sampled.error)
+        raise RuntimeError(row.error)
 
     return mutant
 
@@ -121,7 +121,7 @@ WORKER_MUTANTS = (
         "F25",
         "an idle session pins its KV blocks",
         replaced(BlockManager, "release", _pin_the_blocks),
-        shows="blocks are counted|KV blocks are held by nobody|none of them can be scheduled",
+        shows="blocks are counted|KV blocks have no holder|none of them can be scheduled",
     ),
     Mutant(
         "F29",

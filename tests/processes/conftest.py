@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from blocking_engines import everything_is_given_back, simulated
+from helpers.blocking_engines import everything_is_given_back, simulated
 
 from trioengine import blocking
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import trio
-from blocking_engines import everything_is_given_back, interrupted, somebody_waits
+from helpers.blocking_engines import everything_is_given_back, interrupted, somebody_waits
 
 from trioengine import Client as AsyncClient
 from trioengine import Engine as AsyncEngine

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from blocking_engines import everything_is_given_back, simulated, somebody_waits
+from helpers.blocking_engines import everything_is_given_back, simulated, somebody_waits
 
 from trioengine import (
     EngineClosed,

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from blocking_engines import simulated
-from misuses import awaited, entered_by_async_with, iterated_over_by_async_for
+from helpers.blocking_engines import simulated
+from helpers.misuses import awaited, entered_by_async_with, iterated_over_by_async_for
 
 from trioengine import (
     ConnectionLost,

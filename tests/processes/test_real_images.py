@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import trio
+from helpers.tiny_smolvlm import CASES, QUESTION, VARIANTS, picture, write
 from PIL import Image
-from tiny_smolvlm import CASES, QUESTION, VARIANTS, picture, write
 
 from trioengine import EngineConfig, RequestRejected, SamplingParams, open_engine
 
@@ -122,9 +122,9 @@ async def test_a_damaged_image_fails_alone(in_time, tmp_path, data, why):
 
 PARENT = """
 import sys, trio
-sys.path.insert(0, {data!r})
+sys.path.insert(0, {tests!r})
 from PIL import Image
-from tiny_smolvlm import picture
+from helpers.tiny_smolvlm import picture
 from trioengine import open_engine
 
 async def main():
@@ -143,7 +143,7 @@ trio.run(main)
 def test_a_killed_parent_leaves_nothing(tmp_path):
     """The worker, its descriptors and the memory of its payloads are gone with it."""
     model = checkpoint(tmp_path).model
-    program = textwrap.dedent(PARENT.format(data=str(DATA), model=model))
+    program = textwrap.dedent(PARENT.format(tests=str(DATA.parent), model=model))
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
         worker = int(parent.stdout.readline())

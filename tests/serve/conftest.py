@@ -1,7 +1,7 @@
 """The fixtures of the front's tests."""
 
 import pytest
-from clients import open_clients
+from helpers.clients import open_clients
 
 from trioengine import connect
 

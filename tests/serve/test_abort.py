@@ -4,7 +4,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import trio
-from clients import CHAT, Client, HttpClient, chat, events_of
+from helpers.clients import CHAT, Client, HttpClient, chat, events_of
 from trio.testing import lockstep_stream_pair, memory_stream_pair, wait_all_tasks_blocked
 from trio_websocket import ConnectionClosed, wrap_client_stream
 

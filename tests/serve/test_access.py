@@ -4,7 +4,7 @@ import json
 import logging
 
 import pytest
-from clients import CHAT, chat, open_clients, read_all, status_and_body
+from helpers.clients import CHAT, chat, open_clients, read_all, status_and_body
 from trio.testing import wait_all_tasks_blocked
 from trio_websocket import HandshakeError
 

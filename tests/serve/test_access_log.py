@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import trio
-from clients import CHAT, chat, open_clients, read_all, status_and_body
+from helpers.clients import CHAT, chat, open_clients, read_all, status_and_body
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine.cli.logs import JsonFormatter

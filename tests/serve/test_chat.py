@@ -5,13 +5,13 @@ import json
 import logging
 
 import trio
-from clients import CHAT, chat, events_of
+from helpers.clients import CHAT, chat, events_of
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine.actors.generation import Generation
 from trioengine.serve.body import Body
 from trioengine.serve.http import Request
-from trioengine.serve.openai.chat import _Answer
+from trioengine.serve.openai.chat import _ChatCompletion
 from trioengine.serve.openai.request import ChatRequest
 from trioengine.testing import toy_answer
 from trioengine.testing.toy_model import toy_logprobs
@@ -272,7 +272,7 @@ async def test_the_request_is_let_go_of_before_the_first_token(autojump_clock, c
         objects = gc.get_objects()
         assert not [entry for entry in objects if type(entry) is ChatRequest]
         assert not [entry for entry in objects if type(entry) is Request and entry.body]
-        (answer,) = (entry for entry in objects if type(entry) is _Answer)
+        (answer,) = (entry for entry in objects if type(entry) is _ChatCompletion)
         assert not answer._messages
         (session,) = clients.engine.runtime.sessions
         assert session.request.prompt is None
@@ -290,7 +290,7 @@ async def test_nothing_of_a_stream_waits_for_the_garbage_collector(autojump_cloc
     gc.disable()
     try:
         await clients.chat("a", stream=True, max_tokens=20)
-        assert not [entry for entry in gc.get_objects() if type(entry) in (_Answer, Body, Generation)]
+        assert not [entry for entry in gc.get_objects() if type(entry) in (_ChatCompletion, Body, Generation)]
     finally:
         gc.enable()
 

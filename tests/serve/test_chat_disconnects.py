@@ -1,13 +1,13 @@
-"""Clients of chat completions that leave, or do not read: the request ends at once, and nobody else notices."""
+"""Clients of chat completions that disconnect, or do not read; test_disconnects.py has the common cases."""
 
 import dataclasses
 import json
-import logging
 from contextlib import asynccontextmanager
 
 import pytest
 import trio
-from clients import CHAT, FAILING, Clients, HttpClient, chat, events_of, finished, first_token
+from helpers.clients import CHAT, FAILING, Clients, HttpClient, chat, events_of, finished, first_token
+from test_disconnects import LEAVING, ended_by_disconnect, only_session
 from trio.testing import lockstep_stream_pair, wait_all_tasks_blocked
 
 from trioengine import EngineConfig
@@ -21,72 +21,6 @@ from trioengine.testing.simulation import DEFAULT_LIMITS
 
 LONG = {"max_tokens": 400}
 SEND_TIMEOUT = ServeConfig().send_timeout
-
-
-async def leave_cleanly(stream):
-    await stream.send_eof()
-
-
-async def leave_at_once(stream):
-    await trio.aclose_forcefully(stream)
-
-
-LEAVING = [leave_cleanly, leave_at_once]
-
-
-async def ended_by_disconnect(clients, session, generation):
-    """At once, for this reason, and with nothing left."""
-    before = trio.current_time()
-    await generation.settled.wait()
-    await session.ended()
-    assert trio.current_time() - before < 0.1
-    await clients.all_closed()
-    assert (generation.outcome.cause, session.end_cause) == (Cause.DISCONNECT, Cause.DISCONNECT)
-    assert len(clients.server.in_flight) == 0
-    statistics = clients.engine.statistics()
-    assert (statistics.finished, statistics.aborted, statistics.failed) == (0, 1, 0)
-    await clients.everything_is_given_back()
-
-
-def only_session(clients):
-    (session,) = clients.engine.runtime.sessions
-    return session, session.request
-
-
-@pytest.mark.parametrize("leave", LEAVING)
-@pytest.mark.parametrize("stream", [False, True])
-async def test_before_the_first_token(autojump_clock, clients, caplog, leave, stream):
-    caplog.set_level(logging.INFO, "trioengine")
-    async with clients.connect() as client:
-        await client.send("POST", CHAT, chat(stream=stream, **LONG))
-        await wait_all_tasks_blocked()
-        session, generation = only_session(clients)
-        assert not generation.output.token_ids
-        await leave(client.stream)
-        await ended_by_disconnect(clients, session, generation)
-    assert caplog.messages[1:] == ["client disconnected: it closed the connection"]  # after the line of the access log
-
-
-@pytest.mark.parametrize("leave", LEAVING)
-async def test_in_the_middle_of_a_stream(autojump_clock, clients, leave):
-    async with clients.connect() as client:
-        await client.send("POST", CHAT, chat(stream=True, **LONG))
-        await client.head()
-        await client.piece()
-        session, generation = only_session(clients)
-        await leave(client.stream)
-        await ended_by_disconnect(clients, session, generation)
-
-
-@pytest.mark.parametrize("leave", LEAVING)
-async def test_in_the_middle_of_a_whole_answer(autojump_clock, clients, leave):
-    async with clients.connect() as client:
-        await client.send("POST", CHAT, chat(**LONG))
-        await first_token(clients.engine)
-        session, generation = only_session(clients)
-        assert generation.output.token_ids
-        await leave(client.stream)
-        await ended_by_disconnect(clients, session, generation)
 
 
 @pytest.mark.parametrize("leave", LEAVING)
@@ -135,7 +69,7 @@ async def test_while_it_is_queued(autojump_clock, leave, stream):
             generation = session.request
             assert (engine.statistics().running, engine.statistics().waiting) == (1, 1)
             await leave(client.stream)
-            await generation.settled.wait()
+            await generation.wait_settled()
             assert generation.outcome.cause is Cause.DISCONNECT
             assert not generation.output.token_ids
             assert (engine.statistics().running, engine.statistics().waiting) == (1, 0)

@@ -2,7 +2,7 @@
 
 import pytest
 import trio
-from clients import CHAT, Clients, chat, events_of, where_a_loss_fails
+from helpers.clients import CHAT, Clients, chat, events_of, where_a_loss_fails
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig

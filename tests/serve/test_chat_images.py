@@ -4,8 +4,8 @@ import json
 
 import pytest
 import trio
-from clients import CHAT, chat, open_clients
-from pictures import OTHER, PICTURE, content, data_url, image_part, large_pieces, png, traced
+from helpers.clients import CHAT, chat, open_clients
+from helpers.pictures import OTHER, PICTURE, content, data_url, image_part, large_pieces, png, traced
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig, SamplingParams

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from clients import CHAT, chat
+from helpers.clients import CHAT, chat
 
 REFUSED = [
     ({"model": "other"}, 404, "model_not_found", "model"),

@@ -2,9 +2,9 @@
 
 import pytest
 import trio
-from clients import Clients
-from params import GREEDY
-from realtime_texts import assistant, reference, user
+from helpers.clients import Clients
+from helpers.params import GREEDY
+from helpers.realtime_texts import assistant, reference, user
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import ConnectionLost, EngineClosed, EngineOverloaded, SamplingParams, connect

@@ -2,8 +2,8 @@
 
 import pytest
 import trio
-from clients import clients_of_a_loading_server, open_clients
-from pictures import OTHER, PICTURE, content, data_url, png
+from helpers.clients import clients_of_a_loading_server, open_clients
+from helpers.pictures import OTHER, PICTURE, content, data_url, png
 from test_chat_images import ROOM, UNREADABLE
 
 from trioengine import EngineConfig, RequestRejected, SamplingParams, connect

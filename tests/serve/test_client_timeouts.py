@@ -2,8 +2,8 @@
 
 import pytest
 import trio
-from params import GREEDY, LONG
-from realtime_texts import assistant, reference, user
+from helpers.params import GREEDY, LONG
+from helpers.realtime_texts import assistant, reference, user
 
 from trioengine import ConnectionLost, TimedOut, connect
 from trioengine.client.connection import PING_INTERVAL
@@ -117,19 +117,6 @@ async def test_a_call_does_not_wait_for_the_goodbye(autojump_clock, gated):
             await client.generate("hello", max_tokens=400, ignore_eos=True, timeout=2)
         assert trio.current_time() == before + 2
         assert caught.value.completion.text
-
-
-async def test_a_worker_that_hangs(autojump_clock, remote, clients):
-    """The request and the next one of the session have their times; the worker's successor takes the third."""
-    async with remote.open_session() as session:
-        clients.simulation.worker.hang()
-        for timeout in (2, 3):
-            before = trio.current_time()
-            with pytest.raises(TimedOut):
-                await session.ask("hello", LONG, timeout=timeout)
-            assert trio.current_time() == before + timeout
-        assert (await session.ask("again", GREEDY, wait=True)).text == reference(clients, [user("again")])
-        assert clients.engine.statistics().aborted == 1
 
 
 @pytest.mark.parametrize("keep_partial", [False, True])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from loopback import on_loopback
+from helpers.loopback import on_loopback
 
 from trioengine import ConnectionLost, connect
 from trioengine.client.address import Address

@@ -4,9 +4,9 @@ from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 import trio
-from clients import open_clients
-from params import GREEDY
-from realtime_texts import assistant, reference, user
+from helpers.clients import open_clients
+from helpers.params import GREEDY
+from helpers.realtime_texts import assistant, reference, user
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineOverloaded, SamplingParams, TimedOut, connect

@@ -2,8 +2,8 @@
 
 import pytest
 import trio
-from clients import Clients, status_and_body
-from frames import HANDSHAKE, HEALTH, event, read_until, request
+from helpers.clients import Clients, status_and_body
+from helpers.frames import HANDSHAKE, HEALTH, event, read_until, request
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine.serve.connection import BEYOND_TIMEOUT, LINGER_TIMEOUT, MAX_BEYOND

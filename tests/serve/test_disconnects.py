@@ -1,220 +1,225 @@
-"""Clients that leave, stall, flood or break the rules: their session ends, and nobody else notices."""
+"""Disconnects in one table: each kind of request, each way to leave, at each moment ends alike, and at once.
 
-import re
+The cases of one protocol are in test_chat_disconnects.py and test_realtime_disconnects.py.
+"""
+
+import dataclasses
+import logging
+from contextlib import asynccontextmanager
 
 import pytest
 import trio
-from clients import Clients, finished
-from frames import HANDSHAKE, SAY, event, read_until
-from trio.testing import lockstep_stream_pair, memory_stream_pair, wait_all_tasks_blocked
-from trio_websocket import ConnectionClosed
+from helpers.clients import CHAT, Clients, chat, first_token
+from helpers.frames import HANDSHAKE, SAY, event, read_until
+from trio.testing import wait_all_tasks_blocked
 
+from trioengine import EngineConfig
 from trioengine.core.types import Cause
-from trioengine.testing import simulated_engine, toy_answer
+from trioengine.testing import simulated_engine
+from trioengine.testing.simulated_worker import Behaviour
+from trioengine.testing.simulation import DEFAULT_LIMITS
 
-LONG = {"temperature": 0, "max_output_tokens": 400, "ignore_eos": True}
-
-
-async def streaming(clients, pair=memory_stream_pair):
-    """A raw connection in the middle of a long response."""
-    stream = clients.stream(*pair())
-    await stream.send_all(HANDSHAKE)
-    await read_until(stream, b"session.created")
-    await stream.send_all(SAY + event("response.create", response=LONG))
-    await read_until(stream, b"output_text.delta")
-    assert clients.engine.statistics().running == 1
-    return stream
+CLOSED = "client disconnected: it closed the connection"
+SLOW = "client disconnected: it did not read, send or answer in time"
+STEP = 0.2  # seconds
+LONG = {"temperature": 0, "max_output_tokens": 300, "ignore_eos": True}
 
 
-async def nobody_is_left(clients):
-    """At once: no timeout may have to pass for it."""
+async def leave_cleanly(stream):
+    await stream.send_eof()
+
+
+async def leave_at_once(stream):
+    """Close both directions, as a reset does."""
+    await trio.aclose_forcefully(stream)
+
+
+LEAVING = [leave_cleanly, leave_at_once]
+
+
+def chat_request(stream):
+    async def ask(clients, client):
+        await client.send("POST", CHAT, chat("you", stream=stream, max_tokens=300))
+
+    return ask
+
+
+def realtime_request(**options):
+    async def ask(clients, client):
+        await client.stream.send_all(HANDSHAKE)
+        await read_until(client.stream, b"session.created")
+        await client.stream.send_all(SAY + event("response.create", response=LONG | options))
+
+    return ask
+
+
+KINDS = {
+    "whole": chat_request(stream=False),
+    "stream": chat_request(stream=True),
+    "realtime": realtime_request(),
+    "out of band": realtime_request(conversation="none"),
+}
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
+def ask(request):
+    return request.param
+
+
+@pytest.fixture(params=LEAVING)
+def leave(request):
+    return request.param
+
+
+def only_session(clients):
+    (session,) = clients.engine.runtime.sessions
+    return session, session.request
+
+
+async def ended_by_disconnect(clients, session, generation):
+    """At once, for this reason, and with nothing left."""
     before = trio.current_time()
-    while clients.engine.statistics().sessions:
-        await clients.engine.runtime.gate.changed()
+    await generation.wait_settled()
+    await session.ended()
     assert trio.current_time() - before < 0.1
+    await clients.all_closed()
+    assert (generation.outcome.cause, session.end_cause) == (Cause.DISCONNECT, Cause.DISCONNECT)
+    assert len(clients.server.in_flight) == 0
     statistics = clients.engine.statistics()
     assert (statistics.finished, statistics.aborted, statistics.failed) == (0, 1, 0)
-    await clients.engine.check_invariants()
+    await clients.everything_is_given_back()
 
 
-async def test_a_client_that_is_cut_off_ends_its_session(autojump_clock, clients):
-    """Both directions are closed without a word, as by a reset: the request is aborted, the session ended."""
-    stream = await streaming(clients)
-    await stream.aclose()
-    await nobody_is_left(clients)
+# ---- the request and its session ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("response", [{}, {"conversation": "none"}], ids=["conversation", "beside"])
-async def test_a_client_that_vanishes_while_its_prompt_is_prepared(autojump_clock, response):
-    async with (
-        simulated_engine(thread_threshold=100, thread_passes=50) as (engine, simulation),
-        trio.open_nursery() as nursery,
-    ):
-        clients = Clients(engine, simulation, nursery)
-        stream = clients.stream()
-        await stream.send_all(HANDSHAKE)
-        await read_until(stream, b"session.created")
-        await stream.send_all(SAY.replace(b"hello", b"x" * 5) * 25 + event("response.create", response=response))
-        while not engine.statistics().preparing:
-            await trio.lowlevel.checkpoint()
-        await stream.aclose()
-        while engine.statistics().sessions:
-            await engine.runtime.gate.changed()
-        aborted = [line for line in clients.server.metrics.render().splitlines() if b"requests_aborted_total{" in line]
-        assert [line for line in aborted if not line.endswith(b" 0.0")] == [
-            b'trioengine_requests_aborted_total{cause="disconnect"} 1.0'
-        ]
-        clients.server.connections.close_idle()
+@pytest.mark.parametrize("begun", [False, True], ids=["before the first token", "in the middle"])
+async def test_the_request_ends(autojump_clock, clients, messages, caplog, ask, leave, begun):
+    """Over HTTP the line of the access log comes before that of the disconnect."""
+    async with clients.connect() as client:
+        await ask(clients, client)
+        await (first_token(clients.engine) if begun else wait_all_tasks_blocked())
+        session, generation = only_session(clients)
+        assert bool(generation.output.token_ids) is begun
+        await leave(client.stream)
+        await ended_by_disconnect(clients, session, generation)
+    assert messages() == [CLOSED]
+    if ask in (KINDS["whole"], KINDS["stream"]):
+        assert [record.name for record in caplog.records[-2:]] == ["trioengine.access", "trioengine"]
+
+
+# ---- the worker ---------------------------------------------------------------------------------------------------
+
+
+class Executed:
+    """How many steps the worker has run for each request."""
+
+    def __init__(self, worker):
+        self.steps = {}
+        self._execute, worker.runner.execute = worker.runner.execute, self._watch
+
+    def _watch(self, output):
+        for entry in output.scheduled:
+            self.steps[entry.sequence.request] = self.steps.get(entry.sequence.request, 0) + 1
+        return self._execute(output)
+
+
+@asynccontextmanager
+async def slow_clients(max_num_seqs):
+    config = EngineConfig(model="toy", max_num_seqs=max_num_seqs)
+    limits = dataclasses.replace(DEFAULT_LIMITS, max_num_seqs=max_num_seqs)
+    engine = simulated_engine(config, limits=limits, behaviours=[Behaviour(step_time=STEP)])
+    async with engine as (engine, simulation), trio.open_nursery() as nursery:
+        yield Clients(engine, simulation, nursery)
+
+
+def held_blocks(clients):
+    engine_core = clients.simulation.worker.core
+    statistics = engine_core.statistics()
+    return engine_core.limits.kv_blocks_total - statistics.kv_blocks_free - statistics.kv_blocks_cached
+
+
+@pytest.mark.parametrize("after", [0.5, 1.05, 1.15, 5.0])
+async def test_its_blocks_are_free_within_a_step(autojump_clock, ask, leave, after):
+    """From the moment at which the server detects the disconnect, which is at once."""
+    async with slow_clients(8) as clients:
+        executed = Executed(clients.simulation.worker)
+        async with clients.connect() as client:
+            await ask(clients, client)
+            await trio.sleep(after)
+            assert held_blocks(clients) > 0
+            (steps,) = executed.steps.values()
+            await leave(client.stream)
+            await trio.sleep(STEP + 0.05)
+            assert held_blocks(clients) == 0
+            assert list(executed.steps.values()) in ([steps], [steps + 1])
         await clients.all_closed()
+        await clients.everything_is_given_back()
 
 
-async def test_half_close_is_a_disconnect(autojump_clock, clients):
-    stream = await streaming(clients)
-    await stream.send_eof()
-    await nobody_is_left(clients)
+async def test_its_queued_request_never_runs(autojump_clock, ask, leave):
+    async with slow_clients(1) as clients:
+        executed = Executed(clients.simulation.worker)
+        async with clients.connect() as busy, clients.connect() as client:
+            await busy.send("POST", CHAT, chat(max_tokens=50))
+            await first_token(clients.engine)
+            await ask(clients, client)
+            await wait_all_tasks_blocked()
+            assert (clients.engine.statistics().running, clients.engine.statistics().waiting) == (1, 1)
+            await leave(client.stream)
+            await trio.sleep(STEP + 0.05)
+            assert (clients.engine.statistics().running, clients.engine.statistics().waiting) == (1, 0)
+            assert (await busy.answer()).json["usage"]["completion_tokens"] == 50
+        await clients.all_closed()
+        await clients.everything_is_given_back()
+        assert len(executed.steps) == 1
 
 
-async def test_a_clean_close_in_the_middle_of_a_response(autojump_clock, clients):
-    async with clients.realtime() as client:
-        await client.say("hello")
-        await client.send("response.create", response=LONG)
-        await client.until("response.output_text.delta")
-        await client.websocket.aclose()
-        await nobody_is_left(clients)
+# ---- the line of the log ------------------------------------------------------------------------------------------
 
 
-async def test_the_cause_is_the_disconnect(autojump_clock, clients):
-    stream = await streaming(clients)
-    (session,) = clients.engine.runtime.sessions
-    generation = session.request
-    await stream.aclose()
-    await nobody_is_left(clients)
-    assert session.end_cause is Cause.DISCONNECT
-    assert generation.outcome.cause is Cause.DISCONNECT
+@pytest.fixture
+def messages(caplog):
+    caplog.set_level(logging.INFO, "trioengine")
+    caplog.clear()
+    return lambda: [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "trioengine" and not record.getMessage().startswith("ready")
+    ]
 
 
-async def test_a_client_that_leaves_while_idle(autojump_clock, clients):
-    async with clients.realtime() as client:
-        await client.ask("hello")
-        assert clients.engine.statistics().sessions == 1
-    while clients.engine.statistics().sessions:
-        await clients.engine.runtime.gate.changed()
-
-
-async def test_a_client_that_leaves_before_its_first_request_never_had_a_session(autojump_clock, clients):
-    async with clients.realtime():
-        assert clients.engine.statistics().sessions == 0
-
-
-async def test_a_client_that_never_reads_is_disconnected_and_delays_nobody(autojump_clock, clients):
-    """Its unread answer is merged; after 20 s of a send that does not move, the connection is closed."""
-    stream = clients.stream(*lockstep_stream_pair())
-    await stream.send_all(HANDSHAKE)
-    await read_until(stream, b"session.created")
-    await stream.send_all(SAY + event("response.create", response=LONG))
-    before = trio.current_time()
-    async with clients.realtime() as other:
-        assert (await other.ask("hello", temperature=0, max_output_tokens=5))["status"] in ("completed", "incomplete")
-    assert trio.current_time() - before < 1
-    while clients.engine.statistics().sessions:
-        await clients.engine.runtime.gate.changed()
-    assert 19 < trio.current_time() - before < 30
-
-
-async def test_a_slow_reader_costs_one_merged_delta(autojump_clock, clients):
-    """What does not fit the outbox waits in the engine as one delta, and nothing is lost."""
-    stream = clients.stream(*lockstep_stream_pair())
-    await stream.send_all(HANDSHAKE)
-    await read_until(stream, b"session.created")
-    await stream.send_all(SAY + event("response.create", response=LONG))
-    await finished(clients.engine, 1)  # the whole answer is there, and nobody has read
-    data = await read_until(stream, b"response.done")
-    deltas = re.findall(rb'"delta": "([^"]*)"', data)
-    assert 1 < len(deltas) < 300
-    tokenizer = clients.engine.tokenizer
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
-    assert b"".join(deltas).decode() == tokenizer.decode(toy_answer(prompt, 400, ignore_eos=True))
-    await stream.aclose()
-
-
-LARGE = event(
-    "conversation.item.create",
-    item={"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x" * 60_000}]},
-)
-HUGE = event("conversation.item.retrieve", item_id="x" * ((1 << 20) - 60))
-FLOODS = [
-    (event("conversation.item.retrieve", item_id="x" * 80) * 65, b"more than 64 unhandled events"),
-    (HUGE * 9, b"more than 8388608 bytes of unhandled events"),
-]
-
-
-@pytest.mark.parametrize(("flood", "reason"), FLOODS, ids=["events", "bytes"])
-async def test_too_much_that_is_unhandled(autojump_clock, clients, flood, reason):
-    """Nothing is read of what they cause, so they pile up: the connection is closed with 1008, as a client can see."""
-    stream = clients.stream(*lockstep_stream_pair())
-    await stream.send_all(HANDSHAKE)
-    await read_until(stream, b"session.created")
-    await stream.send_all(LARGE + LARGE + flood)
-    await wait_all_tasks_blocked()
-    data = await read_until(stream, b"\x88")
-    while reason not in data:
-        data += await stream.receive_some()
-    assert (1008).to_bytes(2) + reason in data
-    await stream.aclose()
-
-
-async def test_many_events_that_are_read_are_fine(autojump_clock, clients):
-    async with clients.realtime() as client, trio.open_nursery() as nursery:
-
-        async def send():
-            for _ in range(300):
-                await client.send("session.update", session={"instructions": "x"})
-
-        nursery.start_soon(send)
-        for _ in range(300):
-            assert (await client.next())["type"] == "session.updated"
-
-
-async def test_a_message_that_is_too_large(autojump_clock, clients):
-    async with clients.realtime() as client:
-        await client.websocket.send_message("x" * ((1 << 20) + 1))
-        with pytest.raises(ConnectionClosed) as closed:
-            await client.next()
-        assert closed.value.reason.code == 1009
-
-
-async def test_a_message_of_one_mebibyte(autojump_clock, clients):
-    async with clients.realtime() as client:
-        await client.websocket.send_message("x" * (1 << 20))
-        assert (await client.next())["error"]["code"] == "invalid_json"
-
-
-async def test_garbage_instead_of_frames(autojump_clock, clients):
-    stream = await streaming(clients)
-    await stream.send_all(b"\xff" * 100)
-    await nobody_is_left(clients)
-
-
-async def test_a_client_that_does_not_answer_pings(autojump_clock, clients):
-    """It reads all, says nothing: after two ping intervals it is taken for gone."""
+@pytest.mark.parametrize("how", ["close frame", "reset"])
+async def test_an_idle_websocket_is_logged(autojump_clock, clients, messages, how):
     stream = clients.stream()
     await stream.send_all(HANDSHAKE)
-    before = trio.current_time()
-    with trio.fail_after(100):
-        while await stream.receive_some():
-            pass
-    assert 39 < trio.current_time() - before < 50
+    await read_until(stream, b"session.created")
+    if how == "close frame":
+        await stream.send_all(b"\x88\x80\0\0\0\0")
+    await stream.aclose()
+    await clients.all_closed()
+    assert messages() == [CLOSED]
 
 
-async def test_a_bug_in_one_connection_stays_there(autojump_clock, clients, monkeypatch, caplog):
-    async with clients.realtime() as other:
-        with monkeypatch.context() as patch:
-            patch.setattr("trioengine.serve.realtime.connection.chat_messages", lambda items, instructions: 1 / 0)
-            async with clients.realtime() as client:
-                await client.say("hello")
-                await client.send("response.create")
-                error = (await client.until("error"))["error"]
-                assert (error["type"], error["code"]) == ("server_error", "internal_error")
-                assert "division" not in error["message"]
-        assert "ZeroDivisionError" in caplog.text
-        assert (await other.ask("hello", temperature=0))["status"] == "completed"
+@pytest.mark.parametrize("what", ["no ping is answered", "the head does not come"])
+async def test_a_slow_client_is_logged(autojump_clock, clients, messages, what):
+    stream = clients.stream()
+    if what == "the head does not come":
+        await stream.send_all(b"GET /")
+    else:
+        await stream.send_all(HANDSHAKE)
+        await read_until(stream, b"session.created")
+    await clients.all_closed()
+    assert messages() == [SLOW]
+    await trio.aclose_forcefully(stream)
+
+
+async def test_broken_frames_are_logged_without_their_bytes(autojump_clock, clients, messages):
+    stream = clients.stream()
+    await stream.send_all(HANDSHAKE)
+    await read_until(stream, b"session.created")
+    await stream.send_all(b"\xff\xff")
+    await stream.aclose()
+    await clients.all_closed()
+    (message,) = messages()
+    assert message.startswith("client disconnected: it ")

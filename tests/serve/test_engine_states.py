@@ -1,8 +1,8 @@
 """engine.state events over WebSocket, and what responses meet while the engine sleeps."""
 
 import trio
-from clients import where_a_loss_fails
-from realtime_texts import GREEDY, LONG, assistant, reference, text_of, user
+from helpers.clients import where_a_loss_fails
+from helpers.realtime_texts import GREEDY, LONG, assistant, reference, text_of, user
 from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
 from trioengine.serve.realtime.outbox import ROOM

@@ -5,8 +5,8 @@ import logging
 
 import pytest
 import trio
-from clients import Clients, read_all, status_and_body
-from frames import request
+from helpers.clients import Clients, read_all, status_and_body
+from helpers.frames import request
 from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
 from trioengine import EngineConfig, __version__

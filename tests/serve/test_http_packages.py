@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 import trio
-from clients import first_token
+from helpers.clients import first_token
 
 from trioengine import EngineConfig
 from trioengine.aio.nursery import open_unwrapped_nursery

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import trio
-from browser import find_browser, served_page
-from loopback import on_loopback
-from realtime_texts import assistant, reference, user
+from helpers.browser import find_browser, served_page
+from helpers.loopback import on_loopback
+from helpers.realtime_texts import assistant, reference, user
 
 DOCS = Path(__file__).parents[2] / "docs"
 PROGRAM = Path(__file__).with_name("javascript_client.mjs")

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import trio
-from loopback import on_loopback
-from pictures import OTHER, PICTURE, content, data_url
-from realtime_texts import assistant, user
+from helpers.loopback import on_loopback
+from helpers.pictures import OTHER, PICTURE, content, data_url
+from helpers.realtime_texts import assistant, user
 from test_javascript import in_node
 
 from trioengine import SamplingParams

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 import trio
-from clients import CHAT, chat, open_clients, read_all, receive_late, status_and_body
-from frames import HANDSHAKE, HEALTH
+from helpers.clients import CHAT, chat, open_clients, read_all, receive_late, status_and_body
+from helpers.frames import HANDSHAKE, HEALTH
 from trio.testing import lockstep_stream_pair, wait_all_tasks_blocked
 from trio_websocket import ConnectionClosed
 

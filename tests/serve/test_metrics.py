@@ -4,8 +4,8 @@ import json
 
 import pytest
 import trio
-from clients import Clients, where_a_loss_fails
-from scrapes import LONG, PROMPT, SCRAPE, Scrape, now, scrape
+from helpers.clients import Clients, where_a_loss_fails
+from helpers.scrapes import LONG, PROMPT, SCRAPE, Scrape, now, scrape
 from trio.testing import lockstep_stream_pair, memory_stream_pair
 from trio_websocket import ConnectionClosed
 

@@ -3,8 +3,8 @@
 import openai
 import pytest
 import trio
-from loopback import on_loopback
-from pictures import OTHER, PICTURE, content, data_url, png
+from helpers.loopback import on_loopback
+from helpers.pictures import OTHER, PICTURE, content, data_url, png
 from test_realtime_packages import response_of, with_openai
 
 from trioengine import SamplingParams

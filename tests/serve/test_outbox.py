@@ -4,7 +4,7 @@ import json
 
 import pytest
 import trio
-from clients import held
+from helpers.clients import held
 
 from trioengine.serve.realtime.outbox import AT_ONCE, PART, DeltaTemplate, Outbox
 

@@ -2,7 +2,7 @@
 
 import pytest
 import trio
-from clients import CHAT, Clients, chat, events_of
+from helpers.clients import CHAT, Clients, chat, events_of
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineAsleep, EngineConfig, SamplingParams

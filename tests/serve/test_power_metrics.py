@@ -1,6 +1,6 @@
 """GET /metrics of an engine that sleeps, wakes, gets other weights and loses its worker."""
 
-from scrapes import LONG, PROMPT, now, scrape
+from helpers.scrapes import LONG, PROMPT, now, scrape
 
 
 async def test_asleep_and_awake(autojump_clock, clients):

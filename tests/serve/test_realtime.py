@@ -1,8 +1,8 @@
 """Conversations over the Realtime protocol, with a real WebSocket client, on the simulated engine."""
 
 import trio
-from clients import where_a_loss_fails
-from realtime_texts import GREEDY, LONG, assistant, reference, text_of, user
+from helpers.clients import where_a_loss_fails
+from helpers.realtime_texts import GREEDY, LONG, assistant, reference, text_of, user
 
 
 async def test_an_answer_streams(autojump_clock, clients):

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import trio
-from clients import clients_of_a_loading_server, open_clients
-from pictures import OTHER, PICTURE, data_url, large_pieces, png, traced
+from helpers.clients import clients_of_a_loading_server, open_clients
+from helpers.pictures import OTHER, PICTURE, data_url, large_pieces, png, traced
 from test_chat_images import ROOM, UNREADABLE
 from trio.testing import wait_all_tasks_blocked
 

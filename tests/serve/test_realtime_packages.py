@@ -9,9 +9,9 @@ import pydantic
 import pytest
 import trio
 import websockets
-from loopback import on_loopback
+from helpers.loopback import on_loopback
+from helpers.realtime_texts import assistant, reference, user
 from openai.types.realtime import RealtimeServerEvent
-from realtime_texts import assistant, reference, user
 
 from trioengine import RequestRejected, SamplingParams, connect
 

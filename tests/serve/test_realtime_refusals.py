@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from realtime_texts import GREEDY
+from helpers.realtime_texts import GREEDY
 
 BIAS = "response.logit_bias"
 NAMED = "response.conversation"

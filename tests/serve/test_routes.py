@@ -4,7 +4,7 @@ import json
 
 import pytest
 import trio
-from clients import CHAT, Clients, chat, events_of
+from helpers.clients import CHAT, Clients, chat, events_of
 from trio.testing import wait_all_tasks_blocked
 
 from trioengine import EngineConfig, SamplingParams

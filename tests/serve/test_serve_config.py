@@ -7,7 +7,7 @@ import pytest
 
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import InvalidConfig
-from trioengine.serve.config import ServeConfig
+from trioengine.serve.config import ConnectionLimits, ServeConfig
 
 BAD = [
     ("host", "", "host must be a name or an address, got ''"),
@@ -86,8 +86,9 @@ def test_whether_clients_need_a_key():
     assert ServeConfig(admin_key="a").has_keys
 
 
-def test_a_connection_gets_its_limits():
-    limits = ServeConfig(max_body_size=5, send_timeout=7).limits
+def test_a_configuration_is_the_limits_of_its_connections():
+    limits = ServeConfig(max_body_size=5, send_timeout=7)
+    assert isinstance(limits, ConnectionLimits)
     assert (limits.max_body_size, limits.send_timeout, limits.handshake_timeout) == (5, 7.0, 10.0)
 
 
@@ -98,13 +99,13 @@ def test_no_field_has_the_name_of_one_of_the_engines():
 
 
 def test_larger_bodies_and_messages_for_images():
-    limits, mib = ServeConfig().limits, 1 << 20
+    limits, mib = ServeConfig(), 1 << 20
     assert [limits.largest_body(takes_images=takes) for takes in (False, True)] == [4 * mib, 32 * mib]
     assert [limits.largest_message(takes_images=takes) for takes in (False, True)] == [mib, 32 * mib]
 
 
 @pytest.mark.parametrize("takes_images", [False, True])
 def test_limits_that_are_given(takes_images):
-    limits = ServeConfig(max_body_size=5, max_message_size=7).limits
+    limits = ServeConfig(max_body_size=5, max_message_size=7)
     assert limits.largest_body(takes_images=takes_images) == 5
     assert limits.largest_message(takes_images=takes_images) == 7

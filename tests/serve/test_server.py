@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import trio
 import trio.testing
-from clients import Client, read_all, status_and_body
+from helpers.clients import Client, read_all, status_and_body
 from trio_websocket import ConnectionClosed, wrap_client_stream
 
 from trioengine import EngineConfig, EngineError, InvalidConfig, WorkerLost

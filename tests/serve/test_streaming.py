@@ -5,8 +5,8 @@ import socket
 
 import pytest
 import trio
-from clients import HttpClient, receive_late
-from doors import connection_handler
+from helpers.clients import HttpClient, receive_late
+from helpers.doors import connection_handler
 from trio.testing import lockstep_stream_pair, memory_stream_pair, wait_all_tasks_blocked
 
 from trioengine.serve.body import CHUNK, KEEP_ALIVE, Body, Disconnected, Sender

@@ -1,8 +1,8 @@
 """Names that a client got wrong: a field, a parameter, a route, a method. The error has the nearest, or the list."""
 
 import pytest
-from clients import CHAT, chat, status_and_body
-from frames import HANDSHAKE
+from helpers.clients import CHAT, chat, status_and_body
+from helpers.frames import HANDSHAKE
 
 FIELDS = [
     (CHAT, chat(max_token=5), "max_token", "max_tokens"),

@@ -1,7 +1,7 @@
 """An assistant's item is cut by the client: what it never saw, the model has never said."""
 
 import pytest
-from realtime_texts import GREEDY, LONG, assistant, reference, text_of, user
+from helpers.realtime_texts import GREEDY, LONG, assistant, reference, text_of, user
 
 
 async def test_what_was_cut_is_not_in_the_conversation(autojump_clock, clients):

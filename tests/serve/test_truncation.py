@@ -1,7 +1,7 @@
 """Conversations that outgrow the context, over Realtime and in the client: `truncation`, and `overflow`."""
 
 import pytest
-from realtime_texts import assistant, reference, text_of, user
+from helpers.realtime_texts import assistant, reference, text_of, user
 
 from trioengine import RequestRejected, SamplingParams
 

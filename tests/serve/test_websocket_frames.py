@@ -1,19 +1,34 @@
 """WebSocket frames by hand: fragments and control frames as the protocol has them, and as it forbids them."""
 
+import ast
+import inspect
 import json
 import logging
+import pathlib
+import textwrap
 import tracemalloc
 
 import pytest
 import trio
-from clients import held, open_clients, read_all, receive_late
-from frames import HANDSHAKE, MASK, event, frame, read_until
-from trio.testing import lockstep_stream_pair
+from helpers.clients import held, open_clients, read_all, receive_late
+from helpers.frames import HANDSHAKE, MASK, event, frame, read_until
+from trio.testing import lockstep_stream_pair, memory_stream_pair
+from trio_websocket import WebSocketConnection
+from wsproto import ConnectionType, WSConnection
 from wsproto.events import AcceptConnection
 
-from trioengine.serve.websocket import WebSocketProtocol
+from trioengine.serve import websocket
+from trioengine.serve.websocket import AcceptedWebSocket, WebSocketProtocol
 
 TEXT, BINARY, CLOSE, PING, PONG = 1, 2, 8, 9, 10
+TRIO_WEBSOCKET_NAMES = (
+    "_get_request",
+    "_handle_message_event",
+    "_max_message_size",
+    "_reader_task",
+    "_send",
+    "_send_channel",
+)
 CANCEL = json.dumps({"type": "response.cancel"}).encode()
 
 
@@ -228,3 +243,19 @@ async def test_a_long_message_that_is_read_slowly(autojump_clock):
         assert [first for first, _ in frames if first != 0x80 | PING] == [TEXT, 0, 0, 0, 0x80] * 2
         assert 0x80 | PING in {first for first, _ in frames}
         await trio.aclose_forcefully(stream)
+
+
+def test_the_private_names_of_trio_websocket_in_use():
+    """They exist on its class, and no others are used: an update that moves one fails here."""
+    used = {
+        node.attr
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(AcceptedWebSocket))))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+    } - {"_protocol"}
+    stream = memory_stream_pair()[0]
+    theirs = WebSocketConnection(stream, WSConnection(ConnectionType.SERVER))
+    assert used == set(TRIO_WEBSOCKET_NAMES)
+    assert [name for name in TRIO_WEBSOCKET_NAMES if not hasattr(theirs, name)] == []
+    package = pathlib.Path(websocket.__file__).parents[1]
+    importers = [path for path in package.rglob("*.py") if "WebSocketConnection" in path.read_text()]
+    assert importers == [pathlib.Path(websocket.__file__)]

@@ -2,7 +2,7 @@
 
 import pytest
 import trio
-from clients import CHAT, chat, events_of, open_clients
+from helpers.clients import CHAT, chat, events_of, open_clients
 
 from trioengine import EngineConfig, InvalidConfig
 from trioengine.core.lifecycle import Power

@@ -1,7 +1,7 @@
 """A server for clients that leave, and clients that stay."""
 
 import pytest
-from served import Served
+from helpers.served import Served
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 import trio
+from helpers.served import PATIENCE, Served
 from leaving import Soak
-from served import PATIENCE, Served
 
 CONNECTIONS = 32
 SESSIONS = 4000  # with so many: KILLS, STOPS and SLEEPS; with fewer, proportionally fewer, and one at least

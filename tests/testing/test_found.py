@@ -280,6 +280,18 @@ FALSE_ALARMS = {
             ("tick", {"passes": 2, "order": 3}),
         ],
     ),
+    "an aborted server cuts its connections, whose responses release their images before they are over": (
+        "RealtimeMachine",
+        [
+            ("begin", {"ready": True, "clients": 1, "turns": 0}),
+            ("choose", {"shows": True}),
+            ("show", {"which": 0, "media": "one.file", "prompt": "", "how": "item", "rounds": 0}),
+            ("ask", {"which": 0, "prompt": "a", "max_tokens": 1, "rounds": 9}),
+            ("show", {"which": 0, "media": "one.file", "prompt": "", "how": "item", "rounds": 6}),
+            ("outage", {"way": "abort"}),
+            ("advance", {"seconds": 1.0}),
+        ],
+    ),
     "no bytes arrive, and wake who waits for some": (
         "RealtimeMachine",
         [

@@ -5,7 +5,7 @@ import pytest
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.image_header import read_header
 from trioengine.testing.toy_model import toy_decode, toy_file
-from trioengine.worker.scheduling.image_queue import ImageError
+from trioengine.worker.scheduling.images import ImageError
 
 
 @pytest.mark.parametrize(("value", "format"), [(7, ImageFormat.PNG), (255, ImageFormat.JPEG)])

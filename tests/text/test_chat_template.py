@@ -5,9 +5,9 @@ import threading
 import tracemalloc
 
 import pytest
+from helpers.known_templates import EXPRESSIONS, KNOWN, STATEMENTS
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from known_templates import EXPRESSIONS, KNOWN, STATEMENTS
 
 from trioengine.core.errors import ModelError, RequestRejected
 from trioengine.testing.toy_model import toy_model
@@ -83,13 +83,13 @@ def test_known_templates_render_as_with_jinja(source, messages, monkeypatch):
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_expressions_mean_what_they_mean_to_jinja(expression):
+def test_expressions_have_the_values_of_jinja(expression):
     source = f"{{% set y = {expression} %}}{{{{ {expression} }}}}|{{{{ y }}}}"
     assert rendered(source) == rendered_by_jinja(source, ())
 
 
 @pytest.mark.parametrize("source", STATEMENTS)
-def test_statements_do_what_they_do_in_jinja(source):
+def test_statements_render_as_in_jinja(source):
     assert rendered(source) == rendered_by_jinja(source, ())
 
 
@@ -121,7 +121,7 @@ def test_memory_grows_with_the_conversation_alone():
         tracemalloc.stop()
 
 
-def test_lazy_filters_do_not_pile_up():
+def test_lazy_filters_form_no_chain():
     """A chain of generators would take Python's recursion, or the stack, when it is read or dropped."""
     source = (
         "{% set ns = namespace(x=[1]) %}{% for i in range(9999) %}{% set ns.x = ns.x|map('string') %}{% endfor %}"
@@ -153,7 +153,7 @@ def test_a_costly_template_refuses_the_request_and_nothing_changes():
     assert conversation.history == []
 
 
-def test_an_objection_of_a_template_is_cut():
+def test_a_refusal_by_the_template_is_shortened():
     with pytest.raises(RequestRejected, match="the chat template says: no no") as caught:
         rendered("{{ raise_exception('no ' * 2000) }}")
     assert len(caught.value.message) < 1100

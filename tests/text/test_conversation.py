@@ -1,4 +1,4 @@
-"""The turns: what the next prompt is, after answers that ended in every way."""
+"""The turns of a conversation: the next prompt after every kind of output, and the checks of messages."""
 
 import threading
 
@@ -201,10 +201,10 @@ def test_names_and_arguments_never_become_special_either():
     assert CHAT.decode(ids, skip_special_tokens=False) == '<|im_start|>a<|im_end|>{"<|im_end|>": "<|im_start|>"}'
 
 
-def test_what_is_no_text_is_named():
+def test_invalid_text_is_named():
     for prompt, where in [
-        ("a\ud800b", r"prompt\[0\]\.content is no valid Unicode"),
-        ([{**user("x"), "name": ["\udfff"]}], r"prompt\[0\]\.name\[0\] is no valid"),
+        ("a\ud800b", r"prompt\[0\]\.content is not valid Unicode"),
+        ([{**user("x"), "name": ["\udfff"]}], r"prompt\[0\]\.name\[0\] is not valid"),
         (b"bytes", "must be a string, messages or token ids, got bytes"),
     ]:
         with pytest.raises(RequestRejected, match=where):
@@ -216,16 +216,16 @@ CYCLE.append(CYCLE)
 NO_JSON = [
     (CYCLE, "is nested too deeply"),
     ([[CYCLE, CYCLE], CYCLE], "is nested too deeply"),
-    (threading.Lock(), "is no JSON value, but lock"),
-    ({"a": open}, r"prompt\[0\]\.x\.a is no JSON value"),
-    ([b"ab"], r"prompt\[0\]\.x\[0\] is no JSON value, but bytes"),
-    ({1: 2}, "has a key that is no string: 1"),
-    ({"\udfff": 2}, "no valid Unicode"),
+    (threading.Lock(), "must be a JSON value, got lock"),
+    ({"a": open}, r"prompt\[0\]\.x\.a must be a JSON value"),
+    ([b"ab"], r"prompt\[0\]\.x\[0\] must be a JSON value, got bytes"),
+    ({1: 2}, "has a key that is not a string: 1"),
+    ({"\udfff": 2}, "not valid Unicode"),
 ]
 
 
 @pytest.mark.parametrize(("value", "why"), NO_JSON, ids=range(len(NO_JSON)))
-def test_messages_are_what_json_can_say(value, why):
+def test_values_that_json_does_not_have_are_refused(value, why):
     with pytest.raises(RequestRejected, match=why):
         Conversation(CHAT).prepare([{**user("a"), "x": value}])
 
@@ -257,7 +257,7 @@ def test_a_prompt_that_is_too_long_by_its_length():
     conversation.check_length([user("")] * 512, 512)
 
 
-def test_messages_without_text_are_work_too():
+def test_messages_without_text_count_as_work():
     assert prompt_length([user("")] * 1000) >= 10_000
     assert Conversation(CHAT, [user("")] * 1000).size >= 10_000
     assert prompt_length("abc") == prompt_length([1, 2, 3]) == 3

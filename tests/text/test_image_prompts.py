@@ -1,9 +1,7 @@
-"""Conversations with images: their token ids, the places of their tiles, and what is refused."""
+"""Conversations with images: their token ids, the places of their tiles, and refusals."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from vision_chat import (
+from helpers.vision_chat import (
     END,
     IMAGE_TOKEN,
     PROCESSING,
@@ -16,6 +14,8 @@ from vision_chat import (
     text,
     user,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trioengine.core.errors import ModelError, RequestRejected
 from trioengine.core.image import VISION_MODEL, ImageProcessing
@@ -73,7 +73,7 @@ def test_places_are_named():
     check_places(prepared)
 
 
-# ---- what contents cannot do --------------------------------------------------------------------------------------
+# ---- contents and handles ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
@@ -109,7 +109,7 @@ def test_contents_of_any_sequence():
 
 def test_images_are_in_contents_alone():
     for message in [{**user("a"), "x": image()}, {**user("a"), "x": [image().part]}]:
-        with pytest.raises(RequestRejected, match=r"prompt\[0\]\.x.* is no JSON value, but Image"):
+        with pytest.raises(RequestRejected, match=r"prompt\[0\]\.x.* must be a JSON value, got Image"):
             Conversation(CHAT).prepare([message])
 
 
@@ -152,7 +152,7 @@ def answered(conversation, prompt, answer):
 @pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
 @given(st.data())
 def test_an_extended_prompt_is_the_whole_one(chat, data):
-    """Turn by turn the ids are those of the whole conversation. SmolVLM's template puts a space before an answer."""
+    """Turn by turn the ids are equal to the whole conversation's. SmolVLM's template puts a space before an output."""
     contents = st.lists(
         st.one_of(
             st.sampled_from(["", "a", "\n", "\n\n", "<image>", "é"]), st.builds(image, *[st.integers(1, 99)] * 2)
@@ -284,7 +284,7 @@ def test_parts_that_are_no_images():
     for content in [b"a", None, 5]:
         with pytest.raises(RequestRejected, match="must be a string or a list of parts, got"):
             Conversation(CHAT).prepare([{"role": "user", "content": content}])
-    with pytest.raises(RequestRejected, match=r"prompt\[0\]\.content\[1\]\.text is no valid Unicode"):
+    with pytest.raises(RequestRejected, match=r"prompt\[0\]\.content\[1\]\.text is not valid Unicode"):
         Conversation(CHAT).prepare([user(image(), "\ud800")])
 
 

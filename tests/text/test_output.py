@@ -1,4 +1,4 @@
-"""The text of an answer, and where a stop string ends it."""
+"""The text of an output, and the stop string that ends it."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,12 +13,12 @@ BYTES = toy_model().tokenizer  # a token is a byte
 
 def read(text, **params):
     """The text, and whether a stop string was completed."""
-    answer = OutputText(BYTES, SamplingParams(max_tokens=100, **params), ())
+    output = OutputText(BYTES, SamplingParams(max_tokens=100, **params), ())
     for token_id in text.encode():
-        if answer.feed(token_ids([token_id])):
-            return answer.text, True
-    stopped = answer.finish(token_ids(), ended_by_token=False)
-    return answer.text, stopped
+        if output.feed(token_ids([token_id])):
+            return output.text, True
+    stopped = output.finish(token_ids(), ended_by_token=False)
+    return output.text, stopped
 
 
 def test_a_stop_string_may_begin_before_min_tokens_and_end_after():

@@ -1,4 +1,4 @@
-"""Tokens are those of the reference; texts come back whole, however they are cut."""
+"""Token ids equal the reference's; texts are complete, however the ids are divided."""
 
 import json
 import threading
@@ -32,7 +32,7 @@ def chat(model):
 
 
 @pytest.mark.parametrize("entry", REFERENCE["texts"], ids=lambda entry: ascii(entry["text"])[:40])
-def test_texts(chat, entry):
+def test_texts_have_the_reference_ids(chat, entry):
     assert chat.encode(entry["text"]) == entry["ids"]
     assert chat.tokenizer.encode_ordinary(entry["text"]) == entry["ordinary"]
     assert chat.decode(entry["ids"], skip_special_tokens=False) == entry["text"]
@@ -40,7 +40,7 @@ def test_texts(chat, entry):
 
 
 @pytest.mark.parametrize("entry", REFERENCE["conversations"], ids=["one", "system", "three", "empty"])
-def test_conversations(chat, entry):
+def test_conversations_have_the_reference_ids(chat, entry):
     assert chat.apply_chat_template(entry["messages"]) == entry["ids"]
 
 
@@ -110,7 +110,7 @@ def test_a_tokenizer_with_byte_fallback(sentencepiece):
     st.lists(st.sampled_from("ab"), max_size=30),
     st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4),
 )
-def test_stop_strings_whatever_the_pieces(characters, stops):
+def test_stop_strings_are_found_in_any_pieces(characters, stops):
     """Fed some characters at a time, the first stop to be complete ends the text right before it."""
     text = "".join(characters)
     ends = [(end, start) for end in range(len(text) + 1) for start in range(end) if text[start:end] in stops]
@@ -149,7 +149,7 @@ def metadata(**changes):
         ("smollm", ["1", "2", "3", "4"]),
     ],
 )
-def test_pre_decides_the_splitting(pre, pieces):
+def test_tokenizer_ggml_pre_decides_the_splitting(pre, pieces):
     tokenizer = Tokenizer.from_gguf(metadata(**{"tokenizer.ggml.pre": pre}))
     assert [tokenizer.decode([id]) for id in tokenizer.encode("1234")] == pieces
     assert tokenizer.encode("<user>") == tokenizer.encode_ordinary("<user>") == [262]
@@ -168,7 +168,7 @@ def test_qwen2_normalizes():
         ({"tokenizer.ggml.pre": "viking"}, "'viking'.*llama-bpe"),
         ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.tokens": [1]}, "tokenizer.ggml.tokens"),
-        ({"tokenizer.ggml.merges": ["ab"]}, "no pair"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "not a pair"),
         ({"tokenizer.ggml.merges": ["x nothere"]}, "tokenizer.ggml.merges"),
     ],
 )
@@ -177,13 +177,13 @@ def test_a_tokenizer_that_cannot_be_used_is_named(change, why):
         Tokenizer.from_gguf(metadata(**change))
 
 
-def test_a_tokenizer_json_that_is_none():
+def test_a_tokenizer_json_without_a_tokenizer():
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
         Tokenizer.from_json("{}")
 
 
-def test_unknown_ids_are_no_text():
-    assert BYTES.bytes_of([10_000]) == BYTES.ordinary_bytes_of([10_000]) == b""
+def test_unknown_ids_have_no_text():
+    assert BYTES.bytes_of([10_000]) == BYTES.byte_table(skip_special_tokens=True)[10_000] == b""
     assert BYTES.bytes_of([97, 10_000, 98]) == b"ab"
     assert BYTES.max_token_bytes >= len("<|endoftext|>")
 
@@ -207,7 +207,7 @@ LONG_IDS = [*b"hello world "] * 50_000
     ],
     ids=["encode", "decode"],
 )
-def test_other_threads_run_while_what_is_long_is_translated(function, argument, result):
+def test_other_threads_run_while_long_inputs_are_converted(function, argument, result):
     """Its long calls would otherwise hold the interpreter's lock, and stop the event loop."""
     results, turns = [], 0
     thread = threading.Thread(target=lambda: results.append(function(argument)))
@@ -222,7 +222,7 @@ def test_other_threads_run_while_what_is_long_is_translated(function, argument, 
 
 @given(st.text(min_size=5, max_size=20), st.integers(1, 900))
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_is_long_is_translated_like_what_is_short(model, text, count):
+def test_long_inputs_are_converted_like_short_ones(model, text, count):
     """By the same underlying calls that are made for a short one."""
     text *= count
     raw = model.tokenizer._tokenizer

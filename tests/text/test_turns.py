@@ -1,4 +1,4 @@
-"""Turns, and which of them are dropped from a prompt that is too long."""
+"""Turns, and the turns that are dropped from a prompt that is too long."""
 
 import pytest
 from hypothesis import given
@@ -42,7 +42,7 @@ def test_a_turn_begins_with_a_user_message(roles, starts):
 def test_the_leading_system_messages_and_the_newest_turn_are_not_dropped():
     messages = chat("sdauatauas")
     turns = Turns.of(messages)
-    assert turns.most == 2
+    assert turns.max_dropped == 2
     assert [turns.without(count) for count in range(3)] == [
         messages,
         messages[:2] + messages[3:],
@@ -53,7 +53,7 @@ def test_the_leading_system_messages_and_the_newest_turn_are_not_dropped():
 
 
 @pytest.mark.parametrize("prompt", ["a text", [1, 2, 3]])
-def test_what_is_no_chat_is_not_shortened(prompt):
+def test_texts_and_token_ids_are_not_shortened(prompt):
     assert newest_turn(prompt) == prompt
 
 

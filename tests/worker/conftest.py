@@ -1,31 +1,22 @@
 """What the tests of the worker share."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
+import helpers.tiny_llama
+import helpers.tiny_smolvlm
 import pytest
 
 DATA = Path(__file__).parents[1] / "data"
 
 
-def module_of(name):
-    """A module of tests/data, which a script without pytest uses, too."""
-    spec = importlib.util.spec_from_file_location(name, DATA / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
 def tiny_llama():
-    return module_of("tiny_llama")
+    return helpers.tiny_llama
 
 
 @pytest.fixture(scope="session")
 def tiny_smolvlm():
-    return module_of("tiny_smolvlm")
+    return helpers.tiny_smolvlm
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from torch_driver import load, needs_compiler, reference
+from helpers.torch_driver import load, needs_compiler, reference
 
 from trioengine.core.errors import ModelError
 from trioengine.core.sampling_params import SamplingParams
@@ -51,10 +51,10 @@ PARAMS = (
 def answers(runner, prompts, lengths, **limits):
     """Run all prompts at once; prompt i has PARAMS[i % 3], and lengths[i] tokens of answer."""
     limits = {
-        "vocab_size": runner.vocab_size,
-        "max_model_len": runner.max_model_len,
-        "kv_blocks_total": runner.kv_blocks_total,
-        "block_size": runner.block_size,
+        "vocab_size": runner.info.vocab_size,
+        "max_model_len": runner.info.max_model_len,
+        "kv_blocks_total": runner.info.kv_blocks_total,
+        "block_size": runner.info.block_size,
         **limits,
     }
     scheduler, found = Scheduler(Limits(**limits)), [Answer() for _ in prompts]
@@ -76,11 +76,11 @@ def step(runner, output, found):
     """As the runner's own `execute`, with a look at the logits."""
     with torch.inference_mode():
         runner.cache.copy_blocks(output.copies)
-        batch = make_batch(output, runner.block_size, runner.model.device)
+        batch = make_batch(output, runner.info.block_size, runner.model.device)
         logits = runner.model.forward(batch, runner._spec.kernels.attention(batch, runner.cache))
         sampled = sample(logits, [entry.sequence for entry in output.scheduled if entry.samples])
     for row, token in zip(logits, sampled, strict=True):
-        answer = found[token.request]
+        answer = found[token.sequence.request]
         answer.logits.append(row.view(torch.uint8).numpy().tobytes())
         answer.tokens.append(token.token_id)
         answer.logprobs.append(token.logprobs)
@@ -119,7 +119,7 @@ def check_preemption(runner, prompts, lengths):
     """Also of those that are computed twice."""
     expected = alone(runner, prompts, lengths)
     longest = max(len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True))
-    blocks = -(-longest // runner.block_size) + 1
+    blocks = -(-longest // runner.info.block_size) + 1
     found, statistics = answers(runner, prompts, lengths, kv_blocks_total=blocks, enable_prefix_caching=False)
     assert same(found, expected)
     assert statistics.num_preemptions > 0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch_driver import generate, load, needs_compiler
+from helpers.torch_driver import generate, load, needs_compiler
 
 from trioengine.core.errors import ModelError
 from trioengine.worker.kernels.compiler import CompilerMissing, KernelsUnavailable, load_library
@@ -219,7 +219,7 @@ def test_without_a_compiler_the_kernels_are_those_of_torch(path, prompt, monkeyp
     expected = generate(load(path), [prompt], 8)
     monkeypatch.setenv("PATH", "")
     runner = load(path)
-    assert runner.kernels == "torch"
+    assert runner.info.kernels == "torch"
     assert generate(runner, [prompt], 8) == expected
     assert capfd.readouterr() == ("", "")
     with pytest.raises(
@@ -230,7 +230,7 @@ def test_without_a_compiler_the_kernels_are_those_of_torch(path, prompt, monkeyp
 
 def test_a_compiler_that_fails_is_told(path, tmp_path, monkeypatch, capfd):
     use_compiler(tmp_path, monkeypatch, "#!/bin/sh\necho 'error: no space left' >&2\nexit 1\n")
-    assert load(path).kernels == "torch"
+    assert load(path).info.kernels == "torch"
     assert "trioengine: no native kernels, torch's are slower: " in capfd.readouterr().err
 
 

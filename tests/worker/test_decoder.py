@@ -11,9 +11,9 @@ import pytest
 
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.testing.simulated_process import SimulatedPayload
-from trioengine.worker.decoder import DecoderThread
-from trioengine.worker.scheduling.image_queue import DecodedImage, ImageError, PictureDecoded
-from trioengine.worker.scheduling.images import Payload, Picture, PictureStatus
+from trioengine.worker.loop import DecoderThread
+from trioengine.worker.scheduling.image_queue import PictureDecoded
+from trioengine.worker.scheduling.images import DecodedImage, ImageError, Payload, Picture, PictureStatus
 
 INFO = ImageInfo(ImageFormat.PNG, 8, 8)
 

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from helpers.torch_driver import generate, load
 from test_weights import write_gguf
-from torch_driver import generate, load
 
-from trioengine.worker.kernels.four_bit import join_four_bit, read_four_bit
-from trioengine.worker.kernels.linear import FEW_ROWS, has_four_bit_kernel, make_linear, wants_four_bit
+from trioengine.worker.kernels.linear import FEW_ROWS, has_four_bit_kernel, join_four_bit, make_linear, wants_four_bit
 from trioengine.worker.weights import open_checkpoint
-from trioengine.worker.weights.gguf import dequantize_gguf
+from trioengine.worker.weights.files import dequantize_gguf, read_four_bit
 
 needs_kernel = pytest.mark.skipif(not has_four_bit_kernel(), reason="this CPU has no four-bit kernel")
 

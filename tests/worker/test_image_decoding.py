@@ -10,15 +10,15 @@ import random
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from helpers.torch_driver import reference
 from hypothesis import example, given, settings
 from PIL import Image
-from torch_driver import reference
 
 from trioengine.core.image import ImageFormat, ImageInfo, ImageProcessing
 from trioengine.core.image_header import read_header
 from trioengine.worker import image_decoding
 from trioengine.worker.image_decoding import read_tiles
-from trioengine.worker.scheduling.image_queue import ImageError
+from trioengine.worker.scheduling.images import ImageError
 
 CASES = reference("image_modes_reference.json")
 HALF = (0.5, 0.5, 0.5)

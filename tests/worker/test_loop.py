@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from toy_worker import CountingRunner, EngineEnd, request
@@ -32,8 +33,8 @@ from trioengine.core.messages import (
     Tokens,
 )
 from trioengine.core.types import FinishReason
-from trioengine.worker.loop import OnProgress, serve
-from trioengine.worker.scheduling.step import SampledToken, SchedulerOutput
+from trioengine.worker.loop import serve
+from trioengine.worker.scheduling.step import ModelInfo, OnProgress, SampledRow, SchedulerOutput
 from trioengine.worker.transport import Progress, Transport
 
 
@@ -56,12 +57,12 @@ class Worker:
     def _run(self) -> None:
         self.status = serve(self.transport, self._load, time.monotonic)
 
-    def _load(self, config: WorkerConfig, on_progress: OnProgress) -> CountingRunner:
+    def _load(self, config: WorkerConfig, on_progress: OnProgress) -> tuple[ModelInfo, CountingRunner]:
         on_progress(1, 2)
         if self.error is not None:
             raise self.error
         on_progress(2, 2)
-        return self.runner
+        return self.runner.info, self.runner
 
     def join(self) -> int | None:
         self.thread.join()
@@ -121,7 +122,7 @@ def test_prompts_are_cut_into_what_suits_the_device(
     worker: Worker, device: str, chunked_prefill_size: int | None, steps: list[int]
 ) -> None:
     runner = worker.runner
-    runner.device, runner.max_model_len = device, 2048
+    runner.info = replace(runner.info, device=device, max_model_len=2048)
     seen: list[int] = []
     runner.before_step = lambda output: seen.append(output.num_tokens)
     worker.engine.configure(chunked_prefill_size=chunked_prefill_size)
@@ -265,7 +266,7 @@ def test_books_that_do_not_balance_are_fatal_when_idle(worker: Worker) -> None:
 
 def test_rows_that_do_not_fit_a_frame_are_split(worker: Worker) -> None:
     logprobs = dict.fromkeys(range(100000, 104000), -1.0)
-    worker.runner.describe = lambda number, token: SampledToken(number, token, logprobs)
+    worker.runner.describe = lambda sequence, token: SampledRow(sequence, token, logprobs)
     engine = worker.engine
     engine.configure()
     for number in range(1, 33):
@@ -282,7 +283,7 @@ def test_rows_that_do_not_fit_a_frame_are_split(worker: Worker) -> None:
 
 
 def test_texts_that_do_not_fit_a_frame_are_truncated(worker: Worker) -> None:
-    worker.runner.describe = lambda number, token: SampledToken(number, token, error="x" * (3 << 20))
+    worker.runner.describe = lambda sequence, token: SampledRow(sequence, token, error="x" * (3 << 20))
     engine = worker.engine
     engine.configure()
     engine.send(AddSession(1), request(1, 1, [1]))

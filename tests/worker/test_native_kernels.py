@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch_driver import needs_compiler
+from helpers.torch_driver import needs_compiler
 
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.worker.kernels.batch import ForwardBatch

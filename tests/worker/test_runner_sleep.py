@@ -6,8 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from sleeping_runner import DAMAGES, EXPECTED, KV_BYTES, KV_CACHE, WEIGHTS, FailingProgress, answer, asleep, fall_asleep
-from torch_driver import generate, load
+from helpers.sleeping_runner import (
+    DAMAGES,
+    EXPECTED,
+    KV_BYTES,
+    KV_CACHE,
+    WEIGHTS,
+    FailingProgress,
+    answer,
+    asleep,
+    fall_asleep,
+)
+from helpers.torch_driver import generate, load
 
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.power import ALL_TAGS, Tag
@@ -41,13 +51,13 @@ def address_space():
 
 def facts(runner):
     return (
-        runner.model_type,
-        runner.device,
-        runner.dtype,
-        runner.vocab_size,
-        runner.max_model_len,
-        runner.kv_blocks_total,
-        runner.block_size,
+        runner.info.model_type,
+        runner.info.device,
+        runner.info.dtype,
+        runner.info.vocab_size,
+        runner.info.max_model_len,
+        runner.info.kv_blocks_total,
+        runner.info.block_size,
     )
 
 
@@ -70,7 +80,7 @@ def test_the_same_tokens_after_sleep(runner, prompt, levels, order):
             runner.wake(tags)
         assert answer(runner, prompt) == EXPECTED
         assert facts(runner) == before
-        assert len(runner.cache.layers[0]) == runner.kv_blocks_total
+        assert len(runner.cache.layers[0]) == runner.info.kv_blocks_total
 
 
 def test_asleep_in_part_and_asleep_again(runner, prompt):

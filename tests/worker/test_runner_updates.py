@@ -1,9 +1,19 @@
 """Other weights, awake and asleep: from then on their tokens; and what fails changes nothing."""
 
 import pytest
-from sleeping_runner import DAMAGES, EXPECTED, KV_BYTES, KV_CACHE, WEIGHTS, FailingProgress, answer, asleep, fall_asleep
+from helpers.sleeping_runner import (
+    DAMAGES,
+    EXPECTED,
+    KV_BYTES,
+    KV_CACHE,
+    WEIGHTS,
+    FailingProgress,
+    answer,
+    asleep,
+    fall_asleep,
+)
+from helpers.torch_driver import load
 from test_weights import write_gguf
-from torch_driver import load
 
 from trioengine.core.errors import ModelError
 from trioengine.core.power import ALL_TAGS
@@ -71,7 +81,7 @@ def test_a_shorter_context_must_hold_what_is_in_use(tiny_llama, tmp_path, path, 
             runner.update_weights(str(shorter))
     else:
         runner.update_weights(str(shorter))
-        assert runner.max_model_len == 200
+        assert runner.info.max_model_len == 200
     assert answer(runner, prompt) == EXPECTED
 
 

@@ -1,7 +1,7 @@
 """Greedy in float32: token for token what transformers says, however the work is cut."""
 
 import pytest
-from torch_driver import generate, load, reference
+from helpers.torch_driver import generate, load, reference
 
 CASES = reference("reference.json")
 PROMPTS = [case["prompt"] for case in CASES]

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from torch_driver import generate, load, needs_compiler, reference
+from helpers.torch_driver import generate, load, needs_compiler, reference
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
@@ -108,9 +108,9 @@ def test_a_bad_row_fails_alone(tiny_llama, tmp_path, kernels):
     good = Sequence(0, 10, list(tiny_llama.PROMPT), 90, GREEDY, frozenset(), block_table=[0, 1, 2, 3, 4, 5])
     bad = Sequence(1, 11, [198, 3], 2, GREEDY, frozenset(), block_table=[6])
     good_token, bad_token = runner.execute(SchedulerOutput((ScheduledSequence(good, 90), ScheduledSequence(bad, 2))))
-    assert (good_token.request, good_token.error) == (10, None)
+    assert (good_token.sequence.request, good_token.error) == (10, None)
     assert good_token.token_id == VARIANTS["plain"]["output"][0]
-    assert (bad_token.request, bad_token.error) == (11, "logits are not finite")
+    assert (bad_token.sequence.request, bad_token.error) == (11, "logits are not finite")
 
 
 def test_a_block_is_copied_as_far_as_it_is_shared():
@@ -138,14 +138,14 @@ def test_what_the_runner_says_of_itself(tiny_llama, tmp_path):
     config = WorkerConfig(str(path), dtype="float32", kv_cache_memory=1 << 20, max_model_len=100)
     runner = TorchModelRunner.load(config, lambda done, total: progress.append((done, total)))
     per_block = 2 * 3 * 2 * 8 * 4 * 16  # keys and values, layers, heads, head size, float32, tokens
-    assert runner.kv_blocks_total == (1 << 20) // per_block
-    assert (runner.model_type, runner.device, runner.dtype) == ("llama", "cpu", "float32")
-    assert (runner.vocab_size, runner.max_model_len, runner.block_size) == (200, 100, 16)
+    assert runner.info.kv_blocks_total == (1 << 20) // per_block
+    assert (runner.info.model_type, runner.info.device, runner.info.dtype) == ("llama", "cpu", "float32")
+    assert (runner.info.vocab_size, runner.info.max_model_len, runner.info.block_size) == (200, 100, 16)
     assert progress[0][0] == 0
     assert progress[-1][0] == progress[-1][1] == sum(t.nbytes for t in tiny_llama.tensors(tiny_llama.BASE).values())
-    assert load(path, kv_cache_memory=3 * per_block).max_model_len == 48  # what the cache holds
-    assert load(path).max_model_len == 256  # the model's own
-    assert load(path, kv_cache_memory=None).kv_blocks_total > 0
+    assert load(path, kv_cache_memory=3 * per_block).info.max_model_len == 48  # what the cache holds
+    assert load(path).info.max_model_len == 256  # the model's own
+    assert load(path, kv_cache_memory=None).info.kv_blocks_total > 0
 
 
 def test_kv_cache_memory_that_holds_no_block(tiny_llama, tmp_path):

@@ -253,7 +253,7 @@ def test_rows_that_are_not_finite_fail_alone(bad, params):
     tokens = sample(rows, [sequence(request=request, **params) for request in range(3)])
     assert [token.error for token in tokens] == [None, "logits are not finite", None]
     assert tokens[1].code == "sampling_failed"
-    assert [token.request for token in tokens] == [0, 1, 2]
+    assert [token.sequence.request for token in tokens] == [0, 1, 2]
     assert (tokens[0].token_id, tokens[2].token_id) == (5, 8)
 
 
@@ -275,7 +275,7 @@ def test_rows_that_overflow_or_have_every_token_banned_fail_alone(temperature, f
     no_token = "the parameters leave no token to choose"
     assert [token.error for token in tokens] == [None, no_token, no_token, no_token, None]
     assert {token.code for token in tokens if token.error} == {"no_token_left"}
-    assert [token.request for token in tokens] == list(range(5))
+    assert [token.sequence.request for token in tokens] == list(range(5))
     assert (tokens[0].token_id, tokens[4].token_id) == (5, 8)
 
 

@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 import torch
-from torch_driver import load, needs_compiler, reference
+from helpers.torch_driver import load, needs_compiler, reference
 
 from trioengine.core.errors import InvariantError
 from trioengine.core.image import ImageFormat, ImageInfo
@@ -57,7 +57,7 @@ class Driver:
     chunk: int
 
     def answer(self, prompt, num_tokens):
-        blocks = list(range(-(-(len(prompt) + num_tokens) // self.runner.block_size)))
+        blocks = list(range(-(-(len(prompt) + num_tokens) // self.runner.info.block_size)))
         sequence = Sequence(0, 0, list(prompt), len(prompt), GREEDY, frozenset(), block_table=blocks)
         while sequence.num_tokens < len(prompt) + num_tokens:
             count = min(self.chunk, sequence.num_tokens - sequence.num_computed_tokens)
@@ -71,7 +71,7 @@ class Driver:
         runner, before = self.runner, sequence.num_computed_tokens
         with torch.inference_mode():
             output = SchedulerOutput((ScheduledSequence(sequence, count),))
-            batch = make_batch(output, runner.block_size, runner.model.device)
+            batch = make_batch(output, runner.info.block_size, runner.model.device)
             batch = dataclasses.replace(
                 batch,
                 embeddings=self.embedded(batch, sequence.token_ids[:before]),

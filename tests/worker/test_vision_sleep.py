@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from torch_driver import load
+from helpers.torch_driver import load
 
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.power import ALL_TAGS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from torch_driver import load, needs_compiler, reference
+from helpers.torch_driver import load, needs_compiler, reference
 
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.messages import AddMessage, AddSession, ImageInput, PayloadConsumed, Tokens
@@ -35,15 +35,15 @@ class Worker:
     def __init__(self, runner, **limits):
         self.runner = runner
         limits = {
-            "vocab_size": runner.vocab_size,
-            "max_model_len": runner.max_model_len,
-            "kv_blocks_total": runner.kv_blocks_total,
-            "block_size": runner.block_size,
-            "tile": runner.vision.tile,
+            "vocab_size": runner.info.vocab_size,
+            "max_model_len": runner.info.max_model_len,
+            "kv_blocks_total": runner.info.kv_blocks_total,
+            "block_size": runner.info.block_size,
+            "tile": runner.info.vision.tile,
             **limits,
         }
         self.decoded = []
-        self.decoder = SimulatedDecoder(runner.vision.decode, self.decoded.append)
+        self.decoder = SimulatedDecoder(runner.info.vision.decode, self.decoded.append)
         self.core = EngineCore(runner, Limits(**limits), lambda: 0.0, decoder=self.decoder)
         self.answers, self.consumed, self.sources = {}, [], []
 

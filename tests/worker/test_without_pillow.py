@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from torch_driver import load
+from helpers.torch_driver import load
 
 from trioengine.core.errors import ModelError
 
@@ -14,7 +14,7 @@ sys.modules["PIL"] = None  # as if it were not there
 from trioengine.core.config import WorkerConfig
 from trioengine.worker.runner.model_runner import TorchModelRunner
 config = WorkerConfig(sys.argv[1], dtype="float32", kv_cache_memory=1 << 20, kernels="torch")
-print(TorchModelRunner.load(config, lambda done, total: None).model_type)
+print(TorchModelRunner.load(config, lambda done, total: None).info.model_type)
 """
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from trioengine.core.config import WorkerConfig
@@ -22,12 +23,10 @@ from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.messages import AddMessage, Configure, FromWorker, ImageInput, Loading, Ready, ToWorker
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import token_ids
-from trioengine.worker.decoder import Vision
-from trioengine.worker.loop import OnProgress
 from trioengine.worker.process import run
-from trioengine.worker.scheduling.image_queue import DecodedImage, ImageError
-from trioengine.worker.scheduling.images import TileShape
-from trioengine.worker.scheduling.step import SampledToken, SchedulerOutput
+from trioengine.worker.scheduling.images import DecodedImage, ImageError, TileShape, Vision
+from trioengine.worker.scheduling.sequence import Sequence
+from trioengine.worker.scheduling.step import ModelInfo, OnProgress, SampledRow, SchedulerOutput
 from trioengine.worker.transport import PAYLOAD_ID, SEALS
 
 VOCAB_SIZE = 1000
@@ -40,22 +39,14 @@ class CountingRunner:
     """
 
     def __init__(self) -> None:
-        self.model_type = "toy"
-        self.device = "cpu"
-        self.dtype = "float32"
-        self.kernels = "torch"
-        self.vocab_size = VOCAB_SIZE
-        self.max_model_len = 512
-        self.kv_blocks_total = 128
-        self.block_size = 16
-        self.vision: Vision | None = None
+        self.info = ModelInfo("toy", "cpu", "float32", "torch", VOCAB_SIZE, 512, kv_blocks_total=128, block_size=16)
         self.before_step: Callable[[SchedulerOutput], None] = lambda output: None
-        self.describe: Callable[[int, int], SampledToken] = SampledToken
+        self.describe: Callable[[Sequence, int], SampledRow] = SampledRow
 
-    def execute(self, output: SchedulerOutput) -> list[SampledToken]:
+    def execute(self, output: SchedulerOutput) -> list[SampledRow]:
         self.before_step(output)
         return [
-            self.describe(entry.sequence.request, (entry.sequence.token_ids[-1] + 1) % VOCAB_SIZE)
+            self.describe(entry.sequence, (entry.sequence.token_ids[-1] + 1) % VOCAB_SIZE)
             for entry in output.scheduled
             if entry.samples
         ]
@@ -143,15 +134,15 @@ class SeeingRunner(CountingRunner):
 
     def __init__(self) -> None:
         super().__init__()
-        self.vision = Vision(TileShape(2, 1, 1), self._decode)
+        self.info = replace(self.info, vision=Vision(TileShape(2, 1, 1), self._decode))
 
-    def execute(self, output: SchedulerOutput) -> list[SampledToken]:
+    def execute(self, output: SchedulerOutput) -> list[SampledRow]:
         for picture, number in output.encode:
             assert isinstance(picture.tiles, list)
             picture.features[number] = picture.tiles[number]
         sampled = super().execute(output)
         seen = [piece.tile.picture.features[0] for entry in output.scheduled for piece in entry.tile_pieces]
-        return [SampledToken(token.request, sum(seen)) for token in sampled] if seen else sampled
+        return [SampledRow(token.sequence, sum(seen)) for token in sampled] if seen else sampled
 
     @staticmethod
     def _decode(data: memoryview, info: ImageInfo) -> DecodedImage:
@@ -160,7 +151,7 @@ class SeeingRunner(CountingRunner):
         return DecodedImage([sum(data)], 1)
 
 
-def load(config: WorkerConfig, on_progress: OnProgress) -> CountingRunner:
+def load(config: WorkerConfig, on_progress: OnProgress) -> tuple[ModelInfo, CountingRunner]:
     """`model_path`: "bad" raises ModelError, "noisy" prints, "child" starts a process and names it in model_type.
 
     "seeing" takes images.
@@ -173,9 +164,9 @@ def load(config: WorkerConfig, on_progress: OnProgress) -> CountingRunner:
         print("printed while loading", flush=True)
     if config.model_path == "child":
         child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-        runner.model_type = str(child.pid)
+        runner.info = replace(runner.info, model_type=str(child.pid))
     on_progress(2, 2)
-    return runner
+    return runner.info, runner
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+import trio
+
 from trioengine.core.lifecycle import Attachment, Event, Phase, Power, PowerEvent
 from trioengine.core.types import Usage
 
@@ -82,10 +84,10 @@ class Observer:
     def line_joined(self, line: object) -> None:
         """The current task waits in a WaitingLine."""
 
-    def line_serving(self, line: object, task: object) -> None:
+    def line_serving(self, line: object, task: trio.lowlevel.Task) -> None:
         """It is the turn of this task, which was the first in a WaitingLine."""
 
-    def line_served(self, line: object, task: object, *, is_admitted: bool) -> None:
+    def line_served(self, line: object, task: trio.lowlevel.Task, *, is_admitted: bool) -> None:
         """The turn of this task is over; if it was not admitted, it is refused or waits on, as the first."""
 
     # ---- the engine and its worker ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Objects that only `async with` enters, or only `await`: another use raises an error that names the right form."""
+"""Objects for `async with` only, or for `await` only: other uses raise an error that names the right form."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 class AsyncOnly(Restricted, refuses=("await", "with")):
-    """Base class of objects that only `async with` enters."""
+    """Base class of objects for `async with` only."""
 
     __slots__ = ()
 
 
 class Call(Restricted, Coroutine[Any, Any, T], refuses=("async with", "async for")):
-    """The coroutine of a call that gives a whole answer."""
+    """The coroutine of a call that returns a whole answer."""
 
     _usage = "await the whole answer, or read chunks by `async with session.generate(...) as generation`"
 
@@ -45,12 +45,12 @@ class Call(Restricted, Coroutine[Any, Any, T], refuses=("async with", "async for
         self._inner.close()
 
     def _misused(self, how: str) -> TypeError:
-        self.close()  # or Python complains that it was not awaited
+        self.close()  # so that Python does not warn about it
         return super()._misused(how)
 
 
 def whole_answer(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """The coroutine function, which gives a Call."""
+    """Decorate a coroutine function to return a Call."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:
@@ -85,14 +85,14 @@ class Opening(AsyncOnly, AbstractAsyncContextManager[T], Generic[T]):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name):
-            """Raise AttributeError: what it opens has the attributes."""
+            """Raise AttributeError: only the opened object has attributes."""
             raise AttributeError(f"{self._noun} has no attribute {name!r} before it is entered: {self._usage}")
 
 
 def opens(
     noun: str,
 ) -> Callable[[Callable[P, AsyncIterator[T]]], Callable[P, AbstractAsyncContextManager[T]]]:
-    """`asynccontextmanager`, with errors that name the right form; `noun` is the name of what is opened."""
+    """`asynccontextmanager`, with errors that name the right form; `noun` is a variable for the opened object."""
 
     def decorate(function: Callable[P, AsyncIterator[T]]) -> Callable[P, AbstractAsyncContextManager[T]]:
         opening = asynccontextmanager(function)

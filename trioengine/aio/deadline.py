@@ -1,4 +1,4 @@
-"""When a call's time is over."""
+"""The deadline of a call."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from trioengine.core.types import Completion
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """`at` on trio's clock, `timeout` seconds after the call."""
+    """The deadline of a call, `timeout` seconds after it began: `at` on trio's clock."""
 
     at: float = math.inf
     timeout: float = math.inf
 
     def passed(self, progress: str, completion: Completion | None = None) -> TimedOut:
-        """The error of a call that the deadline ends; `progress` is how far it had come: "while waiting: …"."""
+        """The error of a call that the deadline ended. `progress` completes the message: "while waiting: …"."""
         return TimedOut(f"timed out after {self.timeout:g} s {progress}", completion=completion)
 
     def passed_by(self, completion: Completion) -> TimedOut:
-        """The error of a request that was running when the deadline passed."""
+        """The error of a request that the deadline ended while it was running."""
         if not completion.text:
             return self.passed("before any text", completion)
         came = counted(len(completion.text), "character")
@@ -36,7 +36,7 @@ NEVER = Deadline()
 
 
 def deadline_after(timeout: float | None) -> Deadline:
-    """`timeout` seconds from now; None: never. Raises RequestRejected for a bad number."""
+    """The deadline `timeout` seconds from now; NEVER for None. Raises RequestRejected for an invalid timeout."""
     if timeout is None:
         return NEVER
     try:

@@ -1,4 +1,4 @@
-"""The client's end of a WebSocket, over any stream: one task reads, one writes, and saying something is synchronous."""
+"""A client's WebSocket over any stream: one task reads, one writes, and sending is synchronous."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from wsproto.utilities import ProtocolError
 from trioengine.aio.nursery import Notifier
 
 MAX_MESSAGE = 64 << 20  # characters
-MAX_REFUSAL = 1 << 20  # bytes
+MAX_REFUSAL = 1 << 20  # bytes of the body
 ABNORMAL, BAD_DATA, TOO_BIG = 1006, 1003, 1009
 
 
 class Rejected(Exception):
-    """The server answers the handshake by an HTTP response of its own."""
+    """The server refused the handshake by an HTTP response."""
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"HTTP status {status}")
@@ -37,7 +37,7 @@ class Rejected(Exception):
 
 
 class Closed(Exception):
-    """The connection is over: the server said goodbye, or (1006) it broke."""
+    """The server closed the connection, or it broke (1006)."""
 
     def __init__(self, code: int, reason: str | None = None) -> None:
         super().__init__(f"closed with {code}" + (f": {reason}" if reason else ""))
@@ -46,18 +46,18 @@ class Closed(Exception):
 
 
 class WebSocket:
-    """`shake_hands`, then `read` in one task and `write` in another. It does not close the stream."""
+    """Call `shake_hands`, then `read` in one task and `write` in another. The stream is left open."""
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self._stream = stream
         self._protocol = WSConnection(ConnectionType.CLIENT)
         self._events: deque[Event] = deque()
         self._unsent: deque[bytes] = deque()
-        self._changes = Notifier()
+        self._unsent_changed = Notifier()
         self._pong = trio.Event()
 
     async def shake_hands(self, host: str, target: str, headers: list[tuple[bytes, bytes]]) -> None:
-        """Raises Rejected or Closed."""
+        """Send the handshake, and wait until the server accepts it. Raises Rejected or Closed."""
         request = Request(host=host, target=target, extra_headers=headers)
         try:
             await self._stream.send_all(self._protocol.send(request))
@@ -78,7 +78,7 @@ class WebSocket:
                         raise Rejected(status, body)
 
     async def read(self) -> str:
-        """The next text; pings are answered on the way. Raises Closed."""
+        """Receive the next text, and answer pings before it. Raises Closed."""
         text = ""
         while True:
             match event := await self._next_event():
@@ -95,39 +95,40 @@ class WebSocket:
                 case CloseConnection():
                     if self._protocol.state is ConnectionState.REMOTE_CLOSING:
                         self._unsent.append(self._protocol.send(event.response()))
-                        self._changes.notify()
+                        self._unsent_changed.notify()
                     raise Closed(event.code, event.reason)
                 case _:
                     raise Closed(BAD_DATA, f"the server sent a {type(event).__name__}")
 
     def send(self, text: str) -> None:
-        """Say it when its turn has come; nothing is said after a goodbye."""
+        """Send a text after all earlier messages; ignored after `close`."""
         self._put(TextMessage(text))
 
     def close(self) -> None:
+        """Send a close frame after all earlier messages."""
         self._put(CloseConnection(code=1000))
 
     async def write(self) -> None:
-        """Write what is said, until cancelled; returns when the stream breaks, which `read` tells."""
+        """Write messages until cancelled. Returns when the stream breaks; `read` raises Closed then."""
         while True:
             while not self._unsent:
-                await self._changes.wait()
+                await self._unsent_changed.wait()
             try:
                 await self._stream.send_all(self._unsent[0])
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 self._unsent.clear()
-                self._changes.notify()
+                self._unsent_changed.notify()
                 return
             self._unsent.popleft()
-            self._changes.notify()
+            self._unsent_changed.notify()
 
     async def flushed(self) -> None:
-        """Wait until everything is written."""
+        """Wait until all messages are written."""
         while self._unsent:
-            await self._changes.wait()
+            await self._unsent_changed.wait()
 
     async def ping(self) -> None:
-        """Wait until the server answers."""
+        """Send a ping, and wait for the pong."""
         self._pong = trio.Event()
         self._put(Ping())
         await self._pong.wait()
@@ -135,7 +136,7 @@ class WebSocket:
     def _put(self, event: Event) -> None:
         if self._protocol.state is ConnectionState.OPEN:
             self._unsent.append(self._protocol.send(event))
-            self._changes.notify()
+            self._unsent_changed.notify()
 
     async def _next_event(self) -> Event:
         while not self._events:

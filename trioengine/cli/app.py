@@ -1,4 +1,4 @@
-"""The commands. Each imports what it needs when it runs, so that `--help` and mistakes are quick."""
+"""The commands. Each imports its modules when it runs, so that `--help` and usage errors are quick."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ command = partial(app.command, cls=PanelCommand, context_settings=HELP_FLAGS)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command; returns the exit code."""
+    """Run a command and return its exit code."""
     stderr = Stderr.of(arguments, os.environ)
     try:
         result = app(args=list(arguments), prog_name="trioengine", standalone_mode=False, obj=stderr)
@@ -82,7 +82,7 @@ def root(
 def serve(
     model: Model = DEFAULT_MODEL,
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], typer.Option(help="What is logged, on stderr.")
+        Literal["debug", "info", "warning", "error"], typer.Option(help="The least level that is logged, on stderr.")
     ] = "info",
     log_json: Annotated[bool, typer.Option("--log-json", help="Log one JSON object a line.")] = False,
     **fields: object,
@@ -103,8 +103,7 @@ def generate(
     **fields: object,
 ) -> None:
     """Print one answer."""
-    from trioengine.cli.chat import read_all
-    from trioengine.cli.generate import print_answer
+    from trioengine.cli.generate import print_answer, read_all
 
     prompt = read_all().removesuffix("\n") if prompt == "-" else prompt
     params = build(SamplingParams, fields)
@@ -112,7 +111,7 @@ def generate(
 
 
 def _check_chat(context: typer.Context) -> None:
-    """Refuse typed options that have no effect; a variable or a file may be for other commands, too."""
+    """Refuse options of the command line that have no effect; variables and files may be for other commands."""
     connect, given = option_source(context, "connect"), given_on_command_line(context)
     for option in ENGINE_OPTIONS:
         if connect is not None and option.name in given:
@@ -135,9 +134,9 @@ def chat(
 ) -> None:
     """Talk to a model.
 
-    On a terminal Ctrl+C stops an answer, and what came of it stays in the conversation. /bye, Ctrl+D, or Ctrl+C
-    twice where a line is awaited, ends the chat. Each line of a pipe that is not empty is a message. When a server is
-    lost, a chat on a terminal connects again with the next message; a chat of a pipe fails.
+    On a terminal Ctrl+C stops an answer, and the part that came stays in the conversation. /bye, Ctrl+D, or Ctrl+C
+    twice at the prompt, ends the chat. Each line of a pipe that is not empty is a message. When a server is lost, a
+    chat on a terminal connects again with the next message; a chat of a pipe fails.
     """
     from trioengine.cli.tty import hide_keys
 
@@ -163,16 +162,16 @@ def sleep(
     ] = 1,
     mode: Annotated[
         Literal["abort", "wait", "keep"],
-        typer.Option(help="What runs is aborted, or finishes first, or pauses and goes on later."),
+        typer.Option(help="Running requests are aborted, or finish first, or pause and go on later."),
     ] = "abort",
     timeout: Annotated[
         float | None, typer.Option(help="With --mode wait: seconds after which the rest is aborted.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Have a server's engine give its memory back.
+    """Put a server's engine to sleep: it gives its memory back.
 
-    Waits until it has.
+    Waits until this is done.
     """
     from trioengine.cli.operate import operate
 
@@ -186,16 +185,16 @@ def wake(
     admin_key: AdminKey = None,
     tags: Annotated[
         list[str] | None,
-        typer.Option(metavar="<weights|kv_cache>", help="Only weights, or only kv_cache; without it all that sleeps."),
+        typer.Option(metavar="<weights|kv_cache>", help="Only weights, or only kv_cache; without it both."),
     ] = None,
     reload: Annotated[
         bool, typer.Option(help="Load discarded weights again; without, they are left to /update_weights.")
     ] = True,
     json: Json = False,
 ) -> None:
-    """Have a server's engine take its memory again.
+    """Wake a server's engine: it takes its memory again.
 
-    Waits until it has.
+    Waits until this is done.
     """
     from trioengine.cli.operate import operate
 
@@ -215,7 +214,7 @@ def status(connect: Connect = LOCAL_SERVER, admin_key: AdminKey = None, json: Js
 @command()
 @with_options()
 def pull(model: Model = DEFAULT_MODEL) -> None:
-    """Fetch a model and print where it lies."""
+    """Fetch a model and print its path."""
     from trioengine.cli.progress import download_bar
     from trioengine.hub.pull import check_magic, resolve
 
@@ -240,7 +239,7 @@ def doctor(json: Json = False) -> int:
 @command()
 @with_options()
 def fuzz(
-    seconds: Annotated[float | None, typer.Option(help="How long to look, more than 0; 60 if nothing is said.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="How long to search, more than 0. [default: 60]")] = None,
     examples: Annotated[int | None, typer.Option(min=1, help="How many programs to run.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="The same seed runs the same programs. [default: 0]")] = None,
     profile: Annotated[

@@ -1,4 +1,8 @@
-"""A chat on a terminal: messages and commands, and answers that Ctrl+C stops."""
+"""`trioengine chat`: a conversation on a terminal, or with the lines of a pipe.
+
+On a terminal, `Repl` reads messages and commands from a `Terminal`, whose keys go to readline; Ctrl+C stops an answer.
+From a pipe, `answer_lines` answers each line.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,17 @@ import trio
 from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.cli.chat_session import AnySession, ChatSession, OpenSession, notify_on_stderr, open_chat
 from trioengine.cli.errors import warn
-from trioengine.cli.generate import answer, require_prompt, write, write_answer
+from trioengine.cli.generate import answer_prompt, require_prompt, write, write_answer
 from trioengine.cli.tty import STDIN, keep_keys_at_interrupt, on_terminal, restore_terminal, show_keys, wrapped
 from trioengine.core.errors import ConnectionLost, EngineClosed, RequestRejected, WorkerLost
 from trioengine.core.sampling_params import SamplingParams
 
+with suppress(ImportError):  # a Python may have been built without it: lines are edited by the terminal itself then
+    import readline as readline  # editing and a history, of this process, for the lines that `input` reads
+
+MAX_LINE = 16 << 20  # bytes
+_CHUNK = 1 << 16
+_COMMAND = re.compile(r"/\w*(\s|$)")  # not the path of a file
 _HELP = """\
 /reset    forget the conversation
 /help     this
@@ -28,18 +38,34 @@ _HELP = """\
 A line that ends with \\ goes on in the next one; one that begins with a space is a message even if a / follows.
 Ctrl+C stops an answer; the part that has come stays in the conversation."""
 
-_COMMAND = re.compile(r"/\w*(\s|$)")  # not the path of a file
+
+def run_chat(open_session: OpenSession, model: str, params: SamplingParams) -> None:
+    """Read messages from stdin and answer each, in one session; `model` is the name to show on a terminal."""
+    trio.run(_run_chat, open_session, model, params)
+
+
+async def _run_chat(open_session: OpenSession, model: str, params: SamplingParams) -> None:
+    if on_terminal():
+        terminal = Terminal()
+        async with open_chat(open_session, terminal.print_notice) as session:
+            await Repl(session, terminal, session.model or model, params).run()
+    else:
+        async with open_session((), notify_on_stderr) as session:
+            await answer_lines(session, Lines(), params)
+
+
+# ---- on a terminal --------------------------------------------------------------------------------------------------
 
 
 class Repl:
-    """A chat, until /bye, the end of the input or two interrupts where a line is awaited."""
+    """A chat, until /bye, the end of the input or two interrupts at the prompt."""
 
     def __init__(self, session: ChatSession, terminal: Terminal, model: str, params: SamplingParams) -> None:
         self._session = session
         self._terminal = terminal
         self._model = model
         self._params = params
-        self._draft = ""  # the last message, if its answer was lost: it is put back for editing
+        self._draft = ""  # the last message, if its answer was lost: it is offered for editing
         self._is_over = False
         self._commands: dict[str, Callable[[], Awaitable[None]]] = {
             "/reset": self._reset,
@@ -50,11 +76,11 @@ class Repl:
         }
 
     async def run(self) -> None:
-        """Run each command and answer each message; report on stderr why one cannot be answered."""
-        _say(f"{self._model}: /help lists the commands, /bye or Ctrl+D ends the chat")
+        """Run each command and answer each message; write to stderr why one cannot be answered."""
+        _print(f"{self._model}: /help lists the commands, /bye or Ctrl+D ends the chat")
         while not self._is_over:
             try:
-                await self._take(await self._terminal.read_message(self._draft))
+                await self._handle(await self._terminal.read_message(self._draft))
             except RequestRejected as exc:
                 self._draft = ""
                 warn(f"error: {exc}")
@@ -63,12 +89,12 @@ class Repl:
             except (ConnectionLost, EngineClosed) as exc:
                 if not self._session.is_remote:
                     raise
-                await self._session.leave()
+                await self._session.close()
                 warn(f"error: {exc}")
                 again = "Enter sends the message again, over" if self._draft else "the next message opens"
-                _say(f"({again} a new connection; the conversation is kept)")
+                _print(f"({again} a new connection; the conversation is kept)")
 
-    async def _take(self, line: str | None) -> None:
+    async def _handle(self, line: str | None) -> None:
         self._draft = ""
         if line is None:
             self._is_over = True
@@ -82,13 +108,13 @@ class Repl:
 
     async def _answer(self, message: str) -> None:
         with trio.CancelScope() as opening:
-            async with stop_on_interrupt(opening.cancel):
-                session = await self._session.opened()
+            async with on_interrupt(opening.cancel):
+                session = await self._session.open()
         if opening.cancelled_caught:
-            _say("(stopped)")
+            _print("(stopped)")
             return
         generation = session.generate(message, self._params, keep_partial=True, wait=True)
-        async with stop_on_interrupt(generation.abort):
+        async with on_interrupt(generation.abort):
             await write_answer(generation)
 
     async def _run_command(self, name: str) -> None:
@@ -99,90 +125,51 @@ class Repl:
             await command()
 
     async def _reset(self) -> None:
-        await self._session.forget()
-        _say("The conversation is forgotten.")
+        await self._session.clear()
+        _print("The conversation is forgotten.")
 
     async def _help(self) -> None:
-        _say(_HELP)
+        _print(_HELP)
 
     async def _end(self) -> None:
         self._is_over = True
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(wrapped(text, sys.stdout))
 
 
-def run_chat(open_session: OpenSession, model: str, params: SamplingParams) -> None:
-    """Read messages from stdin and answer each, in one session; `model` is the name to show on a terminal."""
-    trio.run(_hold_chat, open_session, model, params)
-
-
-async def _hold_chat(open_session: OpenSession, model: str, params: SamplingParams) -> None:
-    if on_terminal():
-        terminal = Terminal()
-        async with open_chat(open_session, terminal.notice) as session:
-            await Repl(session, terminal, session.model or model, params).run()
-    else:
-        async with open_session((), notify_on_stderr) as session:
-            await converse(session, Lines(), params)
-
-
-async def converse(session: AnySession, lines: Lines, params: SamplingParams) -> None:
-    """Answer each line that is not empty; of one that cannot be answered stderr says why."""
-    while (question := await _ask(lines)) is not None:
-        if not question:
-            continue
-        try:
-            require_prompt(question)
-            await answer(session, question, params)
-        except RequestRejected as exc:
-            warn(f"error: {exc}")
-
-
-async def _ask(lines: Lines) -> str | None:
-    """A line, after a prompt if it is typed; None at the end of the input."""
-    if os.isatty(STDIN):
-        await write("> ")
-    line = await lines.next()
-    return None if line is None else line.strip()
-
-
-with suppress(ImportError):  # a Python may have been built without it: lines are edited by the terminal itself then
-    import readline as readline  # editing and a history, of this process, for the lines that `input` reads
-
-
 class Terminal:
-    """Reads messages, and writes notices that leave the line being typed as it is."""
+    """Reads messages, and prints notices that leave the line being typed as it is."""
 
     def __init__(self) -> None:
-        self._prompt = ""  # of the line that is awaited, if any
+        self._prompt = ""  # of the line being typed, if any
 
     async def read_message(self, draft: str = "") -> str | None:
-        """A message from standard input, which is a terminal; None at the end of the input.
+        """Read a message from standard input, which is a terminal; None at the end of the input.
 
         The draft can be edited; where the terminal itself edits lines, it is only shown. A line that ends with a
-        backslash goes on in the next one. The first Ctrl+C writes a notice, the second one raises KeyboardInterrupt.
+        backslash goes on in the next one. The first Ctrl+C prints a notice, the second one raises KeyboardInterrupt.
         Cancelled, or interrupted, the terminal is as it was. Raises RequestRejected for input that is not UTF-8.
         """
         drafts = iter(draft.replace("\n", "\\\n").split("\n"))
-        text = line = await self._line("> ", next(drafts))
+        text = line = await self._read_line("> ", next(drafts))
         while text is not None and line is not None and line.endswith("\\"):
-            line = await self._line("… ", next(drafts, ""))
+            line = await self._read_line("… ", next(drafts, ""))
             text = f"{text[:-1]}\n{line or ''}"
         return text
 
-    def notice(self, text: str) -> None:
-        """Write a line to stderr, also in the middle of an answer or of a line that is typed."""
+    def print_notice(self, text: str) -> None:
+        """Write a line to stderr, also in the middle of an answer or of a line being typed."""
         warn(text, before="\n")
-        self._show_line_again()
+        self._redraw_line()
 
-    async def _line(self, prompt: str, draft: str) -> str | None:
-        """In a thread, so that the engine goes on; one that is left behind does not keep the process."""
+    async def _read_line(self, prompt: str, draft: str) -> str | None:
+        """Read in a thread, so that the engine goes on; an abandoned thread does not keep the process."""
         line, is_read = None, False
         self._prompt = prompt
         try:
-            async with stop_on_interrupt(self._warn, most=1):
+            async with on_interrupt(self._on_interrupt, most=1):
                 with restore_terminal():
                     line = await trio.to_thread.run_sync(_input, prompt, draft, abandon_on_cancel=True)
                 is_read = True
@@ -196,11 +183,11 @@ class Terminal:
                 sys.stdout.write("\n")
         return line
 
-    def _warn(self) -> None:
+    def _on_interrupt(self) -> None:
         sys.stdout.write("\n(press Ctrl+C again, or /bye, to leave)\n")
-        self._show_line_again()
+        self._redraw_line()
 
-    def _show_line_again(self) -> None:
+    def _redraw_line(self) -> None:
         if self._prompt:
             editor = sys.modules.get("readline")
             sys.stdout.write(self._prompt + (editor.get_line_buffer() if editor is not None else ""))
@@ -221,14 +208,14 @@ def _input(prompt: str, draft: str) -> str:
 
 
 @asynccontextmanager
-async def stop_on_interrupt(stop: Callable[[], object], most: float = math.inf) -> AsyncIterator[None]:
-    """Ctrl+C in the body calls `stop`, at most so often.
+async def on_interrupt(stop: Callable[[], object], most: float = math.inf) -> AsyncIterator[None]:
+    """Call `stop` for each Ctrl+C during the block, at most `most` times.
 
-    Another one, or SIGTERM, ends the body, and is then raised again outside of it.
+    One more, or SIGTERM, ends the block, and is raised again after it.
     """
     ends: list[int] = []
 
-    async def obey() -> None:
+    async def receive_signals() -> None:
         num_stops = 0
         async for number in signals:
             if number == signal.SIGINT and num_stops < most:
@@ -240,28 +227,37 @@ async def stop_on_interrupt(stop: Callable[[], object], most: float = math.inf) 
 
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals, keep_keys_at_interrupt():
         async with open_unwrapped_nursery() as nursery:
-            nursery.start_soon(obey)
+            nursery.start_soon(receive_signals)
             yield
             nursery.cancel_scope.cancel()
     for number in ends:
         signal.raise_signal(number)
 
 
-MAX_LINE = 16 << 20  # bytes
-_CHUNK = 1 << 16
+# ---- from a pipe ----------------------------------------------------------------------------------------------------
 
 
-def read_all() -> str:
-    """Standard input to its end; blocks."""
-    with open(STDIN, encoding="utf-8", errors="surrogateescape", closefd=False) as file:
-        return file.read()
+async def answer_lines(session: AnySession, lines: Lines, params: SamplingParams) -> None:
+    """Answer each line that is not empty; write to stderr why one cannot be answered. A typed line has a prompt."""
+    while True:
+        if os.isatty(STDIN):
+            await write("> ")
+        line = await lines.next()
+        if line is None:
+            return
+        if prompt := line.strip():
+            try:
+                require_prompt(prompt)
+                await answer_prompt(session, prompt, params)
+            except RequestRejected as exc:
+                warn(f"error: {exc}")
 
 
 class Lines:
-    """The lines of a descriptor, for trio.
+    """Reads the lines of a descriptor; bytes that are not UTF-8 become surrogates, for `require_prompt`.
 
-    Its reads are in threads and not through `sys.stdin`, whose lock a thread that is left in a read would hold: the
-    interpreter crashes over it when it ends.
+    It reads in threads and not through `sys.stdin`, whose lock an abandoned thread would hold: the interpreter crashes
+    over it at exit.
     """
 
     def __init__(self, fd: int = STDIN) -> None:
@@ -269,9 +265,9 @@ class Lines:
         self._rest = bytearray()
 
     async def next(self) -> str | None:
-        """A line without its end; None at the end of the input.
+        """Return a line without its end; None at the end of the input.
 
-        Raises RequestRejected for a line that is too long; there is no next one then.
+        Raises RequestRejected for a line of more than MAX_LINE bytes; no further line can be read then.
         """
         searched = 0
         while (end := self._rest.find(b"\n", searched)) < 0 and len(self._rest) <= MAX_LINE:

@@ -1,4 +1,4 @@
-"""Where a command's session comes from: an engine of its own, or a server. Both have the same surface."""
+"""The session of `generate` or `chat`: of an engine in this process, or of a server. Both have the same surface."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def notify_on_stderr(text: str) -> None:
 async def local_session(
     config: EngineConfig, history: History = (), notify: Notify = notify_on_stderr
 ) -> AsyncIterator[AnySession]:
-    """A session of an engine of its own, whose start is shown on a terminal; `notify` gets the loss of a worker."""
+    """Open a session of an engine in this process. Its start is shown on a terminal; `notify` reports a lost worker."""
     with progress_bars() as bars:
         async with (
             open_engine(config, on_progress=bars.download, on_load=bars.loading) as engine,
@@ -64,10 +64,9 @@ async def _report_worker_losses(engine: Engine, notify: Notify) -> None:
 async def remote_session(
     url: str, api_key: str | None, model: str | None, history: History = (), notify: Notify = notify_on_stderr
 ) -> AsyncIterator[AnySession]:
-    """A session of a server that runs; `notify` gets the changes of its engine's state: it loads, restarts, sleeps,
-    is updated or drains, or is awake again.
+    """Open a session of a running server; `notify` reports changes of its engine's state, such as loading or asleep.
 
-    A URL that is none is the fault of the option `connect`: InvalidConfig.
+    Raises InvalidConfig, which names the option `connect`, for a bad URL.
     """
     try:
         Address.parse(url, model)
@@ -87,33 +86,33 @@ async def remote_session(
 
 @asynccontextmanager
 async def open_chat(open_session: OpenSession, notify: Notify) -> AsyncIterator[ChatSession]:
-    """A chat, whose first session is opened, and whose last one is left with it."""
+    """Open a chat and its first session; its last session is closed after the block."""
     async with open_unwrapped_nursery() as nursery:
         chat = ChatSession(open_session, notify, nursery)
-        await chat.opened()
+        await chat.open()
         yield chat
-        await chat.leave()
+        await chat.close()
 
 
 class ChatSession:
-    """The session of a chat; one whose connection was lost is followed by another with the same conversation.
+    """The session of a chat. After a lost connection, the next session continues the conversation.
 
-    A task of its own has the session open, so that opening it can be cancelled.
+    A task of its own holds the session, so that opening it can be cancelled.
     """
 
     def __init__(self, open_session: OpenSession, notify: Notify, nursery: trio.Nursery) -> None:
         self._open_session = open_session
         self._notify = notify
         self._nursery = nursery  # of the task
-        self._history: History = ()  # of the next one
+        self._history: History = ()  # of the next session
         self._session: AnySession | None = None
         self._is_left = trio.Event()
         self._has_ended = trio.Event()
 
-    async def opened(self) -> AnySession:
-        """The session; cancelled, none was opened.
+    async def open(self) -> AnySession:
+        """Return the session, opened if necessary; if cancelled, none is opened.
 
-        Raises ConnectionLost where another one is needed and cannot be had.
+        Raises ConnectionLost if a new session is needed and cannot be opened.
         """
         if self._session is None:
             self._session = await self._nursery.start(self._hold)
@@ -128,30 +127,30 @@ class ChatSession:
         finally:
             self._has_ended.set()
 
-    async def leave(self) -> None:
-        """Leave the session; its conversation is kept for the next one."""
+    async def close(self) -> None:
+        """Close the session; its conversation is kept for the next one."""
         if self._session is not None:
             self._history, self._session = self._session.history, None
             self._is_left.set()
             await self._has_ended.wait()
 
-    async def forget(self) -> None:
-        """Begin another conversation."""
+    async def clear(self) -> None:
+        """Begin a new conversation. Raises ConnectionLost or EngineClosed if the connection is lost."""
         self._history = ()
         if self._session is not None:
             try:
                 self._session.replace_history([])
             except (ConnectionLost, EngineClosed):
-                await self.leave()
+                await self.close()
                 self._history = ()
                 raise
 
     @property
     def is_remote(self) -> bool:
-        """Whether a server has it; an engine of our own that is closed cannot be had again."""
+        """Whether a server has the session; an engine in this process that is closed cannot be opened again."""
         return not isinstance(self._session, Session)
 
     @property
     def model(self) -> str | None:
-        """The name that a server gives its model."""
+        """The server's name for its model."""
         return self._session.model if isinstance(self._session, RemoteSession) else None

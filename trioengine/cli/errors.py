@@ -1,4 +1,7 @@
-"""How a command that failed ends: one line on stderr, and an exit code."""
+"""Messages on stderr: warnings, and the one line and the exit code of a command that failed.
+
+Usage errors have one wording, whichever library found them. `serve --log-json` turns the lines into JSON objects.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,81 @@ from trioengine.core.bounds import brief, did_you_mean, printable_lines
 from trioengine.core.errors import EngineError, InvalidConfig, RequestRejected
 from trioengine.serve.config import ServeConfig
 
+_FLAG, _VARIABLE = "--log-json", "TRIOENGINE_LOG_JSON"
+_CONFIG, _CONFIG_VARIABLE = "--config", "TRIOENGINE_CONFIG"
+_YES = ("1", "true", "t", "yes", "y", "on")
+_UNITS = ("Bytes", "Seconds", "Tokens")  # the first word of a help text
+_SECRETS = {field.name for field in dataclasses.fields(ServeConfig) if not field.repr}
+
+
+def warn(text: str, *, before: str = "") -> None:
+    """Write a line to stderr; `before` ends the line before it. A closed stderr is ignored.
+
+    It is printable, and on a terminal it breaks at words.
+    """
+    line = f"trioengine: {text}"
+    with suppress(OSError):
+        if sys.stderr.isatty():
+            from trioengine.cli.tty import wrapped  # with rich, which `--help` and `doctor` do without
+
+            shown = wrapped(line, sys.stderr)
+        else:
+            shown = printable_lines(line)
+        print(f"{before}{shown}", file=sys.stderr, flush=True)
+
+
+class Stderr:
+    """Standard error in one of two formats, text or JSON; the format may change while the options are read."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
+
+    @classmethod
+    def of(cls, arguments: Sequence[str], environment: Mapping[str, str]) -> Stderr:
+        """In the format that the arguments, the environment or the config file ask for, before they are validated."""
+        return cls(as_json=arguments[:1] == ["serve"] and _asks_for_json(arguments, environment))
+
+    def warn(self, message: str) -> None:
+        """Write a line about a problem that does not end the command."""
+        self._write("warning", message)
+
+    def fail(self, message: str, error: BaseException | None = None) -> None:
+        """Write the last line of a command that failed; JSON has the traceback of `error`."""
+        self._write("error", " ".join(message.split()), error)
+
+    def _write(self, level: str, message: str, error: BaseException | None = None) -> None:
+        if not self.as_json:
+            warn(f"{level}: {message}")
+            return
+        exception = None if error is None else "".join(traceback.format_exception(error)).rstrip()
+        record = json_record(datetime.now(UTC), level, "trioengine", message, exception=exception)
+        with suppress(OSError):  # stderr is closed
+            print(record, file=sys.stderr)
+
+
+def json_record(
+    time: datetime,
+    level: str,
+    logger: str,
+    message: str,
+    fields: Mapping[str, object] | None = None,
+    exception: str | None = None,
+) -> str:
+    """A line of the JSON log."""
+    record = {
+        "time": time.isoformat(timespec="milliseconds"),
+        "level": level,
+        "logger": logger,
+        "message": message,
+        **(fields or {}),
+    }
+    if exception is not None:
+        record["exception"] = exception
+    return json.dumps(record)
+
 
 def report_failure(error: BaseException, stderr: Stderr) -> int:
-    """Report why a command ended on stderr, in one line, and return its exit code."""
+    """Write the reason why a command ended to stderr, in one line, and return its exit code."""
 
     def fail(message: str, code: int, bug: BaseException | None = None) -> int:
         stderr.fail(message, bug)
@@ -50,9 +125,11 @@ def report_failure(error: BaseException, stderr: Stderr) -> int:
             return fail(f"internal error: {type(error).__name__}: {error}", 1, error)
 
 
-def _discard_output() -> None:
-    """Discard the rest of the buffer, which the interpreter would fail to write at its exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def describe_usage_error(error: typer.TyperException) -> str:
+    """The mistake on the command line, and the help to read."""
+    context, problem = getattr(error, "ctx", None), _problem(error)
+    end = "" if problem.endswith("?") else "."
+    return f"{problem}{end}" if context is None else f"{problem}{end} See {context.command_path} --help."
 
 
 def _leaf(error: BaseException) -> BaseException:
@@ -63,15 +140,26 @@ def _leaf(error: BaseException) -> BaseException:
     return _leaf((error if interrupts is None else interrupts).exceptions[0])
 
 
-_UNITS = ("Bytes", "Seconds", "Tokens")  # the first word of a help text
-_SECRETS = {field.name for field in dataclasses.fields(ServeConfig) if not field.repr}
+def _discard_output() -> None:
+    """Discard the rest of the buffer, which the interpreter would fail to write at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def describe_usage_error(error: typer.TyperException) -> str:
-    """The mistake, and which help to read."""
-    context, problem = getattr(error, "ctx", None), _problem(error)
-    end = "" if problem.endswith("?") else "."
-    return f"{problem}{end}" if context is None else f"{problem}{end} See {context.command_path} --help."
+def _asks_for_json(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
+    if _FLAG in arguments:
+        return True
+    if value := environment.get(_VARIABLE):
+        return value.lower() in _YES
+    path = _config_path(arguments) or environment.get(_CONFIG_VARIABLE)
+    return bool(path) and is_true(Path(str(path)), "log_json")
+
+
+def _config_path(arguments: Sequence[str]) -> str | None:
+    for index, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
+        if name == _CONFIG:
+            return value or next(iter(arguments[index + 1 :]), None)
+    return None
 
 
 def _problem(error: Any) -> str:
@@ -90,7 +178,7 @@ def _problem(error: Any) -> str:
 
 
 def _near(error: Any) -> str:
-    """The option that was probably meant, or the place where this one is taken."""
+    """A hint at a similar option, or at the command that has this one."""
     if error.ctx is None:
         return ""
     name, command = error.option_name.lstrip("-"), error.ctx.command
@@ -99,17 +187,13 @@ def _near(error: Any) -> str:
         return f"; it is an argument: {error.ctx.command_path} {name.upper()}"
     if arguments and not error.option_name.startswith("--"):
         return "; an argument that begins with - comes after --"
-    elsewhere = _commands_with(name, error.ctx.find_root().command)
+    commands = error.ctx.find_root().command.commands
+    elsewhere = ", ".join(other for other, each in commands.items() if name in _flags(each))
     return did_you_mean(name, ["help", *_flags(command)], "--") or (elsewhere and f"; it is an option of {elsewhere}")
 
 
-def _commands_with(flag: str, group: Any) -> str:
-    """The commands of a group that have an option."""
-    return ", ".join(name for name, command in group.commands.items() if flag in _flags(command))
-
-
 def _opposite(error: Any) -> str:
-    """The flag that turns an option off."""
+    """A hint at the flag that turns an option off."""
     parameters = [] if error.ctx is None else error.ctx.command.params
     off = [each.secondary_opts[0] for each in parameters if error.option_name in each.opts and each.secondary_opts]
     return f"; its opposite is {off[0]}" if off else ""
@@ -125,91 +209,13 @@ def _flags(command: Any) -> Iterator[str]:
 def _bad_value(error: Any, value: object) -> str:
     parameter = error.param
     described = parameter.type_descriptor
-    said = option_source(error.ctx, parameter.name) or f"argument {parameter.name!r}"
+    source = option_source(error.ctx, parameter.name) or f"argument {parameter.name!r}"
     expected = requirement(described.annotation, described.parameter_info.min, described.parameter_info.max)
     if parameter.name in _SECRETS:
-        return f"{said} {expected}"
+        return f"{source} {expected}"
     kind, unit = element_of(described.annotation), (getattr(parameter, "help", "") or "").split(" ")[0].strip(";")
     expected += f" ({unit.lower()})" if unit in _UNITS else ""
     if kind in (int, float):
         with suppress(ValueError):
             value = kind(value)
-    return f"{said} {expected}, got {brief(value)}"
-
-
-def warn(text: str, *, before: str = "") -> None:
-    """Write a line to stderr; `before` ends the line before it."""
-    with suppress(OSError):
-        print(f"{before}{_shown(f'trioengine: {text}')}", file=sys.stderr, flush=True)
-
-
-def _shown(text: str) -> str:
-    """Printable, and on a terminal in lines that break at words."""
-    if not sys.stderr.isatty():
-        return printable_lines(text)
-    from trioengine.cli.tty import wrapped  # with rich, which `--help` and `doctor` do without
-
-    return wrapped(text, sys.stderr)
-
-
-_FLAG, _VARIABLE = "--log-json", "TRIOENGINE_LOG_JSON"
-_CONFIG, _CONFIG_VARIABLE = "--config", "TRIOENGINE_CONFIG"
-_YES = ("1", "true", "t", "yes", "y", "on")
-
-
-class Stderr:
-    """Standard error in one of the two formats; the format may change while the options are read."""
-
-    def __init__(self, *, as_json: bool) -> None:
-        self.as_json = as_json
-
-    @classmethod
-    def of(cls, arguments: Sequence[str], environment: Mapping[str, str]) -> Stderr:
-        """The format that the arguments, the environment or the file of options ask for; each may still be refused."""
-        return cls(as_json=arguments[:1] == ["serve"] and _is_asked_for(arguments, environment))
-
-    def warn(self, message: str) -> None:
-        """Write a line about something that does not end the command."""
-        self._write("warning", message)
-
-    def fail(self, message: str, error: BaseException | None = None) -> None:
-        """Write the last line of a command that failed; JSON has the traceback of `error`."""
-        self._write("error", " ".join(message.split()), error)
-
-    def _write(self, level: str, message: str, error: BaseException | None = None) -> None:
-        if not self.as_json:
-            warn(f"{level}: {message}")
-            return
-        with suppress(OSError):  # where nothing reads it
-            print(json_record(level, "trioengine", message, error), file=sys.stderr)
-
-
-def _is_asked_for(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
-    if _FLAG in arguments:
-        return True
-    if value := environment.get(_VARIABLE):
-        return value.lower() in _YES
-    path = _config_of(arguments) or environment.get(_CONFIG_VARIABLE)
-    return bool(path) and is_true(Path(str(path)), "log_json")
-
-
-def _config_of(arguments: Sequence[str]) -> str | None:
-    """The file of options that the arguments name."""
-    for index, argument in enumerate(arguments):
-        name, _, value = argument.partition("=")
-        if name == _CONFIG:
-            return value or next(iter(arguments[index + 1 :]), None)
-    return None
-
-
-def json_record(level: str, logger: str, message: str, error: BaseException | None = None) -> str:
-    """A line of the JSON log, as logs.JsonFormatter writes it."""
-    record = {
-        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "level": level,
-        "logger": logger,
-        "message": message,
-    }
-    if error is not None:
-        record["exception"] = "".join(traceback.format_exception(error)).rstrip()
-    return json.dumps(record)
+    return f"{source} {expected}, got {brief(value)}"

@@ -106,7 +106,7 @@ def shares(total: int, parts: int) -> list[int]:
 
 def _show(report: Report, keep: Path) -> None:
     print(_summary(report))
-    print("\n".join(f"{count:8} {state}" for state, count in sorted(report.rare.items())))
+    print("\n".join(f"{count:8} {state}" for state, count in sorted(report.coverage.items())))
     failure, program = report.failure, report.program
     if failure is not None and program is not None:
         print(f"\n{type(failure).__name__}: {failure}\n\n{program}\n")
@@ -161,6 +161,6 @@ def _summary(report: Report) -> str:
     seconds = max(report.seconds, 1e-9)
     return (
         f"{report.machine}, seed {report.seed}: {report.programs} programs ({report.programs / seconds:.0f}/s), "
-        f"{report.passes} scheduler passes ({report.passes / seconds:.0f}/s), {len(report.rare)} rare states, "
+        f"{report.passes} scheduler passes ({report.passes / seconds:.0f}/s), {len(report.coverage)} rare states, "
         f"{report.seconds:.0f} s"
     )

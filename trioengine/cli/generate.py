@@ -1,4 +1,4 @@
-"""An answer on stdout."""
+"""`trioengine generate`, and the writing of answers to stdout, which `chat` shares."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import trio
 
 from trioengine.cli.chat_session import AnyGeneration, AnySession, local_session
 from trioengine.cli.errors import warn
-from trioengine.cli.tty import Screen, json_line
+from trioengine.cli.tty import STDIN, Screen, json_line
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import RequestRejected
 from trioengine.core.sampling_params import SamplingParams
@@ -21,8 +21,14 @@ def print_answer(config: EngineConfig, prompt: str, params: SamplingParams, *, a
     trio.run(_print_answer, config, prompt, params, as_json)
 
 
+def read_all() -> str:
+    """Read standard input to its end; blocks. Bytes that are not UTF-8 become surrogates, for `require_prompt`."""
+    with open(STDIN, encoding="utf-8", errors="surrogateescape", closefd=False) as file:
+        return file.read()
+
+
 def require_prompt(prompt: str) -> None:
-    """Raises RequestRejected for what is no prompt."""
+    """Raises RequestRejected for an empty prompt, and for one that is not UTF-8."""
     if not prompt.strip():
         raise RequestRejected("empty_prompt", "prompt is empty", param="prompt")
     try:
@@ -31,13 +37,8 @@ def require_prompt(prompt: str) -> None:
         raise RequestRejected("invalid_value", "prompt is not UTF-8", param="prompt") from exc
 
 
-async def _print_answer(config: EngineConfig, prompt: str, params: SamplingParams, as_json: bool) -> None:
-    async with local_session(config) as session:
-        await answer(session, prompt, params, as_json=as_json)
-
-
-async def answer(session: AnySession, prompt: str, params: SamplingParams, *, as_json: bool = False) -> None:
-    """Write an answer to stdout, as it comes or as one JSON object; while the engine cannot take it, it waits."""
+async def answer_prompt(session: AnySession, prompt: str, params: SamplingParams, *, as_json: bool = False) -> None:
+    """Write an answer to stdout, as it comes or as one JSON object; waits while the engine is full, asleep or lost."""
     generation = session.generate(prompt, params, wait=True)
     if not as_json:
         await write_answer(generation)
@@ -47,7 +48,7 @@ async def answer(session: AnySession, prompt: str, params: SamplingParams, *, as
 
 
 async def write_answer(generation: AnyGeneration) -> None:
-    """Write an answer to stdout as it comes, and a newline; report an end that is not its own.
+    """Write an answer to stdout as it comes, and a newline; note an end that is not the answer's own.
 
     A terminal gets printable characters only, in lines that break at words; a file or a pipe gets the text as it is.
     """
@@ -70,18 +71,23 @@ async def write_answer(generation: AnyGeneration) -> None:
         warn(f"the answer was cut off ({cause.value})")
 
 
+async def write(text: str) -> None:
+    """Write to stdout in a thread: a pager that stops reading must not stop the engine."""
+    stdout = trio.wrap_file(sys.stdout)
+    await stdout.write(text)
+    await stdout.flush()
+
+
+async def _print_answer(config: EngineConfig, prompt: str, params: SamplingParams, as_json: bool) -> None:
+    async with local_session(config) as session:
+        await answer_prompt(session, prompt, params, as_json=as_json)
+
+
 async def _write_chunks(generation: AnyGeneration, screen: Screen | None) -> None:
     async with generation:
         async for chunk in generation:
             if text := chunk.text if screen is None else screen.feed(chunk.text):
                 await write(text)
-
-
-async def write(text: str) -> None:
-    """To stdout, in a thread: a pager that stops reading must not stop the engine."""
-    stdout = trio.wrap_file(sys.stdout)
-    await stdout.write(text)
-    await stdout.flush()
 
 
 def _as_object(completion: Completion) -> dict[str, object]:

@@ -1,4 +1,7 @@
-"""The groups of options that `--help` shows, as plain text: rich's boxes would take a tenth of a second to import."""
+"""The help: texts of options, their panels, and commands that print it as plain text.
+
+rich's boxes would take a tenth of a second to import.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,68 @@ from typer.core import TyperCommand, TyperGroup
 from trioengine.cli.sources import warn_about_unknown_variables
 from trioengine.core.bounds import brief, did_you_mean
 
+HELP = {  # of the fields of EngineConfig, ServeConfig and SamplingParams
+    "device": "auto, cpu, cuda or cuda:N.",
+    "dtype": "auto, float32 or bfloat16.",
+    "max_model_len": "Tokens of prompt and answer together; without it the model's own limit.",
+    "max_num_seqs": "Sequences in one step.",
+    "max_num_queued_reqs": "Requests that may wait beside those that run; more are refused.",
+    "max_sessions": "Sessions at a time.",
+    "max_num_batched_tokens": "Tokens in one step, and of prompts between two tokens of a request.",
+    "chunked_prefill_size": "Tokens of prompts in one step; without it 512 on the CPU, and no limit on a GPU.",
+    "block_size": "Tokens in a block of the KV cache.",
+    "kv_cache_memory": "Bytes; without it a quarter of the free memory, at most 4 GiB, on the CPU.",
+    "gpu_memory_utilization": "Share of a GPU's memory, without --kv-cache-memory.",
+    "enable_prefix_caching": "Reuse the computation of prompts that begin alike.",
+    "encoder_cache_memory": "Bytes of encoded images that are kept for later requests.",
+    "payload_memory": "Bytes of images on their way to the worker, or kept for later turns.",
+    "num_threads": "Threads of the worker; without it torch's own choice.",
+    "kernels": "auto, native (in C++, on a CPU where there is a compiler) or torch.",
+    "batch_invariant": "The same bits whatever shares a step, in bfloat16 as in float32; on a CPU, and slower.",
+    "startup_timeout": "Seconds without progress while the worker loads.",
+    "step_timeout": "Seconds that one step may take.",
+    "unresponsive_timeout": "Seconds that the worker may leave a ping unanswered.",
+    "ping_interval": "Seconds between two pings of the worker.",
+    "worker_shutdown_timeout": "Seconds that the engine may take to end.",
+    "max_restarts": "Deaths in a row, of workers that delivered no token, until the engine gives up.",
+    "on_worker_loss": "What becomes of requests in flight: resume, they go on with the next worker, or fail.",
+    "host": "The address to listen on.",
+    "port": "0: a free one.",
+    "served_model_name": "What clients call the model.",
+    "api_key": "A key that clients must have; may be given several times.",
+    "admin_key": "A key for the operators' routes, and for all others; may be given several times.",
+    "allowed_origin": "A site whose pages may ask, as https://example.com; may be given several times.",
+    "weights_dir": "Where the checkpoints lie that an operator may name to /update_weights.",
+    "insecure": "Serve other machines without a key, all of them.",
+    "shutdown_timeout": "Seconds that requests have after the first SIGTERM or SIGINT.",
+    "max_connections": "Connections at a time; an idle one makes room for more, or they are answered with 503.",
+    "max_sessions_per_key": "WebSockets and requests of a key at a time; more are answered with 429.",
+    "max_body_size": "Bytes of a request's body; without it 4 MiB, or 32 MiB for a model that takes images.",
+    "max_header_size": "Bytes of a request's head.",
+    "max_message_size": "Bytes of a WebSocket message; without it 1 MiB, or 32 MiB for a model that takes images.",
+    "max_conversation_size": "Bytes in memory of the items of a WebSocket's conversation.",
+    "max_buffered_bytes": "Bytes of bodies and of WebSocket connections at a time; more are answered with 503.",
+    "max_buffered_bytes_per_key": "The same of one key; more are answered with 429.",
+    "handshake_timeout": "Seconds for a request's head.",
+    "body_timeout": "Seconds for a request's body.",
+    "idle_timeout": "Seconds between two requests.",
+    "client_ping_interval": "Seconds between two pings of a WebSocket, and for the answer.",
+    "send_timeout": "Seconds that a client may leave its data unread.",
+    "max_tokens": "Tokens of the answer; without it up to the context.",
+    "temperature": "0 is greedy.",
+    "top_k": "Choose among that many tokens; 0 or -1: all.",
+    "top_p": "Choose among the likeliest tokens that add up to this.",
+    "min_p": "Least probability of a token, relative to the likeliest one's.",
+    "repetition_penalty": "Over prompt and answer, multiplicative.",
+    "presence_penalty": "Over the answer, additive.",
+    "frequency_penalty": "Over the answer, additive, times the count.",
+    "seed": "For answers that can be repeated.",
+    "stop": "A string that ends the answer; may be given several times.",
+    "stop_token_ids": "A token id that ends the answer; may be given several times.",
+    "min_tokens": "No end before that many tokens.",
+    "ignore_eos": "Do not end at the model's end token.",
+    "skip_special_tokens": "Leave special tokens out of the text.",
+}
 PANELS = {
     "Model": ("device", "dtype", "kernels", "batch_invariant", "num_threads", "max_model_len", "served_model_name"),
     "Batching and cache": (
@@ -52,8 +117,8 @@ PANELS = {
         "on_worker_loss",
     ),
 }
-OTHERS = "More"  # for a field that is in none of them
-_WHOLE = 1000  # characters of a summary, which is wrapped
+OTHERS = "More"  # the panel of other fields
+_WHOLE = 1000  # characters of a summary; it is wrapped, not cut
 _PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
 
 
@@ -63,13 +128,13 @@ def panel_of(name: str) -> str:
 
 
 class CommandGroup(TyperGroup):
-    """Commands whose summaries in the help are shown whole."""
+    """A group whose help shows the commands' summaries whole."""
 
     def get_short_help_str(self, limit: int = 45) -> str:
         return super().get_short_help_str(_WHOLE)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """`help`, and `help COMMAND`, are `--help`, and `COMMAND --help`."""
+        """Treat `help` and `help COMMAND` as `--help` and `COMMAND --help`."""
         if args[0] == "help":
             args = [*args[1:], "--help"]
         if args[0] == "--help":

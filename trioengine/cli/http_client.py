@@ -22,11 +22,11 @@ UNAUTHORIZED = 401
 _CHUNK = 1 << 16
 
 
-class RequestFailed(Exception):
+class RequestError(Exception):
     """A request failed: the server refused it, went away, or sent an invalid response."""
 
 
-class Response:
+class HttpResponse:
     """A response whose head has come; its body is read in pieces."""
 
     def __init__(self, stream: trio.abc.Stream, connection: h11.Connection, status: int) -> None:
@@ -35,17 +35,17 @@ class Response:
         self._connection = connection
 
     async def receive_some(self) -> bytes:
-        """Return the next piece, empty at the end. Raises RequestFailed if the response breaks off."""
+        """Return the next piece, empty at the end. Raises RequestError if the response breaks off."""
         event = await _next_event(self._stream, self._connection)
         return bytes(event.data) if isinstance(event, h11.Data) else b""
 
     async def read(self) -> bytes:
-        """Return the whole of a small body. Raises RequestFailed if it exceeds MAX_SMALL_BODY."""
+        """Return the whole of a small body. Raises RequestError if it exceeds MAX_SMALL_BODY."""
         body = b""
         while piece := await self.receive_some():
             body += piece
             if len(body) > MAX_SMALL_BODY:
-                raise RequestFailed(f"the response is longer than {MAX_SMALL_BODY} bytes")
+                raise RequestError(f"the response is longer than {MAX_SMALL_BODY} bytes")
         return body
 
 
@@ -60,16 +60,16 @@ def endpoint_at(url: str, key: str | None = None) -> Endpoint:
 async def connect(server: Endpoint) -> AsyncIterator[trio.abc.Stream]:
     """Open a connection; cancelled, it is closed at once.
 
-    Raises RequestFailed if connecting fails, and for failures of the connection in the body of the block.
+    Raises RequestError if connecting fails, and for failures of the connection in the body of the block.
     """
     try:
         async with await server.dial() as stream:
             yield stream
     except ConnectionLost as exc:
-        raise RequestFailed(str(exc)) from exc
+        raise RequestError(str(exc)) from exc
     except (OSError, trio.BrokenResourceError, trio.ClosedResourceError) as exc:
         reason = exc if str(exc) else exc.__cause__  # trio's own error has no text for a failure of TLS
-        raise RequestFailed(f"the connection to {server.authority} failed: {reason}") from exc
+        raise RequestError(f"the connection to {server.authority} failed: {reason}") from exc
 
 
 @asynccontextmanager
@@ -80,8 +80,8 @@ async def request(
     body: Mapping[str, Any] | None = None,
     *,
     on_sent: Callable[[], None] = lambda: None,
-) -> AsyncIterator[Response]:
-    """Send a request, with a JSON body if one is given, and yield the response. Raises RequestFailed."""
+) -> AsyncIterator[HttpResponse]:
+    """Send a request, with a JSON body if one is given, and yield the response. Raises RequestError."""
     payload = b"" if body is None else json.dumps(body).encode()
     headers = [(b"host", server.authority.encode()), (b"accept", b"*/*"), (b"connection", b"close"), *server.headers]
     if body is not None:
@@ -94,12 +94,12 @@ async def request(
         while isinstance(event := await _next_event(stream, connection), h11.InformationalResponse):
             pass
         if not isinstance(event, h11.Response):
-            raise RequestFailed("the server did not answer")
-        yield Response(stream, connection, event.status_code)
+            raise RequestError("the server did not answer")
+        yield HttpResponse(stream, connection, event.status_code)
 
 
 async def fetch(server: Endpoint, method: str, path: str) -> tuple[int, bytes]:
-    """Send a request without a body, and return the status and the small body of its response. Raises RequestFailed."""
+    """Send a request without a body, and return the status and the small body of its response. Raises RequestError."""
     async with request(server, method, path) as response:
         return response.status, await response.read()
 
@@ -122,8 +122,8 @@ async def _next_event(stream: trio.abc.Stream, connection: h11.Connection) -> h1
             connection.receive_data(data)
     except h11.RemoteProtocolError as exc:
         if data == b"":
-            raise RequestFailed("the server closed the connection before the end of its response") from exc
-        raise RequestFailed(f"the server's response is not HTTP: {exc}") from exc
+            raise RequestError("the server closed the connection before the end of its response") from exc
+        raise RequestError(f"the server's response is not HTTP: {exc}") from exc
     if not isinstance(event, h11.Event):
-        raise RequestFailed("the server switched to another protocol")
+        raise RequestError("the server switched to another protocol")
     return event

@@ -1,8 +1,7 @@
-"""The log of a command: lines for people, or one JSON object a line, on stderr."""
+"""The log of `trioengine serve` on stderr: lines for people, or one JSON object a line; also the workers' stderr."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -18,14 +17,15 @@ import trio
 from trioengine.actors.ports import Ports, spawn_worker
 from trioengine.actors.supervisor import LOSS_FIELDS
 from trioengine.aio.nursery import open_unwrapped_nursery
+from trioengine.cli.errors import json_record
 from trioengine.core.bounds import printable, printable_lines
 from trioengine.serve.access_log import CONTEXT, FIELDS, ContextFilter
 
 
 def configure_logs(level: str, *, as_json: bool) -> None:
-    """Show the records of trioengine from this level on; other libraries' from warnings on, whatever the level.
+    """Write the records of trioengine from this level on; records of other libraries from warnings on at any level.
 
-    (A WebSocket library's details hold the headers, and with them the keys.)
+    (The debug records of a WebSocket library hold the headers, and with them the keys.)
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json else TextFormatter())
@@ -49,7 +49,7 @@ def log_what_python_prints() -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """A line with its context in brackets; the lines of a traceback after it. All of it is printable."""
+    """Writes a line with its context in brackets, then the lines of a traceback. All of it is printable."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -63,21 +63,13 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object on one line: time, level, logger, message, and the fields that the record has."""
+    """Writes one JSON object on one line: time, level, logger, message, and the record's own fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        shown: dict[str, object] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        for name in (*CONTEXT, *FIELDS, *LOSS_FIELDS):
-            if (value := getattr(record, name, None)) is not None:
-                shown[name] = value
-        if record.exc_info:
-            shown["exception"] = self.formatException(record.exc_info)
-        return json.dumps(shown)
+        time, names = datetime.fromtimestamp(record.created, UTC), (*CONTEXT, *FIELDS, *LOSS_FIELDS)
+        fields = {name: value for name in names if (value := getattr(record, name, None)) is not None}
+        exception = self.formatException(record.exc_info) if record.exc_info else None
+        return json_record(time, record.levelname.lower(), record.name, record.getMessage(), fields, exception)
 
 
 logger = logging.getLogger("trioengine.worker")
@@ -88,7 +80,7 @@ _CHUNK = 1 << 16  # bytes; a longer line is logged in pieces
 
 @asynccontextmanager
 async def logged_workers() -> AsyncIterator[Ports]:
-    """Ports whose workers write to the log; leaving waits until their last lines are in it, a second at most."""
+    """Ports whose workers write to the log; leaving the block waits for their last lines, a second at most."""
     readable, writable = os.pipe2(os.O_CLOEXEC)
     reading = trio.CancelScope(shield=True)
     async with open_unwrapped_nursery() as nursery:
@@ -114,7 +106,7 @@ async def _log_lines(stream: trio.abc.ReceiveStream, reading: trio.CancelScope) 
 
 
 def _log(line: bytes) -> None:
-    """At the level that the worker's own logging put before the message; a library's line is a warning."""
+    """Log a line at the level that the worker's logging put before it; a line of a library is a warning."""
     text = line.decode("utf-8", "backslashreplace").rstrip()
     level, _, message = text.partition(": ")
     if level in _LEVELS:

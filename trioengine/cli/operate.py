@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 
 import trio
 
-from trioengine.cli.http_client import RequestFailed, endpoint_at, fetch
+from trioengine.cli.http_client import RequestError, endpoint_at, fetch
 from trioengine.cli.tty import json_line
 from trioengine.client.address import PATH, Endpoint
 from trioengine.client.problems import error_of
@@ -44,7 +44,7 @@ def operate(
 async def _request_state(server: Endpoint, method: str, target: str) -> Mapping[str, Any]:
     try:
         status, body = await fetch(server, method, target)
-    except RequestFailed as exc:
+    except RequestError as exc:
         raise ConnectionLost(str(exc)) from exc
     try:
         content = json.loads(body)

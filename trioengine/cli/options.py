@@ -1,7 +1,7 @@
-"""Options made from the fields of the configuration's dataclasses, one a field, with its type and its default.
+"""Options of the commands: one for each field of a configuration's dataclass, with its type and default.
 
-Every option, these and the commands' own, has an environment variable TRIOENGINE_<FLAG>, which the command line beats,
-and which beats the file of `--config`.
+Every option, also a command's own, has an environment variable TRIOENGINE_<FLAG>. The command line beats it, and it
+beats the file of `--config`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import typer
 from typer.models import OptionInfo
 
-from trioengine.cli.help import panel_of
+from trioengine.cli.help import HELP, panel_of
 from trioengine.cli.sources import (
     environment_variable,
     read_config_file,
@@ -33,72 +33,18 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 Check: TypeAlias = Callable[[typer.Context], None]
 
-_HELP = {
-    "device": "auto, cpu, cuda or cuda:N.",
-    "dtype": "auto, float32 or bfloat16.",
-    "max_model_len": "Tokens of prompt and answer together; without it the model's own limit.",
-    "max_num_seqs": "Sequences in one step.",
-    "max_num_queued_reqs": "Requests that may wait beside those that run; more are refused.",
-    "max_sessions": "Sessions at a time.",
-    "max_num_batched_tokens": "Tokens in one step, and of prompts between two tokens of a request.",
-    "chunked_prefill_size": "Tokens of prompts in one step; without it 512 on the CPU, and no limit on a GPU.",
-    "block_size": "Tokens in a block of the KV cache.",
-    "kv_cache_memory": "Bytes; without it a quarter of the free memory, at most 4 GiB, on the CPU.",
-    "gpu_memory_utilization": "Share of a GPU's memory, without --kv-cache-memory.",
-    "enable_prefix_caching": "Use again what was computed for prompts that begin alike.",
-    "encoder_cache_memory": "Bytes of encoded images that are kept for later requests.",
-    "payload_memory": "Bytes of images on their way to the worker, or kept for later turns.",
-    "num_threads": "Threads of the worker; without it torch's own choice.",
-    "kernels": "auto, native (in C++, on a CPU where there is a compiler) or torch.",
-    "batch_invariant": "The same bits whatever shares a step, in bfloat16 as in float32; on a CPU, and slower.",
-    "startup_timeout": "Seconds without progress while the worker loads.",
-    "step_timeout": "Seconds that one step may take.",
-    "unresponsive_timeout": "Seconds that the worker may leave a ping unanswered.",
-    "ping_interval": "Seconds between two pings of the worker.",
-    "worker_shutdown_timeout": "Seconds that the engine may take to end.",
-    "max_restarts": "Deaths in a row, of workers that delivered no token, until the engine gives up.",
-    "on_worker_loss": "What becomes of requests in flight: resume, they go on with the next worker, or fail.",
-    "host": "The address to listen on.",
-    "port": "0: a free one.",
-    "served_model_name": "What clients call the model.",
-    "api_key": "A key that clients must have; may be given several times.",
-    "admin_key": "A key for the operators' routes, and for all others; may be given several times.",
-    "allowed_origin": "A site whose pages may ask, as https://example.com; may be given several times.",
-    "weights_dir": "Where the checkpoints lie that an operator may name to /update_weights.",
-    "insecure": "Serve other machines without a key, all of them.",
-    "shutdown_timeout": "Seconds that requests have after the first SIGTERM or SIGINT.",
-    "max_connections": "Connections at a time; an idle one makes room for more, or they are answered with 503.",
-    "max_sessions_per_key": "WebSockets and requests of a key at a time; more are answered with 429.",
-    "max_body_size": "Bytes of a request's body; without it 4 MiB, or 32 MiB for a model that takes images.",
-    "max_header_size": "Bytes of a request's head.",
-    "max_message_size": "Bytes of a WebSocket message; without it 1 MiB, or 32 MiB for a model that takes images.",
-    "max_conversation_size": "Bytes in memory of the items of a WebSocket's conversation.",
-    "max_buffered_bytes": "Bytes of bodies and of WebSocket connections at a time; more are answered with 503.",
-    "max_buffered_bytes_per_key": "The same of one key; more are answered with 429.",
-    "handshake_timeout": "Seconds for a request's head.",
-    "body_timeout": "Seconds for a request's body.",
-    "idle_timeout": "Seconds between two requests.",
-    "client_ping_interval": "Seconds between two pings of a WebSocket, and for the answer.",
-    "send_timeout": "Seconds that a client may read nothing of what it is sent.",
-    "max_tokens": "Tokens of the answer; without it up to the context.",
-    "temperature": "0 is greedy.",
-    "top_k": "Choose among that many tokens; 0 or -1: all.",
-    "top_p": "Choose among the likeliest tokens that add up to this.",
-    "min_p": "Least probability of a token, relative to the likeliest one's.",
-    "repetition_penalty": "Over prompt and answer, multiplicative.",
-    "presence_penalty": "Over the answer, additive.",
-    "frequency_penalty": "Over the answer, additive, times the count.",
-    "seed": "For answers that can be repeated.",
-    "stop": "A string that ends the answer; may be given several times.",
-    "stop_token_ids": "A token id that ends the answer; may be given several times.",
-    "min_tokens": "No end before that many tokens.",
-    "ignore_eos": "Do not end at the model's end token.",
-    "skip_special_tokens": "Leave special tokens out of the text.",
-}
+HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
+LOCAL_SERVER = "http://127.0.0.1:8000"  # as `serve` listens without options
+MODEL_HELP = "A name that `pull` knows, a .gguf file, a Hugging Face directory or a hub id."
+Model = Annotated[str, typer.Argument(help=MODEL_HELP, envvar="TRIOENGINE_MODEL", show_envvar=False)]
+Connect = Annotated[str, typer.Option(metavar="URL", help="The server.")]
+AdminKey = Annotated[str | None, typer.Option(help="The server's key for operators.")]
+ModelOption = Annotated[str, typer.Option("--model", help=MODEL_HELP)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _NOT_OPTIONS = ("model", "restart_delays", "logit_bias", "logprobs", "cache_salt")
 
 
-def options_of(cls: type, panel: str | None, texts: Mapping[str, str] = _HELP) -> list[inspect.Parameter]:
+def options_of(cls: type, panel: str | None, texts: Mapping[str, str] = HELP) -> list[inspect.Parameter]:
     """Make an option of each field of a dataclass; `panel` is its place in the help, None for the one in `PANELS`."""
     hints = typing.get_type_hints(cls)
     fields = [field for field in dataclasses.fields(cls) if field.name not in _NOT_OPTIONS]
@@ -106,7 +52,7 @@ def options_of(cls: type, panel: str | None, texts: Mapping[str, str] = _HELP) -
 
 
 def _option(field: dataclasses.Field[Any], hint: Any, panel: str, text: str) -> inspect.Parameter:
-    """Left out on the command line an option is None, and the dataclass's own default counts."""
+    """An option that is left out is None, and the dataclass's own default applies."""
     kind = _kind(hint)
     flag = "--" + field.name.replace("_", "-")
     declarations = [f"{flag}/--no-{flag[2:]}"] if field.default is True else [flag]
@@ -124,7 +70,7 @@ def _option(field: dataclasses.Field[Any], hint: Any, panel: str, text: str) -> 
 
 
 def _metavar(hint: Any) -> str | None:
-    """The choices, or the type of one of several values; None: typer's own word for the type."""
+    """The choices, or the type of an element; None: typer's own word for the type."""
     if typing.get_origin(hint) is typing.Literal:
         return f"<{'|'.join(map(str, typing.get_args(hint)))}>"
     return f"<{_kind(hint).__args__[0].__name__}>" if typing.get_origin(hint) is tuple else None
@@ -146,10 +92,10 @@ SAMPLING_OPTIONS = options_of(SamplingParams, "Sampling")
 
 
 def with_options(*groups: list[inspect.Parameter], check: Check | None = None) -> Callable[[F], F]:
-    """Replace the command's `**fields` by these options but for its own, and give every option its variable.
+    """Replace a command's `**fields` by these options, except its own, and give every option its variable.
 
-    With any of them it takes a file of options, too. Its errors name what the user has given. `check` sees first what
-    was given where, and may raise InvalidConfig.
+    With any groups it also takes a config file. Its errors name options as the user gave them. `check` runs before the
+    command and may raise InvalidConfig.
     """
 
     def decorate(command: F) -> F:
@@ -183,7 +129,7 @@ def with_options(*groups: list[inspect.Parameter], check: Check | None = None) -
 
 
 def _config_option(parameters: list[inspect.Parameter]) -> inspect.Parameter:
-    """The option that reads a file before the others are looked at; arguments without a variable are not in files."""
+    """The option --config, which is processed before the others; a file has no arguments without a variable."""
     kinds = {
         parameter.name: _kind(typing.get_args(parameter.annotation)[0])
         for parameter in parameters
@@ -208,20 +154,10 @@ def _config_option(parameters: list[inspect.Parameter]) -> inspect.Parameter:
 
 
 def build(cls: Callable[..., T], fields: Mapping[str, object], **others: object) -> T:
-    """The dataclass from the options that were given. Raises what it raises for bad values."""
+    """Construct a dataclass from the options that were given. Raises InvalidConfig for bad values."""
     names = {field.name for field in dataclasses.fields(typing.cast("Any", cls))}
     given = {name: value for name, value in fields.items() if name in names and value not in (None, [])}
     return cls(**others, **given)
-
-
-HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
-LOCAL_SERVER = "http://127.0.0.1:8000"  # as `serve` listens without options
-MODEL_HELP = "A name that `pull` knows, a .gguf file, a Hugging Face directory or a hub id."
-Model = Annotated[str, typer.Argument(help=MODEL_HELP, envvar="TRIOENGINE_MODEL", show_envvar=False)]
-Connect = Annotated[str, typer.Option(metavar="URL", help="The server.")]
-AdminKey = Annotated[str | None, typer.Option(help="The server's key for operators.")]
-ModelOption = Annotated[str, typer.Option("--model", help=MODEL_HELP)]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def require_command(context: typer.Context) -> None:

@@ -19,25 +19,25 @@ from rich.progress import (
 )
 from rich.text import Text
 
-_TELLING = 1 << 20  # bytes; what came before is pip's small files, and the pace unknown
+_MIN_BYTES = 1 << 20  # of a meaningful estimate; pip's small files come before
 
 
 class _Estimate(ProgressColumn):
-    """Another column, once enough has come for its figure to mean something."""
+    """Shows another column once enough bytes have come for a meaningful estimate."""
 
     def __init__(self, column: TransferSpeedColumn | TimeRemainingColumn) -> None:
         super().__init__()
         self._column = column
 
     def render(self, task: Task) -> Text:
-        return self._column.render(task) if task.completed >= _TELLING else Text("")
+        return self._column.render(task) if task.completed >= _MIN_BYTES else Text("")
 
 
 OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes
 
 
 class Bars(NamedTuple):
-    """A callback for each; safe to be called from another thread."""
+    """The callbacks of both bars; another thread may call them."""
 
     download: OnProgress
     loading: OnProgress
@@ -45,14 +45,14 @@ class Bars(NamedTuple):
 
 @contextmanager
 def progress_bars() -> Iterator[Bars]:
-    """For an engine that starts: `open_engine(config, on_progress=bars.download, on_load=bars.loading)`."""
+    """Both bars, for `open_engine(config, on_progress=bars.download, on_load=bars.loading)`."""
     with download_bar() as download, loading_bar() as loading:
         yield Bars(download, loading)
 
 
 @contextmanager
 def download_bar() -> Iterator[OnProgress]:
-    """For a download; what is no terminal gets one line at its end."""
+    """A bar for a download; a file or a pipe gets one line at its end."""
     columns = (
         TextColumn("fetching the model"),
         BarColumn(),
@@ -66,7 +66,7 @@ def download_bar() -> Iterator[OnProgress]:
 
 @contextmanager
 def loading_bar() -> Iterator[OnProgress]:
-    """For the weights, as the first worker loads them: on a terminal only, and gone when they are loaded."""
+    """A bar for the loading of the weights: on a terminal only, and removed when they are loaded."""
     console = _stderr()
     if not console.is_terminal:
         yield lambda done, total: None
@@ -83,7 +83,7 @@ def _stderr() -> Console:
 
 @contextmanager
 def _shown(bar: Progress) -> Iterator[OnProgress]:
-    """Shown from the first call to the last."""
+    """Show the bar from the first call of the callback to the last."""
 
     def progress(done: int, total: int) -> None:
         if not bar.task_ids:

@@ -1,4 +1,4 @@
-"""`trioengine serve`: the server as a process, with its log and its signals."""
+"""`trioengine serve`: run a server until SIGINT or SIGTERM, with its log and its progress bars."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ logger = logging.getLogger("trioengine")
 def run_server(
     config: EngineConfig, serve_config: ServeConfig, *, log_level: str = "info", log_json: bool = False
 ) -> None:
-    """Serve until SIGINT or SIGTERM. Raises EngineError when it cannot."""
+    """Serve until SIGINT or SIGTERM. Raises EngineError if the server cannot run."""
     configure_logs(log_level, as_json=log_json)
     if log_json:
         log_what_python_prints()
     raise_fd_limit()
-    locate(config.model)  # what can be no model is refused before anything listens
+    locate(config.model)  # raises before the server listens, if the name cannot be a model's
     trio.run(_serve_with_log, config, serve_config, nullcontext() if log_json else _bars())
 
 
 def _bars() -> AbstractContextManager[Bars]:
-    """They are no JSON; a server that shows none does without their library."""
+    """Progress bars. They are not JSON, and a server without them does not import their library."""
     from trioengine.cli.progress import progress_bars
 
     return progress_bars()
@@ -58,7 +58,7 @@ async def _serve(
     with showing as bars:
         async with open_unwrapped_nursery() as nursery:
             run = serving if bars is None else partial(serving, on_progress=bars.download, on_load=bars.loading)
-            server = await nursery.start(_and_then_cancel, run, nursery.cancel_scope)
+            server = await nursery.start(_serve_then_cancel, run, nursery.cancel_scope)
             nursery.start_soon(obey_signals, server, shutdown_timeout)
             nursery.start_soon(freeze_gc_when_ready, server.engine)
             for address in server.addresses:
@@ -67,9 +67,9 @@ async def _serve(
     logger.info("stopped")
 
 
-async def _and_then_cancel(
+async def _serve_then_cancel(
     run: partial[object], scope: trio.CancelScope, *, task_status: trio.TaskStatus[object]
 ) -> None:
-    """Serve, and when that is over, end the tasks beside it."""
+    """Serve, and cancel the tasks beside it when the server has ended."""
     await run(task_status=task_status)  # type: ignore[misc]
     scope.cancel()

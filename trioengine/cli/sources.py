@@ -1,4 +1,8 @@
-"""Where the value of an option came from, in the user's words: a flag, a variable, or a key of a file."""
+"""The sources of options: a flag beats an environment variable, which beats a TOML file given by `--config`.
+
+Errors name an option as the user gave it: by its flag, its variable, or its key in the file. The keys of a file are the
+names of a command's flags, with - or _.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,8 @@ from trioengine.core.errors import InvalidConfig, RequestRejected
 
 PREFIX = "TRIOENGINE_"
 _OTHER_VARIABLES = (f"{PREFIX}HOME",)
+_WANTED = {bool: "true or false", int: "an integer", float: "a number", str: "a string", Path: "a path"}
+_TOML = {bool: bool, int: int, float: float | int, str: str, Path: str}  # the types that tomllib returns
 
 
 def environment_variable(name: str) -> str:
@@ -26,32 +32,11 @@ def environment_variable(name: str) -> str:
     return f"{PREFIX}{name.upper()}"
 
 
-def warn_about_unknown_variables(context: Any) -> None:
-    """Write a warning for each variable of ours that no command reads."""
-    root = context.find_root()
-    for warning in _unknown_variables(root.command, os.environ):
-        root.obj.warn(warning)
-
-
-def _unknown_variables(command: Any, environment: Iterable[str]) -> Iterator[str]:
-    """Warnings of variables that no command reads, with the name that was probably meant."""
-    known = {name.removeprefix(PREFIX) for name in (*_variables_of(command), *_OTHER_VARIABLES)}
-    given = {name.removeprefix(PREFIX) for name in environment if name.startswith(PREFIX)}
-    for name in sorted(given - known):
-        yield f"no option has the variable {PREFIX}{name}{did_you_mean(name, known, PREFIX)}"
-
-
-def _variables_of(command: Any) -> Iterator[str]:
-    """The variables of a command and of the commands below it."""
-    for parameter in command.params:
-        if parameter.envvar is not None:
-            yield parameter.envvar
-    for below in getattr(command, "commands", {}).values():
-        yield from _variables_of(below)
-
-
 def option_source(context: typer.Context, name: str) -> str | None:
-    """What the user calls the option that was given; None if none of this name was, or it is an argument."""
+    """The place of an option's value, for a message: a flag, a variable, or a file and a key.
+
+    None if it was not given, or is an argument.
+    """
     source = context.get_parameter_source(name)
     match source.name if source is not None else None:
         case "COMMANDLINE":
@@ -64,12 +49,6 @@ def option_source(context: typer.Context, name: str) -> str | None:
     return None
 
 
-def _flag(context: typer.Context, name: str) -> str | None:
-    """The flag of an option that was not given."""
-    options = [each for each in context.command.params if each.param_type_name == "option"]
-    return next((option.opts[0] for option in options if option.name == name), None)
-
-
 def given_on_command_line(context: typer.Context) -> list[str]:
     """The options and arguments that were given on the command line, by their names."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
@@ -78,22 +57,47 @@ def given_on_command_line(context: typer.Context) -> list[str]:
 
 @contextmanager
 def rename_fields_in_errors(context: typer.Context) -> Iterator[None]:
-    """Errors that name a field name what the user has given instead."""
+    """In InvalidConfig and RequestRejected from the block, replace the names of fields by the options' sources."""
     try:
         yield
     except InvalidConfig as exc:
-        raise InvalidConfig(_translated(context, str(exc), exc.fields), fields=exc.fields) from exc
+        raise InvalidConfig(_renamed(context, str(exc), exc.fields), fields=exc.fields) from exc
     except RequestRejected as exc:
         fields = () if exc.param is None else (exc.param,)
-        raise RequestRejected(exc.code, _translated(context, exc.message, fields), param=exc.param) from exc
+        raise RequestRejected(exc.code, _renamed(context, exc.message, fields), param=exc.param) from exc
 
 
-def _translated(context: typer.Context, message: str, fields: Iterable[str]) -> str:
+def _renamed(context: typer.Context, message: str, fields: Iterable[str]) -> str:
+    flags = {each.name: each.opts[0] for each in context.command.params if each.param_type_name == "option"}
     for name in fields:
-        said = option_source(context, name) or _flag(context, name)
-        if said is not None:
-            message = re.sub(rf"\b{name}\b", said.replace("\\", r"\\"), message, count=1)
+        option = option_source(context, name) or flags.get(name)
+        if option is not None:
+            message = re.sub(rf"\b{name}\b", option.replace("\\", r"\\"), message, count=1)
     return message
+
+
+# ---- environment variables ------------------------------------------------------------------------------------------
+
+
+def warn_about_unknown_variables(context: Any) -> None:
+    """Write a warning for each variable TRIOENGINE_… that no command reads, with the similar name of one."""
+    root = context.find_root()
+    known = {name.removeprefix(PREFIX) for name in (*_variables_of(root.command), *_OTHER_VARIABLES)}
+    given = {name.removeprefix(PREFIX) for name in os.environ if name.startswith(PREFIX)}
+    for name in sorted(given - known):
+        root.obj.warn(f"no option has the variable {PREFIX}{name}{did_you_mean(name, known, PREFIX)}")
+
+
+def _variables_of(command: Any) -> Iterator[str]:
+    """The variables of a command and of its subcommands."""
+    for parameter in command.params:
+        if parameter.envvar is not None:
+            yield parameter.envvar
+    for below in getattr(command, "commands", {}).values():
+        yield from _variables_of(below)
+
+
+# ---- config files ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ class ConfigFile:
     """The values in a file, by the names of the options."""
 
     path: Path
-    values: Mapping[str, object] = field(repr=False)  # keys of clients among them
+    values: Mapping[str, object] = field(repr=False)  # API keys among them
     spelling: Mapping[str, str]
 
     def where(self, name: str) -> str:
@@ -110,25 +114,20 @@ class ConfigFile:
 
 
 def read_config_file(path: Path, kinds: Mapping[str, Any]) -> ConfigFile:
-    """A file for a command with options of these names and types.
+    """Read a file for a command with options of these names and types.
 
-    Raises InvalidConfig, which names the file and the key; a value for an option of text is not shown, as it may be a
-    key of a client.
+    Raises InvalidConfig, which names the file and the key. A value for an option of text is not shown, because it may
+    be an API key.
     """
     values: dict[str, object] = {}
     spelling: dict[str, str] = {}
     for key, value in _load(path).items():
         name = key.replace("-", "_")
-        if name not in kinds and isinstance(value, dict):
-            raise InvalidConfig(f"config file {path}: {brief(key)} is a table; options stand at the top, in no table")
-        if name not in kinds:
-            raise InvalidConfig(
-                f"config file {path}: {brief(key)} is not an option of this command{_suggestion(key, kinds)}"
-            )
-        if name in values:
-            raise InvalidConfig(f"config file {path}: {key} is there twice, as {spelling[name]}, too")
-        if not fits(value, kinds[name]):
-            raise InvalidConfig(f"config file {path}: {key} {_problem(value, kinds[name])}")
+        problem = _problem(key, value, kinds)
+        if problem is None and name in values:
+            problem = f"{key} is given twice, also as {spelling[name]}"
+        if problem is not None:
+            raise InvalidConfig(f"config file {path}: {problem}")
         is_one_of_a_list = is_list(kinds[name]) and not isinstance(value, list)
         values[name], spelling[name] = [value] if is_one_of_a_list else value, key
     return ConfigFile(path, values, spelling)
@@ -143,12 +142,6 @@ def is_true(path: Path, name: str) -> bool:
     return False
 
 
-def _suggestion(key: str, kinds: Iterable[str]) -> str:
-    """The option that was probably meant, spelled as the key is."""
-    options = kinds if "_" in key else [name.replace("_", "-") for name in kinds]
-    return did_you_mean(key, options)
-
-
 def _load(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_bytes().decode() + "\n")  # or a mistake in the last line has no number
@@ -160,17 +153,25 @@ def _load(path: Path) -> dict[str, Any]:
         raise InvalidConfig(f"config file {path}: not TOML: {exc}") from exc
 
 
-def _problem(value: object, kind: Any) -> str:
-    problem = requirement(kind) + (", or a list of them" if is_list(kind) and isinstance(value, list) else "")
-    return f"{problem}, got {brief(value)}" if element_of(kind) in (bool, int, float) else problem
+def _problem(key: str, value: object, kinds: Mapping[str, Any]) -> str | None:
+    name = key.replace("-", "_")
+    if name not in kinds:
+        if isinstance(value, dict):
+            return f"{brief(key)} is a table; options stand at the top, in no table"
+        options = kinds if "_" in key else [option.replace("_", "-") for option in kinds]  # spelled as the key is
+        return f"{brief(key)} is not an option of this command{did_you_mean(key, options)}"
+    kind = kinds[name]
+    if fits(value, kind):
+        return None
+    expected = requirement(kind) + (", or a list of them" if is_list(kind) and isinstance(value, list) else "")
+    return f"{key} {expected}" + (f", got {brief(value)}" if element_of(kind) in (bool, int, float) else "")
 
 
-_WANTED = {bool: "true or false", int: "an integer", float: "a number", str: "a string", Path: "a path"}
-_TOML = {bool: bool, int: int, float: float | int, str: str, Path: str}  # as tomllib gives them
+# ---- types of options -----------------------------------------------------------------------------------------------
 
 
 def requirement(kind: Any, low: float | None = None, high: float | None = None) -> str:
-    """The rule for a value of the type, or for each of a list, between two bounds, which are allowed."""
+    """The one wording for a wrong value: the type, or for a list the type of its elements, and inclusive bounds."""
     kind = element_of(kind)
     if typing.get_origin(kind) is Literal:
         return f"must be {_either(typing.get_args(kind))}"
@@ -178,7 +179,7 @@ def requirement(kind: Any, low: float | None = None, high: float | None = None) 
 
 
 def fits(value: object, kind: Any) -> bool:
-    """Whether a value of TOML is one of the type; of a type of lists it is an element or a list."""
+    """Whether a TOML value has the type; for a list type, whether it is an element or a list."""
     if isinstance(value, list) and is_list(kind):
         return all(fits(each, element_of(kind)) for each in value)
     kind = element_of(kind)

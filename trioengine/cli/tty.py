@@ -1,4 +1,7 @@
-"""The keys that are typed on a terminal: when they are shown, and that none is lost."""
+"""The terminal: when typed keys are shown, and text of printable characters in lines that break at words.
+
+trio and rich are not imported with it, so that keys can be hidden before those imports.
+"""
 
 from __future__ import annotations
 
@@ -13,44 +16,47 @@ from typing import TextIO
 from trioengine.core.bounds import UNPRINTABLE, printable_lines
 
 STDIN = 0
-_LOCAL_FLAGS = 3  # their place among the settings
+_LOCAL_FLAGS = 3  # their index in the settings
+_TAB_STOP = 8
+_COLUMNS = 80  # of a terminal that does not report its size
+_ESCAPES = {code: f"\\u{code:04x}" for code in UNPRINTABLE}
 
 
 def on_terminal() -> bool:
-    """Whether a user types, and reads the answers."""
+    """Whether standard input and output are a terminal."""
     return os.isatty(STDIN) and sys.stdout.isatty()
 
 
 @contextmanager
 def hide_keys() -> Iterator[None]:
-    """Keys are kept and not shown in the body, if standard input and output are a terminal.
+    """Keep the keys typed during the block, and do not show them, if standard input and output are a terminal.
 
-    They are not mixed with an answer, and the editor of the next line gets and shows all of them, Ctrl+D as well.
+    They do not mix with an answer, and the editor of the next line gets and shows all of them, Ctrl+D as well.
     """
     if not on_terminal():
         yield
         return
     with restore_terminal():
-        _change(off=termios.ECHO | termios.ICANON)
+        _change_settings(off=termios.ECHO | termios.ICANON)
         yield
 
 
 @contextmanager
 def keep_keys_at_interrupt() -> Iterator[None]:
-    """Ctrl+C in the body does not discard the keys that were typed and not yet read."""
+    """Ctrl+C during the block does not discard the keys that were typed and not yet read."""
     with restore_terminal():
-        _change(on=termios.NOFLSH)
+        _change_settings(on=termios.NOFLSH)
         yield
 
 
 def show_keys(*, edited_by_terminal: bool) -> None:
     """Show the keys from now on: for an editor of lines in this process, or for the terminal's own."""
-    _change(on=termios.ECHO | (termios.ICANON if edited_by_terminal else 0))
+    _change_settings(on=termios.ECHO | (termios.ICANON if edited_by_terminal else 0))
 
 
 @contextmanager
 def restore_terminal() -> Iterator[None]:
-    """After the body the terminal has the settings that it had before."""
+    """Restore the terminal's settings after the block."""
     settings = termios.tcgetattr(STDIN)
     try:
         yield
@@ -58,18 +64,25 @@ def restore_terminal() -> Iterator[None]:
         termios.tcsetattr(STDIN, termios.TCSANOW, settings)
 
 
-def _change(*, off: int = 0, on: int = 0) -> None:
+def _change_settings(*, off: int = 0, on: int = 0) -> None:
     settings = termios.tcgetattr(STDIN)
     settings[_LOCAL_FLAGS] = settings[_LOCAL_FLAGS] & ~off | on
     termios.tcsetattr(STDIN, termios.TCSANOW, settings)
 
 
-_TAB_STOP = 8
-_COLUMNS = 80  # of a terminal that does not report its size
+def json_line(content: object) -> str:
+    """The content as JSON on one line; control characters are escaped, other characters are not."""
+    return json.dumps(content, ensure_ascii=False).translate(_ESCAPES) + "\n"
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """A whole text for a stream that is a terminal."""
+    screen = Screen(stream)
+    return screen.feed(text) + screen.flush()
 
 
 class Screen:
-    """Stands between text that comes in pieces and a stream, which is a terminal."""
+    """Makes text that comes in pieces printable, and wraps it for a stream that is a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._wrap = WordWrap(lambda: _columns(stream))
@@ -87,12 +100,6 @@ class Screen:
         return self._wrap.end_line()
 
 
-def wrapped(text: str, stream: TextIO) -> str:
-    """A whole text for a stream, which is a terminal."""
-    screen = Screen(stream)
-    return screen.feed(text) + screen.flush()
-
-
 def _columns(stream: TextIO) -> int:
     try:
         return os.get_terminal_size(stream.fileno()).columns or _COLUMNS
@@ -107,12 +114,12 @@ class WordWrap:
     """
 
     def __init__(self, width: Callable[[], int]) -> None:
-        from rich.cells import get_character_cell_size  # here, as `--help` and `chat` begin without rich
+        from rich.cells import get_character_cell_size
 
         self._cells_of = get_character_cell_size
         self._width = width
-        self._column = 0  # behind the text that was written
-        self._space = ""  # between that and the word
+        self._column = 0  # after the written text
+        self._space = ""  # between the written text and the word
         self._word = ""
         self._cells = 0  # columns of the word
 
@@ -163,11 +170,3 @@ def _advanced(column: int, space: str) -> int:
     for character in space:
         column += 1 if character == " " else _TAB_STOP - column % _TAB_STOP
     return column
-
-
-_ESCAPES = {code: f"\\u{code:04x}" for code in UNPRINTABLE}
-
-
-def json_line(content: object) -> str:
-    """The content as JSON on one line; characters that a terminal must not get are escaped, others are not."""
-    return json.dumps(content, ensure_ascii=False).translate(_ESCAPES) + "\n"

@@ -1,4 +1,4 @@
-"""Where a server is, and how it is reached."""
+"""The address of a server, and connecting to it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ from trioengine.core.errors import ConnectionLost, InvalidConfig
 PATH = "/v1/realtime"
 _PORTS = {"ws": 80, "http": 80, "wss": 443, "https": 443}
 
-_UNKNOWN_ISSUER = (18, 19, 20, 21)  # OpenSSL's codes of a self-signed certificate, and of an issuer that is not trusted
+_UNKNOWN_ISSUER = (18, 19, 20, 21)  # OpenSSL's codes for self-signed and for untrusted issuers
 _TRUST = "a file of certificates to trust is named by the variable SSL_CERT_FILE"
-_NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")  # OpenSSL's reasons, for an answer in plain
+_NO_TLS = (
+    "WRONG_VERSION_NUMBER",
+    "HTTP_REQUEST",
+    "RECORD_LAYER_FAILURE",
+)  # OpenSSL's reasons for an answer without TLS
 _END = "UNEXPECTED_EOF_WHILE_READING"
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What a connection needs: a stream, and what to say at its beginning."""
+    """How to open a connection: the stream, and the request of the WebSocket handshake."""
 
     authority: str  # the Host header
     target: str
@@ -34,7 +38,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`authority` is what the server is called: the host, and the port if it is not the scheme's."""
+    """The parts of a server's URL; `authority` is the host, and the port if the URL has one."""
 
     host: str
     port: int
@@ -44,12 +48,15 @@ class Address:
 
     @classmethod
     def parse(cls, url: str, model: str | None) -> Self:
-        """From ws(s):// or http(s)://; without a path, or with /v1, it is Realtime's. Raises InvalidConfig."""
+        """Parse a URL with ws(s):// or http(s)://. Without a path, or with /v1, the path is /v1/realtime.
+
+        Raises InvalidConfig.
+        """
         try:
             parts = urlsplit(url)
             url.encode("ascii")
             host, port = parts.hostname, parts.port
-            (host or "").encode("idna")  # raises UnicodeError for a name that cannot be looked up, such as "a..b"
+            (host or "").encode("idna")  # raises UnicodeError for invalid names, such as "a..b"
         except (ValueError, AttributeError) as exc:
             if "out of range" in str(exc):
                 raise InvalidConfig.of("url", f"must have a port from 1 to 65535, got {url!r:.200}") from None
@@ -65,7 +72,7 @@ class Address:
         return cls(host, port or default, default == 443, parts.netloc, target)
 
     async def dial(self) -> trio.abc.Stream:
-        """A new connection. Raises ConnectionLost."""
+        """Open a connection. Raises ConnectionLost."""
         try:
             stream = await trio.open_tcp_stream(self.host, self.port)
             return await self._secured(stream) if self.is_secure else stream
@@ -75,7 +82,7 @@ class Address:
             raise self._unreachable(self._tls_fault(exc.__cause__)) from exc
 
     async def _secured(self, stream: trio.abc.Stream) -> trio.abc.Stream:
-        """The stream with TLS, whose handshake is over."""
+        """Shake hands for TLS on the stream."""
         secured = trio.SSLStream(stream, ssl.create_default_context(), server_hostname=self.host, https_compatible=True)
         try:
             await secured.do_handshake()
@@ -85,7 +92,7 @@ class Address:
             raise
 
     def _tls_fault(self, error: BaseException | None) -> str:
-        """The fault of a TLS handshake, with its remedy."""
+        """Describe the failure of a TLS handshake, and its remedy."""
         if isinstance(error, ssl.SSLCertVerificationError):
             remedy = f"; {_TRUST}" if error.verify_code in _UNKNOWN_ISSUER else ""
             return f"the certificate is not trusted: {error.verify_message}{remedy}"
@@ -100,7 +107,7 @@ class Address:
 
 
 def _reason(error: OSError) -> str:
-    """The system's reasons, one for each way in which an attempt has failed."""
+    """The system's messages for the failed attempts, each once."""
     attempts = error.__cause__.exceptions if isinstance(error.__cause__, ExceptionGroup) else (error,)
     if all(isinstance(attempt, ConnectionRefusedError) for attempt in attempts):
         return "connection refused; is 'trioengine serve' running there?"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Unpack
 
 import trio
@@ -96,7 +97,7 @@ class Client:
             requests=self._requests,
             opening=state.opening,
         )
-        generation = Generation(request, state.enter)
+        generation = Generation(request, partial(state.enter, request))
         self._requests.add(request)
         try:
             async with Session(state), generation:

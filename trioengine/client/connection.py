@@ -201,7 +201,7 @@ class Connection:
         except Closed as exc:
             self._loss = loss_of(exc, self._problem)
         except (ValueError, LookupError, TypeError) as exc:
-            self._loss = ConnectionLost("the server sent what is no event of the protocol")
+            self._loss = ConnectionLost("the server sent an invalid event")
             self._loss.__cause__ = exc
         return None
 

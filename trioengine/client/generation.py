@@ -10,7 +10,7 @@ from typing import Self
 import trio
 
 from trioengine.aio.calls import AsyncOnly
-from trioengine.client.request import Request, Stage
+from trioengine.client.request import Request
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause, Chunk, Completion
 
@@ -36,7 +36,7 @@ class Generation(AsyncOnly, refuses=("for",)):
         "or `await session.ask(...)` for the whole answer"
     )
 
-    def __init__(self, state: Request, enter: Callable[[Request], Awaitable[None]]) -> None:
+    def __init__(self, state: Request, enter: Callable[[], Awaitable[None]]) -> None:
         self._state = state
         self._enter = enter  # asks the server; raises the refusal
         self._entered = False
@@ -59,7 +59,7 @@ class Generation(AsyncOnly, refuses=("for",)):
             return "refused"
         if self._state.id is None:
             return "in line"
-        return "waiting" if self._state.stage is Stage.NONE else self._state.stage.value
+        return self._state.progress
 
     @property
     def label(self) -> str | None:
@@ -86,12 +86,7 @@ class Generation(AsyncOnly, refuses=("for",)):
     @property
     def completion(self) -> Completion:
         """The answer, once there is an outcome; partial if it was aborted. Raises the error of a failed request."""
-        outcome = self._state.outcome
-        if outcome is None:
-            raise RuntimeError("the generation has no outcome yet: read it to its end, or `await generation.result()`")
-        if outcome.error is not None:
-            raise copy(outcome.error)
-        return self._state.completion(outcome)
+        return self._state.result()
 
     def abort(self) -> bool:
         """Abort the request; a finish that is on its way wins. Harmless once there is an outcome.
@@ -111,11 +106,12 @@ class Generation(AsyncOnly, refuses=("for",)):
             raise RuntimeError("a generation is entered once")
         self._entered = self._may_have_more = True
         try:
-            await self._enter(self._state)
-            self._state.check_timeout()
+            await self._enter()
+            if self._state.is_timed_out:
+                raise self._state.timed_out()
         except BaseException:
             self._may_have_more = False
-            self._state.changes.notify()
+            self._state.changed.notify()
             raise
         return self
 
@@ -123,7 +119,7 @@ class Generation(AsyncOnly, refuses=("for",)):
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         state = self._state
-        state.withdraw()
+        state.leave()
         if not state.settled.is_set() and (exc is None or isinstance(exc, Exception)):
             with trio.move_on_at(state.deadline.at):
                 await state.settled.wait()
@@ -142,12 +138,13 @@ class Generation(AsyncOnly, refuses=("for",)):
             while not state.has_unread and state.outcome is None:
                 if not self._may_have_more:
                     raise RuntimeError(_NOT_ENTERED)
-                await state.changes.wait()
+                await state.changed.wait()
         finally:
             self._is_being_read = False
         if state.has_unread:
-            return Chunk(state.take_unread(), ())
+            return state.read_nowait()
         if state.outcome is not None and state.outcome.error is not None:
             raise copy(state.outcome.error)
-        state.check_timeout()
+        if state.is_timed_out:
+            raise state.timed_out()
         raise StopAsyncIteration

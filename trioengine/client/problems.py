@@ -1,4 +1,4 @@
-"""What a server says of an error, as the typed error that the engine itself would raise."""
+"""Typed errors and outcomes from the server's events, HTTP responses and close codes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from trioengine.core.errors import (
 )
 from trioengine.core.types import Cause, FinishReason, Usage
 
-_IN_ITEM = re.compile(r"item(?:\.| '[^']*': )content\[(\d+)\](?:\.\w+)*")  # at the beginning of an error's message
+_IN_ITEM = re.compile(r"item(?:\.| '[^']*': )content\[(\d+)\](?:\.\w+)*")  # at the beginning of a message
 GOING_AWAY, TRY_AGAIN_LATER = 1001, 1013
-_HEADER = ", in the header Authorization: Bearer KEY"  # which a client makes of its `api_key`
+_HEADER = ", in the header Authorization: Bearer KEY"  # the client sends `api_key` in it
 
 
 def error_of(problem: Mapping[str, Any]) -> EngineError:
-    """The error in an error event, or in the body of an HTTP response."""
+    """The error in an error event or in the body of an HTTP response, as the engine itself would raise it."""
     code, message = str(problem.get("code")), str(problem.get("message"))
     match code:
         case "asleep":
@@ -59,12 +59,12 @@ def error_of(problem: Mapping[str, Any]) -> EngineError:
 
 
 def abort_cause(problem: Mapping[str, Any]) -> Cause | None:
-    """Who aborted a response, if that is why it failed."""
+    """The cause of the abort, if the response failed because it was aborted."""
     return next((cause for cause in Cause if cause.value == problem.get("code")), None)
 
 
 def refusal_of(rejected: Rejected, authority: str) -> EngineError:
-    """The error of a handshake that was answered by an HTTP response; that of a key names `api_key`."""
+    """The error of a handshake that the server answered by an HTTP response. An invalid key is named `api_key`."""
     try:
         problem = json.loads(rejected.body)["error"]
         error = error_of({"type": "invalid_request_error" if rejected.status < 429 else None, **problem})
@@ -76,7 +76,7 @@ def refusal_of(rejected: Rejected, authority: str) -> EngineError:
 
 
 def unanswered(closed: Closed, authority: str) -> EngineError:
-    """The error of a connection that ended before the server had begun the session."""
+    """The error of a connection that was closed before the session began."""
     if closed.code != ABNORMAL:
         return loss_of(closed)
     return _stranger(authority, closed.reason or "it closed the connection", ABNORMAL)
@@ -87,7 +87,10 @@ def _stranger(authority: str, answer: str, code: int | None = None) -> Connectio
 
 
 def loss_of(closed: Closed, problem: Mapping[str, Any] | None = None) -> EngineError:
-    """The connection is over, and it was not we who closed it. `problem` is that of a message that was not kept."""
+    """The error of a connection that the server closed, or that broke.
+
+    `problem` is the latest error event about no event: the server had no room for a message.
+    """
     if closed.code == GOING_AWAY:
         return EngineClosed(closed.reason or "the server has gone away")
     if closed.code == TRY_AGAIN_LATER and problem is not None:
@@ -101,12 +104,12 @@ def loss_of(closed: Closed, problem: Mapping[str, Any] | None = None) -> EngineE
 def _retry_after(problem: Mapping[str, Any]) -> float:
     try:
         return number(problem.get("retry_after"), 0, MAX_SECONDS, above=True)
-    except ValueError:  # it is no time to wait
+    except ValueError:  # not a positive time
         return 1.0
 
 
 def placed(error: EngineError, name: str, message: Mapping[str, Any]) -> EngineError:
-    """A server's error about the item of a message, with the place in the message, which has this name."""
+    """The server's error about a message's item, with its place in the message, which is called `name` here."""
     if not isinstance(error, RequestRejected) or (found := _IN_ITEM.match(error.message)) is None:
         return error
     place = f"{name}.content" + ("" if isinstance(message["content"], str) else f"[{found[1]}]")
@@ -114,7 +117,7 @@ def placed(error: EngineError, name: str, message: Mapping[str, Any]) -> EngineE
 
 
 def _param(param: object) -> str | None:
-    """The field at fault, by the name that it has here."""
+    """The client's name of the invalid field."""
     if not isinstance(param, str):
         return None
     if param.startswith("item"):
@@ -124,7 +127,10 @@ def _param(param: object) -> str | None:
 
 
 def outcome_of(response: dict[str, Any], cause: Cause | None, problem: EngineError | None) -> Outcome:
-    """`cause` is that of an abort that was asked for, `problem` what an error event said of the response."""
+    """The outcome in a response.done.
+
+    `cause` is the cause of the client's abort, if any; `problem` the error in an error event about the response.
+    """
     match response["status"]:
         case "completed":
             return Outcome(FinishReason.STOP)
@@ -147,5 +153,5 @@ def usage_of(response: dict[str, Any]) -> Usage:
 
 
 def length_of(response: dict[str, Any]) -> int:
-    """Characters of the answer, as the server has it."""
+    """The number of characters of the answer at the server."""
     return sum(len(part["text"]) for item in response["output"] for part in item["content"])

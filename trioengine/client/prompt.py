@@ -20,7 +20,7 @@ from trioengine.core.sampling_params import Overflow, SamplingParams
 
 Message: TypeAlias = dict[str, Any]  # role and content: a text, or a list of parts if it has images
 
-MAX_EVENT = 1 << 20  # bytes, of what the server takes
+MAX_EVENT = 1 << 20  # bytes that the server takes
 MAX_IMAGE_EVENT = 32 << 20  # where its model takes images
 _TRUNCATION: Mapping[Overflow, str] = {"refuse": "disabled", "drop_oldest_turns": "auto"}
 _PART_TYPES = {"system": "input_text", "user": "input_text", "assistant": "output_text"}
@@ -29,7 +29,7 @@ _PART_TYPES = {"system": "input_text", "user": "input_text", "assistant": "outpu
 def chat_messages(prompt: object, name: str, media: Sequence[Media] = ()) -> list[Message]:
     """A user message, or chat messages in OpenAI's shape, the last of which begins with these images.
 
-    Raises RequestRejected for what cannot be sent.
+    Raises RequestRejected for prompts that cannot be sent.
     """
     images = media_parts(media)
     if isinstance(prompt, str):
@@ -115,16 +115,16 @@ def response_fields(params: SamplingParams, overflow: Overflow) -> dict[str, Any
 
 
 def check_sizes(events: Iterable[str], *, takes_images: bool) -> None:
-    """Raise RequestRejected for an image that is too large for a server whose model takes none."""
+    """Raise RequestRejected for events that are too large for a server whose model takes no images."""
     if not takes_images and any(len(text) > MAX_EVENT for text in events):
         message = f"prompt: the server's model takes no images; {VISION_MODEL} does"
         raise RequestRejected("images_not_supported", message, param="prompt")
 
 
 def rendered(name: str, event_id: str, fields: Mapping[str, Any], limit: int = MAX_EVENT) -> str:
-    """An event as it is sent. Raises RequestRejected if the server takes none that is so large."""
+    """The JSON of an event. Raises RequestRejected if it is larger than the server takes."""
     text = json.dumps({"type": name, "event_id": event_id, **fields})
-    if len(text) > limit:  # it is ASCII
+    if len(text) > limit:  # JSON in ASCII
         message = f"prompt: a message of {len(text)} bytes of JSON is too large, the limit is {limit}"
         raise RequestRejected("too_large", message, param="prompt")
     return text
@@ -141,7 +141,7 @@ LONG = 1 << 20  # bytes of images; more are read and encoded in a thread
 
 
 class SavedImage(Protocol):
-    """An image that writes itself as a file, as a PIL.Image.Image does; raw pixels are not sent."""
+    """An image with a method that writes it as a file, such as a PIL.Image.Image."""
 
     @property
     def size(self) -> tuple[int, int]: ...
@@ -152,7 +152,7 @@ Media: TypeAlias = BytesLike | str | Path | SavedImage
 
 
 def media_parts(media: Sequence[Media]) -> list[dict[str, Any]]:
-    """These images as parts of a message. Reads files; raises RequestRejected, naming the place, for what is none."""
+    """These images as parts of a message. Reads files. Raises RequestRejected for invalid images, with the place."""
     if not isinstance(media, Sequence) or isinstance(media, (str, bytes, bytearray, memoryview)):
         raise RequestRejected("invalid_value", f"media must be a list, got {type(media).__name__}", param="media")
     return [image_part(image, f"media[{index}]") for index, image in enumerate(media)]
@@ -167,7 +167,7 @@ def image_part(media: Media, where: str) -> dict[str, Any]:
 
 
 def is_long(media: Sequence[Media]) -> bool:
-    """Whether it takes a while to send these; also true of what cannot be sent."""
+    """Whether to encode these images in a thread: they are large, or invalid."""
     try:
         return sum(map(_size, media)) > LONG
     except (OSError, TypeError, ValueError):
@@ -175,7 +175,7 @@ def is_long(media: Sequence[Media]) -> bool:
 
 
 def _size(media: Media) -> int:
-    """Bytes, roughly."""
+    """The approximate size in bytes."""
     if isinstance(media, bytes | bytearray | memoryview):
         return memoryview(media).nbytes
     if isinstance(media, str | Path):
@@ -209,5 +209,5 @@ def _read(path: Path, where: str) -> bytes:
 
 
 def has_images(message: Mapping[str, Any]) -> bool:
-    """Whether a message that is to be sent has images."""
+    """Whether the message has images."""
     return not isinstance(message["content"], str)

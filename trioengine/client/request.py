@@ -4,7 +4,7 @@ A Request goes through the stages NONE, ASKED, CREATED, ADMITTED and back to NON
 method: the session and the reader call some, the server's events others. Events for the server are put into the posts
 in the same step. `outcome` is decided once, by whichever comes first: the server's response.done, the reader who
 leaves, the deadline, or the end of the session. From then on the turn is committed or taken back. The request is
-settled when the server has finished the response, too, or never began it; then the session takes its next request.
+settled when the server has finished the response, or never began it; then the session takes its next request.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import enum
 import itertools
 import math
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import trio
@@ -24,9 +25,9 @@ from trioengine.client.conversation import Conversation
 from trioengine.client.problems import length_of, outcome_of, placed, usage_of
 from trioengine.client.prompt import Media, Message, rendered
 from trioengine.core.arguments import PromptPlaces, check_flag, check_label, check_wait
-from trioengine.core.errors import EngineError, Outcome, RequestRejected
+from trioengine.core.errors import EngineError, Outcome, RequestRejected, TimedOut
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.types import Cause, Completion, FinishReason, Usage
+from trioengine.core.types import Cause, Chunk, Completion, FinishReason, Usage
 
 
 class Stage(enum.Enum):
@@ -61,15 +62,15 @@ class Request:
         self.deadline = deadline
         self.prompt: Any = prompt  # None after preparation, as the media
         self.media = media
-        self.changes = Notifier()  # of the stage, the unread text and the outcome
+        self.changed = Notifier()  # of the stage, the unread text and the outcome
         self.entering = trio.CancelScope()  # cancelled when the request is settled
         self.stage = Stage.NONE
         self.outcome: Outcome | None = None
         self.settled = trio.Event()
         self.response_id: str | None = None  # the server's
         self.is_kept = False  # whether its turn is committed
-        self._keep_partial = check_flag("keep_partial", keep_partial)
-        self._wait = check_wait(wait)
+        self.keep_partial = check_flag("keep_partial", keep_partial)
+        self.wait = check_wait(wait)
         self._places = PromptPlaces.of(prompt, media)
         self._conversation = conversation
         self._posts = conversation.posts
@@ -92,11 +93,24 @@ class Request:
     # ---- read by the handle and the session -----------------------------------------------------------------------
 
     @property
+    def progress(self) -> str:
+        """The state of a request without an outcome, in a word."""
+        return "waiting" if self.stage is Stage.NONE else self.stage.value
+
+    def is_called(self, name: int | str) -> bool:
+        """Whether this is the request's id or its label."""
+        return name == (self.label if isinstance(name, str) else self.id)
+
+    @property
     def has_unread(self) -> bool:
         return self._num_read < len(self._pieces)
 
-    def take_unread(self) -> str:
-        """The text received since the last call."""
+    def read_nowait(self) -> Chunk:
+        """Take the unread text as one chunk."""
+        return Chunk(self.read_text_nowait(), ())
+
+    def read_text_nowait(self) -> str:
+        """Take the unread text."""
         text, self._num_read = "".join(self._pieces[self._num_read :]), len(self._pieces)
         return text
 
@@ -111,14 +125,26 @@ class Request:
         reason, cause = outcome.finish_reason, outcome.cause
         return Completion(self.id, self.text, (), None, reason, cause, self._usage, dropped_turns=self._dropped_turns)
 
-    def check_timeout(self) -> None:
-        """Raise TimedOut if the timeout has aborted the request."""
-        if self.outcome is None or self.outcome.cause is not Cause.TIMEOUT:
-            return
-        completion = self.completion(self.outcome)
+    @property
+    def is_timed_out(self) -> bool:
+        """Whether its timeout has aborted the request."""
+        return self.outcome is not None and self.outcome.cause is Cause.TIMEOUT
+
+    def timed_out(self) -> TimedOut:
+        """The error of a request that its timeout has aborted."""
         if self._refusal is None:
-            raise self.deadline.passed_by(completion)
-        raise self.deadline.passed(f"while waiting: {self._refusal}", completion) from self._refusal
+            return self.deadline.passed_by(self.result())
+        error = self.deadline.passed(f"while waiting: {self._refusal}", self.result())
+        error.__cause__ = self._refusal
+        return error
+
+    def result(self) -> Completion:
+        """The answer. Raises the error of a failed request, and RuntimeError if there is no outcome."""
+        if self.outcome is None:
+            raise RuntimeError("the generation has no outcome yet: read it to its end, or `await generation.result()`")
+        if self.outcome.error is not None:
+            raise copy(self.outcome.error)
+        return self.completion(self.outcome)
 
     @property
     def is_stopping(self) -> bool:
@@ -146,11 +172,11 @@ class Request:
             self.stage, self._cancel_sent = Stage.ASKED, False
             self._posts.put(rendered("response.create", self._ask_id, {"response": fields}))
             while self.stage is not Stage.NONE and (self.stage is not Stage.ADMITTED or self._bad_message is not None):
-                await self.changes.wait()
+                await self.changed.wait()
             refusal = self._refusal
             if refusal is None:
                 return
-            if not (isinstance(refusal, NOT_NOW) and waits_for(refusal, self._wait)):
+            if not (isinstance(refusal, NOT_NOW) and waits_for(refusal, self.wait)):
                 self._finish(Outcome(FinishReason.ERROR, error=refusal))
                 return
             if self._bad_message is None:
@@ -169,7 +195,16 @@ class Request:
         self._cancel()
         return True
 
-    def withdraw(self) -> None:
+    def reject(self) -> None:
+        """Settle without an outcome: the request was refused before it was posted."""
+        self._settle()
+
+    def check_refusal(self) -> None:
+        """Raise the error of a request that failed before the engine took it."""
+        if self.outcome is not None and self.outcome.error is not None and self._answer_id is None:
+            raise copy(self.outcome.error)
+
+    def leave(self) -> None:
         """Decide the outcome now, as aborted, without the server: the turn is taken back, or kept in part."""
         if not self.settled.is_set():
             self._decide(Outcome(FinishReason.ABORT, self._abort_cause or Cause.CLIENT))
@@ -191,7 +226,7 @@ class Request:
             await self.settled.wait()
             return
         self.abort(Cause.TIMEOUT)
-        self.withdraw()  # without the server, which may not answer; a finish on its way is too late
+        self.leave()  # without the server, which may not answer; a finish on its way is too late
         self.entering.cancel()
 
     def _take_id(self) -> None:
@@ -214,12 +249,12 @@ class Request:
             case "response.output_text.delta":
                 if self.outcome is None and self._bad_message is None and event["delta"]:
                     self._pieces.append(event["delta"])
-                    self.changes.notify()
+                    self.changed.notify()
             case "response.created":
                 self.stage, self.response_id = Stage.CREATED, event["response"]["id"]
             case "response.output_item.added":
                 self.stage, self._answer_id = Stage.ADMITTED, event["item"]["id"]
-                self.changes.notify()
+                self.changed.notify()
             case "response.done":
                 self._on_done(event["response"])
 
@@ -247,7 +282,7 @@ class Request:
         if self._bad_message is not None:
             self._on_refusal(self._bad_message)
             return
-        if self.outcome is None or self.outcome.cause is not Cause.TIMEOUT:  # TimedOut holds its completion already
+        if not self.is_timed_out:  # TimedOut holds its completion already
             self._usage, self._dropped_turns = usage_of(response), response.get("dropped_turns", 0)
         outcome = outcome_of(response, self._abort_cause, self._problem)
         if outcome.error is not None:
@@ -266,7 +301,7 @@ class Request:
             self._answer_id = None
         if self._answer_id is None and not self.is_stopping:
             self.stage, self._refusal = Stage.NONE, error
-            self.changes.notify()
+            self.changed.notify()
         elif self._abort_cause is not None:
             self._on_over(Outcome(FinishReason.ABORT, self._abort_cause))
         else:
@@ -282,11 +317,6 @@ class Request:
 
     # ---- the outcome ----------------------------------------------------------------------------------------------
 
-    @property
-    def is_refused(self) -> bool:
-        """Whether it failed before the engine took it."""
-        return self.outcome is not None and self.outcome.error is not None and self._answer_id is None
-
     def _finish(self, outcome: Outcome) -> None:
         self._decide(outcome)
         self._settle()
@@ -296,7 +326,7 @@ class Request:
         if self.outcome is not None:
             return
         text = self.text
-        is_partial = outcome.finish_reason is FinishReason.ABORT and self._keep_partial and text != ""
+        is_partial = outcome.finish_reason is FinishReason.ABORT and self.keep_partial and text != ""
         self.is_kept = is_partial or outcome.is_complete
         if self.is_kept and self._answer_id is not None:
             messages = [*self._messages, {"role": "assistant", "content": text}]
@@ -304,7 +334,7 @@ class Request:
         else:
             self._conversation.delete(self._item_ids)
         self.outcome = outcome
-        self.changes.notify()
+        self.changed.notify()
 
     def _settle(self) -> None:
         """The server has released the request, or never had it."""
@@ -333,5 +363,5 @@ class Requests:
 
     def abort(self, name: int | str) -> int:
         """Abort the request with this id, or every request with this label. Returns how many this call aborts."""
-        named = [each for each in self._unsettled if name == (each.label if isinstance(name, str) else each.id)]
+        named = [each for each in self._unsettled if each.is_called(name)]
         return sum(request.abort(Cause.CLIENT) for request in named)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
+from functools import partial
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -125,7 +126,7 @@ class Session(AsyncOnly):
             conversation=self._state.conversation,
             requests=self._state.requests,
         )
-        return Generation(request, self._state.enter)
+        return Generation(request, partial(self._state.enter, request))
 
     @whole_answer
     @sampling_checked
@@ -283,15 +284,17 @@ class SessionState:
                 self._request = request
                 request.post_prompt(messages, events)
                 await request.ask(fields, events)
+            if request.outcome is None:
+                self._check_open()  # the end of the session has cancelled the scope
+        except EngineError:
+            request.reject()
+            raise
         except BaseException:
-            request.withdraw()
+            request.leave()
             raise
         finally:
             del self._entering[request]
-        if request.outcome is None:
-            self._check_open()
-        elif request.outcome.error is not None and request.is_refused:
-            raise copy(request.outcome.error)
+        request.check_refusal()
 
     async def _prepared(self, request: Request) -> tuple[list[Message], dict[str, str]]:
         """The messages of the request's prompt, and the events that create their items."""

@@ -1,6 +1,6 @@
-"""The arguments of the public calls.
+"""Checks of the arguments of public calls, and their names in errors.
 
-A wrong type raises RequestRejected, an unknown name UnknownArgument with the nearest one.
+A wrong value raises RequestRejected, an unknown keyword UnknownArgument with the nearest known one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def rejected(param: str, problem: str) -> RequestRejected:
-    """The refusal of one argument."""
+    """Return the error of one argument."""
     return RequestRejected("invalid_value", f"{param} {problem}", param=param)
 
 
@@ -52,14 +52,14 @@ def check_label(label: object) -> str | None:
 
 
 def check_history(history: object) -> Sequence[Mapping[str, Any]] | None:
-    """Return the history, whose messages are not checked yet. Raises RequestRejected unless it is a list or None."""
+    """Return the history. Raises RequestRejected unless it is a list or None; its messages are not checked here."""
     if history is not None and (isinstance(history, str | bytes) or not isinstance(history, Sequence)):
         raise rejected("history", f"must be a list of messages, got {brief(history)}")
     return history
 
 
 def check_role(name: str, message: Mapping[str, Any], roles: Iterable[str]) -> None:
-    """Raise RequestRejected unless the message of this name has one of the roles."""
+    """Raise RequestRejected unless the message, called `name` in the error, has one of the roles."""
     if "role" not in message:
         raise rejected(f"{name}.role", f"is missing: the message has {brief(list(message))}")
     if message["role"] not in (known := list(roles)):
@@ -67,18 +67,18 @@ def check_role(name: str, message: Mapping[str, Any], roles: Iterable[str]) -> N
 
 
 def kind_of(prompt: object) -> str:
-    """The type of a bad prompt, with a remedy for a single message."""
+    """Return the type of a bad prompt for an error, with advice for a single message."""
     return type(prompt).__name__ + ("; put a message into a list" if isinstance(prompt, Mapping) else "")
 
 
 def check_content(name: str, message: Mapping[str, Any]) -> None:
-    """Raise RequestRejected unless the message of this name has a content."""
+    """Raise RequestRejected unless the message, called `name` in the error, has a content."""
     if "content" not in message:
         raise rejected(f"{name}.content", f"is missing: the message has {brief(list(message))}")
 
 
 def check_seconds(timeout: object) -> float:
-    """Return the timeout. Raises RequestRejected unless it is a number from 0, infinity among them."""
+    """Return the timeout in seconds. Raises RequestRejected unless it is a number from 0; infinity is allowed."""
     try:
         return number(timeout, 0, math.inf)
     except ValueError:
@@ -86,14 +86,14 @@ def check_seconds(timeout: object) -> float:
 
 
 def check_request(request: object) -> int | str:
-    """Return the name of a request. Raises RequestRejected unless it is an id or a label."""
+    """Return a request's id or label. Raises RequestRejected for other types."""
     if isinstance(request, bool) or not isinstance(request, int | str):
         raise rejected("request", f"must be a request's id or its label, got {brief(request)}")
     return request
 
 
 def check_cause(cause: str) -> Cause:
-    """Return the cause of this name. Raises RequestRejected for another one."""
+    """Return the cause of this name. Raises RequestRejected for an unknown one."""
     try:
         return Cause(cause)
     except ValueError:
@@ -101,15 +101,15 @@ def check_cause(cause: str) -> Cause:
 
 
 def check_callback(field: str, callback: object) -> None:
-    """Raise InvalidConfig unless it can be called, or is None."""
+    """Raise InvalidConfig unless the callback can be called or is None."""
     if not (callback is None or callable(callback)):
         raise InvalidConfig.of(field, f"must be a function, got {brief(callback)}")
 
 
 def check_names(function: str, given: Iterable[str], known: Sequence[str], others: Sequence[str] = ()) -> None:
-    """Raise UnknownArgument for the first name that is not known, with the nearest that is.
+    """Raise UnknownArgument for the first unknown name, with the nearest known one.
 
-    `others` are suggested as well: the function takes them, or another one of its name does.
+    `others` are suggested as well: arguments that the function takes by other ways.
     """
     for name in given:
         if name not in known:
@@ -119,7 +119,7 @@ def check_names(function: str, given: Iterable[str], known: Sequence[str], other
 
 
 def fields_checked(cls: type[T]) -> type[T]:
-    """The dataclass, which raises UnknownArgument for a keyword that is no field of it."""
+    """Let the dataclass raise UnknownArgument for a keyword that is not one of its fields."""
     init, known = cls.__init__, field_names(cls)
 
     @functools.wraps(init)
@@ -132,17 +132,17 @@ def fields_checked(cls: type[T]) -> type[T]:
 
 
 def names_checked(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which raises UnknownArgument for an unknown keyword. For functions without `**` parameters."""
+    """Let the function, which has no `**` parameters, raise UnknownArgument for an unknown keyword."""
     return checked_call(function, function.__name__, parameters_of(function))
 
 
 def field_names(cls: type[object]) -> list[str]:
-    """The names of a dataclass's fields."""
+    """Return the names of a dataclass's fields."""
     return [field.name for field in dataclasses.fields(cast("Any", cls))]
 
 
 def parameters_of(function: Callable[..., object]) -> list[str]:
-    """The names of a function's parameters, without `self` and the name of its `**` parameter."""
+    """Return the names of a function's parameters, without `self` and the name of its `**` parameter."""
     parameters = inspect.signature(function).parameters.values()
     return [each.name for each in parameters if each.name != "self" and each.kind is not each.VAR_KEYWORD]
 
@@ -150,7 +150,7 @@ def parameters_of(function: Callable[..., object]) -> list[str]:
 def checked_call(
     function: Callable[P, R], name: str, known: Sequence[str], others: Sequence[str] = ()
 ) -> Callable[P, R]:
-    """The function under this name, which checks its keywords first, as check_names does."""
+    """Return the function under this name; it checks its keywords first, as check_names does."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         check_names(name, kwargs, known, others)
@@ -159,31 +159,34 @@ def checked_call(
     async def call_async(*args: P.args, **kwargs: P.kwargs) -> object:
         check_names(name, kwargs, known, others)
         result = cast("Awaitable[object]", function(*args, **kwargs))
-        del args, kwargs  # this frame lives as long as the call takes, and must not keep an image
+        del args, kwargs  # this frame lives as long as the call, and must not keep images alive
         return await result
 
     checked: Any = functools.wraps(function)(call_async if inspect.iscoroutinefunction(function) else call)
     checked.__name__ = name
-    checked.__qualname__ = function.__qualname__.removesuffix(function.__name__) + name  # that of its coroutines, too
+    checked.__qualname__ = function.__qualname__.removesuffix(function.__name__) + name  # as its coroutines
     return cast("Callable[P, R]", checked)
 
 
-_PLACE = re.compile(r"prompt\[(\d+)\]\.content(?:\[(\d+)\]((?:\.\w+)*))?")  # in the messages that a prompt became
-_WHOLE = re.compile(r"^messages(?=$|: )")  # the templates' name of all of them
+_PLACE = re.compile(r"prompt\[(\d+)\]\.content(?:\[(\d+)\]((?:\.\w+)*))?")  # in the messages made of a prompt
+_WHOLE = re.compile(r"^messages(?=$|: )")  # all messages, as templates call them
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPlaces:
-    """A prompt as it was given; its media became the first parts of the last message."""
+    """The parts of a prompt by the arguments of the call that they came in, `prompt` and `media`, for errors.
 
-    is_text: bool  # it became the only message
+    Media become the first parts of the last message.
+    """
+
+    is_text: bool  # the prompt became the only message
     last: int  # the index of the last message
     ends_with_text: bool  # the last message's content is a string, which became the one part behind the media
     num_media: int
 
     @classmethod
     def of(cls, prompt: object, media: object) -> Self:
-        """The places of arguments that are not checked yet."""
+        """Make them of arguments that are not checked yet."""
         if isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt:
             is_text, last, content = False, len(prompt) - 1, prompt[-1]
             content = content.get("content") if isinstance(content, Mapping) else None
@@ -192,7 +195,7 @@ class PromptPlaces:
         return cls(is_text, last, isinstance(content, str), len(media) if isinstance(media, Sequence) else 0)
 
     def name(self, place: str) -> str:
-        """A place among the messages, which may be the beginning of an error's message, by the call's arguments."""
+        """Rename a place in the messages by the call's arguments; `place` may begin a longer message."""
         if (found := _PLACE.match(place)) is None:
             return _WHOLE.sub("prompt", place, count=1)
         return self._name(int(found[1]), found) + place[found.end() :]
@@ -207,13 +210,13 @@ class PromptPlaces:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Within, RequestRejected has these names."""
+        """A context in which RequestRejected gets these names."""
         try:
             yield
         except RequestRejected as exc:
             raise self.rejection(exc).with_traceback(exc.__traceback__) from exc.__cause__
 
     def rejection(self, error: RequestRejected) -> RequestRejected:
-        """The error with its places by these names."""
+        """Return the error with its places renamed."""
         param = None if error.param is None else self.name(error.param)
         return RequestRejected(error.code, self.name(error.message), param=param)

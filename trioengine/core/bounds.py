@@ -1,4 +1,7 @@
-"""Checks and messages about single values."""
+"""Single values in checks and messages: bounds of numbers, short and printable text, the nearest known name.
+
+A check returns the value as a plain int or float, or raises ValueError with the rule.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-MAX_COUNT = 2**31 - 1  # of tokens, sequences, …: what an int32 holds
-MAX_INT64 = 2**63 - 1  # what msgpack and torch hold
+MAX_COUNT = 2**31 - 1  # tokens, sequences, …: the largest int32
+MAX_INT64 = 2**63 - 1  # the largest integer of msgpack and torch
 MAX_FLOAT32 = 3.4e38
 _SHOWN = 80  # characters
 
@@ -23,7 +26,7 @@ _REPR.maxstring = _REPR.maxlong = _REPR.maxother = _SHOWN
 
 
 def changed_fields(value: Any) -> str:
-    """The repr of a dataclass with the fields that are not at their defaults."""
+    """Return the repr of a dataclass with only the fields that are not at their defaults."""
     names = [field.name for field in dataclasses.fields(value) if _is_shown(value, field)]
     return f"{type(value).__name__}({', '.join(f'{name}={getattr(value, name)!r}' for name in names)})"
 
@@ -35,7 +38,7 @@ def _is_shown(value: Any, field: dataclasses.Field[Any]) -> bool:
 
 
 def integer(value: Any, low: int, high: int) -> int:
-    """Of whatever is an integer to Python, numpy's among them; the bounds are allowed, a bool is no integer."""
+    """Return an integer of any library as an int. Raises ValueError outside the bounds (inclusive) and for bools."""
     try:
         count = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -46,9 +49,12 @@ def integer(value: Any, low: int, high: int) -> int:
 
 
 def number(value: Any, low: float, high: float, *, above: bool = False) -> float:
-    """The bounds are allowed, or only the upper one where it must be `above`; nan, infinity and bools are out."""
+    """Return a real number of any library as a float.
+
+    Raises ValueError outside the bounds (`above` excludes the lower one), for nan and for bools.
+    """
     try:
-        # float first: an abstract class takes its time
+        # float first: checks against abstract classes are slow
         is_number = isinstance(value, (float, numbers.Real)) and not isinstance(value, bool)
         converted = float(value) if is_number else math.nan
     except OverflowError:  # an integer that no float holds
@@ -60,12 +66,12 @@ def number(value: Any, low: float, high: float, *, above: bool = False) -> float
 
 
 def is_key(value: object) -> bool:
-    """A key of a client: visible ASCII characters, as a header can bring them."""
+    """Whether the value can be a client's key: visible ASCII characters, as in a header."""
     return isinstance(value, str) and bool(value) and all("!" <= character <= "~" for character in value)
 
 
 def brief(value: object) -> str:
-    """The value's repr for a message: at most 80 characters, control characters escaped, little memory spent."""
+    """Return the value's repr for a message: at most 80 printable characters, made in little memory."""
     try:
         text = repr(value[:_SHOWN]) if isinstance(value, str | bytes) else _REPR.repr(value)
     except (ValueError, RecursionError):  # more digits or levels than Python prints
@@ -74,19 +80,21 @@ def brief(value: object) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """The count with its noun, in the plural unless there is one."""
+    """Return the count and its noun, in the plural unless the count is 1."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def excerpt(text: str, length: int = 200) -> str:
-    """A message of another library about a file, printable on one line of at most `length` characters."""
+    """Return another library's message about a file, printable on one line of at most `length` characters."""
     shown = printable(text[:length])
     return shown if len(shown) <= length else shown[: length - 1] + "…"
 
 
+# ---- text from outside, for terminals and logs: nothing in it is obeyed, all of it is shown --------------------------
+
 _CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
 _LINE_SEPARATORS = (0x2028, 0x2029)
-_BIDI_OVERRIDES = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))  # embeddings and isolates, too
+_BIDI_OVERRIDES = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))  # also embeddings and isolates
 _SURROGATES = range(0xD800, 0xE000)  # JSON can hold lone ones; UTF-8 cannot
 
 UNPRINTABLE = frozenset((*_CONTROLS, *_LINE_SEPARATORS, *_BIDI_OVERRIDES, *_SURROGATES))  # code points
@@ -95,19 +103,21 @@ _ESCAPES_IN_LINES = _ESCAPES | {ord("\n"): "\n", ord("\t"): "\t", ord("\r"): ""}
 
 
 def printable(text: str) -> str:
-    """The text on one line: control characters, line ends and bidi overrides are escaped, as in Python's repr."""
+    """Return the text on one line: control characters, line ends and bidi overrides are escaped as in Python's repr."""
     return text.translate(_ESCAPES)
 
 
 def printable_lines(text: str) -> str:
-    """The same for text of several lines: newlines and tabs are kept, and carriage returns left out."""
+    """Like `printable`, for text of several lines: keep newlines and tabs, drop carriage returns."""
     return text.translate(_ESCAPES_IN_LINES)
 
 
-_COMPARED = 80  # characters: the comparison takes their square
-_LIKENESS = 0.68  # least likeness, from 0 to 1: "levle" and "level" have 0.8, "system" and "stream" 0.67
-_BEGINNING = 3  # least characters of a name that is taken for the beginning of a longer one
-_ALIASES: Mapping[str, tuple[str, ...]] = {  # names of other interfaces, and ours for the same thing
+# ---- suggestions -----------------------------------------------------------------------------------------------------
+
+_COMPARED = 80  # characters: the comparison takes quadratic time
+_MIN_SIMILARITY = 0.68  # minimum similarity, from 0 to 1: "levle" and "level" have 0.8, "system" and "stream" 0.67
+_MIN_PREFIX = 3  # minimum length of a name that is taken for the beginning of a longer one
+_ALIASES: Mapping[str, tuple[str, ...]] = {  # names in other interfaces: our names for the same thing
     "input": ("messages", "prompt"),
     "max_completion_tokens": ("max_output_tokens", "max_tokens"),
     "max_new_tokens": ("max_tokens", "max_output_tokens"),
@@ -124,20 +134,20 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {  # names of other interfaces, and ou
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """`; did you mean 'x'?` with the name that was probably meant, after the prefix; empty if none is near."""
-    meant = _meant(name[:_COMPARED], set(known))
-    return f"; did you mean {prefix + meant!r}?" if meant else ""
+    """Return `; did you mean 'x'?` with the prefix and the most likely known name; empty if none is similar."""
+    nearest = _nearest(name[:_COMPARED], set(known))
+    return f"; did you mean {prefix + nearest!r}?" if nearest else ""
 
 
-def _meant(name: str, known: Collection[str]) -> str | None:
-    """The name that another interface's stands for, the only known name that begins with it, or the nearest."""
+def _nearest(name: str, known: Collection[str]) -> str | None:
+    """Return the meaning of another interface's name, the only known name that begins with `name`, or the nearest."""
     aliases = _aliases_of(known)
-    longer = [other for other in known if other.startswith(name)] if len(name) >= _BEGINNING else []
+    longer = [other for other in known if other.startswith(name)] if len(name) >= _MIN_PREFIX else []
     if len(longer) == 1 and name not in aliases:
         return longer[0]
     names = aliases | {other: other for other in known}
-    nearest = difflib.get_close_matches(name, sorted(names), n=1, cutoff=_LIKENESS)
-    return names[nearest[0]] if nearest else None
+    matches = difflib.get_close_matches(name, sorted(names), n=1, cutoff=_MIN_SIMILARITY)
+    return names[matches[0]] if matches else None
 
 
 def _aliases_of(known: Collection[str]) -> dict[str, str]:

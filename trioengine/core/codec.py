@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from trioengine.core.errors import LocalProtocolError, RemoteProtocolError, RequestRejected
+from trioengine.core.errors import LocalProtocolError, RemoteProtocolError
 from trioengine.core.messages import WIRE_NAMES, Message
+from trioengine.core.sampling_params import SamplingParams
 
 LENGTH = struct.Struct("<I")
 _TYPE = "type"
@@ -55,7 +56,7 @@ def decode(payload: bytes | memoryview) -> Message:
         raise RemoteProtocolError(f"{name}: unexpected or missing fields")
     try:
         return cls(**{field: converter.unpack(packed[field]) for field, converter in fields})  # type: ignore[no-any-return]
-    except (_Mismatch, RequestRejected) as exc:
+    except _Mismatch as exc:
         raise RemoteProtocolError(f"{name}: {exc}") from exc
 
 
@@ -178,6 +179,7 @@ def _enum(kind: type[enum.Enum]) -> _Converter:
 
 def _dataclass(cls: type) -> _Converter:
     fields = _fields(cls)
+    make = SamplingParams.of_valid if cls is SamplingParams else cls  # the engine has validated them
     # Conversions by the types of the packed fields: there is a row for each token, and most of its fields are plain.
     conversions: dict[tuple[type, ...], list[tuple[int, Callable[[Any], Any]]]] = {}
 
@@ -194,7 +196,7 @@ def _dataclass(cls: type) -> _Converter:
             value[index] = convert(value[index])
         if known is None:  # and the values fit; few combinations of types occur
             conversions[shape] = wanted
-        return cls(*value)
+        return make(*value)
 
     return _Converter(pack, unpack)
 

@@ -1,4 +1,4 @@
-"""Configuration: what the user sets (EngineConfig), and the part that the worker is told (WorkerConfig)."""
+"""Configuration of the engine (EngineConfig, set by users) and of its worker (WorkerConfig, sent in CONFIGURE)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SECONDS = ("startup_timeout", "step_timeout", "unresponsive_timeout", "ping_int
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """What the worker needs to run a model; sent to it in CONFIGURE."""
+    """The worker's configuration, sent to it in CONFIGURE."""
 
     model_path: str  # a .gguf file, or a directory with config.json and safetensors
     device: str = "auto"  # auto, cpu, cuda, cuda:N
@@ -49,18 +49,18 @@ class WorkerConfig:
     max_model_len: int | None = None  # tokens of prompt and answer together; None: the model's own limit
     max_num_seqs: int = 128  # sequences in one step
     max_num_batched_tokens: int = 2048  # tokens in one step
-    chunked_prefill_size: int | None = None  # tokens of prompts in one step; None: what suits the device
+    chunked_prefill_size: int | None = None  # tokens of prompts in one step; None: suited to the device
     block_size: int = 16  # tokens in a KV block
     kv_cache_memory: int | None = None  # bytes
-    kv_blocks: int | None = None  # instead, after the first incarnation: as many as that had
+    kv_blocks: int | None = None  # instead of kv_cache_memory, after the first incarnation: as many as that one had
     gpu_memory_utilization: float = 0.9  # on CUDA, when kv_cache_memory is None
     enable_prefix_caching: bool = True
-    encoder_cache_memory: int = 256 << 20  # bytes of images' features, kept for later requests
+    encoder_cache_memory: int = 256 << 20  # bytes of image features, kept for later requests
     num_threads: int | None = None  # None: torch's own choice
-    weight_version: int = 1  # of what lies at model_path, as the engine counts
+    weight_version: int = 1  # the engine's number of the weights at model_path
     kernels: str = "auto"  # auto, native, torch
     batch_invariant: bool = False  # a sequence's logits have the same bits whatever shares its steps, in any dtype
-    asleep: tuple[Tag, ...] = ()  # what is not to be loaded before a WAKE says so
+    asleep: tuple[Tag, ...] = ()  # not to be loaded before WAKE
 
 
 @fields_checked
@@ -85,7 +85,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
-    encoder_cache_memory: int = 256 << 20  # what the encoder made of images, kept for later requests
+    encoder_cache_memory: int = 256 << 20  # image features, kept for later requests
     payload_memory: int = 512 << 20  # images on their way to the worker, or kept for later turns
     num_threads: int | None = None  # of the worker, up to 4 for each core; None: torch's own choice
     kernels: Kernels = "auto"  # native, in C++, on a CPU where there is a compiler, else torch
@@ -144,37 +144,22 @@ class EngineConfig:
             raise InvalidConfig.of(name, str(exc)) from None
 
     def check_cores(self, num_cores: int) -> None:
-        """Raise InvalidConfig for more threads than a machine of so many cores can run: libraries crash on them."""
+        """Raise InvalidConfig for more threads than libraries can run on so many cores without crashing."""
         most = _THREADS_PER_CORE * num_cores
         if self.num_threads is not None and self.num_threads > most:
             rule = f"must be at most {most} ({_THREADS_PER_CORE} for each of {counted(num_cores, 'core')})"
             raise InvalidConfig.of("num_threads", f"{rule}, got {self.num_threads}")
 
     def check_context(self, context_length: int) -> None:
-        """Raise InvalidConfig for a `max_model_len` longer than the model's context."""
+        """Raise InvalidConfig if `max_model_len` is longer than the model's context."""
         if self.max_model_len is not None and self.max_model_len > context_length:
             rule = f"must be at most {context_length}, the context of model {self.model!r}"
             raise InvalidConfig.of("max_model_len", f"{rule}, got {self.max_model_len}")
 
     def for_worker(self, model_path: str) -> WorkerConfig:
-        """The worker's part, for the model file or directory that `model` was found at."""
-        return WorkerConfig(
-            model_path=model_path,
-            device=self.device,
-            dtype=self.dtype,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            chunked_prefill_size=self.chunked_prefill_size,
-            block_size=self.block_size,
-            kv_cache_memory=self.kv_cache_memory,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            enable_prefix_caching=self.enable_prefix_caching,
-            encoder_cache_memory=self.encoder_cache_memory,
-            num_threads=self.num_threads,
-            kernels=self.kernels,
-            batch_invariant=self.batch_invariant,
-        )
+        """Return the worker's part: all fields that both have, for the file or directory that `model` was found at."""
+        shared = [name for name in field_names(WorkerConfig) if name in field_names(EngineConfig)]
+        return WorkerConfig(model_path, **{name: getattr(self, name) for name in shared})
 
 
 def _numbers(values: tuple[float, ...], low: int, high: int) -> tuple[float, ...]:
@@ -182,7 +167,7 @@ def _numbers(values: tuple[float, ...], low: int, high: int) -> tuple[float, ...
 
 
 class EngineOptions(TypedDict, total=False):
-    """The fields of EngineConfig."""
+    """The fields of EngineConfig as keywords of the calls that open an engine."""
 
     model: str
     device: str
@@ -216,7 +201,7 @@ _ENGINE_KEYWORDS = ("ports", "on_progress", "on_load")  # of `open_engine`, besi
 
 
 def merged_config(config: EngineConfig | str | None, options: Mapping[str, Any]) -> EngineConfig:
-    """`config`, which may be a model's name or path; or the defaults with these fields in place of their own.
+    """Return `config`, which may be a model's name or path, or the defaults; `options` are fields to set.
 
     Raises UnknownArgument for an unknown field, TypeError for fields beside a whole configuration, and InvalidConfig
     for a bad value.
@@ -236,7 +221,7 @@ def merged_config(config: EngineConfig | str | None, options: Mapping[str, Any])
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return a copy without the variables of options that hold keys: TRIOENGINE_API_KEY, TRIOENGINE_ADMIN_KEY.
 
-    /proc/PID/environ shows a process's first environment as long as it lives, and no child needs a key.
+    /proc/PID/environ shows a process's initial environment for its whole life, and no child needs a key.
     """
     return {name: value for name, value in environment.items() if not _holds_keys(name)}
 

@@ -15,11 +15,11 @@ from trioengine.core.types import Cause, Completion, FinishReason
 class EngineError(Exception):
     """Base of every error that trioengine raises on purpose.
 
-    An error that is kept is not raised itself, but a copy of it each time: raised twice, it would gather tracebacks.
+    A stored error is never raised itself: each time a copy of it is, so that tracebacks do not pile up.
     """
 
     def __copy__(self) -> Self:
-        """The same error, without the traceback and the context of where this one was raised."""
+        """Return the same error without traceback and context."""
         twin = type(self).__new__(type(self), *self.args)
         twin.__dict__.update(self.__dict__)
         twin.__cause__, twin.__suppress_context__ = self.__cause__, self.__suppress_context__
@@ -27,9 +27,9 @@ class EngineError(Exception):
 
 
 class InvalidConfig(EngineError, ValueError):
-    """A field of a configuration has a value that cannot be used; the message names the field.
+    """A field of a configuration has an invalid value; the message begins with the field.
 
-    `fields` are the names that the message holds, the first one at its beginning.
+    `fields` are the fields named in the message, in their order.
     """
 
     def __init__(self, message: str, *, fields: tuple[str, ...] = ()) -> None:
@@ -38,7 +38,7 @@ class InvalidConfig(EngineError, ValueError):
 
     @classmethod
     def of(cls, field: str, problem: str) -> Self:
-        """The error of one field."""
+        """Make the error of one field."""
         return cls(f"{field} {problem}", fields=(field,))
 
 
@@ -47,9 +47,9 @@ class ModelError(EngineError):
 
 
 class EngineAsleep(EngineError):
-    """The engine sleeps, is on its way there or back, or gets other weights: it admits nothing.
+    """The engine sleeps, is falling asleep or waking, or updates its weights: it admits nothing.
 
-    `retry_after` is a hint in seconds: when to ask again, as nobody knows when it is woken.
+    `retry_after` is a hint in seconds for the next attempt; the time of the next wake is not known.
     """
 
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
@@ -58,14 +58,14 @@ class EngineAsleep(EngineError):
 
 
 class EngineClosed(EngineError):
-    """The engine has ended, is ending, or drains; nothing is admitted any more."""
+    """The engine has ended, is ending, or drains: it admits nothing any more."""
 
 
 class EngineOverloaded(EngineError):
-    """No capacity at the moment.
+    """The engine has no capacity at the moment.
 
     `code` is one of `sessions`, `queue`, `loading`, `restarting`, or for an audit the engine's state; `retry_after` is
-    a hint in seconds. `is_full`: the engine runs, and only a free slot is missing.
+    a hint in seconds. `is_full`: the engine runs, and all its slots are taken.
     """
 
     def __init__(self, message: str, *, code: str, retry_after: float = 1.0, is_full: bool = False) -> None:
@@ -76,10 +76,10 @@ class EngineOverloaded(EngineError):
 
 
 class TimedOut(EngineError):
-    """The `timeout` of a call has passed; a request has been aborted, and its turn taken back unless it is kept.
+    """The `timeout` of a call has passed; its request was aborted, and its turn removed unless it is kept.
 
     `completion` is the partial answer, with the finish reason `abort` and the cause `timeout`; its text is empty if the
-    request never started. None where no request was made: a session was to be opened.
+    request never started. None if the call was to open a session.
     """
 
     def __init__(self, message: str, *, completion: Completion | None = None) -> None:
@@ -88,10 +88,10 @@ class TimedOut(EngineError):
 
 
 class RequestRejected(EngineError, ValueError):
-    """One request cannot be run as it stands; nothing else is disturbed.
+    """A request is invalid; other requests are not affected.
 
     `code` is a stable word (`invalid_value`, `empty_prompt`, `context_length_exceeded`, `too_large`, …), `param`
-    names the field at fault where there is one.
+    is the field at fault, if any.
     """
 
     def __init__(self, code: str, message: str, *, param: str | None = None) -> None:
@@ -102,27 +102,27 @@ class RequestRejected(EngineError, ValueError):
 
     @classmethod
     def at(cls, where: str, code: str, problem: str) -> Self:
-        """The error of one part of a request."""
+        """Make the error of one part of a request."""
         return cls(code, f"{where}: {problem}", param=where)
 
 
 class UnknownArgument(EngineError, TypeError):
-    """A call has no argument of this name; the message holds the nearest that it has."""
+    """A call has no argument of this name; the message suggests the nearest known one."""
 
 
 class SamplingFailed(EngineError):
-    """No token could be chosen for one request, for a reason that lies in the model, as logits that are not finite.
+    """No token could be sampled for a request because of the model's output, such as logits that are not finite.
 
-    Other requests are not disturbed.
+    Other requests are not affected.
     """
 
 
 class SessionBusy(EngineError):
-    """The session already runs a request; it is not disturbed."""
+    """The session already runs a request, which is not affected."""
 
 
 class SessionEnded(EngineError):
-    """The session has ended; `cause` says why (`client`, `shutdown`, `error`, …)."""
+    """The session has ended; `cause` is the reason (`client`, `shutdown`, `error`, …)."""
 
     def __init__(self, message: str, *, cause: str) -> None:
         super().__init__(message)
@@ -132,7 +132,7 @@ class SessionEnded(EngineError):
 class WorkerLost(EngineError):
     """The worker process died, hung or could not start.
 
-    `exit_code` is its exit status (negative: the signal that killed it) where known, `traceback` what it said last.
+    `exit_code` is its exit status (negative: the signal that killed it), `traceback` its last report, if known.
     """
 
     def __init__(self, message: str, *, exit_code: int | None = None, traceback: str | None = None) -> None:
@@ -142,7 +142,7 @@ class WorkerLost(EngineError):
 
 
 class ConnectionLost(EngineError):
-    """A server cannot be reached, or the connection to it is gone; `code` is that of its WebSocket's close, if any."""
+    """A server cannot be reached, or the connection to it is lost; `code` is the WebSocket's close code, if any."""
 
     def __init__(self, message: str, *, code: int | None = None) -> None:
         super().__init__(message)
@@ -154,7 +154,7 @@ class TransitionFailed(EngineError):
 
 
 class InvariantError(EngineError):
-    """The books do not balance; the message says which clause, and by how much."""
+    """The engine's accounts do not balance; the message has the clause and the counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,16 +172,16 @@ class Outcome:
 
 
 class ProtocolError(EngineError):
-    """The rules between the engine and its worker were broken."""
+    """A rule of the protocol between the engine and its worker was broken."""
 
 
 class LocalProtocolError(ProtocolError):
-    """We tried to break them: a bug on this side; no state was changed."""
+    """This side tried to break a rule: our bug; no state was changed."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer broke them: the connection is of no further use."""
+    """The peer broke a rule; the connection cannot be used any more."""
 
 
 class FrameTooLarge(LocalProtocolError):
-    """A message does not fit a frame; nothing was changed, and the connection goes on."""
+    """A message does not fit a frame; nothing was changed, and the connection stays usable."""

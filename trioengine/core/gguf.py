@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata, and where the tensors lie. Only the header: weights are the worker's.
+"""The header of a GGUF file: its metadata and the places of its tensors. The worker reads the weights.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian. Every length and
 offset is checked against the buffer before it is used, and all that is decoded is counted against one limit, so a
@@ -36,7 +36,7 @@ _STRING, _ARRAY = 8, 9
 
 
 class TensorType(enum.Enum):
-    """How a tensor's numbers are stored: (number of the type, elements in a block, bytes of a block).
+    """The storage format of a tensor: (number of the type, elements in a block, bytes of a block).
 
     All types of ggml that the gguf package has dequantized since its version 0.17.
     """
@@ -125,11 +125,11 @@ def parse_gguf(
 
 
 class _Bad(Exception):
-    """The fault of the file."""
+    """The file is invalid; the message is the reason."""
 
 
 class _Reader:
-    """A position in the buffer; each method reads one thing, and checks first that it is there."""
+    """A position in the buffer; each method checks that a value is there, and reads it."""
 
     def __init__(self, view: memoryview, arrays: Container[str]) -> None:
         self._view = view
@@ -146,7 +146,7 @@ class _Reader:
             raise _Bad(f"GGUF version {version} is not supported, only {' and '.join(map(str, VERSIONS))} are")
         tensor_count = self._count("tensors", 24)
         if tensor_count > MAX_TENSORS:
-            raise _Bad(f"the file has {tensor_count} tensors, {MAX_TENSORS} are the most")
+            raise _Bad(f"the file has {tensor_count} tensors; at most {MAX_TENSORS} are supported")
         metadata = self._metadata(self._count("metadata entries", 13))
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
@@ -182,7 +182,7 @@ class _Reader:
         raise _Bad(f"{brief(key)} is an array of the type {element}, which is not supported")
 
     def _text(self, key: str) -> str | Undecoded:
-        """A string of the metadata."""
+        """Read a string of the metadata."""
         length = self._u64(brief(key))
         data = self._take(length, brief(key))
         if length > MAX_TEXT:
@@ -200,7 +200,7 @@ class _Reader:
         return list(self._scalars(code, count, key))
 
     def _strings(self, key: str) -> list[str] | Undecoded:
-        """The hot loop: a vocabulary and its merges are 100,000 strings."""
+        """Read an array of strings; the hot loop: a vocabulary and its merges are 100,000 strings."""
         shown, is_decoded = brief(key), key in self._arrays
         count = self._count(f"elements of {shown}", 8)
         base, each = (_STRING_COST, _CHARACTER_COST) if is_decoded else (_SKIPPED_COST, 0)
@@ -224,7 +224,7 @@ class _Reader:
         return strings if is_decoded else Undecoded("array", count)
 
     def _tensor_infos(self, count: int) -> dict[str, tuple[tuple[int, ...], TensorType, int]]:
-        """Shape, type and offset of each tensor, by its name."""
+        """Read the shape, type and offset of each tensor, by its name."""
         infos: dict[str, tuple[tuple[int, ...], TensorType, int]] = {}
         for _ in range(count):
             self._spend(_TENSOR_COST)
@@ -237,7 +237,7 @@ class _Reader:
     def _tensor_info(self, shown: str) -> tuple[tuple[int, ...], TensorType, int]:
         dimensions = self._u32(f"the dimensions of {shown}")
         if dimensions > MAX_DIMENSIONS:
-            raise _Bad(f"tensor {shown} has {dimensions} dimensions, {MAX_DIMENSIONS} are the most")
+            raise _Bad(f"tensor {shown} has {dimensions} dimensions; at most {MAX_DIMENSIONS} are supported")
         shape = tuple(reversed(self._scalars("Q", dimensions, shown)))
         number = self._u32(f"the type of tensor {shown}")
         if number not in _TENSOR_TYPES:
@@ -260,34 +260,34 @@ class _Reader:
             raise _Bad(f"the file is truncated: tensor {brief(name)} ends {missing} bytes beyond its end")
         return GGUFTensor(name, shape, kind, start + offset, nbytes)
 
-    def _scalars(self, code: str, count: int, what: str) -> tuple[Any, ...]:
+    def _scalars(self, code: str, count: int, item: str) -> tuple[Any, ...]:
         layout = f"<{count}{code}"
-        return struct.unpack(layout, self._take(struct.calcsize(layout), what))
+        return struct.unpack(layout, self._take(struct.calcsize(layout), item))
 
-    def _string(self, what: str, limit: int) -> str:
-        """A key or a name."""
-        length = self._u64(what)
+    def _string(self, item: str, limit: int) -> str:
+        """Read a key or a name."""
+        length = self._u64(item)
         if length > limit:
-            raise _Bad(f"{what} is {length} bytes long, {limit} are the most")
+            raise _Bad(f"{item} is {length} bytes long; at most {limit} are supported")
         self._spend(_CHARACTER_COST * length)
-        return _decode(self._take(length, what), what)
+        return _decode(self._take(length, item), item)
 
-    def _count(self, what: str, least: int) -> int:
-        """A count of things that take at least `least` bytes each: no more than the rest of the file can hold."""
-        count = self._u64(f"the number of {what}")
+    def _count(self, item: str, least: int) -> int:
+        """Read a count of items of at least `least` bytes each; no more than the rest of the file can hold."""
+        count = self._u64(f"the number of {item}")
         if count > (self._size - self._at) // least:
-            raise _Bad(f"the file claims {count} {what}, more than it can hold: it is truncated or damaged")
+            raise _Bad(f"the file claims {count} {item}, more than it can hold: it is truncated or damaged")
         return count
 
-    def _u32(self, what: str) -> int:
-        return int(_U32.unpack(self._take(4, what))[0])
+    def _u32(self, item: str) -> int:
+        return int(_U32.unpack(self._take(4, item))[0])
 
-    def _u64(self, what: str) -> int:
-        return int(_U64.unpack(self._take(8, what))[0])
+    def _u64(self, item: str) -> int:
+        return int(_U64.unpack(self._take(8, item))[0])
 
-    def _take(self, count: int, what: str) -> memoryview:
+    def _take(self, count: int, item: str) -> memoryview:
         if count > self._size - self._at:
-            raise _Bad(f"the file ends in {what}")
+            raise _Bad(f"the file ends in {item}")
         self._at += count
         return self._view[self._at - count : self._at]
 
@@ -309,8 +309,8 @@ def _check_overlaps(tensors: tuple[GGUFTensor, ...]) -> None:
         end, last = tensor.offset + tensor.nbytes, tensor.name
 
 
-def _decode(data: memoryview, what: str) -> str:
+def _decode(data: memoryview, item: str) -> str:
     try:
         return str(data, "utf-8")
     except UnicodeDecodeError:
-        raise _Bad(f"{what} is not UTF-8") from None
+        raise _Bad(f"{item} is not UTF-8") from None

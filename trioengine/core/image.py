@@ -1,4 +1,4 @@
-"""Images: in messages, as data URLs, and as the tiles of a prompt."""
+"""Images as the engine knows them: parts of messages, data URLs, and runs of tile tokens in a prompt; never pixels."""
 
 from __future__ import annotations
 
@@ -14,11 +14,18 @@ from trioengine.core.bounds import brief
 from trioengine.core.errors import RequestRejected
 
 BytesLike: TypeAlias = bytes | bytearray | memoryview
-VISION_MODEL = "HuggingFaceTB/SmolVLM-256M-Instruct"  # one that takes images, for the errors of those that take none
+VISION_MODEL = "HuggingFaceTB/SmolVLM-256M-Instruct"  # a model that takes images, for error messages
+MAX_IMAGE_BYTES = 20 << 20
+MAX_EDGE = 4096  # pixels: no image is scaled beyond it
+Size: TypeAlias = tuple[int, int]  # width, height
+_DETAILS = (None, "auto", "low", "high", "original")
+_MAX_HEAD = 256  # characters of a data URL before the data
+_CHUNK = 1 << 18  # characters decoded at once, a multiple of 4; other threads run in between
+_PREFIX = "data:"
 
 
 class ImageFormat(enum.StrEnum):
-    """How an image's bytes are to be read; RGB: height x width x 3 bytes, without a header."""
+    """The format of an image's bytes. RGB: height x width x 3 bytes, without a header."""
 
     PNG = "png"
     JPEG = "jpeg"
@@ -29,24 +36,20 @@ class ImageFormat(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ImageInfo:
-    """What an image's header declares; nothing is decoded to learn it."""
+    """The format and size in an image's header, read without decoding."""
 
     format: ImageFormat
     width: int  # pixels, as the image is shown
     height: int
-    orientation: int = 1  # how the stored pixels are turned to be shown: 1 to 8, as in EXIF
-
-
-MAX_IMAGE_BYTES = 20 << 20
-_DETAILS = (None, "auto", "low", "high", "original")
+    orientation: int = 1  # turn from the stored to the shown pixels, 1 to 8 as in EXIF
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
-    """An image of a conversation, equal to itself alone.
+    """An image of a conversation; equal only to itself.
 
-    A message has it as a part of its content: `{"type": "image", "image": Image(...)}`. The keeper of the bytes finds
-    them by `handle`, which nothing else looks into.
+    A message holds it as a part of its content: `{"type": "image", "image": Image(...)}`. `handle` is opaque: the
+    store of the bytes finds them by it.
     """
 
     info: ImageInfo
@@ -54,20 +57,20 @@ class Image:
 
     @property
     def part(self) -> dict[str, Any]:
-        """As a part of a message's content."""
+        """The image as a part of a message's content."""
         return {"type": "image", "image": self}
 
 
 def is_image_part(part: object) -> bool:
-    """Whether this is the part of a message's content that Image.part gives."""
+    """Whether this is a part of a message's content as Image.part returns it."""
     return isinstance(part, Mapping) and part.get("type") == "image" and isinstance(part.get("image"), Image)
 
 
 def image_url(part: Mapping[str, Any], where: str) -> str | None:
-    """The URL of OpenAI's image parts; None for other parts.
+    """Return the URL of one of OpenAI's image parts; None for other parts.
 
     Chat completions have `{"type": "image_url", "image_url": {"url": …, "detail": …}}`, Realtime and Responses
-    `{"type": "input_image", "image_url": …, "detail": …}`. The detail, a hint, is checked and has no effect. Raises
+    `{"type": "input_image", "image_url": …, "detail": …}`. The detail is checked, and has no effect. Raises
     RequestRejected for a part without a URL, naming the field.
     """
     if part.get("type") == "image_url":
@@ -86,13 +89,11 @@ def image_url(part: Mapping[str, Any], where: str) -> str | None:
     return url
 
 
-_MAX_HEAD = 256  # characters before the data
-_CHUNK = 1 << 18  # characters decoded at once, a multiple of 4; other threads run in between
-_PREFIX = "data:"
+# ---- data URLs (RFC 2397) in base64: the only way in which clients send images; no URL is ever fetched ---------------
 
 
 def parse_data_url(url: str, max_bytes: int, *, where: str = "image_url") -> tuple[str, bytes]:
-    """The media type, in lower case and without its parameters, and the decoded data.
+    """Return the media type, in lower case and without parameters, and the decoded data.
 
     Raises RequestRejected, whose message begins with `where`, for other URLs, for data that is not exactly base64, and,
     before any of it is decoded, for more than `max_bytes`. Takes at most twice the memory of the decoded data.
@@ -126,14 +127,12 @@ def _bad_base64(where: str) -> RequestRejected:
     return RequestRejected.at(where, "invalid_base64_image", "the data is not base64")
 
 
-Size: TypeAlias = tuple[int, int]  # width, height
-
-MAX_EDGE = 4096  # pixels: no image is scaled beyond it
+# ---- tiles of Idefics3 and SmolVLM models: arithmetic and text follow transformers' Idefics3ImageProcessor -----------
 
 
 @dataclass(frozen=True, slots=True)
 class ImageGrid:
-    """The tiles of one image, which is resized twice: `scaled` keeps its proportions, `resized` is whole tiles."""
+    """The tiles of one image, which is resized twice: `scaled` keeps its proportions, `resized` has whole tiles."""
 
     rows: int  # 0 x 0: the image is not split, and is one tile
     columns: int
@@ -142,15 +141,15 @@ class ImageGrid:
 
     @property
     def num_tiles(self) -> int:
-        """The tiles, row by row, and last the whole image as one tile."""
+        """The number of tiles: row by row, and last the whole image as one tile."""
         return self.rows * self.columns + 1
 
 
 @dataclass(frozen=True, slots=True)
 class ImageProcessing:
-    """The sizes, tokens and pixel values that config.json and preprocessor_config.json give."""
+    """A model's image settings, from config.json and preprocessor_config.json."""
 
-    image_token: str  # in the chat template's text, where an image stands
+    image_token: str  # marks an image in the chat template's text
     image_token_id: int
     tokens_per_tile: int
     tile_size: int  # pixels of an edge
@@ -164,7 +163,7 @@ class ImageProcessing:
     global_token: str = "<global-img>"
 
     def grid(self, width: int, height: int) -> ImageGrid:
-        """The tiles of an image of that many pixels, both at least 1."""
+        """Return the tiles of an image of this size in pixels, both at least 1."""
         scaled = _bounded(*_scaled(width, height, self.longest_edge))
         if not self.splits:
             return ImageGrid(0, 0, scaled, (self.tile_size, self.tile_size))
@@ -174,11 +173,11 @@ class ImageProcessing:
         return ImageGrid(high // self.tile_size, wide // self.tile_size, scaled, resized)
 
     def num_tiles(self, width: int, height: int) -> int:
-        """How many tiles an image has; they are in the order of their image tokens, the whole image last."""
+        """Return the number of tiles, which are in the order of their image tokens, the whole image last."""
         return self.grid(width, height).num_tiles
 
     def prompt_text(self, width: int, height: int) -> str:
-        """The text that takes the place of the chat template's image token."""
+        """Return the text that replaces the chat template's image token."""
         grid = self.grid(width, height)
         whole = self._tile_text(self.global_token) + self.fake_token
         if grid.rows == 0:
@@ -193,11 +192,11 @@ class ImageProcessing:
         return self.fake_token + place + self.image_token * self.tokens_per_tile
 
 
-# The divisions are those of transformers, in float64: another order of them gives other sizes.
+# The divisions follow transformers, in float64: another order of operations gives other sizes.
 
 
 def _scaled(width: int, height: int, edge: int) -> Size:
-    """The longer edge is `edge`, the other one even, and at least 1."""
+    """Scale the longer edge to `edge`, and the other one to an even number, at least 1."""
     ratio = width / height
     if width >= height:
         other = int(edge / ratio)
@@ -207,7 +206,7 @@ def _scaled(width: int, height: int, edge: int) -> Size:
 
 
 def _bounded(width: int, height: int) -> Size:
-    """Both edges are at most MAX_EDGE."""
+    """Scale both edges to at most MAX_EDGE."""
     ratio = width / height
     if width >= height and width > MAX_EDGE:
         return MAX_EDGE, max(int(MAX_EDGE / ratio), 1)
@@ -217,7 +216,7 @@ def _bounded(width: int, height: int) -> Size:
 
 
 def _whole_tiles(width: int, height: int, tile: int) -> Size:
-    """Both edges are multiples of `tile`, at least one: the longer edge the next, and the other one follows it."""
+    """Round both edges up to multiples of `tile`: the longer one first, then the other in proportion."""
     ratio = width / height
     if width >= height:
         wide = _next_multiple(width, tile)

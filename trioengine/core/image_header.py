@@ -1,7 +1,7 @@
 """The format and the dimensions of an encoded image, read from its header alone.
 
-Nothing is decoded or copied, and at most MAX_SEGMENTS parts of a file are looked at, so that the cost has a bound for
-every file. Formats: PNG (W3C), JPEG (ITU T.81), GIF89a (CompuServe), WebP (RFC 9649). Pillow is left to the worker: its
+Nothing is decoded or copied, and at most MAX_SEGMENTS parts of a file are read, so that the cost is bounded for every
+file. Formats: PNG (W3C), JPEG (ITU T.81), GIF89a (CompuServe), WebP (RFC 9649). Pillow is left to the worker: its
 WebP reader allocates the canvas when a file is opened.
 """
 
@@ -17,9 +17,9 @@ from trioengine.core.errors import RequestRejected
 from trioengine.core.image import ImageFormat, ImageInfo
 
 MAX_PIXELS = 1 << 26  # 192 MiB as RGB
-MAX_WEBP_PIXELS = 12 << 20  # 4096 x 3072; its decoder allocates all of them before it looks at the data
-MAX_SIDE = 1 << 14  # as libraries and GPUs have it for textures; WebP's own limit is one less
-MAX_SEGMENTS = 1 << 12  # of metadata, before the image itself: an ICC profile of 1 MB in a GIF
+MAX_WEBP_PIXELS = 12 << 20  # 4096 x 3072; its decoder allocates all of them before it reads the data
+MAX_SIDE = 1 << 14  # the usual limit of libraries and GPU textures; WebP's own limit is one less
+MAX_SEGMENTS = 1 << 12  # of metadata before the image itself; enough for an ICC profile of 1 MB in a GIF
 FORMAT_NAMES = {ImageFormat.PNG: "PNG", ImageFormat.JPEG: "JPEG", ImageFormat.WEBP: "WebP", ImageFormat.GIF: "GIF"}
 MEDIA_TYPES = {
     "image/png": ImageFormat.PNG,
@@ -34,13 +34,13 @@ Chunk: TypeAlias = tuple[bytes, memoryview]  # a name of four letters, and the c
 
 
 class _BadHeader(Exception):
-    """The header is of a known format, and breaks its rules; the message completes `the PNG image …`."""
+    """The header breaks the rules of its format; the message completes `the PNG image …`."""
 
 
 def read_header(data: bytes | memoryview, *, media_type: str | None = None, where: str = "image") -> ImageInfo:
-    """The image's format, and its width and height in pixels as it is shown: turned as its EXIF orientation says.
+    """Return the image's format, and its width and height in pixels as shown: turned by its EXIF orientation.
 
-    Of an animation they are those of the canvas. Raises RequestRejected, whose message begins with `where`, for other
+    An animation has the size of its canvas. Raises RequestRejected, whose message begins with `where`, for other
     formats, for headers that are damaged or contradict themselves, for more than MAX_PIXELS pixels (MAX_WEBP_PIXELS of
     a WebP image) or MAX_SIDE in a row or column, and for data that is not of the `media_type` that was declared for it.
     """
@@ -105,7 +105,7 @@ _ORIENTATIONS = range(1, 9)
 
 
 def _orientation_of(exif: bytes | memoryview) -> int:
-    """How the stored pixels are turned to be shown, 1 to 8. Damaged data turns nothing."""
+    """Return the turn from the stored to the shown pixels, 1 to 8. Damaged data counts as upright."""
     tiff = exif[len(_EXIF_PREFIX) :] if exif[: len(_EXIF_PREFIX)] == _EXIF_PREFIX else exif
     order = _TIFF_BYTE_ORDERS.get(bytes(tiff[:4]), "")
     try:
@@ -127,7 +127,7 @@ def _stored_orientation(tiff: bytes | memoryview, order: str) -> int:
 
 
 class _Shown(NamedTuple):
-    """An image as it is shown, and how its stored pixels are turned for that."""
+    """The size of an image as shown, and the turn from its stored pixels."""
 
     width: int
     height: int
@@ -140,7 +140,7 @@ def _shown(size: Size, exif: memoryview | None) -> _Shown:
 
 
 def _exif_chunk(chunks: Iterable[Chunk], name: bytes) -> memoryview | None:
-    """The first chunk of this name; None if there is none before the data ends."""
+    """Return the content of the first chunk of this name; None if the data ends before one."""
     try:
         return next((content for kind, content in chunks if kind == name), None)
     except _BadHeader:
@@ -176,7 +176,7 @@ _END, _START_OF_SCAN, _EXIF_SEGMENT, _FILL = 0xD9, 0xDA, 0xE1, 0xFF
 
 
 def _jpeg(data: memoryview) -> _Shown:
-    """The size in the frame header, which has to be the only one before the first scan."""
+    """Read the size in the frame header, which must be the only one before the first scan."""
     size = exif = None
     for marker, content in _jpeg_segments(data):
         if marker == _EXIF_SEGMENT and exif is None and content[: len(_EXIF_PREFIX)] == _EXIF_PREFIX:
@@ -191,7 +191,7 @@ def _jpeg(data: memoryview) -> _Shown:
 
 
 def _jpeg_segments(data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """The markers before the first scan, and the contents of their segments."""
+    """Yield the markers before the first scan, and the contents of their segments."""
     at = 2
     for _ in range(MAX_SEGMENTS):
         mark, marker = _unpack("BB", data, at)
@@ -226,7 +226,7 @@ _EXTENSION, _FRAME = 0x21, 0x2C
 
 
 def _gif(data: memoryview) -> _Shown:
-    """The size of its screen, extended where the first frame does not fit it, as decoders do."""
+    """Read the screen's size, extended to the first frame as decoders do."""
     width, height, flags = _unpack("<HHB", data, 6)
     at, left = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0), MAX_SEGMENTS  # behind the table of colours
     while (kind := _unpack("B", data, at)[0]) == _EXTENSION:
@@ -240,7 +240,7 @@ def _gif(data: memoryview) -> _Shown:
 
 
 def _behind_extension(data: memoryview, at: int, left: int) -> tuple[int, int]:
-    """The position behind the blocks at `at`, the last of which is empty, and how many may follow."""
+    """Return the position behind the blocks at `at`, which an empty one ends, and how many more may follow."""
     for remaining in range(left - 1, -1, -1):
         (length,) = _unpack("B", data, at)
         at += 1 + length
@@ -283,7 +283,7 @@ def _first_frame(chunks: Iterable[Chunk]) -> Chunk:
 
 
 def _check_frame(kind: bytes, content: memoryview, canvas: Size, *, is_animated: bool) -> None:
-    """An image fills the canvas; the first frame of an animation lies within it."""
+    """Check that an image fills the canvas, or that the first frame of an animation lies within it."""
     if is_animated != (kind == b"ANMF"):
         raise _BadHeader("is an animation and an image at once")
     left, upper, width, height = _animation_frame(content) if is_animated else (0, 0, *_FRAMES[kind](content))

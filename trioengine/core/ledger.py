@@ -1,13 +1,13 @@
-"""The books: what was accepted, where it is now, how it ended. They balance after every step.
+"""The engine's accounts: requests accepted, in flight and ended. They balance after every step.
 
     received = finished + aborted + failed + in_flight
     in_flight = preparing + waiting + running + suspended
 
-What has ended is counted by its finish reason (finished: stop or length), what was aborted also by its cause.
-A request that left the line for a slot (aborted, cancelled, its session ended) is received and aborted in one entry.
-Refused requests are counted apart as `rejected`, and so are sessions that were refused, cancelled or ended while they
-were entered. A session holds a session slot from its opening until the worker has let go of it, a request a request
-slot until the worker is done with it, whatever became of its reader.
+Ended requests are counted by finish reason (finished: stop or length), aborted ones also by cause. A request that left
+the line for a slot (aborted, cancelled, its session ended) is received and aborted in one entry. Refused requests are
+counted separately as `rejected`, and so are sessions that were refused, cancelled or ended while they were entered. A
+session holds a session slot from its opening until the worker has released it, a request a request slot until the
+worker is done with it, even if its reader left before.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from trioengine.core.types import Cause, FinishReason
 
 
 class RequestState(enum.Enum):
-    """Where a request in flight stands."""
+    """The state of a request in flight."""
 
     PREPARING = "preparing"
     WAITING = "waiting"  # at the worker, without a token yet
     RUNNING = "running"
-    SUSPENDED = "suspended"  # at no worker, to go on when there is one that may run it
+    SUSPENDED = "suspended"  # at no worker; resumed when one may run it
 
 
 class Ledger:
@@ -84,7 +84,7 @@ class Ledger:
         self._states[RequestState.PREPARING] += 1
 
     def leave_line(self, cause: Cause) -> None:
-        """A request that waited for a slot is aborted without one."""
+        """Book a request that was aborted while it waited for a slot."""
         self.received += 1
         self.finish_reasons[FinishReason.ABORT] += 1
         self.abort_causes[cause] += 1
@@ -93,18 +93,18 @@ class Ledger:
         self._states[before] -= 1
         self._states[after] += 1
 
-    def settle(self, stand: RequestState, finish_reason: FinishReason, cause: Cause | None = None) -> None:
-        """The request is over, and its slot is free; `cause` is that of an abort."""
-        self._states[stand] -= 1
+    def settle(self, state: RequestState, finish_reason: FinishReason, cause: Cause | None = None) -> None:
+        """Book the end of a request, which frees its slot; `cause` is set for an abort."""
+        self._states[state] -= 1
         self.finish_reasons[finish_reason] += 1
         if cause is not None:
             self.abort_causes[cause] += 1
 
     def check(self) -> None:
-        """Raise InvariantError unless the books balance."""
+        """Raise InvariantError unless the accounts balance."""
         settled = self.finished + self.aborted + self.failed
         if self.received != settled + self.in_flight:
             raise InvariantError(f"received {self.received} != settled {settled} + in flight {self.in_flight}")
-        negative = {stand.value: count for stand, count in self._states.items() if count < 0}
+        negative = {state.value: count for state, count in self._states.items() if count < 0}
         if negative or self.sessions < 0:
             raise InvariantError(f"counts below zero: {negative or {'sessions': self.sessions}}")

@@ -1,25 +1,28 @@
-"""The life of a session and the state of the engine: THE state machines, as tables.
+"""The life of a session and the states of the engine: THE state machines, as tables.
 
-A session has a *phase* and an *attachment*. The phase says where its one request stands; the attachment says whether
-this worker incarnation was sent ADD_SESSION, and END_SESSION, and has not reported SESSION_ENDED. Nothing else decides
-what may happen: the actors look up `SESSION_TRANSITIONS[phase, attachment, event]`, take over the new state, and do the
-actions, all in one synchronous step. A pair of state and event that is not in the table raises LocalProtocolError and
-changes nothing. All tables are in this one file, so that what may happen is read in one place.
+A session has a *phase* and an *attachment*. The phase is the state of its one request; the attachment is whether this
+worker incarnation was sent ADD_SESSION, and END_SESSION, and has not reported SESSION_ENDED. Nothing else decides: the
+actors look up `SESSION_TRANSITIONS[phase, attachment, event]`, take over the new state, and do the
+actions, all in one synchronous step. All tables are in this one file, so that they can be read in one place.
 
-Why the table makes leaks impossible:
+A pair of state and event that is not in a table raises LocalProtocolError and changes nothing, with one exception:
+events that come from outside, whatever the state (END, ABORT, the worker's death, …), are ignored in the states that
+`SESSION_IGNORES` and `POWER_IGNORES` list, because there they have nothing left to do.
+
+Why the session table makes leaks impossible:
 
 * Every way into ATTACHED posts ADD_SESSION, and the only ways out are DETACHING, which posts END_SESSION, and the death
-  of the worker. Ending an attached session detaches it in the same step, so an attachment that nobody ends cannot be
-  expressed.
+  of the worker. Ending an attached session detaches it in the same step, so an attachment that is never ended cannot
+  be expressed.
 * END is legal in every state, and a second END does nothing.
 * ABORT is legal in every state. It posts STOP_SESSION only for a request in flight; a finish that crosses it on the
   way is the event FINISH in STOPPING, and settles the request as finished: an abort never downgrades an answer.
-* Exactly one SETTLE… action lies on every path from RESERVE back to a state without a request, so every request that
-  was accepted has one entry in the books, and gives its slot back once.
+* Exactly one SETTLE… action lies on every path from RESERVE back to a state without a request, so every accepted
+  request has one entry in the ledger, and gives its slot back once.
 
 A request in flight survives its attachment: where the worker dies, or is to sleep, it is SUSPENDED, and RESUME adds its
-session and its tokens to a worker again. What does not go on is given up in the same step. Rows that are on their way
-while the attachment ends still count, and a finish among them is the outcome.
+session and its tokens to a worker again. A request that cannot go on is given up in the same step. Rows that are on
+their way while the attachment ends still count, and a finish among them is the outcome.
 
 A request's outcome for its reader can be decided earlier (a stop string, a reader that left, a timeout); the phase is
 about the worker, and the slot stays taken until the worker is done with the request: STOPPING and ENDING are still in
@@ -37,15 +40,15 @@ from trioengine.core.errors import LocalProtocolError
 
 
 class Phase(enum.Enum):
-    """Where a session's request stands."""
+    """The state of a session's request."""
 
     IDLE = "idle"  # no request
     PREPARING = "preparing"  # reserved; being templated and tokenized
     RUNNING = "running"  # ADD_MESSAGE posted
     STOPPING = "stopping"  # aborted; its last row is on its way
-    SUSPENDED = "suspended"  # in flight, to go on with another attachment
+    SUSPENDED = "suspended"  # in flight, to be resumed by another attachment
     ENDING = "ending"  # the session's scope was left with a request in flight
-    ENDED = "ended"  # no request, and none will come
+    ENDED = "ended"  # no request any more
 
 
 class Attachment(enum.Enum):
@@ -57,23 +60,23 @@ class Attachment(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What can happen to a session."""
+    """An event in the life of a session."""
 
     RESERVE = "reserve"  # the gate admits a request
-    REFUSE = "refuse"  # its preparation failed: a bad prompt, a gate that has closed
-    COMMIT = "commit"  # it is prepared, and the gate is still open
-    ABORT = "abort"  # by anyone, for any cause
+    REFUSE = "refuse"  # its preparation failed: a bad prompt, or the gate closed
+    COMMIT = "commit"  # prepared, and the gate is still open
+    ABORT = "abort"  # for any cause
     FINISH = "finish"  # its last row, or REQUEST_FAILED, arrived
     END = "end"  # the session's scope was left
-    SESSION_ENDED = "session_ended"  # the worker has let go of it
+    SESSION_ENDED = "session_ended"  # the worker has released it
     WORKER_LOST = "worker_lost"  # the incarnation is dead
-    DETACH = "detach"  # the worker is to forget everything: it will sleep, or get other weights
-    RESUME = "resume"  # there is a worker for a suspended request
-    GIVE_UP = "give_up"  # a suspended request is not to go on
+    DETACH = "detach"  # the worker is to drop all state: it will sleep or load other weights
+    RESUME = "resume"  # a worker is available for a suspended request
+    GIVE_UP = "give_up"  # a suspended request will not be resumed
 
 
 class Action(enum.Enum):
-    """What is to be done in the same synchronous step."""
+    """A side effect, carried out in the same synchronous step."""
 
     POST_ADD_SESSION = "post ADD_SESSION"
     POST_ADD_MESSAGE = "post ADD_MESSAGE"
@@ -89,7 +92,7 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """The state after an event, and what to do."""
+    """The state after an event, and the actions to do."""
 
     phase: Phase
     attachment: Attachment
@@ -112,31 +115,24 @@ SESSION_TRANSITIONS: Mapping[tuple[Phase, Attachment, Event], Transition] = _tab
     {
         (Phase.IDLE, _D): {
             Event.RESERVE: Transition(Phase.PREPARING, _D),
-            Event.ABORT: Transition(Phase.IDLE, _D),
             Event.END: Transition(Phase.ENDED, _D, (_FREE,)),
-            Event.WORKER_LOST: Transition(Phase.IDLE, _D),
-            Event.DETACH: Transition(Phase.IDLE, _D),
         },
         (Phase.IDLE, _A): {
             Event.RESERVE: Transition(Phase.PREPARING, _A),
-            Event.ABORT: Transition(Phase.IDLE, _A),
             Event.END: Transition(Phase.ENDED, _X, (_END,)),
             Event.WORKER_LOST: Transition(Phase.IDLE, _D),
             Event.DETACH: Transition(Phase.IDLE, _X, (_END,)),
         },
         (Phase.IDLE, _X): {
-            Event.ABORT: Transition(Phase.IDLE, _X),
             Event.END: Transition(Phase.ENDED, _X),
             Event.SESSION_ENDED: Transition(Phase.IDLE, _D),
             Event.WORKER_LOST: Transition(Phase.IDLE, _D),
-            Event.DETACH: Transition(Phase.IDLE, _X),
         },
         (Phase.PREPARING, _D): {
             Event.REFUSE: Transition(Phase.IDLE, _D, (Action.SETTLE_REFUSED,)),
             Event.COMMIT: Transition(Phase.RUNNING, _A, _ADD),
             Event.ABORT: Transition(Phase.IDLE, _D, (_ABORTED,)),
             Event.END: Transition(Phase.ENDED, _D, (_ABORTED, _FREE)),
-            Event.WORKER_LOST: Transition(Phase.PREPARING, _D),
         },
         (Phase.PREPARING, _A): {
             Event.REFUSE: Transition(Phase.IDLE, _A, (Action.SETTLE_REFUSED,)),
@@ -153,19 +149,16 @@ SESSION_TRANSITIONS: Mapping[tuple[Phase, Attachment, Event], Transition] = _tab
             Event.DETACH: Transition(Phase.SUSPENDED, _X, (_END, Action.SUSPEND)),
         },
         (Phase.STOPPING, _A): {
-            Event.ABORT: Transition(Phase.STOPPING, _A),
             Event.FINISH: Transition(Phase.IDLE, _A, (_REPORTED,)),
             Event.END: Transition(Phase.ENDING, _X, (_END,)),
             Event.WORKER_LOST: Transition(Phase.IDLE, _D, (_ABORTED,)),
             Event.DETACH: Transition(Phase.STOPPING, _X, (_END,)),
         },
         (Phase.STOPPING, _X): {
-            Event.ABORT: Transition(Phase.STOPPING, _X),
             Event.FINISH: Transition(Phase.IDLE, _X, (_REPORTED,)),
             Event.END: Transition(Phase.ENDING, _X),
             Event.SESSION_ENDED: Transition(Phase.IDLE, _D, (_ABORTED,)),
             Event.WORKER_LOST: Transition(Phase.IDLE, _D, (_ABORTED,)),
-            Event.DETACH: Transition(Phase.STOPPING, _X),
         },
         (Phase.SUSPENDED, _X): {
             Event.ABORT: Transition(Phase.STOPPING, _X),
@@ -173,39 +166,31 @@ SESSION_TRANSITIONS: Mapping[tuple[Phase, Attachment, Event], Transition] = _tab
             Event.END: Transition(Phase.ENDING, _X),
             Event.SESSION_ENDED: Transition(Phase.SUSPENDED, _D),
             Event.WORKER_LOST: Transition(Phase.SUSPENDED, _D),
-            Event.DETACH: Transition(Phase.SUSPENDED, _X),
         },
         (Phase.SUSPENDED, _D): {
             Event.RESUME: Transition(Phase.RUNNING, _A, _ADD),
             Event.GIVE_UP: Transition(Phase.IDLE, _D, (Action.SETTLE_LOST,)),
             Event.ABORT: Transition(Phase.IDLE, _D, (_ABORTED,)),
             Event.END: Transition(Phase.ENDED, _D, (_ABORTED, _FREE)),
-            Event.WORKER_LOST: Transition(Phase.SUSPENDED, _D),
-            Event.DETACH: Transition(Phase.SUSPENDED, _D),
         },
         (Phase.ENDING, _X): {
-            Event.ABORT: Transition(Phase.ENDING, _X),
             Event.FINISH: Transition(Phase.ENDED, _X, (_REPORTED,)),
-            Event.END: Transition(Phase.ENDING, _X),
             Event.SESSION_ENDED: Transition(Phase.ENDED, _D, (_ABORTED, _FREE)),
             Event.WORKER_LOST: Transition(Phase.ENDED, _D, (_ABORTED, _FREE)),
-            Event.DETACH: Transition(Phase.ENDING, _X),
         },
         (Phase.ENDED, _X): {
-            Event.ABORT: Transition(Phase.ENDED, _X),
-            Event.END: Transition(Phase.ENDED, _X),
             Event.SESSION_ENDED: Transition(Phase.ENDED, _D, (_FREE,)),
             Event.WORKER_LOST: Transition(Phase.ENDED, _D, (_FREE,)),
-            Event.DETACH: Transition(Phase.ENDED, _X),
-        },
-        (Phase.ENDED, _D): {
-            Event.ABORT: Transition(Phase.ENDED, _D),
-            Event.END: Transition(Phase.ENDED, _D),
-            Event.WORKER_LOST: Transition(Phase.ENDED, _D),
-            Event.DETACH: Transition(Phase.ENDED, _D),
         },
     }
 )
+
+SESSION_IGNORES: Mapping[Event, frozenset[Phase]] = {  # where the table has no row
+    Event.ABORT: frozenset({Phase.IDLE, Phase.STOPPING, Phase.ENDING, Phase.ENDED}),  # no request, or it is aborted
+    Event.END: frozenset({Phase.ENDING, Phase.ENDED}),
+    Event.WORKER_LOST: frozenset({Phase.IDLE, Phase.PREPARING, Phase.SUSPENDED, Phase.ENDED}),  # detached
+    Event.DETACH: frozenset({Phase.IDLE, Phase.STOPPING, Phase.SUSPENDED, Phase.ENDING, Phase.ENDED}),  # not attached
+}
 
 
 class SessionLifecycle:
@@ -218,9 +203,14 @@ class SessionLifecycle:
         self.attachment = Attachment.DETACHED
 
     def apply(self, event: Event) -> tuple[Action, ...]:
-        """Take the transition and return the actions to do now. LocalProtocolError, and no change, if there is none."""
+        """Take the transition and return the actions to do now; none if the event is ignored.
+
+        Raises LocalProtocolError, and changes nothing, if the event is illegal.
+        """
         transition = SESSION_TRANSITIONS.get((self.phase, self.attachment, event))
         if transition is None:
+            if self.phase in SESSION_IGNORES.get(event, ()):
+                return ()
             raise LocalProtocolError(f"{event.value} while {self.phase.value} and {self.attachment.value}")
         self.phase = transition.phase
         self.attachment = transition.attachment
@@ -236,78 +226,51 @@ class Power(enum.StrEnum):
     LOADING = "loading"
     AWAKE = "awake"
     RESTARTING = "restarting"
-    FALLING_ASLEEP = "falling_asleep"  # requests end or are suspended, every session is detached, SLEEP is posted
-    ASLEEP = "asleep"  # some tags of it at least
+    FALLING_ASLEEP = "falling_asleep"  # requests end or are suspended, sessions are detached, SLEEP is posted
+    ASLEEP = "asleep"  # at least one tag
     WAKING = "waking"
-    UPDATING = "updating"  # the weights, from AWAKE and back; like FALLING_ASLEEP, with UPDATE_WEIGHTS
+    UPDATING = "updating"  # from AWAKE and back; like FALLING_ASLEEP, with UPDATE_WEIGHTS
     DRAINING = "draining"
     CLOSED = "closed"
 
 
 class PowerEvent(enum.Enum):
-    """What can happen to the engine."""
+    """An event in the life of the engine."""
 
-    READY = "ready"  # an incarnation is READY, and takes new requests
+    READY = "ready"  # an incarnation is READY for requests
     WORKER_LOST = "worker_lost"
     SLEEP = "sleep"
-    SLEPT = "slept"  # the memory is given back, by the worker or by its death
+    SLEPT = "slept"  # the memory is released, by the worker or by its death
     WAKE = "wake"
     WOKEN = "woken"  # every tag is awake
     PARTLY_WOKEN = "partly_woken"
     UPDATE = "update"
     UPDATED = "updated"
-    FAILED = "failed"  # a wake or an update; all is as it was before
-    LEFT_ALONE = "left_alone"  # a wake or an update is over, and the worker is gone, or not to be had yet
+    FAILED = "failed"  # a wake or an update, without effect
+    LEFT_ALONE = "left_alone"  # a wake or an update ended without a worker that is ready
     DRAIN = "drain"
-    CLOSE = "close"  # shut down, or given up
-
-
-def _always(power: Power) -> dict[PowerEvent, Power]:
-    return dict.fromkeys(PowerEvent, power)
+    CLOSE = "close"  # shutdown, or the engine gave up
 
 
 _ENDS = {PowerEvent.DRAIN: Power.DRAINING, PowerEvent.CLOSE: Power.CLOSED}
 
 POWER_TRANSITIONS: Mapping[Power, Mapping[PowerEvent, Power]] = {
-    Power.LOADING: {
-        PowerEvent.READY: Power.AWAKE,
-        PowerEvent.WORKER_LOST: Power.LOADING,
-        **_ENDS,
-    },
+    Power.LOADING: {PowerEvent.READY: Power.AWAKE, **_ENDS},
     Power.AWAKE: {
         PowerEvent.WORKER_LOST: Power.RESTARTING,
         PowerEvent.SLEEP: Power.FALLING_ASLEEP,
-        PowerEvent.WAKE: Power.AWAKE,
         PowerEvent.UPDATE: Power.UPDATING,
         **_ENDS,
     },
     Power.RESTARTING: {
         PowerEvent.READY: Power.AWAKE,
-        PowerEvent.WORKER_LOST: Power.RESTARTING,
         PowerEvent.SLEEP: Power.FALLING_ASLEEP,
-        PowerEvent.WAKE: Power.RESTARTING,
         PowerEvent.UPDATE: Power.UPDATING,
         **_ENDS,
     },
-    Power.FALLING_ASLEEP: {
-        PowerEvent.READY: Power.FALLING_ASLEEP,
-        PowerEvent.WORKER_LOST: Power.FALLING_ASLEEP,
-        PowerEvent.SLEPT: Power.ASLEEP,
-        **_ENDS,
-    },
-    Power.ASLEEP: {
-        PowerEvent.READY: Power.ASLEEP,
-        PowerEvent.WORKER_LOST: Power.ASLEEP,
-        PowerEvent.SLEEP: Power.FALLING_ASLEEP,
-        PowerEvent.WAKE: Power.WAKING,
-        PowerEvent.UPDATE: Power.ASLEEP,
-        PowerEvent.UPDATED: Power.ASLEEP,
-        PowerEvent.FAILED: Power.ASLEEP,
-        **_ENDS,
-    },
+    Power.FALLING_ASLEEP: {PowerEvent.SLEPT: Power.ASLEEP, **_ENDS},
+    Power.ASLEEP: {PowerEvent.SLEEP: Power.FALLING_ASLEEP, PowerEvent.WAKE: Power.WAKING, **_ENDS},
     Power.WAKING: {
-        PowerEvent.READY: Power.WAKING,
-        PowerEvent.WORKER_LOST: Power.WAKING,
         PowerEvent.WOKEN: Power.AWAKE,
         PowerEvent.PARTLY_WOKEN: Power.ASLEEP,
         PowerEvent.FAILED: Power.ASLEEP,
@@ -315,21 +278,32 @@ POWER_TRANSITIONS: Mapping[Power, Mapping[PowerEvent, Power]] = {
         **_ENDS,
     },
     Power.UPDATING: {
-        PowerEvent.READY: Power.UPDATING,
-        PowerEvent.WORKER_LOST: Power.UPDATING,
         PowerEvent.UPDATED: Power.AWAKE,
         PowerEvent.FAILED: Power.AWAKE,
         PowerEvent.LEFT_ALONE: Power.RESTARTING,
         **_ENDS,
     },
-    Power.DRAINING: _always(Power.DRAINING) | {PowerEvent.CLOSE: Power.CLOSED},
-    Power.CLOSED: _always(Power.CLOSED),
+    Power.DRAINING: {PowerEvent.CLOSE: Power.CLOSED},
+    Power.CLOSED: {},
+}
+
+_ENDED = frozenset({Power.DRAINING, Power.CLOSED})  # nothing but CLOSE changes them
+POWER_IGNORES: Mapping[PowerEvent, frozenset[Power]] = {  # where the table has no row
+    **dict.fromkeys(PowerEvent, _ENDED),
+    PowerEvent.READY: _ENDED | {Power.FALLING_ASLEEP, Power.ASLEEP, Power.WAKING, Power.UPDATING},
+    PowerEvent.WORKER_LOST: frozenset(Power),
+    PowerEvent.WAKE: _ENDED | {Power.AWAKE, Power.RESTARTING},
+    PowerEvent.UPDATE: _ENDED | {Power.ASLEEP},  # an update of weights that sleep goes from ASLEEP to ASLEEP
+    PowerEvent.UPDATED: _ENDED | {Power.ASLEEP},
+    PowerEvent.FAILED: _ENDED | {Power.ASLEEP},
 }
 
 
 def next_power(power: Power, event: PowerEvent) -> Power:
-    """The engine's state after an event. LocalProtocolError if the table has no such pair."""
+    """Return the engine's state after an event. Raises LocalProtocolError if the event is illegal."""
     following = POWER_TRANSITIONS[power].get(event)
     if following is None:
+        if power in POWER_IGNORES[event]:
+            return power
         raise LocalProtocolError(f"{event.value} while the engine is {power.value}")
     return following

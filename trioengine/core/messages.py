@@ -1,4 +1,4 @@
-"""Everything that the engine and its worker say to each other.
+"""The messages between the engine and its worker.
 
 Each class is one message; its name on the wire is `WIRE_NAMES[cls]`. Session and request ids are minted by the engine
 and never used again. Token ids are `TokenIds`, packed as little-endian int32 on the wire.
@@ -17,7 +17,7 @@ from trioengine.core.power import Tag
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import FinishReason, Logprobs, TokenIds, Usage
 
-SAMPLING_FAILED = "sampling_failed"  # codes of REQUEST_FAILED, beside those of RequestRejected
+SAMPLING_FAILED = "sampling_failed"  # codes of REQUEST_FAILED, in addition to RequestRejected's
 NO_TOKEN_LEFT = "no_token_left"
 
 
@@ -44,7 +44,7 @@ class ImageInput:
 
     payload: int  # id of the payload; minted for this message, and never used again
     name: str  # of the image's part in the request, for error messages: messages[0].content[1]
-    digest: bytes  # of its bytes and the request's cache salt: images with the same digest are the same
+    digest: bytes  # of its bytes and the request's cache salt; equal digests mean equal images
     info: ImageInfo
     num_bytes: int
     tiles: TokenIds  # position of each tile's first token among the session's tokens, ascending
@@ -54,8 +54,8 @@ class ImageInput:
 class AddMessage:
     """Run a request: truncate the session's tokens to `base`, append `token_ids`, and generate.
 
-    The last `num_output` of these are output already: the request goes on where another attachment left it. The request
-    starts once the payloads of its images have come.
+    The last `num_output` of these are output of another attachment, which the request continues. It starts once the
+    payloads of its images have arrived.
     """
 
     session: int
@@ -78,45 +78,45 @@ class StopSession:
 
 @dataclass(frozen=True, slots=True)
 class EndSession:
-    """End the attachment: drop its request, forget its tokens, answer SESSION_ENDED."""
+    """End the attachment: drop its request and tokens, and reply SESSION_ENDED."""
 
     session: int
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Report what you hold."""
+    """Request a report of the worker's state (AUDITED)."""
 
     audit: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Are you there? Answered by the worker's reader thread, also in the middle of a step."""
+    """Request a PONG. The worker's reader thread answers it, also in the middle of a step."""
 
     ping: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Forget everything that was computed, and give memory back to the system: the KV cache, and the weights.
+    """Drop all computed state, and release memory: the KV cache, and the weights, which are kept in host memory.
 
-    These are kept in host memory. No session may be there.
+    No session may exist.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Take memory for these tags again; weights that were discarded are loaded."""
+    """Allocate memory for these tags again; weights that were discarded are loaded."""
 
     tags: tuple[Tag, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateWeights:
-    """Load other weights of the same architecture, or check them where the weights sleep, to load them at WAKE.
+    """Load other weights of the same architecture; if the weights sleep, only check them, and load them at WAKE.
 
-    Whatever was computed with the old ones is forgotten. No session may be there.
+    State that was computed with the old weights is dropped. No session may exist.
     """
 
     path: str
@@ -141,7 +141,7 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The worker takes sessions from now on; its limits."""
+    """The worker accepts sessions from now on; its limits."""
 
     model_type: str
     device: str
@@ -154,7 +154,7 @@ class Ready:
     weight_version: int = 1
 
 
-@dataclass(slots=True)  # there is one for each token: to make a frozen one takes four times as long
+@dataclass(slots=True)  # one for each token: a frozen one takes four times as long to make
 class TokensRow:
     """One sequence's part of a step; its last row has `finish_reason`, its first and its last row have `usage`."""
 
@@ -168,7 +168,7 @@ class TokensRow:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatistics:
-    """The worker's own counts, at this moment."""
+    """The worker's counters."""
 
     num_sessions: int
     num_waiting: int
@@ -178,11 +178,11 @@ class WorkerStatistics:
     num_preemptions: int
     kv_blocks_total: int
     kv_blocks_free: int  # holding nothing
-    kv_blocks_cached: int  # held by no sequence, kept for the prefix cache
+    kv_blocks_cached: int  # used by no sequence, kept for the prefix cache
     prefix_cache_queries: int  # tokens looked up
     prefix_cache_hits: int  # tokens found
     encoder_cache_queries: int = 0  # images looked up
-    encoder_cache_hits: int = 0  # images whose features were there
+    encoder_cache_hits: int = 0  # images whose features were found
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,17 +195,17 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """The request's outcome is an error; nothing else is disturbed."""
+    """The request's outcome is an error; other requests are not affected."""
 
     session: int
     request: int
-    code: str  # SAMPLING_FAILED is the worker's fault; any other one is the request's
+    code: str  # SAMPLING_FAILED is the worker's fault; any other code is the request's
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class SessionEnded:
-    """The attachment is over: its blocks are free, and no row of it follows."""
+    """The attachment has ended: its blocks are free, and none of its rows follows."""
 
     session: int
     statistics: WorkerStatistics
@@ -213,14 +213,14 @@ class SessionEnded:
 
 @dataclass(frozen=True, slots=True)
 class PayloadConsumed:
-    """The worker has closed this payload, whether it was used or its request had ended; said once for each payload."""
+    """The worker has closed this payload, used or not. Sent once for each payload."""
 
     payload: int
 
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """What the worker holds: blocks free + cached + held = total."""
+    """The worker's state: blocks free + cached + held = total."""
 
     audit: int
     sessions: tuple[int, ...]
@@ -234,35 +234,35 @@ class Audited:
 
 @dataclass(frozen=True, slots=True)
 class Slept:
-    """The memory is given back. A worker that cannot do that says FATAL."""
+    """The memory is released. A worker that cannot do so sends FATAL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Woken:
-    """These tags are awake; or, with an error, all is as it was before the WAKE."""
+    """The tags are awake; with an error, nothing has changed."""
 
     error: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """The new weights are the model's; or, with an error, still the old ones."""
+    """The new weights are in use; with an error, still the old ones."""
 
     error: str | None
 
 
 class Activity(enum.Enum):
-    """What the worker's main thread is doing."""
+    """The activity of the worker's main thread."""
 
     STARTING = "starting"
-    LOADING = "loading"  # of the model at the start; to sleep, to wake and to update weights, too
+    LOADING = "loading"  # the model at the start; also sleep, wake and update
     IDLE = "idle"
     STEPPING = "stepping"
 
 
 @dataclass(frozen=True, slots=True)
 class Pong:
-    """Here I am."""
+    """The reply to PING."""
 
     ping: int
     progress: int  # grows with every step and every message handled
@@ -271,7 +271,7 @@ class Pong:
 
 
 class FatalCode(enum.Enum):
-    """Why a worker cannot go on."""
+    """The reason why a worker cannot continue."""
 
     MODEL = "model"  # the model cannot be found, read or run: a ModelError, and no restart helps
     MEMORY = "memory"
@@ -280,7 +280,7 @@ class FatalCode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fatal:
-    """The worker cannot go on, and exits."""
+    """The worker cannot continue, and exits."""
 
     code: FatalCode
     message: str

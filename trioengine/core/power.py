@@ -1,4 +1,7 @@
-"""Sleep state of the engine's memory, and the worker that each power state needs."""
+"""Sleep and wake: the tags of memory, which of them sleep, and the worker that the engine wants in each power state.
+
+The states and transitions of Power itself are in core/lifecycle.py.
+"""
 
 from __future__ import annotations
 
@@ -23,26 +26,29 @@ ALL_TAGS = frozenset(Tag)
 
 
 def sorted_tags(tags: Iterable[Tag]) -> tuple[Tag, ...]:
-    """By their names, as they are said on the wire."""
+    """Return the tags in the order of their names, as on the wire."""
     return tuple(sorted(tags, key=lambda tag: tag.value))
 
 
 class WeightsState(enum.Enum):
-    """Where the weights are."""
+    """The state of the weights."""
 
     AWAKE = "awake"
-    KEPT = "kept"  # not discarded, or updated while they slept: any wake brings them back
+    KEPT = "kept"  # in host memory, or updated while asleep: any wake restores them
     DISCARDED = "discarded"  # a wake may load them again
-    AWAITING_UPDATE = "awaiting_update"  # discarded, and left so until an update, which wakes them
+    AWAITING_UPDATE = "awaiting_update"  # discarded until an update, which also wakes them
 
 
 @dataclass(frozen=True, slots=True)
 class SleepState:
-    """A value: each change gives another. "Awake, but without weights" cannot be said."""
+    """The engine's record of the memory that sleeps, kept even if a worker dies. Each change returns a new value.
+
+    "Awake, but without weights" cannot be expressed.
+    """
 
     weights: WeightsState = WeightsState.AWAKE
     is_cache_awake: bool = True
-    fell_asleep_at: int = 0  # the level of the last sleep
+    fell_asleep_at: int = 0  # level of the last sleep
 
     @property
     def asleep(self) -> frozenset[Tag]:
@@ -51,45 +57,44 @@ class SleepState:
 
     @property
     def level(self) -> int | None:
-        """None: nothing sleeps."""
+        """The level of the current sleep; None if nothing sleeps."""
         return self.fell_asleep_at if self.asleep else None
 
     def check_sleep(self, level: int) -> None:
-        """Raise TransitionFailed where this level cannot be had: what is discarded is not kept."""
+        """Raise TransitionFailed if this level is impossible: discarded weights cannot be kept."""
         if Tag.WEIGHTS in self.asleep and level < self.fell_asleep_at:
-            raise TransitionFailed(
-                f"it sleeps at level {self.fell_asleep_at}: the weights are discarded; wake it first"
-            )
+            problem = "the weights are discarded; wake it first"
+            raise TransitionFailed(f"it sleeps at level {self.fell_asleep_at}: {problem}")
 
     def sleeps_at(self, level: int) -> bool:
-        """Whether a sleep to this level has nothing to do."""
+        """Whether everything sleeps at this level already."""
         return self.asleep == ALL_TAGS and self.fell_asleep_at == level
 
     def slept(self, level: int) -> SleepState:
-        """All of it sleeps; an update is awaited no more."""
+        """Return the state after a sleep at this level, which cancels the wait for an update."""
+        if self.sleeps_at(level) and self.weights is WeightsState.AWAITING_UPDATE:
+            return replace(self, weights=WeightsState.DISCARDED)
         if self.sleeps_at(level):
-            return (
-                replace(self, weights=WeightsState.DISCARDED) if self.weights is WeightsState.AWAITING_UPDATE else self
-            )
+            return self
         weights = WeightsState.KEPT if level == 1 else WeightsState.DISCARDED
         return SleepState(weights, is_cache_awake=False, fell_asleep_at=level)
 
     def to_wake(self, tags: frozenset[Tag], *, reload: bool) -> frozenset[Tag]:
-        """What a wake of these tags brings back."""
+        """Return the tags that a wake of `tags` restores; without `reload` discarded weights stay asleep."""
         wanted = tags & self.asleep
         return wanted if reload or not self._has_discarded else wanted - {Tag.WEIGHTS}
 
     def woken(self, tags: frozenset[Tag]) -> SleepState:
-        """These are back."""
+        """Return the state after these tags woke."""
         weights = WeightsState.AWAKE if Tag.WEIGHTS in tags else self.weights
         return replace(self, weights=weights, is_cache_awake=self.is_cache_awake or Tag.KV_CACHE in tags)
 
     def awaiting_update(self) -> SleepState:
-        """A wake was to leave discarded weights asleep."""
+        """Return the state after a wake without `reload`, which leaves discarded weights to an update."""
         return replace(self, weights=WeightsState.AWAITING_UPDATE) if self._has_discarded else self
 
     def updated(self) -> SleepState:
-        """There are other weights: those that sleep are loaded by any wake."""
+        """Return the state after an update: weights that sleep are loaded by any wake."""
         return self if self.weights is WeightsState.AWAKE else replace(self, weights=WeightsState.KEPT)
 
     @property
@@ -98,25 +103,25 @@ class SleepState:
 
 
 class DesiredWorker(NamedTuple):
-    """At one moment."""
+    """The worker that the engine wants in its present state."""
 
-    should_run: bool  # one that was lost, or has retired, is replaced now
-    asleep: frozenset[Tag]  # what of one that starts now is to sleep
-    runs_requests: bool  # where there is one, what is suspended goes on
+    should_run: bool  # a lost or retired worker is replaced now
+    asleep: frozenset[Tag]  # tags that are asleep in a worker that starts now
+    runs_requests: bool  # suspended requests are resumed
 
     @property
     def is_indispensable(self) -> bool:
-        """Whether the engine is of no use without one: its deaths count."""
+        """Whether the engine cannot work without it, so that its deaths count."""
         return self.should_run and not self.asleep
 
 
 def desired_worker(
     power: Power, asleep: frozenset[Tag], *, in_flight: int, is_finishing: bool, is_changing: bool
 ) -> DesiredWorker:
-    """In this state, while `asleep` sleeps.
+    """Return the worker that the engine wants in this state, while `asleep` sleeps.
 
-    `is_finishing`: requests in flight may still finish before a sleep or an update; `is_changing`: a change that is
-    made asleep, or the sleep that a worker retires for, waits for a worker.
+    `is_finishing`: requests in flight may still finish before a sleep or an update. `is_changing`: a worker is needed
+    for a change while asleep, or for a sleep that replaces a retiring worker.
     """
     match power:
         case Power.FALLING_ASLEEP if is_finishing:

@@ -1,4 +1,7 @@
-"""Parameters of one request."""
+"""The parameters of one request: sampling, and the policy for a prompt that outgrows the context.
+
+Names and meanings of the sampling parameters are vLLM's.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, ParamSpec, TypeAlias, TypedDict, TypeVar, cast, get_args
+from typing import Any, Literal, ParamSpec, Self, TypeAlias, TypedDict, TypeVar, cast, get_args
 
 from trioengine.core.arguments import checked_call, field_names, fields_checked, parameters_of, rejected
 from trioengine.core.bounds import MAX_COUNT, MAX_INT64, brief, changed_fields, integer, number
 from trioengine.core.errors import RequestRejected
+
+Overflow: TypeAlias = Literal["refuse", "drop_oldest_turns"]  # policy for a chat that outgrows the model's context
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
@@ -34,15 +39,18 @@ _NUMBERS = {
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
 }
+_REQUEST_KEYWORDS = ("keep_partial", "timeout", "wait", "label")  # of `generate`, beside the sampling parameters
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 
 
 @fields_checked
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Everything about one request but its prompt; validated when made.
+    """The parameters of one request. Lists become tuples, and numbers of other libraries int and float.
 
-    Raises RequestRejected(code="invalid_value", param=<field>) for a value out of its range.
+    Raises RequestRejected(code="invalid_value", param=<field>) for a value outside its range.
     """
 
     max_tokens: int | None = None  # None: up to the context
@@ -53,15 +61,27 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # over prompt and output, multiplicative; 1: none
     presence_penalty: float = 0.0  # over the output, additive
     frequency_penalty: float = 0.0  # over the output, additive, times the count
-    seed: int | None = None  # None: minted by the engine; with a seed, answers are as repeatable as greedy ones
-    stop: tuple[str, ...] = ()  # not part of the text; a string or a sequence of strings
+    seed: int | None = None  # None: minted by the engine; with a seed, answers are as reproducible as greedy ones
+    stop: tuple[str, ...] = ()  # left out of the text; a string or a sequence of strings
     stop_token_ids: tuple[int, ...] = ()
-    min_tokens: int = 0  # no end by a stop token or a stop string before that many
+    min_tokens: int = 0  # stop tokens and stop strings do not end a shorter answer
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    logprobs: int | None = None  # how many top alternatives to report beside the chosen token; None: none at all
+    logprobs: int | None = None  # number of top alternatives to report beside the chosen token; None: no logprobs
     skip_special_tokens: bool = True  # in the text, not in the token ids
-    cache_salt: str = ""  # only requests with the same one share what the prefix cache holds of their prompts
+    cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
+
+    @classmethod
+    def of_valid(cls, *values: object) -> Self:
+        """Make one from the values of all fields of valid parameters, without validation."""
+        params = object.__new__(cls)
+        for name, value in zip(_FIELDS, values, strict=True):
+            params._set(name, value)
+        return params
+
+    def replace_valid(self, **changes: object) -> Self:
+        """Return a copy with these fields, which are known to be valid, without validation."""
+        return self.of_valid(*(changes.get(name, getattr(self, name)) for name in _FIELDS))
 
     def __repr__(self) -> str:
         return changed_fields(self)
@@ -86,27 +106,27 @@ class SamplingParams:
             self._set(name, _checked(name, number, getattr(self, name), low, high))
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise _invalid(name, f"must be true or false, got {brief(getattr(self, name))}")
+                raise rejected(name, f"must be true or false, got {brief(getattr(self, name))}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _invalid("min_tokens", f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
+            raise rejected("min_tokens", f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
 
     def _validate_stops(self) -> None:
         if not isinstance(self.stop, tuple) or len(self.stop) > MAX_STOP_STRINGS:
-            raise _invalid("stop", f"must be a string or at most {MAX_STOP_STRINGS} strings, got {brief(self.stop)}")
+            raise rejected("stop", f"must be a string or at most {MAX_STOP_STRINGS} strings, got {brief(self.stop)}")
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
-                raise _invalid("stop", f"must hold strings of 1 to {MAX_STOP_LENGTH} characters, got {brief(text)}")
+                raise rejected("stop", f"must hold strings of 1 to {MAX_STOP_LENGTH} characters, got {brief(text)}")
         if not isinstance(self.stop_token_ids, tuple) or len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             shown = brief(self.stop_token_ids)
-            raise _invalid("stop_token_ids", f"must hold at most {MAX_STOP_TOKEN_IDS} token ids, got {shown}")
+            raise rejected("stop_token_ids", f"must hold at most {MAX_STOP_TOKEN_IDS} token ids, got {shown}")
         self._set("stop_token_ids", tuple(_token_id("stop_token_ids", token_id) for token_id in self.stop_token_ids))
 
     def _validate_logit_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > MAX_LOGIT_BIAS:
             shown = brief(self.logit_bias)
-            raise _invalid("logit_bias", f"must map at most {MAX_LOGIT_BIAS} token ids to numbers, got {shown}")
+            raise rejected("logit_bias", f"must map at most {MAX_LOGIT_BIAS} token ids to numbers, got {shown}")
         biases = {
-            _token_id("logit_bias", token_id): _checked("logit_bias", number, bias, -100, 100, what=": bias")
+            _token_id("logit_bias", token_id): _checked("logit_bias", number, bias, -100, 100, item=": bias")
             for token_id, bias in self.logit_bias.items()
         }
         self._set("logit_bias", biases)
@@ -118,7 +138,7 @@ class SamplingParams:
             or len(salt) > MAX_CACHE_SALT
             or any("\ud800" <= char <= "\udfff" for char in salt)
         ):
-            raise _invalid(
+            raise rejected(
                 "cache_salt", f"must be Unicode text of at most {MAX_CACHE_SALT} characters, got {brief(salt)}"
             )
 
@@ -126,57 +146,11 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
 
-def _invalid(name: str, problem: str) -> RequestRejected:
-    return RequestRejected("invalid_value", f"{name} {problem}", param=name)
-
-
-def _checked(name: str, check: Callable[..., T], value: object, low: float, high: float, *, what: str = "") -> T:
-    try:
-        return check(value, low, high)
-    except ValueError as exc:
-        raise RequestRejected("invalid_value", f"{name}{what} {exc}", param=name) from None
-
-
-def _token_id(name: str, value: object) -> int:
-    return _checked(name, integer, value, 0, MAX_COUNT, what=": token id")
-
-
-Overflow: TypeAlias = Literal["refuse", "drop_oldest_turns"]
-
-
-def check_overflow(overflow: object) -> Overflow:
-    """Return the policy of this name. Raises RequestRejected for another one."""
-    if overflow not in get_args(Overflow):
-        names = " or ".join(map(repr, get_args(Overflow)))
-        raise rejected("overflow", f"must be {names}, got {overflow!r:.60}")
-    return cast("Overflow", overflow)
-
-
-def prompt_limit(max_model_len: int, max_tokens: int | None) -> int:
-    """Tokens that a prompt may have without losing its oldest turns.
-
-    The rest of the context is room for an answer of `max_tokens`, of half of the context at most, or by default of a
-    quarter of it.
-    """
-    room = max_model_len // 4 if max_tokens is None else min(max_tokens, max_model_len // 2)
-    return max_model_len - room
-
-
-def retained(limit: int, ratio: float) -> int:
-    """Tokens to which a prompt over its `limit` is shortened.
-
-    With a ratio below 1 more turns go at once than have to, so that the next ones fit without a cut, and find the
-    prompt before them in the prefix cache.
-    """
-    return int(limit * ratio)
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
+_FIELDS = field_names(SamplingParams)
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The fields of SamplingParams."""
+    """The fields of SamplingParams as keywords of the calls that run a request."""
 
     max_tokens: int | None
     temperature: float
@@ -197,18 +171,53 @@ class SamplingOptions(TypedDict, total=False):
     cache_salt: str
 
 
-_REQUEST_KEYWORDS = ("keep_partial", "timeout", "wait", "label")  # of `generate`, beside the sampling parameters
-
-
 def merged_params(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
-    """`params`, or the defaults, with these fields in place of its own. Raises RequestRejected for a bad value."""
+    """Return `params`, or the defaults, with these fields replaced. Raises RequestRejected for a bad value."""
     if not (params is None or isinstance(params, SamplingParams)):
         raise rejected("params", f"must be SamplingParams, got {type(params).__name__}")
-    return dataclasses.replace(SamplingParams() if params is None else params, **options)
+    params = SamplingParams() if params is None else params
+    return dataclasses.replace(params, **options) if options else params
 
 
 def sampling_checked(function: Callable[P, R], name: str | None = None) -> Callable[P, R]:
-    """The function under this name. It raises UnknownArgument unless a keyword is a parameter of it or of sampling."""
+    """Return the function under this name; it raises UnknownArgument for a keyword that neither it nor sampling has."""
     known = [*parameters_of(function), *field_names(SamplingParams)]
-    function = inspect.unwrap(function)  # another name of one that is checked already is checked once
+    function = inspect.unwrap(function)  # a second name for a checked function does not check twice
     return checked_call(function, name or function.__name__, known, _REQUEST_KEYWORDS)
+
+
+def check_overflow(overflow: object) -> Overflow:
+    """Return the policy of this name. Raises RequestRejected for an unknown one."""
+    if overflow not in get_args(Overflow):
+        names = " or ".join(map(repr, get_args(Overflow)))
+        raise rejected("overflow", f"must be {names}, got {overflow!r:.60}")
+    return cast("Overflow", overflow)
+
+
+def prompt_limit(max_model_len: int, max_tokens: int | None) -> int:
+    """Return how many tokens a prompt may have before its oldest turns are dropped.
+
+    The rest of the context is room for an answer: `max_tokens`, at most half of the context; by default a quarter.
+    """
+    room = max_model_len // 4 if max_tokens is None else min(max_tokens, max_model_len // 2)
+    return max_model_len - room
+
+
+def retained(limit: int, ratio: float) -> int:
+    """Return to how many tokens a prompt over its `limit` is shortened.
+
+    With a ratio below 1 more turns are dropped at once than necessary, so that the next prompts fit uncut, and find
+    their beginning in the prefix cache.
+    """
+    return int(limit * ratio)
+
+
+def _checked(name: str, check: Callable[..., T], value: object, low: float, high: float, *, item: str = "") -> T:
+    try:
+        return check(value, low, high)
+    except ValueError as exc:
+        raise RequestRejected("invalid_value", f"{name}{item} {exc}", param=name) from None
+
+
+def _token_id(name: str, value: object) -> int:
+    return _checked(name, integer, value, 0, MAX_COUNT, item=": token id")

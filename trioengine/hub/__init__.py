@@ -1,1 +1,1 @@
-"""Where models come from: known names and paths to files, and files to what the engine must know of a model."""
+"""Models: names and paths to local files, and files to the properties that the engine needs."""

@@ -1,6 +1,6 @@
-"""The shape of an Idefics3 or SmolVLM model: a SigLIP tower, a connector, and a Llama decoder.
+"""The configuration of an Idefics3 or SmolVLM model: a SigLIP tower, a connector, and a Llama decoder.
 
-The defaults of absent fields are transformers', whose files leave out a nested field that has its default.
+Absent fields have the defaults of transformers, which does not write nested fields that have their defaults.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IMAGE_TOKEN = "<image>"
 
 _CHANNELS = 3
 _MAX_TILES = 32  # along an edge; published models have 4
-_FILTERS = 6  # of Pillow
+_FILTERS = 6  # number of Pillow's resampling filters
 _LEAST_MEAN, _LEAST_STD = -1e6, 1e-6
 _TEXT_DEFAULTS = {
     "model_type": "llama",
@@ -52,7 +52,7 @@ class VisionConfig:
 
     @property
     def patches_per_edge(self) -> int:
-        """Of a tile; pixels beyond the last whole patch are not seen."""
+        """Patches along the edge of a tile; pixels beyond the last whole patch are ignored."""
         return self.image_size // self.patch_size
 
     @property
@@ -62,7 +62,7 @@ class VisionConfig:
 
 @dataclass(frozen=True, slots=True)
 class Idefics3Config:
-    """The shape of the model."""
+    """The shape of the model, and the preprocessing of its images."""
 
     model_type: str  # idefics3 or smolvlm
     text: LlamaConfig
@@ -71,11 +71,11 @@ class Idefics3Config:
     images: ImageProcessing
 
     def wanted_tensors(self) -> dict[str, Shape]:
-        """Every tensor that the model needs, with its shape."""
+        """Return the shape of every tensor that the model needs, by its Hugging Face name."""
         return self.text.wanted_tensors(TEXT_PREFIX) | dict(self._vision_tensors())
 
     def optional_tensors(self) -> dict[str, Shape]:
-        """Tensors that may be there."""
+        """Return the shapes of tensors that a checkpoint may have."""
         return self.text.optional_tensors()
 
     def _vision_tensors(self) -> Iterator[tuple[str, Shape]]:
@@ -169,7 +169,7 @@ def _image_token_id(fields: Fields, vocab_size: int) -> int:
 
 
 def _image_processing(directory: Path, image_size: int, tokens: int, image_token_id: int) -> ImageProcessing:
-    """Newer files have the preprocessor's fields inside of processor_config.json."""
+    """Read the preprocessing; newer models have the preprocessor's fields within processor_config.json."""
     processor = read_json(directory / "processor_config.json")
     if processor.count("image_seq_len", tokens) != tokens:
         raise processor.bad("image_seq_len", f"must be the image tokens of a tile, {tokens}")

@@ -1,4 +1,7 @@
-"""The models that have a name: each is a file inside a wheel of the Python package index, checked by its SHA-256."""
+"""The models that have a short name, and the directory that downloads are kept in.
+
+A known model is a file inside a wheel of the Python package index, checked by its SHA-256.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class KnownModel:
 
     @property
     def location(self) -> PurePosixPath:
-        """Where it lies below the home of pulled models."""
+        """Its path below `trioengine_home()`."""
         return PurePosixPath(f"{self.package}-{self.version}", PurePosixPath(self.member).name)
 
 
@@ -46,21 +49,24 @@ KNOWN_MODELS = {model.name: model for model in (SMOLLM2,)}
 
 
 def trioengine_home() -> Path:
-    """$TRIOENGINE_HOME, else `trioengine` in the user's cache directory; ModelError where the user has none."""
+    """Return the directory of pulled models and compiled kernels, all of which can be made or fetched again.
+
+    It is $TRIOENGINE_HOME, else `trioengine` in the user's cache directory. Raises ModelError if the user has none.
+    """
     if home := os.environ.get("TRIOENGINE_HOME"):
-        return expanded(home).absolute()
+        return expand_user(home).absolute()
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else expanded("~/.cache")).absolute() / "trioengine"
+    return (Path(cache) if cache else expand_user("~/.cache")).absolute() / "trioengine"
 
 
-def expanded(path: str) -> Path:
-    """With the user's home for ~; ModelError where there is none."""
+def expand_user(path: str) -> Path:
+    """Replace ~ by the user's home directory. Raises ModelError if there is none."""
     try:
         return Path(path).expanduser()
     except RuntimeError as exc:  # no home directory, or no such user
-        raise ModelError(f"{shown(path)}: {exc}") from exc
+        raise ModelError(f"{quoted(path)}: {exc}") from exc
 
 
-def shown(text: str) -> str:
-    """What a user gave, for an error message."""
+def quoted(text: str) -> str:
+    """Quote a user's input for an error message, shortened to 200 characters."""
     return repr(text if len(text) <= 200 else text[:200] + "…")

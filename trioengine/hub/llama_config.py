@@ -1,4 +1,4 @@
-"""The shape of a Llama model: its configuration by Hugging Face's config.json, and the tensors that it needs."""
+"""The configuration of a Llama model: from a config.json or a GGUF file's metadata, and the tensors that it needs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,32 @@ from trioengine.core.gguf import Undecoded
 from trioengine.hub.model_config import Fields, Shape
 
 MODEL_TYPES = ("llama",)
-FREQUENCY_DIVISORS = "rope_freqs.weight"  # [head_dim / 2]: how llama.cpp stores llama3 scaling
+FREQUENCY_DIVISORS = "rope_freqs.weight"  # [head_dim / 2]: llama3 scaling as llama.cpp stores it
+TOKENS = "tokenizer.ggml.tokens"
+MAX_PADDING = 4096  # rows of the embedding beyond the vocabulary; llama.cpp itself allows none
+_OUTER = {  # GGUF names of tensors outside of the layers
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "rope_freqs": "rope_freqs",
+}
+_LAYER = {  # and of a layer
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_EMBEDDING = "token_embd.weight"
+_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", re.ASCII)
 
 
 class RopeType(enum.Enum):
-    """How the rotary frequencies are scaled for long contexts."""
+    """The scaling of rotary frequencies for long contexts."""
 
     DEFAULT = "default"
     LINEAR = "linear"
@@ -28,7 +49,7 @@ class RopeType(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """The scaling, with config.json's names; `kind` decides which of the numbers count."""
+    """A scaling, with the names of config.json; `kind` decides which of the numbers are used."""
 
     kind: RopeType = RopeType.DEFAULT
     factor: float = 1.0
@@ -38,7 +59,7 @@ class RopeScaling:
 
     @classmethod
     def linear(cls, factor: float) -> RopeScaling:
-        """All frequencies divided by the factor."""
+        """Divide all frequencies by the factor."""
         return cls() if factor == 1 else cls(kind=RopeType.LINEAR, factor=factor)
 
 
@@ -65,15 +86,15 @@ class LlamaConfig:
 
     @property
     def text(self) -> LlamaConfig:
-        """The decoder, which is all of the model."""
+        """The decoder: the whole model."""
         return self
 
     @property
     def images(self) -> None:
-        """None: the model sees no images."""
+        """None: a model of texts only."""
 
     def wanted_tensors(self, prefix: str = "model.") -> dict[str, Shape]:
-        """Every tensor that the model needs, by its Hugging Face name, with its shape; the head has no prefix."""
+        """Return the shape of every tensor that the model needs, by its Hugging Face name; the head has no prefix."""
         vocabulary = (self.vocab_size, self.hidden_size)
         wanted: dict[str, Shape] = {f"{prefix}embed_tokens.weight": vocabulary, f"{prefix}norm.weight": vocabulary[1:]}
         if not self.tie_word_embeddings:
@@ -89,7 +110,7 @@ class LlamaConfig:
         return wanted
 
     def optional_tensors(self) -> dict[str, Shape]:
-        """Tensors that may be there; a tied head is not read."""
+        """Return the shapes of tensors that a checkpoint may have; a tied head is not read."""
         return {
             "lm_head.weight": (self.vocab_size, self.hidden_size),
             FREQUENCY_DIVISORS: (self.head_dim // 2,),
@@ -97,7 +118,7 @@ class LlamaConfig:
 
 
 def config_from_hf(fields: Fields, num_tensors: int) -> LlamaConfig:
-    """Read config.json; the defaults of absent fields are transformers'. Raises ModelError, naming the field."""
+    """Read config.json, with transformers' defaults for absent fields. Raises ModelError, naming the field."""
     if (activation := fields.get("hidden_act")) not in ("silu", None):
         raise ModelError(f"{fields.path}: hidden_act {brief(activation)} is not supported; supported: silu")
     if fields.get("quantization_config"):
@@ -126,7 +147,7 @@ def config_from_hf(fields: Fields, num_tensors: int) -> LlamaConfig:
 
 
 def count_layers(fields: Fields, field: str, num_tensors: int, default: int | None = None) -> int:
-    """The number of layers; ModelError if there are more of them than tensors."""
+    """Return the number of layers. Raises ModelError if it exceeds the number of tensors."""
     layers = fields.count(field, default)
     if layers > num_tensors:
         raise fields.bad(field, f"must be at most the number of tensors, {num_tensors}", default)
@@ -134,7 +155,7 @@ def count_layers(fields: Fields, field: str, num_tensors: int, default: int | No
 
 
 def count_kv_heads(fields: Fields, field: str, heads: int) -> int:
-    """The number of key-value heads, as many as heads by default; ModelError if the heads cannot share them evenly."""
+    """Return the number of key-value heads, by default all heads. Raises ModelError unless it divides the heads."""
     kv_heads = fields.count(field, heads)
     if heads % kv_heads:
         raise fields.bad(field, f"must divide the number of heads, {heads}")
@@ -142,7 +163,7 @@ def count_kv_heads(fields: Fields, field: str, heads: int) -> int:
 
 
 def count_head_dim(fields: Fields, field: str, default: int) -> int:
-    """The size of a head; ModelError if it is odd, as rotary embeddings turn pairs."""
+    """Return the size of a head. Raises ModelError if it is odd: rotary embeddings rotate pairs."""
     head_dim = fields.count(field, default)
     if head_dim % 2:
         raise fields.bad(field, "must be even", default)
@@ -191,32 +212,11 @@ def _projections(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, int], bo
     yield "mlp.down_proj", (hidden, inner), config.mlp_bias
 
 
-TOKENS = "tokenizer.ggml.tokens"
-MAX_PADDING = 4096  # rows of the embedding beyond the vocabulary; llama.cpp itself allows none
-
-_OUTER = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "rope_freqs": "rope_freqs",
-}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_EMBEDDING = "token_embd.weight"
-_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", re.ASCII)
+# ---- GGUF metadata ------------------------------------------------------------------------------------------------
 
 
 def hf_name(name: str) -> str:
-    """The Hugging Face name of a GGUF tensor; a name that means nothing is kept, and refused as unexpected."""
+    """Return the Hugging Face name of a GGUF tensor; an unknown name is kept, and refused as unexpected."""
     match = _NAME.fullmatch(name)
     if match is None:
         return name
@@ -227,7 +227,7 @@ def hf_name(name: str) -> str:
 
 
 def interleaved_heads(name: str, config: LlamaConfig) -> int | None:
-    """The heads of a tensor whose rotary pairs llama.cpp stores side by side, by its Hugging Face name; else None."""
+    """Return the heads of a tensor whose rotary pairs llama.cpp stores side by side, by its Hugging Face name."""
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
     return next((count for projection, count in heads.items() if f".{projection}." in name), None)
 
@@ -235,9 +235,9 @@ def interleaved_heads(name: str, config: LlamaConfig) -> int | None:
 def config_from_gguf(
     metadata: Mapping[str, Any], shapes: Mapping[str, Shape], path: Path, model_type: str = "llama"
 ) -> LlamaConfig:
-    """Read the `llama.*` metadata; the shapes, by GGUF names, give the vocabulary, a tied head, and the biases.
+    """Read the metadata with the prefix `model_type`; the shapes, by GGUF names, give the vocabulary and the biases.
 
-    Another `model_type` has its own prefix. Raises ModelError, naming the key or the tensor.
+    Without an output tensor the head is tied. Raises ModelError, naming the key or the tensor.
     """
     prefix = f"{model_type}."
     values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
@@ -267,9 +267,9 @@ def config_from_gguf(
 
 
 def _vocab_size(metadata: Mapping[str, Any], shapes: Mapping[str, Shape], path: Path) -> int:
-    """The rows of the embedding: the tokens, and perhaps some rows of padding."""
+    """Return the rows of the embedding: one for each token, and possibly some of padding."""
     if len(shapes.get(_EMBEDDING, ())) != 2:
-        raise ModelError(f"{path}: tensor {_EMBEDDING} is missing or no matrix")
+        raise ModelError(f"{path}: tensor {_EMBEDDING} is missing or not a matrix")
     rows, tokens = shapes[_EMBEDDING][0], metadata.get(TOKENS)
     if isinstance(tokens, list | Undecoded) and not len(tokens) <= rows <= len(tokens) + MAX_PADDING:
         raise ModelError(f"{path}: {TOKENS} has {len(tokens)} tokens, {_EMBEDDING} {rows}")
@@ -277,7 +277,7 @@ def _vocab_size(metadata: Mapping[str, Any], shapes: Mapping[str, Shape], path: 
 
 
 def _gguf_rope_scaling(fields: Fields) -> RopeScaling:
-    """As llama.cpp reads it: linear by default, by the old key where the new one is absent, and 0 scales nothing."""
+    """Read as llama.cpp does: linear by default, from the old key if the new one is absent; 0 means no scaling."""
     kind = fields.get("rope.scaling.type")
     if kind not in (None, "", "none", "linear"):
         named = f"rope scaling {brief(kind)}"

@@ -1,4 +1,7 @@
-"""The fields of a model's files, each checked as it is read; files are bounded before they are read."""
+"""The interface of model configurations, and the fields of the JSON files and metadata that they are read from.
+
+Each field is checked as it is read. The size of a file is checked before it is read.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from trioengine.core.image import ImageProcessing
 Shape: TypeAlias = tuple[int, ...]  # rows first
 
 MAX_JSON = 6 << 20  # bytes
-MAX_VALUES = 1 << 18  # of a JSON text, counted by its separators: some 110 bytes of memory each at most
+MAX_VALUES = 1 << 18  # in a JSON text, counted by its separators; at most about 110 bytes of memory each
 
 
 class TextConfig(Protocol):
@@ -68,27 +71,27 @@ class ModelConfig(Protocol):
 
 
 class Fields:
-    """Values by name; a ModelError names the file and the field."""
+    """Values by name; every ModelError names the file and the field."""
 
     def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
-        """`prefix` stands before the fields' names in messages."""
+        """`prefix` precedes the names of fields in messages."""
         self.path = path
         self._values = values
         self._prefix = prefix
 
     def bad(self, field: str, rule: str, default: Any = None) -> ModelError:
-        """The error of a field whose value, or whose default, breaks the rule."""
+        """Return the error for a field whose value, or whose default, violates the rule."""
         value = self.get(field)
         return ModelError(
             f"{self.path}: {self._prefix}{field} {rule}, got {brief(default if value is None else value)}"
         )
 
     def get(self, field: str) -> Any:
-        """The value, unchecked; None if it is absent."""
+        """Return the unchecked value; None if it is absent."""
         return self._values.get(field)
 
     def string(self, field: str) -> str:
-        """A string, or an added token's object with its `content`; "" if it is absent or null."""
+        """Return a string, or the `content` of an added token's object; "" if it is absent or null."""
         value = self.get(field)
         if isinstance(value, Mapping):
             value = value.get("content")
@@ -97,7 +100,7 @@ class Fields:
         return value or ""
 
     def count(self, field: str, default: int | None = None) -> int:
-        """An integer from 1 to 2**31 - 1; `default`, where there is one, if it is absent or null."""
+        """Return an integer from 1 to 2**31 - 1; the `default`, if given, for an absent or null field."""
         value = self.get(field)
         try:
             return integer(default if value is None else value, 1, MAX_COUNT)
@@ -105,7 +108,7 @@ class Fields:
             raise self.bad(field, f"must be an integer from 1 to {MAX_COUNT}", default) from None
 
     def number(self, field: str, default: float | None = None) -> float:
-        """A number above zero that float32 holds; `default`, where there is one, if it is absent or null."""
+        """Return a number above 0 in float32's range; the `default`, if given, for an absent or null field."""
         value = self.get(field)
         try:
             return number(default if value is None else value, 0.0, MAX_FLOAT32, above=True)
@@ -113,14 +116,14 @@ class Fields:
             raise self.bad(field, f"must be a number above 0 and at most {MAX_FLOAT32}") from None
 
     def flag(self, field: str, default: bool = False) -> bool:
-        """True or false; `default` if it is absent or null."""
+        """Return a boolean; `default` for an absent or null field."""
         value = self.get(field)
         if value is not None and not isinstance(value, bool):
             raise self.bad(field, "must be true or false")
         return default if value is None else bool(value)
 
     def object(self, field: str, defaults: Mapping[str, Any] | None = None) -> Fields:
-        """The fields of an object, empty if it is absent or null; `defaults` are values of absent or null fields."""
+        """Return the fields of an object, none if it is absent or null; `defaults` replace absent or null fields."""
         value = self.get(field)
         if value is not None and not isinstance(value, Mapping):
             raise self.bad(field, "must be an object")
@@ -128,7 +131,7 @@ class Fields:
         return Fields(self.path, {**(defaults or {}), **given}, f"{self._prefix}{field}.")
 
     def numbers(self, field: str, count: int, default: float, low: float) -> tuple[float, ...]:
-        """A list of `count` numbers of at least `low` that float32 holds; all are `default` if it is absent or null."""
+        """Return `count` numbers from `low` up in float32's range; all are `default` for an absent or null field."""
         value = self.get(field)
         entries = [default] * count if value is None else value
         try:
@@ -139,7 +142,7 @@ class Fields:
             raise self.bad(field, f"must be {count} numbers from {low} to {MAX_FLOAT32}") from None
 
     def token_ids(self, field: str, vocab_size: int) -> tuple[int, ...]:
-        """A token id or a list of them; empty if it is absent or null."""
+        """Return one token id or a list of them; empty for an absent or null field."""
         value = self.get(field)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(id) is int and 0 <= id < vocab_size for id in ids):
@@ -148,7 +151,7 @@ class Fields:
 
 
 def read_json(path: Path, *, required: bool = False) -> Fields:
-    """The fields of a JSON object; none if the file is absent and not required. Raises ModelError."""
+    """Read the fields of a JSON object; none if the file is absent and not required. Raises ModelError."""
     if not required and not path.exists():
         return Fields(path, {})
     try:
@@ -158,19 +161,19 @@ def read_json(path: Path, *, required: bool = False) -> Fields:
     except (ValueError, RecursionError) as exc:
         raise ModelError(f"{path}: not JSON: {exc}") from exc
     if not isinstance(fields, dict):
-        raise ModelError(f"{path}: no JSON object")
+        raise ModelError(f"{path}: not a JSON object")
     return Fields(path, fields)
 
 
 def parse_json(data: bytes, **options: Any) -> Any:
-    """A JSON text as `json.loads` reads it. Raises ValueError or RecursionError, also for more than MAX_VALUES."""
+    """Parse as `json.loads` does. Raises ValueError or RecursionError, also for more than MAX_VALUES values."""
     if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_VALUES:
         raise ValueError(f"more than {MAX_VALUES} values")
     return json.loads(data.decode(), **options)
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 text of at most MAX_JSON bytes. Raises ModelError."""
+    """Read a UTF-8 text of at most MAX_JSON bytes. Raises ModelError."""
     try:
         return read_file(path, MAX_JSON).decode()
     except UnicodeDecodeError:
@@ -178,7 +181,7 @@ def read_text(path: Path) -> str:
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """The contents of a file of at most `limit` bytes. Raises ModelError."""
+    """Read a file of at most `limit` bytes. Raises ModelError."""
     with open_file(path) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
@@ -187,7 +190,7 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file: pipes and devices might block. Raises ModelError."""
+    """Open a regular file; pipes and devices could block. Raises ModelError."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise ModelError(f"{path}: not a regular file")

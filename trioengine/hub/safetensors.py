@@ -1,7 +1,7 @@
-"""The header of a safetensors file, checked as the reference implementation does it.
+"""The header of a safetensors file, with the checks of the reference implementation.
 
 Format: https://github.com/huggingface/safetensors#format. Its length and every tensor's place are checked against the
-file, so a truncated or lying file is refused before a worker starts.
+size of the file, so that a truncated or inconsistent file is refused before a worker starts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a safetensors file: `shape` rows first."""
+    """A tensor of a safetensors file; `shape` has rows first."""
 
     file: Path
     dtype: str
@@ -40,7 +40,7 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, by name; only its header is read. Raises ModelError, naming the file and the tensor."""
+    """Return the tensors of a file by name, from its header. Raises ModelError, naming the file and the tensor."""
     try:
         with open_file(path) as file:
             size = file.seek(0, 2)
@@ -49,23 +49,23 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             return _tensors(path, _parse(file.read(header)), data_size)
     except OSError as exc:
         raise ModelError(f"{path}: {exc.strerror}") from exc
-    except _Bad as exc:
+    except _Invalid as exc:
         raise ModelError(f"{path}: {exc}") from None
 
 
-class _Bad(Exception):
-    """The fault of the file."""
+class _Invalid(Exception):
+    """The file violates the format."""
 
 
 def _header(start: bytes, size: int) -> tuple[int, int]:
-    """Bytes of the header, and of the tensors behind it."""
+    """Return the bytes of the header, and of the tensors after it."""
     if len(start) < _LENGTH.size:
-        raise _Bad("not a safetensors file: it is shorter than a header's length")
+        raise _Invalid("not a safetensors file: it is shorter than a header's length")
     (length,) = _LENGTH.unpack(start)
     if length > MAX_HEADER:
-        raise _Bad(f"not a safetensors file: a header of {length} bytes, {MAX_HEADER} are the most")
+        raise _Invalid(f"not a safetensors file: a header of {length} bytes (the limit is {MAX_HEADER})")
     if length > size - _LENGTH.size:
-        raise _Bad(f"the file is truncated: a header of {length} bytes in a file of {size}")
+        raise _Invalid(f"the file is truncated: a header of {length} bytes in a file of {size}")
     return length, size - _LENGTH.size - length
 
 
@@ -73,9 +73,9 @@ def _parse(header: bytes) -> dict[str, Any]:
     try:
         tensors = parse_json(header, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as exc:
-        raise _Bad(f"not a safetensors file: the header is not JSON: {exc}") from None
+        raise _Invalid(f"not a safetensors file: the header is not JSON: {exc}") from None
     if not isinstance(tensors, dict):
-        raise _Bad("not a safetensors file: the header is no JSON object")
+        raise _Invalid("not a safetensors file: the header is not a JSON object")
     tensors.pop("__metadata__", None)
     return tensors
 
@@ -84,13 +84,13 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, value in pairs:
         if name in fields:
-            raise _Bad(f"{brief(name)} is in the header twice")
+            raise _Invalid(f"{brief(name)} is in the header twice")
         fields[name] = value
     return fields
 
 
 def _tensors(path: Path, entries: dict[str, Any], data_size: int) -> dict[str, StoredTensor]:
-    """The tensors must fill the data one after the other, without holes."""
+    """Read the entries. Raises _Invalid unless the tensors fill the data one after the other, without holes."""
     tensors: dict[str, StoredTensor] = {}
     places: list[tuple[int, int, str]] = []
     for name, entry in entries.items():
@@ -99,30 +99,32 @@ def _tensors(path: Path, entries: dict[str, Any], data_size: int) -> dict[str, S
     at = 0
     for begin, end, name in sorted(places):
         if end > data_size:
-            raise _Bad(f"the file is truncated: tensor {brief(name)} ends {end - data_size} bytes beyond its end")
+            raise _Invalid(f"the file is truncated: tensor {brief(name)} ends {end - data_size} bytes beyond its end")
         if begin != at:
             fault = "overlaps the tensor before it" if begin < at else f"leaves a hole of {begin - at} bytes before it"
-            raise _Bad(f"tensor {brief(name)} {fault}")
+            raise _Invalid(f"tensor {brief(name)} {fault}")
         at = end
     if at != data_size:
-        raise _Bad(f"{data_size - at} bytes after the last tensor belong to none")
+        raise _Invalid(f"{data_size - at} bytes after the last tensor belong to no tensor")
     return tensors
 
 
 def _tensor(path: Path, name: str, entry: Any) -> tuple[int, StoredTensor]:
-    """The byte of the data where a tensor begins, and the tensor."""
+    """Return the offset of a tensor in the data, and the tensor."""
     if not isinstance(entry, dict):
-        raise _Bad(f"tensor {name} is no JSON object")
+        raise _Invalid(f"tensor {name} is not a JSON object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise _Bad(f"tensor {name} has the unknown dtype {brief(dtype)}")
+        raise _Invalid(f"tensor {name} has the unknown dtype {brief(dtype)}")
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
-        raise _Bad(f"tensor {name} has the shape {brief(shape)}, which is no list of at most {MAX_DIMENSIONS} sizes")
+        raise _Invalid(
+            f"tensor {name} has the shape {brief(shape)}, which is not a list of at most {MAX_DIMENSIONS} sizes"
+        )
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _Bad(f"tensor {name} has the data_offsets {brief(offsets)}, which are no beginning and end")
+        raise _Invalid(f"tensor {name} has the data_offsets {brief(offsets)}, which are not a beginning and an end")
     begin, end = offsets
     if (end - begin) * 8 != math.prod(shape) * _BITS[dtype]:
-        raise _Bad(f"tensor {name} has {end - begin} bytes, which is not {dtype} of the shape {brief(shape)}")
+        raise _Invalid(f"tensor {name} has {end - begin} bytes, which is not {dtype} of the shape {brief(shape)}")
     return begin, StoredTensor(path, dtype, tuple(shape), end - begin)
 
 

@@ -30,19 +30,19 @@ _OPTIONAL = ("max_body_size", "max_message_size")
 _SECONDS = ("handshake_timeout", "body_timeout", "idle_timeout", "client_ping_interval", "send_timeout")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """What one client may cost: the part of ServeConfig that its connection needs, under the same names."""
+    """The limits of one client's connection: a part of ServeConfig."""
 
-    max_body_size: int | None
-    max_header_size: int
-    max_message_size: int | None
-    max_conversation_size: int
-    handshake_timeout: float
-    body_timeout: float
-    idle_timeout: float
-    client_ping_interval: float
-    send_timeout: float
+    max_body_size: int | None = None  # bytes; None: 4 MiB, or 32 MiB where the model takes images
+    max_header_size: int = 32 << 10  # bytes of a request's head
+    max_message_size: int | None = None  # bytes of a WebSocket message; None: 1 MiB, or 32 MiB with images
+    max_conversation_size: int = 8 << 20  # bytes in memory of the items of a WebSocket's conversation
+    handshake_timeout: float = 10.0  # for a request's head
+    body_timeout: float = 60.0
+    idle_timeout: float = 300.0  # between two requests
+    client_ping_interval: float = 20.0  # of WebSockets; the answer may take as long
+    send_timeout: float = 20.0  # a client that does not read for so long has disconnected
 
     def largest_body(self, *, takes_images: bool) -> int:
         """Bytes of a request's body, to a model that takes images or does not."""
@@ -60,7 +60,7 @@ def _size(configured: int | None, default: int, *, takes_images: bool) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class ServeConfig:
+class ServeConfig(ConnectionLimits):
     """How an engine is served; InvalidConfig names the field that cannot be used. Times are in seconds.
 
     A key is never shown, neither in `repr` nor in an error.
@@ -77,17 +77,8 @@ class ServeConfig:
     shutdown_timeout: float = 30.0  # that requests have after the first SIGTERM or SIGINT
     max_connections: int = 4096  # at a time; one that waits makes room for more, or they are answered with 503
     max_sessions_per_key: int = 64  # WebSockets and requests of a key at a time; more are answered with 429
-    max_body_size: int | None = None  # bytes; None: 4 MiB, or 32 MiB where the model takes images
-    max_header_size: int = 32 << 10  # bytes of a request's head
-    max_message_size: int | None = None  # bytes of a WebSocket message; None: 1 MiB, or 32 MiB with images
-    max_conversation_size: int = 8 << 20  # bytes in memory of the items of a WebSocket's conversation
     max_buffered_bytes: int = 1 << 30  # of bodies and of WebSocket connections; more are answered with 503
     max_buffered_bytes_per_key: int = 256 << 20  # the same of one key; more are answered with 429
-    handshake_timeout: float = 10.0  # for a request's head
-    body_timeout: float = 60.0
-    idle_timeout: float = 300.0  # between two requests
-    client_ping_interval: float = 20.0  # of WebSockets; the answer may take as long
-    send_timeout: float = 20.0  # a client that does not read for so long is gone
 
     def __post_init__(self) -> None:
         if not isinstance(self.host, str) or not self.host:
@@ -113,12 +104,6 @@ class ServeConfig:
     def has_keys(self) -> bool:
         """Whether clients need a key at all."""
         return bool(self.api_key or self.admin_key)
-
-    @property
-    def limits(self) -> ConnectionLimits:
-        """What one connection needs of this."""
-        names = [field.name for field in dataclasses.fields(ConnectionLimits)]
-        return ConnectionLimits(**{name: getattr(self, name) for name in names})
 
     def _check_insecure(self) -> None:
         """Raise InvalidConfig where keys are configured, and would not be asked for."""

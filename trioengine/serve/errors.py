@@ -1,4 +1,4 @@
-"""What a client is told when something went wrong, in OpenAI's shape; nothing internal is echoed."""
+"""Errors as clients see them, in OpenAI's shape; nothing internal is disclosed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trioengine.core.types import Cause
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 RATE_LIMIT = "rate_limit_error"
-_STATUS = {  # of what a client asked for; others are 400
+_STATUS = {  # of refused requests, by code; others are 400
     "model_not_found": 404,
     "no_weights_dir": 403,
     "weights_not_found": 404,
@@ -32,7 +32,9 @@ _STATUS = {  # of what a client asked for; others are 400
     "template_error": 422,
     "no_token_left": 422,
 }
-_ABORTED: Mapping[Cause | None, str] = {  # by whom; a client that is still there to be told did not do it itself
+_ABORTED: Mapping[
+    Cause | None, str
+] = {  # the end of a message; the client itself has not aborted a request that it still waits for
     Cause.CLIENT: "by an operator",
     Cause.ABORT_ALL: "by an operator, with all others",
     Cause.SHUTDOWN: "by the server's shutdown",
@@ -43,7 +45,7 @@ _ABORTED: Mapping[Cause | None, str] = {  # by whom; a client that is still ther
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error as the client sees it; `retry_after` in seconds."""
+    """An error as the client sees it; `retry_after` is in seconds."""
 
     type: str
     code: str
@@ -57,7 +59,7 @@ class Problem:
 
 
 class ClientError(Exception):
-    """What a client asked for cannot be done; `problem` says why."""
+    """Refuses a request of a client; `problem` describes the error."""
 
     def __init__(self, code: str, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -65,7 +67,7 @@ class ClientError(Exception):
 
 
 class OverBudget(ClientError):
-    """There is no room for more bytes of a client; `status` is that of its response."""
+    """Refuses more bytes of a client; `status` is for an HTTP response."""
 
     def __init__(self, status: int, problem: Problem) -> None:
         super().__init__(problem.code, problem.message)
@@ -74,7 +76,7 @@ class OverBudget(ClientError):
 
 
 class RequestAborted(Exception):
-    """A request ended before its answer did, and not because its client went away; `cause` says why."""
+    """A request was aborted, and not by the disconnect of its client."""
 
     def __init__(self, cause: Cause | None) -> None:
         super().__init__(cause)
@@ -82,7 +84,7 @@ class RequestAborted(Exception):
 
 
 def problem_of(error: Exception) -> Problem:
-    """The client's view of an error; a bug of ours is `internal_error` and says no more."""
+    """Return the client's view of an error; a bug of ours is an `internal_error` without details."""
     match error:
         case ClientError():
             return error.problem
@@ -113,7 +115,7 @@ def problem_of(error: Exception) -> Problem:
 
 
 def status_of(error: Exception) -> int:
-    """The HTTP status of an error."""
+    """Return the HTTP status of an error."""
     match error:
         case OverBudget():
             return error.status

@@ -59,7 +59,7 @@ class Server:
             self._realtime,
             disconnects=self._disconnects,
             budget=self.budget,
-            limits=config.limits,
+            limits=config,
             takes_images=lambda: engine.runtime.takes_images,
             max_connections=clamp_to_fd_limit(config.max_connections),
         )
@@ -129,7 +129,7 @@ class Server:
             self._closing,
             disconnects=self._disconnects,
             held=held,
-            limits=self.config.limits,
+            limits=self.config,
         )
         await connection.run()
 

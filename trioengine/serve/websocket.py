@@ -1,4 +1,8 @@
-"""The WebSocket protocol of an accepted connection: wsproto's, also for clients that do not keep to the rules."""
+"""An accepted connection as a WebSocket: trio-websocket's, tolerating clients that violate RFC 6455.
+
+trio-websocket reads and writes by way of a wsproto connection, in whose place WebSocketProtocol stands. Its private
+names that AcceptedWebSocket needs are used in this file only, and listed in tests/serve/test_websocket_frames.py.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +21,89 @@ from wsproto.events import BytesMessage, CloseConnection, Event, Pong, TextMessa
 from trioengine.serve.errors import OverBudget
 from trioengine.serve.limits import ALWAYS_TAKEN, Held
 
+READ_SIZE = 8 << 10  # bytes; those read at once are handled at once, and may be a thousand frames
 _NOT_UTF8 = 1007
-_OFFENCES = {_NOT_UTF8: "a text message is not UTF-8"}  # by the code of the close
-_OFFENCE = "the frames break the rules of RFC 6455"
+_VIOLATIONS = {_NOT_UTF8: "a text message is not UTF-8"}  # by the code of the close
+_VIOLATION = "the frames break the rules of RFC 6455"
+
+
+class AcceptedWebSocket(WebSocketConnection):
+    """The server's end of a WebSocket. It leaves its stream open: the owner closes it once the client has read all."""
+
+    def __init__(self, stream: trio.abc.Stream, max_message_size: Callable[[], int], held: Held) -> None:
+        self.max_message_size = max_message_size  # bytes; called for each message, as it grows once the model is known
+        self._protocol = WebSocketProtocol(max_message_size, held)
+        super().__init__(
+            _KeptOpen(stream),
+            self._protocol,
+            message_queue_size=1,
+            max_message_size=max_message_size(),
+            receive_buffer_size=READ_SIZE,
+        )
+
+    def receive_handshake(self, seen: bytes) -> None:
+        """Take the bytes of a handshake. Raises wsproto's ProtocolError, or UnicodeError, if they are malformed."""
+        self._protocol.receive_data(seen)
+
+    async def open(self, nursery: trio.Nursery) -> WebSocketRequest:
+        """Return the client's proposal, after `receive_handshake`; further frames are read in this nursery."""
+        nursery.start_soon(self._reader_task)
+        return await self._get_request()
+
+    async def get_message(self) -> str | bytes:
+        """Return the next message. Raises OverBudget in place of one that was not kept, and ConnectionClosed."""
+        message = await super().get_message()
+        if isinstance(message, RefusedText):
+            raise message.refusal
+        return message
+
+    async def send(self, messages: Sequence[TextMessage]) -> None:
+        """Send messages, or parts of one, in one write; between parts only pings and pongs may be sent.
+
+        Raises ConnectionClosed.
+        """
+        if self.closed is not None:
+            raise ConnectionClosed(self.closed)
+        await self._send(TextMessages(messages))
+
+    async def _handle_message_event(self, event: TextMessage | BytesMessage) -> None:
+        self._max_message_size = self.max_message_size()
+        if isinstance(event.data, RefusedText):
+            with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                await self._send_channel.send(event.data)
+        else:
+            await super()._handle_message_event(event)
+            object.__setattr__(event, "data", type(event.data)())  # trio-websocket keeps the event until the next one
+
+
+class _KeptOpen(trio.abc.Stream):
+    """A stream that `aclose` leaves open."""
+
+    def __init__(self, stream: trio.abc.Stream) -> None:
+        self._stream = stream
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        return await self._stream.receive_some(max_bytes)
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        await self._stream.send_all(data)
+
+    async def wait_send_all_might_not_block(self) -> None:
+        await self._stream.wait_send_all_might_not_block()
+
+    async def aclose(self) -> None:
+        await trio.lowlevel.checkpoint()
 
 
 @dataclass(frozen=True)
 class TextMessages(Event):
-    """Several, or parts of one, whose bytes go together."""
+    """Several messages, or parts of one, whose bytes are written together."""
 
     messages: Sequence[TextMessage]
 
 
 class RefusedText(str):
-    """In place of a message that was not kept, as there was no room for its bytes."""
+    """Stands for a message that was not kept because its bytes were over the budget."""
 
     refusal: OverBudget
 
@@ -41,30 +114,30 @@ class RefusedText(str):
 
 
 class WebSocketProtocol(WSConnection):
-    """What trio-websocket reads and writes, in place of wsproto's own.
+    """wsproto's connection, for trio-websocket, with whole messages and a budget for their bytes.
 
-    Messages come whole, or as far as they are longer than `max_message_size()` bytes, so that it matters little in how
-    many fragments they are sent. The bytes of one that is on its way are taken of `held`; where there is no room for
-    them, a RefusedText comes in its place. A client that breaks the rules gets a close, after which nothing is sent.
+    Messages come whole, however many fragments they are sent in, or cut once they are longer than `max_message_size()`
+    bytes. The bytes of an unfinished message are taken of `held`; beyond the budget a RefusedText comes in its place.
+    A client that violates RFC 6455 is sent a close, and nothing after it.
     """
 
     def __init__(self, max_message_size: Callable[[], int], held: Held) -> None:
         super().__init__(ConnectionType.SERVER)
         self._held = held
-        self._refusal: OverBudget | None = None  # of the message that is on its way
-        self._max_message_size = max_message_size  # in bytes, at the moment
-        self._parts = io.BytesIO()  # of the message that is on its way; of a text as UTF-8
+        self._refusal: OverBudget | None = None  # of the unfinished message
+        self._max_message_size = max_message_size
+        self._parts = io.BytesIO()  # of the unfinished message; a text's as UTF-8
         self._size = 0  # of these, in bytes
-        self._is_offended = False
+        self._is_violated = False
 
     @property
     def state(self) -> ConnectionState:
-        """An offence ends the connection as the client's own goodbye does: it is answered."""
+        """A violation is answered like a close of the client's."""
         state = super().state
-        return ConnectionState.REMOTE_CLOSING if self._is_offended and state is ConnectionState.OPEN else state
+        return ConnectionState.REMOTE_CLOSING if self._is_violated and state is ConnectionState.OPEN else state
 
     def send(self, event: Event) -> bytes:
-        """The bytes of an event; none of a pong, or a second close, while ours waits for its answer."""
+        """Return the bytes of an event; none of a pong, or of a second close, once we have sent a close."""
         if isinstance(event, Pong | CloseConnection) and self.state is ConnectionState.LOCAL_CLOSING:
             return b""
         if isinstance(event, TextMessages):
@@ -72,18 +145,18 @@ class WebSocketProtocol(WSConnection):
         return super().send(event)
 
     def events(self) -> Generator[Event, None, None]:
-        """What the client did."""
+        """Yield the events in the bytes received."""
         for event in super().events():
             if isinstance(event, TextMessage | BytesMessage):
-                yield from self._whole(event)
+                yield from self._collect(event)
             elif isinstance(event, CloseConnection) and super().state is ConnectionState.OPEN:
-                self._is_offended = True
-                yield CloseConnection(code=event.code, reason=_OFFENCES.get(event.code, _OFFENCE))
+                self._is_violated = True
+                yield CloseConnection(code=event.code, reason=_VIOLATIONS.get(event.code, _VIOLATION))
             else:
                 yield event
 
-    def _whole(self, event: TextMessage | BytesMessage) -> Generator[Event, None, None]:
-        """The message that ends with this part, if one does, or is too long already.
+    def _collect(self, event: TextMessage | BytesMessage) -> Generator[Event, None, None]:
+        """Yield the message that this part finishes, or makes too long.
 
         A text that is too long comes as bytes: of a text trio-websocket would count the characters.
         """
@@ -107,7 +180,7 @@ class WebSocketProtocol(WSConnection):
                 yield BytesMessage(data=whole)
 
     def _add(self, part: bytes | bytearray) -> None:
-        """Keep a part of the message, or none of it if there is no room for all."""
+        """Keep a part of the message; drop all of it, and the parts to come, if it is over the budget."""
         if self._refusal is not None:
             return
         try:
@@ -123,56 +196,3 @@ class WebSocketProtocol(WSConnection):
     def _drop_parts(self) -> None:
         self._held.give_back(self._parts.tell())
         self._parts = io.BytesIO()
-
-
-READ_SIZE = 8 << 10  # bytes; what is read at once is handled at once, and may be a thousand frames
-
-
-class AcceptedWebSocket(WebSocketConnection):
-    """The server's end. It never closes its stream: whoever owns that does, when the last words were read."""
-
-    def __init__(self, stream: trio.abc.Stream, max_message_size: Callable[[], int], held: Held) -> None:
-        self.max_message_size = max_message_size  # bytes; asked for each message: it grows once the model is known
-        self._protocol = WebSocketProtocol(max_message_size, held)
-        super().__init__(
-            stream,
-            self._protocol,
-            message_queue_size=1,
-            max_message_size=max_message_size(),
-            receive_buffer_size=READ_SIZE,
-        )
-
-    def receive_handshake(self, seen: bytes) -> None:
-        """Take what was read already. Raises wsproto's ProtocolError, or UnicodeError, if it is none."""
-        self._protocol.receive_data(seen)
-
-    async def open(self, nursery: trio.Nursery) -> WebSocketRequest:
-        """The proposal in the handshake that was received; what follows it is read in this nursery."""
-        nursery.start_soon(self._reader_task)
-        return await self._get_request()
-
-    async def get_message(self) -> str | bytes:
-        """The next message. Raises OverBudget in place of one that was not kept, and ConnectionClosed."""
-        message = await super().get_message()
-        if isinstance(message, RefusedText):
-            raise message.refusal
-        return message
-
-    async def _handle_message_event(self, event: TextMessage | BytesMessage) -> None:
-        self._max_message_size = self.max_message_size()
-        if isinstance(event.data, RefusedText):
-            with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-                await self._send_channel.send(event.data)
-        else:
-            await super()._handle_message_event(event)
-            object.__setattr__(event, "data", type(event.data)())  # trio-websocket has the event until the next comes
-
-    async def send(self, messages: Sequence[TextMessage]) -> None:
-        """Write these, or parts of one, at once; between parts only pings and pongs may go. Raises ConnectionClosed."""
-        if self._close_reason:
-            raise ConnectionClosed(self._close_reason)
-        await self._send(TextMessages(messages))
-
-    async def _close_stream(self) -> None:
-        self._reader_running = False
-        await trio.lowlevel.checkpoint()

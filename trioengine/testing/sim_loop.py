@@ -1,11 +1,11 @@
 """trio, a scheduler pass at a time, under the hand of a synchronous caller.
 
-Guest mode lets a host run trio's loop. The clock says that there is never time to wait for I/O in a thread, so that
+Guest mode lets a host run trio's loop. The clock leaves no time to wait for I/O in a thread, so that
 every callback that trio queues is exactly one scheduler pass; and which of the runnable tasks goes first is given as
 data. No thread, no I/O, no wall clock: the same calls give the same steps.
 
 The one private name that a loop needs is `trio._core._run._r`, the random generator that trio itself registers with
-hypothesis in order to be deterministic under it; `tests/testing/test_sim_loop.py` says so if it changes. (To end a task
+hypothesis in order to be deterministic under it; `tests/testing/test_sim_loop.py` fails if it changes. (To end a task
 that does not want to end takes three more, in `_give_up`.)
 """
 
@@ -37,7 +37,7 @@ class Livelock(AssertionError):
 
 
 class SimulatedClock(trio.abc.Clock):
-    """Seconds that pass when they are told to, from 0 on."""
+    """A clock that starts at 0 and moves by `jump` alone."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -91,7 +91,7 @@ class SimLoop:
         self._todo.popleft()()
 
     def _unwrap(self) -> None:
-        """How the run ended, told once: trio delivers a KeyboardInterrupt to one of its tasks, perhaps in a group."""
+        """Raise the error of the run, once. trio delivers a KeyboardInterrupt to a task, perhaps in a group."""
         outcome, self._outcome = self._outcome, Value(None)
         if isinstance(outcome, Error):
             interrupts = (KeyboardInterrupt, SystemExit)
@@ -115,7 +115,7 @@ class SimLoop:
         return zlib.crc32(";".join(self._picks.names).encode())
 
     def start_soon(self, function: Callable[..., Awaitable[Any]], *args: Any, name: str) -> None:
-        """Start a task; its crash is collected, and disturbs nobody."""
+        """Start a task; its crash is collected, and does not disturb the others."""
         self.nursery.start_soon(self._guard, function, args, name=name)
 
     async def _guard(self, function: Callable[..., Awaitable[Any]], args: Sequence[Any]) -> None:
@@ -125,7 +125,7 @@ class SimLoop:
             self.crashes.append(exc)
 
     def tick(self, picks: Iterable[int] = FIFO) -> None:
-        """One pass for each pick. A pick says which runnable task goes first, in order of their start; 0 is FIFO."""
+        """Run one pass for each pick: the index, in order of their start, of the runnable task that goes first."""
         for pick in picks:
             self._picks.first = pick
             self._pass()
@@ -142,7 +142,7 @@ class SimLoop:
         raise Livelock(f"tasks were still running after {limit} passes:\n{self.stacks()}")
 
     def seconds_to_next_deadline(self) -> float:
-        """On the simulated clock; infinite when nobody waits for a time."""
+        """On the simulated clock; infinite without a deadline."""
         return trio.lowlevel.current_statistics().seconds_to_next_deadline
 
     def stacks(self) -> str:
@@ -178,7 +178,7 @@ class SimLoop:
         return False
 
     def _give_up(self, limit: int) -> None:
-        """Who swallows a cancellation gets what nobody swallows: trio's run ends, and leaves nothing behind."""
+        """End tasks that swallow their cancellation by an exception that they cannot catch, so that trio's run ends."""
         for _ in range(limit):
             guest = self._todo[0].__self__  # type: ignore[attr-defined]
             for task in guest.runner.runq:

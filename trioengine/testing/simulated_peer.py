@@ -20,7 +20,7 @@ from trioengine.testing.simulated_process import Wire, WireEnd
 PORTION, BUFFERED = 512, 1024  # bytes that a write moves at once, and that lie between the two
 
 
-class Mood(enum.Enum):
+class PeerState(enum.Enum):
     """What a client does with its time."""
 
     WELL = "well"
@@ -30,8 +30,8 @@ class Mood(enum.Enum):
     GONE = "gone"  # its connection is closed, or was reset
 
 
-_SENDING = (Mood.WELL, Mood.STALLED)
-_READING = (Mood.WELL, Mood.LISTENING)
+_SENDING = (PeerState.WELL, PeerState.STALLED)
+_READING = (PeerState.WELL, PeerState.LISTENING)
 
 
 class SimulatedPeer(abc.ABC):
@@ -41,11 +41,11 @@ class SimulatedPeer(abc.ABC):
         self.stream = _ServerEnd(self)
         self.to_server = Wire(self._reach_server, BUFFERED, by_hand=True)
         self.to_client = Wire(self._arrive, BUFFERED, by_hand=True)
-        self.mood = Mood.WELL
+        self.peer_state = PeerState.WELL
         self.was_reset = False
         self._inbox = self.stream.inbox
 
-    # ---- what a protocol says -------------------------------------------------------------------------------------
+    # ---- the protocol -----------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _arrive(self, data: bytes) -> None:
@@ -62,8 +62,8 @@ class SimulatedPeer(abc.ABC):
         """Whether an answer of its is in progress."""
 
     @abc.abstractmethod
-    def babble(self) -> None:
-        """Send what the protocol does not know."""
+    def send_garbage(self) -> None:
+        """Send bytes that violate the protocol."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -71,19 +71,19 @@ class SimulatedPeer(abc.ABC):
 
     @abc.abstractmethod
     def check_at_rest(self) -> None:
-        """Nothing moves: raise AssertionError unless it was told what it must be told."""
+        """Nothing moves: raise AssertionError unless it has all answers that it must have."""
 
     # ---- how it leaves --------------------------------------------------------------------------------------------
 
     @property
     def is_there(self) -> bool:
         """Whether its bytes reach the server."""
-        return self.mood in _SENDING
+        return self.peer_state in _SENDING
 
     def hang_up(self) -> None:
-        """Close the connection without a goodbye; what is on its way to the server still arrives."""
+        """Close the connection without a goodbye; bytes on their way to the server still arrive."""
         self.half_close()
-        if self.mood is Mood.LISTENING:
+        if self.peer_state is PeerState.LISTENING:
             self._leave()
 
     def half_close(self) -> None:
@@ -91,7 +91,7 @@ class SimulatedPeer(abc.ABC):
         if self.is_there:
             self.to_server.move()
             self._inbox.put_eof()
-            self.mood = Mood.LISTENING
+            self.peer_state = PeerState.LISTENING
 
     def reset(self) -> None:
         """The connection breaks at once, for both sides."""
@@ -101,25 +101,25 @@ class SimulatedPeer(abc.ABC):
         self._leave()
 
     def refuse(self) -> None:
-        """Nobody has accepted its connection, and nobody will."""
+        """Reset a connection that was never accepted."""
         self.stream.closed = True
         self.reset()
 
     def vanish(self) -> None:
-        """As when a cable is pulled: neither side is told."""
-        if self.mood is not Mood.GONE:
-            self.mood = Mood.VANISHED
+        """Vanish as when a cable is pulled: neither side gets a signal."""
+        if self.peer_state is not PeerState.GONE:
+            self.peer_state = PeerState.VANISHED
 
     def _leave(self) -> None:
-        self.mood = Mood.GONE
+        self.peer_state = PeerState.GONE
         self.to_client.cut()
 
     # ---- bytes ----------------------------------------------------------------------------------------------------
 
     @property
     def reads(self) -> bool:
-        """Whether it reads what comes."""
-        return self.mood in _READING
+        """Whether it reads arriving bytes."""
+        return self.peer_state in _READING
 
     @property
     def moves(self) -> bool:
@@ -162,7 +162,7 @@ class _ServerEnd(trio.abc.HalfCloseableStream):
         await WireEnd(self._peer.to_client, PORTION, self._broken).send_all(data)
 
     def send_now(self, data: Bytes) -> int:
-        """As a socket: what there is room for is taken at once, and nothing where it is broken."""
+        """Like a socket: take at once the bytes that fit, and none where it is broken; return how many."""
         wire = self._peer.to_client
         if self.is_over or self._broken() is not None:
             return 0
@@ -171,7 +171,7 @@ class _ServerEnd(trio.abc.HalfCloseableStream):
         return min(room, len(data))
 
     def _broken(self) -> str | None:
-        return "connection reset by peer" if self._peer.mood is Mood.GONE else None
+        return "connection reset by peer" if self._peer.peer_state is PeerState.GONE else None
 
     async def wait_send_all_might_not_block(self) -> None:
         await trio.lowlevel.checkpoint()
@@ -228,13 +228,13 @@ class SimulatedClient(SimulatedPeer):
         self.accepted = False
         self._on_event = on_event
         self._refused = False
-        self._head = b""  # of what the server answers to the handshake
+        self._head = b""  # of the server's answer to the handshake
         self._protocol = Connection(ConnectionType.CLIENT)  # after the handshake
         self._unsent: list[str] = []  # until the server has accepted the connection
         self._text = ""
         self.to_server.put(HANDSHAKE.format(target=target).encode())
 
-    # ---- what it says ---------------------------------------------------------------------------------------------
+    # ---- messages of the client -------------------------------------------------------------------------------------
 
     @property
     def can_send(self) -> bool:
@@ -251,13 +251,13 @@ class SimulatedClient(SimulatedPeer):
         if self.accepted:
             self.to_server.put(self._protocol.send(Ping()))
 
-    def babble(self) -> None:
+    def send_garbage(self) -> None:
         self.to_server.put(b"\xff" * 8)
 
     def close(self) -> None:
         """Say goodbye; it is over when the server has answered."""
         if self.can_send and self.accepted:
-            self.mood = Mood.WELL
+            self.peer_state = PeerState.WELL
             self.to_server.put(self._protocol.send(CloseConnection(code=1000)))
         else:
             self.hang_up()

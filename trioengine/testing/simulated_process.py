@@ -13,8 +13,8 @@ import trio
 from trio.testing import MemoryReceiveStream
 
 from trioengine.core.messages import Fatal
-from trioengine.worker.scheduling.image_queue import Decode, PictureDecoded, decode_picture
-from trioengine.worker.scheduling.images import Picture
+from trioengine.worker.scheduling.image_queue import PictureDecoded, decode_picture
+from trioengine.worker.scheduling.images import Decode, Picture
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Behaviour:
     """How one incarnation behaves; times in seconds."""
 
     load_time: float = 0.5
-    load_bytes: int = 0  # told by LOADING, half of them in half of that time
+    load_bytes: int = 0  # reported by LOADING, half of them in half of that time
     step_time: float = 0.01
     decode_time: float = 0.02  # of an image; no longer than a step where there is one
-    fatal: Fatal | None = None  # said instead of READY
+    fatal: Fatal | None = None  # sent instead of READY
 
 
 class Health(enum.Enum):
@@ -77,7 +77,10 @@ class Wire:
 
 
 class WireEnd(trio.abc.SendStream):
-    """A write moves in portions, like one to a pipe that fills; BrokenResourceError says `broken()`, if it does."""
+    """The end that is written to, in portions, like a pipe that fills.
+
+    Raises BrokenResourceError with `broken()` as its message, unless that is None.
+    """
 
     def __init__(self, wire: Wire, portion: int, broken: Callable[[], str | None]) -> None:
         self._wire = wire
@@ -131,6 +134,11 @@ class SimulatedMemfd:
         assert self.is_open, "sealed bytes are given back twice"
         self.is_open = False
 
+    @property
+    def num_passed(self) -> int:
+        """Descriptors that were passed on, and are open."""
+        return sum(payload.is_open for payload in self.passed)
+
     def pass_on(self) -> SimulatedPayload:
         """One more descriptor."""
         assert self.is_open, "bytes are passed on that were given back"
@@ -174,7 +182,7 @@ class PayloadWire:
         self._moved.set()
 
     def cut(self) -> None:
-        """It breaks, for good: what is on its way is lost, as the kernel closes it."""
+        """Break for good: payloads on their way are lost, as the kernel closes them."""
         self.is_broken = True
         while self._payloads:
             self._payloads.popleft()[1].close()
@@ -290,7 +298,7 @@ class SimulatedProcess(abc.ABC):
                 self.end_stream()
 
     def end_stream(self) -> None:
-        """The engine reads the end of the stream; what is still on its way to it is lost."""
+        """Let the engine read the end of the stream; bytes on their way to it are lost."""
         self.to_engine.cut()
         self._stream_ended = True
         self.receive_stream.put_eof()
@@ -308,11 +316,11 @@ class SimulatedProcess(abc.ABC):
             self.end_stream()
 
     def break_payloads(self) -> None:
-        """The payload socket breaks, and what is on its way over it is lost."""
+        """Break the payload socket; payloads on their way are lost."""
         self.payloads.cut()
 
     def fail_send(self) -> None:
-        """The next payload cannot be sent, and none after it; what is on its way still arrives."""
+        """Fail to send the next payload and all after it; those on their way still arrive."""
         self.payloads.fails_next = True
 
     def say(self, data: bytes) -> None:
@@ -343,7 +351,7 @@ class SimulatedProcess(abc.ABC):
         if self.health is Health.DEAD and not self.to_engine:
             self.end_stream()
 
-    # ---- bytes, and what the kernel does --------------------------------------------------------------------------
+    # ---- bytes, and the kernel's part -------------------------------------------------------------------------------
 
     def _broken(self) -> str | None:
         return "the worker is dead" if self.health is Health.DEAD else None

@@ -1,7 +1,7 @@
 """A worker without a process: the real connection, the real scheduling and a toy model in a simulated process.
 
-Beside the faults of its process it has those of its work: `stall` and `give_up`. It is run in one of two ways: by its
-task `run`, in trio's time, so that under MockClock nothing waits; or by hand, with wires that move when told and
+Beside the faults of its process it has faults of its work: `stall` and `give_up`. It is run in one of two ways: by its
+task `run`, in trio's time, so that under MockClock nothing waits; or by hand, with wires that are moved by calls and
 `turn`, as the fuzzer does.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from typing import TypeAlias
 
 import trio
 
@@ -37,6 +38,21 @@ from trioengine.worker.scheduling.engine_core import EngineCore, Event
 from trioengine.worker.scheduling.images import PayloadArrived
 from trioengine.worker.scheduling.step import Limits
 
+Handled: TypeAlias = Event
+
+
+class WorkerObserver:
+    """Base class: simulated workers call each method when something happens; it does nothing unless overridden."""
+
+    def handling(self, worker: SimulatedWorker, event: Handled) -> None:
+        """The worker is about to handle a message of the engine, or an event of a payload."""
+
+    def handled(self, worker: SimulatedWorker, event: Handled, replies: list[FromWorker]) -> None:
+        """The worker has handled it, and sends these replies."""
+
+    def dying(self, worker: SimulatedWorker) -> None:
+        """The worker is about to be dead."""
+
 
 class SimulatedWorker(SimulatedProcess):
     """One incarnation.
@@ -51,15 +67,17 @@ class SimulatedWorker(SimulatedProcess):
         behaviour: Behaviour,
         *,
         by_hand: bool = False,
+        observer: WorkerObserver | None = None,
     ) -> None:
         super().__init__(pid, by_hand=by_hand)
+        self._observer = WorkerObserver() if observer is None else observer
         self.runner = ToyRunner(limits.block_size, limits.tile)
         self.decoder = SimulatedDecoder(toy_decode, self._report)
         self.core = EngineCore(self.runner, limits, trio.current_time, decoder=self.decoder)
         self.connection = Connection(Role.WORKER)
-        self.received: list[Message] = []  # everything the engine said, in order
-        self.blamed: RemoteProtocolError | None = None  # what the engine did that it must not do
-        self.fatal: Fatal | None = None  # said for an exception of the engine core, which is the worker's own bug
+        self.received: list[Message] = []  # all messages of the engine, in order
+        self.blamed: RemoteProtocolError | None = None  # a protocol violation by the engine
+        self.fatal: Fatal | None = None  # sent for an exception of the step loop, which is the worker's own bug
         self._limits = limits
         self._behaviour = behaviour
         self._queue: deque[Event] = deque()
@@ -71,7 +89,7 @@ class SimulatedWorker(SimulatedProcess):
     # ---- faults ---------------------------------------------------------------------------------------------------
 
     def stall(self, seconds: float = math.inf) -> None:
-        """Be in a step, or in the start, for so long or for ever; PING is answered. By hand, `recover` ends it."""
+        """Stay in a step, or in the start, for so long or without end; PING is answered. By hand, `recover` ends it."""
         if self.health is Health.WELL:
             self.health = Health.STALLED
             self._stalled_until = trio.current_time() + seconds
@@ -87,7 +105,7 @@ class SimulatedWorker(SimulatedProcess):
 
     @property
     def seconds_to_recover(self) -> float:
-        """Until a step that takes long ends, or a start; 0 where there is none, infinite for one that never ends."""
+        """Until a slow step or start ends; 0 without one, infinite for one that never ends."""
         is_stalled = self.health is Health.STALLED
         return max(self._stalled_until - trio.current_time(), 0.0) if is_stalled else 0.0
 
@@ -95,6 +113,11 @@ class SimulatedWorker(SimulatedProcess):
         """Say why, and exit."""
         self._send_all([fatal])
         self.exit(1)
+
+    def exit(self, exit_code: int) -> None:
+        if self.health is not Health.DEAD:
+            self._observer.dying(self)
+        super().exit(exit_code)
 
     # ---- by hand --------------------------------------------------------------------------------------------------
 
@@ -114,7 +137,7 @@ class SimulatedWorker(SimulatedProcess):
             self.decoder.decode()
 
     def turn(self) -> None:
-        """Handle the next message or event; run a step if there is none, or decode an image if there is no step."""
+        """Handle the next message or event; otherwise run a step; otherwise decode an image."""
         if not self.has_work:
             return
         if self._queue:
@@ -196,7 +219,10 @@ class SimulatedWorker(SimulatedProcess):
             if isinstance(message, StopSession):
                 self._stopped.add(message.request)
             try:
-                self._send_all(self.core.handle(message))
+                self._observer.handling(self, message)
+                replies = self.core.handle(message)
+                self._observer.handled(self, message, replies)
+                self._send_all(replies)
                 self._check_payloads()
             except RemoteProtocolError as exc:
                 self._blame(exc)

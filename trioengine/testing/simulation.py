@@ -23,7 +23,7 @@ from trioengine.core.errors import WorkerLost
 from trioengine.core.image import BytesLike
 from trioengine.hub.model_info import ModelInfo
 from trioengine.testing.simulated_process import SimulatedMemfd
-from trioengine.testing.simulated_worker import Behaviour, SimulatedWorker
+from trioengine.testing.simulated_worker import Behaviour, SimulatedWorker, WorkerObserver
 from trioengine.testing.toy_model import TOY_TILE, VOCAB_SIZE, read_toy_model
 from trioengine.worker.scheduling.step import Limits
 
@@ -42,16 +42,16 @@ class SealFailure(enum.Enum):
     """Where the system fails to seal bytes, and its errno."""
 
     CREATE = errno.EMFILE  # before anything is read
-    WRITE = errno.ENOMEM  # of what was read
+    WRITE = errno.ENOMEM  # after bytes were read
 
 
 class Simulation:
     """The outside world of one engine: its workers, one an incarnation, run in `nursery`, or are moved by hand.
 
-    `behaviours` are those of the incarnations in turn; the last one stays. `thread_passes` is how many scheduler
+    `behaviours` belong to the incarnations in turn; the last one stays. `thread_passes` is how many scheduler
     passes a call in a thread takes, where prompts longer than `thread_threshold` are prepared. The next
     `failing_starts` workers cannot be started; the next `stalled_starts` are, and never say READY. The next bytes that
-    are sealed fail as `failing_seals` says.
+    are sealed fail by the first of `failing_seals`.
     """
 
     def __init__(
@@ -71,6 +71,8 @@ class Simulation:
         self.stalled_starts = 0
         self.failing_seals: list[SealFailure] = []
         self.num_failed_seals = 0
+        self.observer = WorkerObserver()  # of the workers that are started from now on
+        self.unpreparable: str | None = None  # prompts that contain this text cannot be tokenized
         self.poisoned: dict[int, int] = {}  # requests that kill each worker, and how many tokens they get before
         self._thread_threshold = thread_threshold
         self._nursery = nursery
@@ -102,10 +104,12 @@ class Simulation:
     async def _spawn_worker(self) -> WorkerProcess:
         if self.failing_starts:
             self.failing_starts -= 1
-            raise WorkerLost("told not to start")
+            raise WorkerLost("made not to start")
         incarnation = len(self.workers)
         behaviour = self._behaviours[min(incarnation, len(self._behaviours) - 1)]
-        worker = SimulatedWorker(1001 + incarnation, self.limits, behaviour, by_hand=self._nursery is None)
+        worker = SimulatedWorker(
+            1001 + incarnation, self.limits, behaviour, by_hand=self._nursery is None, observer=self.observer
+        )
         worker.runner.poisoned = self.poisoned
         self.workers.append(worker)
         if self.stalled_starts:
@@ -128,13 +132,14 @@ class Simulation:
         return function(*args)
 
     def _read_model(self, path: Path) -> ModelInfo:
-        return read_toy_model(path, self.limits.max_model_len, images=self.limits.tile is not None)
+        images = self.limits.tile is not None
+        return read_toy_model(path, self.limits.max_model_len, images=images, unpreparable=self.unpreparable)
 
     def _seal(self, chunks: Iterable[BytesLike]) -> SimulatedMemfd:
         if self.failing_seals:
             self._fail_seal(self.failing_seals.pop(0), chunks)
         sealed = SimulatedMemfd(chunks)
-        self._memfds = [*self.memfds, sealed]
+        self._memfds = [*(memfd for memfd in self._memfds if memfd.is_open or memfd.num_passed), sealed]
         return sealed
 
     def _fail_seal(self, failure: SealFailure, chunks: Iterable[BytesLike]) -> NoReturn:
@@ -145,8 +150,13 @@ class Simulation:
 
     @property
     def memfds(self) -> list[SimulatedMemfd]:
-        """Those that the engine has open."""
+        """The sealed bytes that the engine has open."""
         return [memfd for memfd in self._memfds if memfd.is_open]
+
+    @property
+    def num_descriptors_passed(self) -> int:
+        """Descriptors of sealed bytes that the engine has passed to workers, and that are open."""
+        return sum(memfd.num_passed for memfd in self._memfds)
 
     async def _find_model(self, model: str, progress: Callable[[int, int], None] | None) -> Path:
         await trio.lowlevel.checkpoint()

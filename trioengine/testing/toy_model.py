@@ -7,7 +7,7 @@ import math
 import struct
 import zlib
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,12 +16,12 @@ from typing import TypeAlias
 from trioengine.core.errors import ModelError
 from trioengine.core.image import ImageInfo, ImageProcessing
 from trioengine.core.power import ALL_TAGS, Tag
+from trioengine.core.types import TokenIds
 from trioengine.hub.model_info import ModelFormat, ModelInfo
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
-from trioengine.worker.scheduling.image_queue import DecodedImage, ImageError
-from trioengine.worker.scheduling.images import Tile, TileShape
-from trioengine.worker.scheduling.step import BlockCopy, SampledToken, ScheduledSequence, SchedulerOutput
+from trioengine.worker.scheduling.images import DecodedImage, ImageError, Tile, TileShape
+from trioengine.worker.scheduling.step import BlockCopy, SampledRow, ScheduledSequence, SchedulerOutput
 
 ToyImage: TypeAlias = tuple[Iterable[int], bytes]  # where its tiles begin in a prompt, and its bytes
 
@@ -32,7 +32,7 @@ UNREADABLE = b"\xff"  # bytes that begin with it cannot be decoded
 
 @dataclass(frozen=True, slots=True)
 class ToyProcessing(ImageProcessing):
-    """Images are not scaled, and there is no whole image beside their tiles."""
+    """Images are not scaled, and have tiles alone, without a whole image."""
 
     def num_tiles(self, width: int, height: int) -> int:
         return -(-width // self.tile_size) * -(-height // self.tile_size)
@@ -88,7 +88,7 @@ class DamagedPicture(ToyPicture):
 
 
 def toy_file(width: int, height: int, value: int = 0) -> bytes:
-    """An image file, as large as the pixels of such a ToyPicture; with the value 255, too, it cannot be decoded."""
+    """An image file, as large as the pixels of such a ToyPicture; also with the value 255 it cannot be decoded."""
     header = _jpeg_header(width, height) if value == UNREADABLE[0] else _png_header(width, height)
     return header.ljust(width * height * 3, bytes([value]))
 
@@ -128,7 +128,7 @@ def toy_features(tile: int, num_tokens: int, weights: int) -> list[int]:
 
 
 def toy_embeddings(images: Iterable[ToyImage], num_tokens: int, weights: int) -> dict[int, int]:
-    """The reference: what stands for the token ids of a prompt, by position."""
+    """The reference: the features in place of a prompt's token ids, by position."""
     found: dict[int, int] = {}
     for positions, data in images:
         for number, position in enumerate(positions):
@@ -164,7 +164,7 @@ def toy_value(token_id: int, before: int) -> int:
 
 
 def toy_next(values: array[int]) -> int:
-    """The token after a history, given what the KV cache holds for each of its tokens."""
+    """The token after a history, given the values of its tokens in the KV cache."""
     digest = zlib.crc32(values.tobytes())
     if digest % _END_EVERY == 0:
         return IM_END
@@ -180,7 +180,7 @@ def toy_answer(
     images: Iterable[ToyImage] = (),
     tile: TileShape = TOY_TILE,
 ) -> list[int]:
-    """The reference: what the toy model answers with these weights, the end token included."""
+    """The reference: the toy model's answer with these weights, the end token included."""
     values = array("L")
     answer: list[int] = []
     embedded = toy_embeddings(images, tile.num_tokens, weights)
@@ -211,8 +211,8 @@ class ToyRunner:
     def __init__(self, block_size: int, tile: TileShape | None = None) -> None:
         self._block_size = block_size
         self._tile = tile
-        self._slots: dict[int, int] = {}  # what lies in a slot of the KV cache
-        self._salts: dict[int, str] = {}  # of the request that computed what lies in a slot
+        self._slots: dict[int, int] = {}  # values in slots of the KV cache
+        self._salts: dict[int, str] = {}  # of the request that computed the value in a slot
         self._weights: int | None = 0  # None: discarded
         self.path = TOY_PATH
         self.asleep: frozenset[Tag] = frozenset()
@@ -233,7 +233,7 @@ class ToyRunner:
     def wake(self, tags: frozenset[Tag]) -> None:
         if self.fail_wakes:
             self.fail_wakes -= 1
-            raise ModelError("told not to wake")
+            raise ModelError("made not to wake")
         if Tag.WEIGHTS in tags:
             self._weights = toy_weights(self.path)
         self.asleep -= tags
@@ -245,7 +245,7 @@ class ToyRunner:
         self.path = path
         self._weights = None if Tag.WEIGHTS in self.asleep else toy_weights(path)
 
-    def execute(self, output: SchedulerOutput) -> list[SampledToken]:
+    def execute(self, output: SchedulerOutput) -> list[SampledRow]:
         assert not self.asleep, f"a forward pass while {self.asleep} sleep"
         for entry in output.scheduled:
             if entry.sequence.num_output_tokens >= self.poisoned.get(entry.sequence.request, math.inf):
@@ -273,7 +273,7 @@ class ToyRunner:
             values = array("L", [self._slots[slot] for slot in slots])
             token_id, top = toy_next(values), sequence.params.logprobs
             logprobs = None if top is None else toy_logprobs(token_id, top)
-            sampled.append(SampledToken(sequence.request, token_id, logprobs, error))
+            sampled.append(SampledRow(sequence, token_id, logprobs, error))
         return sampled
 
     def _encode(self, tile: Tile, weights: int) -> None:
@@ -305,18 +305,40 @@ class ToyRunner:
         return block_table[position // self._block_size] * self._block_size + position % self._block_size
 
 
-def read_toy_model(path: Path, context_length: int, *, images: bool = False) -> ModelInfo:
-    """The toy at the path. Raises ModelError where its name begins with `other`, which is no toy."""
+class PreparationFailed(Exception):
+    """Raised by the tokenizer of a model with unpreparable prompts."""
+
+
+class _FailingTokenizer(Tokenizer):
+    """Raises PreparationFailed for texts that contain `unpreparable`, as a tokenizer with a bug does."""
+
+    unpreparable = ""
+
+    def encode_pieces(self, text: str, restore: Callable[[str], str]) -> TokenIds:
+        if self.unpreparable in text:
+            raise PreparationFailed(text)
+        return super().encode_pieces(text, restore)
+
+
+def read_toy_model(
+    path: Path, context_length: int, *, images: bool = False, unpreparable: str | None = None
+) -> ModelInfo:
+    """The toy at the path. Raises ModelError where its name begins with `other`, which stands for another model."""
     if path.name.startswith("other"):
         raise ModelError(f"{path}: another architecture")
-    return toy_model(context_length, images=images)
+    return toy_model(context_length, images=images, unpreparable=unpreparable)
 
 
 @cache
-def toy_model(context_length: int = 512, *, images: bool = False) -> ModelInfo:
-    """The toy model's files, as `hub.model_files.read_model` would give them; with `images` it takes images."""
+def toy_model(context_length: int = 512, *, images: bool = False, unpreparable: str | None = None) -> ModelInfo:
+    """The toy model's files, as `hub.model_files.read_model` would give them; with `images` it takes images.
+
+    Its tokenizer raises PreparationFailed for texts that contain `unpreparable`.
+    """
     processing = TOY_PROCESSING if images else None
-    tokenizer = Tokenizer.from_json(_tokenizer_json(processing))
+    tokenizer = (Tokenizer if unpreparable is None else _FailingTokenizer).from_json(_tokenizer_json(processing))
+    if isinstance(tokenizer, _FailingTokenizer) and unpreparable is not None:
+        tokenizer.unpreparable = unpreparable
     return ModelInfo(
         path=Path("toy"),
         format=ModelFormat.GGUF,

@@ -1,4 +1,11 @@
-"""Chat templates: jinja2 in a sandbox with bounds, with the settings that Hugging Face's templates expect."""
+"""Chat templates: Jinja's sandbox, in which every rendering has a budget of steps and output.
+
+A template comes with the model's file, from anywhere, and is rendered in the API process. It is compiled once, when
+the model is loaded. Three places charge a rendering's budget: loops, macros and bare Python operators through the
+rewriting of the syntax tree; other operators, calls and outputs through Jinja's hooks in `TemplateEnvironment`;
+filters, tests and methods through the tables of `template_filters`. Nothing is evaluated at compile time. Blanks are
+trimmed as in Hugging Face's transformers.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from types import BuiltinMethodType, MethodType
 from typing import Any, NoReturn
 
-from jinja2 import nodes, pass_context
+from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import loopcontrols
 from jinja2.runtime import LoopContext, Macro, Undefined
@@ -15,36 +22,34 @@ from jinja2.utils import Cycler, Joiner, Namespace
 from trioengine.core.bounds import excerpt
 from trioengine.core.errors import ModelError, RequestRejected
 from trioengine.text import template_operations as operations
-from trioengine.text.template_filters import (
-    FILTERS,
-    TESTS,
-    BoundedContext,
-    ChatSandbox,
-    FormatMethod,
-    Method,
-    methods_of,
-)
-from trioengine.text.template_operations import Budget, TemplateTooCostly
-from trioengine.text.template_rewriting import INTERNAL_FILTERS, TemplateRefused, rewritten
+from trioengine.text.messages import IMAGE_PART, text_part
+from trioengine.text.template_filters import FILTERS, TESTS, ChatSandbox, FormatMethod, methods_of
+from trioengine.text.template_operations import BoundedContext, Budget, TemplateTooCostly, within_budget
+from trioengine.text.template_rewriting import INTERNAL_FILTERS, TemplateRefused, rewrite
+
+MAX_SOURCE = 128 << 10  # characters
+CALL_STEPS = 5
+_LOCALS = ("_block_vars", "_loop_vars")  # Jinja passes these to every call, for functions that take the context
+_PROBE = "trioengine"  # a word that a template is rendered with, to see which contents it prints
 
 
 class ChatTemplate:
     """Renders a conversation as the text that the model was trained on. Safe for threads.
 
-    Raises ModelError if it does not compile, or has a statement that chat templates may not have.
+    Raises ModelError if the source does not compile, or has a statement that chat templates may not have.
     """
 
     def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "") -> None:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:
             self._template = TemplateEnvironment().from_string(source)
-        except Exception as exc:  # jinja2's own, and Python's where the template is nested too deeply
+        except Exception as exc:  # jinja2's own errors, and Python's for a template that is nested too deeply
             raise ModelError(f"the chat template does not compile: {excerpt(str(exc))}") from exc
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
-        """The text of a conversation, within the bounds of `template_budget`.
+        """Return the text of a conversation.
 
-        Raises RequestRejected where the template does not take the messages, or takes too much for them.
+        Raises RequestRejected if the template refuses the messages, fails on them, or exceeds its Budget.
         """
         variables = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None}
         context: Any = self._template.new_context(variables | self._tokens)
@@ -62,14 +67,31 @@ class ChatTemplate:
             raise _rejected("the model's chat template cannot render them") from exc
         return "".join(pieces)
 
+    def takes_parts_only(self) -> bool:
+        """Return whether the template prints the text of a content's parts, but not a content that is a string.
+
+        Templates of models with images often loop over a list of parts.
+        """
+        return _PROBE not in self._probe(_PROBE) and _PROBE in self._probe([text_part(_PROBE)])
+
+    def prints_images(self, image_token: str) -> bool:
+        """Return whether the template prints the image token for an image, and the text beside it."""
+        rendering = self._probe([IMAGE_PART, text_part(_PROBE)])
+        return rendering.count(image_token) == 1 and _PROBE in rendering
+
+    def _probe(self, content: Any) -> str:
+        """Render one message with this content; "" if the template refuses it."""
+        try:
+            return self.render([{"role": "user", "content": content}], add_generation_prompt=False)
+        except RequestRejected:
+            return ""
+
 
 def _rejected(problem: str) -> RequestRejected:
     return RequestRejected("template_error", f"messages: {problem}", param="messages")
 
 
-MAX_SOURCE = 128 << 10  # characters
-CALL_STEPS = 5
-_LOCALS = ("_block_vars", "_loop_vars")  # which Jinja passes to every call, for functions that want a context
+# ---- the sandbox --------------------------------------------------------------------------------------------------
 
 
 class Raised(Exception):
@@ -77,12 +99,8 @@ class Raised(Exception):
 
 
 def raise_exception(message: Any) -> NoReturn:
+    """Refuse the messages; a global function of templates."""
     raise Raised(message)
-
-
-@pass_context
-def _finalize(context: BoundedContext, value: Any) -> str:
-    return operations.text_of(context.budget, value)
 
 
 class TemplateEnvironment(ChatSandbox):
@@ -98,7 +116,7 @@ class TemplateEnvironment(ChatSandbox):
             autoescape=False,
             extensions=[loopcontrols],
             optimized=False,
-            finalize=_finalize,
+            finalize=within_budget(operations.text_of),
         )
         self.filters = {**FILTERS, **INTERNAL_FILTERS}
         self.tests = dict(TESTS)
@@ -108,8 +126,7 @@ class TemplateEnvironment(ChatSandbox):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         if len(source) > MAX_SOURCE:
             raise TemplateRefused(f"it is longer than {MAX_SOURCE} characters")
-        template = super()._parse(source, name, filename)
-        return rewritten(template)
+        return rewrite(super()._parse(source, name, filename))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         context.budget.charge(1)
@@ -123,7 +140,10 @@ class TemplateEnvironment(ChatSandbox):
         if isinstance(__obj, FormatMethod):
             return operations.BoundedFormatter(__self, budget).vformat(__obj.text, args, kwargs)
         if isinstance(__obj, BuiltinMethodType):
-            return _method(__obj)(budget, __obj.__self__, *args, **kwargs)
+            method = (methods_of(__obj.__self__) or {}).get(__obj.__name__)
+            if method is None:
+                raise _not_callable(__obj)
+            return method(budget, __obj.__self__, *args, **kwargs)
         __self._check_call(__obj, args)
         if not isinstance(__obj, Macro):
             budget.measure(*args, *kwargs.values())
@@ -141,43 +161,8 @@ class TemplateEnvironment(ChatSandbox):
         if not is_known:
             raise _not_callable(obj)
         if (obj is dict or obj is Namespace) and not all(isinstance(values, Mapping) for values in args):
-            raise SecurityError("objects are made of names and objects, not of pairs")  # whose keys it would hash
-
-
-def _method(bound: BuiltinMethodType) -> Method:
-    method = (methods_of(bound.__self__) or {}).get(bound.__name__)
-    if method is None:
-        raise _not_callable(bound)
-    return method
+            raise SecurityError("objects are made of names and objects, not of pairs")  # whose keys would be hashed
 
 
 def _not_callable(obj: Any) -> SecurityError:
     return SecurityError(f"a template may not call {type(obj).__name__}")
-
-
-IMAGE_PART = {"type": "image"}
-_WORD = "trioengine"
-
-
-def text_part(text: str) -> dict[str, str]:
-    """A text as a part of a content."""
-    return {"type": "text", "text": text}
-
-
-def takes_parts_only(template: ChatTemplate) -> bool:
-    """Whether the template prints a text that is a part of a list, and not one that is the content itself."""
-    return _WORD not in _rendered(template, _WORD) and _WORD in _rendered(template, [text_part(_WORD)])
-
-
-def prints_images(template: ChatTemplate, image_token: str) -> bool:
-    """Whether the template prints the token for an image, and the text beside it."""
-    rendering = _rendered(template, [IMAGE_PART, text_part(_WORD)])
-    return rendering.count(image_token) == 1 and _WORD in rendering
-
-
-def _rendered(template: ChatTemplate, content: Any) -> str:
-    """A message with this content; "" if the template refuses it."""
-    try:
-        return template.render([{"role": "user", "content": content}], add_generation_prompt=False)
-    except RequestRejected:
-        return ""

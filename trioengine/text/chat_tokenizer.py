@@ -1,8 +1,9 @@
-"""Tokenizer and chat template together: conversations to token ids, and contents that can never become special.
+"""Conversations to token ids: a tokenizer together with a chat template, and the places of images in a prompt.
 
-Strings in message contents that look like special tokens are replaced by private-use characters before rendering. The
-rendering is then split at real special tokens only, the characters are put back, and each piece is encoded as ordinary
-text, so that contents without such strings get exactly the ids that the model's reference tokenizer gives.
+Text in a message can never become a special token. Strings in it that look like special tokens are replaced by
+private-use characters before rendering. The rendering is then split at real special tokens only, the strings are put
+back, and each piece is encoded as ordinary text, so that contents without such strings get exactly the ids that the
+model's reference tokenizer gives.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from typing import Any, NamedTuple
 from trioengine.core.errors import ModelError, RequestRejected
 from trioengine.core.image import VISION_MODEL, Image, ImageProcessing, is_image_part
 from trioengine.core.types import TokenIds
-from trioengine.text.chat_template import IMAGE_PART, ChatTemplate, prints_images, takes_parts_only, text_part
-from trioengine.text.messages import Message
+from trioengine.text.chat_template import ChatTemplate
+from trioengine.text.messages import IMAGE_PART, Message, text_part
 from trioengine.text.tokenizer import Tokenizer
 
-_FIRST, _ESCAPE = 0x100000, "\U0010fffd"  # plane 16, private use; what a content has of it is escaped
+_FIRST, _ESCAPE = 0x100000, "\U0010fffd"  # plane 16, private use; such characters in a content are escaped
 _PRIVATE = re.compile("[\U00100000-\U0010fffd]")
 _PROTECTED = re.compile(f"{_ESCAPE}(.)|[\U00100000-\U0010fffc]", re.DOTALL)
 
 
 class ChatTokenizer:
-    """What an engine's user gets as `engine.tokenizer`. Safe for threads.
+    """The public `engine.tokenizer`. Safe for threads.
 
-    `images` is None for a model that takes none. `image_refusal` is the reason why images are refused, which names the
-    `model`; empty if they are not.
+    `images` is the preprocessing of images, None for a model of texts only. `image_refusal` is the reason, naming the
+    `model`, why images are refused; it is empty if they are accepted.
     """
 
     def __init__(
@@ -46,30 +47,30 @@ class ChatTokenizer:
         self.images = images
         self.image_refusal = _image_refusal(template, images, model)
         self._template = template
-        self._takes_parts_only = template is not None and takes_parts_only(template)
+        self._takes_parts_only = template is not None and template.takes_parts_only()
         self._specials = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self._placeholders = {text: chr(_FIRST + index) for index, text in enumerate(self._specials)}
         special = list(map(re.escape, self._specials))
         self._special = re.compile("|".join(special) or "(?!)")
-        # thirty times as slow: `re` has no first characters to look for
+        # thirty times slower: the alternatives have no common first character that `re` could search for
         self._unsafe = re.compile("|".join([*special, _PRIVATE.pattern]))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; special tokens in it are parsed, none is added."""
+        """Return the token ids of a text; special tokens in it are parsed, none is added."""
         return self.tokenizer.encode(text)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
     ) -> list[int]:
-        """Token ids of a conversation, ready for the model's answer. Raises RequestRejected for bad messages."""
+        """Return the token ids of a conversation as a prompt. Raises RequestRejected for bad messages."""
         return self.encode_rendering(self.render(messages, add_generation_prompt=add_generation_prompt)).tolist()
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The conversation's text with its contents protected; for `encode_rendering` alone."""
+        """Return the text of a conversation with its contents protected, for `encode_rendering`."""
         if self._template is None:
             raise RequestRejected("no_chat_template", "the model has no chat template: give token ids", param="prompt")
         images = [part.image for part in image_parts(messages)]
@@ -77,12 +78,12 @@ class ChatTokenizer:
             raise RequestRejected("images_not_supported", f"messages: {self.image_refusal}", param="messages")
         protected = [{field: self._protect_field(field, message[field]) for field in message} for message in messages]
         rendering = self._template.render(protected, add_generation_prompt=add_generation_prompt)
-        return rendering if self.images is None else expanded(rendering, images, self.images)
+        return rendering if self.images is None else expand_images(rendering, images, self.images)
 
     def encode_rendering(self, rendering: str) -> TokenIds:
-        """Token ids of a rendering, or of what follows a special token in one.
+        """Return the token ids of a rendering, or of the end of one, from a special token on.
 
-        Raises RequestRejected for a token that the model does not know.
+        Raises RequestRejected for a token outside of the model's vocabulary.
         """
         ids = self.tokenizer.encode_pieces(rendering, self._restore)
         vocab_size = self.tokenizer.vocab_size
@@ -91,23 +92,22 @@ class ChatTokenizer:
             raise RequestRejected("invalid_value", message, param="prompt")
         return ids
 
-    def protect(self, content: str) -> str:
-        """The content with nothing special in it."""
-        unsafe = self._unsafe if _PRIVATE.search(content) else self._special
-        return unsafe.sub(self._hide, content)
+    def protect(self, text: str) -> str:
+        """Return the text with placeholders for all strings that look like special tokens."""
+        unsafe = self._unsafe if _PRIVATE.search(text) else self._special
+        return unsafe.sub(self._hide, text)
 
     def _protect_field(self, field: str, value: Any) -> Any:
-        """A message's field as the template gets it: without the images themselves, whose handles are no text."""
-        if field != "content":
-            return self._protect_all(value)
-        if isinstance(value, str) and self._takes_parts_only:
-            return [text_part(self.protect(value))]
-        if isinstance(value, Sequence) and not isinstance(value, str):
+        """Return a message's field as the template gets it: a part without its image, as a handle is not a text."""
+        if isinstance(value, str):
+            text = self.protect(value)
+            return [text_part(text)] if field == "content" and self._takes_parts_only else text
+        if field == "content" and isinstance(value, Sequence):
             return [IMAGE_PART if is_image_part(part) else self._protect_all(part) for part in value]
         return self._protect_all(value)
 
     def _protect_all(self, value: Any) -> Any:
-        """Every string in it, however deep, keys too: a template may print names or arguments as well as contents."""
+        """Protect every string in a value, keys included: templates print names and arguments as well as contents."""
         if isinstance(value, str):
             return self.protect(value)
         if isinstance(value, Mapping):
@@ -121,19 +121,24 @@ class ChatTokenizer:
         return self._placeholders.get(text) or _ESCAPE + text
 
     def _restore(self, text: str) -> str:
-        return _PROTECTED.sub(lambda match: match.group(1) or self._shown(match.group()), text)
+        return _PROTECTED.sub(self._show, text)
 
-    def _shown(self, placeholder: str) -> str:
-        index = ord(placeholder) - _FIRST
-        return self._specials[index] if index < len(self._specials) else placeholder
+    def _show(self, match: re.Match[str]) -> str:
+        if escaped := match.group(1):
+            return str(escaped)
+        index = ord(match.group()) - _FIRST
+        return self._specials[index] if index < len(self._specials) else match.group()
 
 
 def _image_refusal(template: ChatTemplate | None, images: ImageProcessing | None, model: str) -> str:
     if images is None:
         return f"{model} takes no images; {VISION_MODEL} does"
-    if template is not None and not prints_images(template, images.image_token):
+    if template is not None and not template.prints_images(images.image_token):
         return f"the chat template of {model} takes no images"
     return ""
+
+
+# ---- images -------------------------------------------------------------------------------------------------------
 
 
 class TileSpan(NamedTuple):
@@ -149,11 +154,11 @@ class PlacedImage:
 
     image: Image
     name: str
-    spans: tuple[TileSpan, ...]  # of its tiles, ascending
+    spans: tuple[TileSpan, ...]  # one for each tile, ascending
 
 
 class ImagePart(NamedTuple):
-    """An image, and the indices of its message and of its part there."""
+    """An image, the index of its message, and the index of its part in the message's content."""
 
     message: int
     part: int
@@ -161,7 +166,7 @@ class ImagePart(NamedTuple):
 
 
 def image_parts(messages: Iterable[Message]) -> Iterator[ImagePart]:
-    """The images in the contents of messages, in their order."""
+    """Yield the images in the contents of messages, in order."""
     for index, message in enumerate(messages):
         content = message.get("content")
         for place, part in enumerate(content) if isinstance(content, Sequence) and not isinstance(content, str) else ():
@@ -170,14 +175,15 @@ def image_parts(messages: Iterable[Message]) -> Iterator[ImagePart]:
 
 
 def num_image_tokens(image: Image, processing: ImageProcessing) -> int:
-    """The image tokens of all tiles."""
+    """Return the number of image tokens of all tiles."""
     return processing.num_tiles(image.info.width, image.info.height) * processing.tokens_per_tile
 
 
-def expanded(rendering: str, images: Sequence[Image], processing: ImageProcessing) -> str:
-    """The rendering with the text of each image in the place of its image token.
+def expand_images(rendering: str, images: Sequence[Image], processing: ImageProcessing) -> str:
+    """Replace each image token of a rendering by the text of its image.
 
-    Raises RequestRejected if there are more image tokens than images, or fewer. Contents have none: they are protected.
+    Every image token is the template's, as contents are protected. Raises RequestRejected if their number is not the
+    number of images.
     """
     before, *pieces = rendering.split(processing.image_token)
     if len(pieces) != len(images):
@@ -187,15 +193,17 @@ def expanded(rendering: str, images: Sequence[Image], processing: ImageProcessin
     return before + "".join([text + piece for text, piece in zip(texts, pieces, strict=True)])
 
 
-def placed(ids: TokenIds, images: Iterable[tuple[str, Image]], processing: ImageProcessing) -> tuple[PlacedImage, ...]:
-    """The named images of a prompt of these ids, in the order in which they are there."""
-    spans = _spans(ids, processing)
+def place_images(
+    ids: TokenIds, images: Iterable[tuple[str, Image]], processing: ImageProcessing
+) -> tuple[PlacedImage, ...]:
+    """Locate the tokens of named images, given in their order, among the token ids of a prompt."""
+    spans = _tile_spans(ids, processing)
     counts = [(name, image, processing.num_tiles(image.info.width, image.info.height)) for name, image in images]
     return tuple([PlacedImage(image, name, tuple(islice(spans, count))) for name, image, count in counts])
 
 
-def _spans(ids: TokenIds, processing: ImageProcessing) -> Iterator[TileSpan]:
-    """Of every tile; nothing but images makes image tokens."""
+def _tile_spans(ids: TokenIds, processing: ImageProcessing) -> Iterator[TileSpan]:
+    """Yield the span of every tile; image tokens come from images only."""
     end = 0
     while True:
         start = ids.index(processing.image_token_id, end)

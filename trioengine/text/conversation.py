@@ -1,13 +1,13 @@
-"""A conversation: the turns, and the token ids that they have become. The one owner of a session's history.
+"""A conversation: its turns, and the token ids that they have become. The single owner of a session's history.
 
-The next prompt is the rendering of all the turns. Where its text extends the text that was rendered and answered
-before, only the extension is tokenized and appended to the ids that are there, so that what the worker computed for
-them is used again; where it does not (a template that strips something of earlier turns, an edited history), all of it
-is tokenized.
+The next prompt is the rendering of all the turns. Where its text extends the text that is tokenized already, only the
+extension is tokenized and appended to the ids, so that the worker can reuse the results that it computed for them.
+Where it does not (a template that strips parts of earlier turns, an edited history), the whole text is tokenized.
 
-An answer's content in `history` is its text as the reader saw it. A special token inside it (`ignore_eos` lets a model
-go on after its end token) is hidden there, or shown as ordinary text with `skip_special_tokens=False`. The next prompt
-has that content, too: after such an answer all is tokenized, as for a conversation that begins with this `history`.
+The content of an output in `history` is its text as the reader saw it. A special token inside the output (with
+`ignore_eos`, a model can go on after its end token) is left out of that text, or is ordinary text in it with
+`skip_special_tokens=False`. The next prompt contains the same text: after such an output the whole prompt is tokenized,
+as in a conversation that begins with this `history`.
 """
 
 from __future__ import annotations
@@ -22,39 +22,36 @@ from trioengine.core.errors import RequestRejected
 from trioengine.core.image import Image
 from trioengine.core.sampling_params import retained
 from trioengine.core.types import TokenIds, token_ids
-from trioengine.text.chat_tokenizer import ChatTokenizer, ImagePart, PlacedImage, image_parts, num_image_tokens, placed
-from trioengine.text.messages import BYTES, Message, Turns, checked_messages, copied
+from trioengine.text.chat_tokenizer import ChatTokenizer, PlacedImage, image_parts, num_image_tokens, place_images
+from trioengine.text.messages import BYTES, Message, Turns, check_unicode, checked_messages, copied
 from trioengine.text.tokenizer import Detokenizer
 
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
 
-_MESSAGE = 16  # characters that a message costs as much as, beside its content
-_IMAGE = 1 << 13  # and an image: the text of its tokens
+_MESSAGE = 16  # a message without its content costs as much to prepare as this many characters
+_IMAGE = 1 << 13  # and an image as much as this many: the text of its tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A prompt, tokenized: `token_ids` are the whole of it, from the conversation's beginning.
-
-    `messages` and `token_ids` are without the `dropped_turns` oldest turns.
-    """
+    """A tokenized prompt: the whole conversation, without its `dropped_turns` oldest turns."""
 
     token_ids: TokenIds
-    messages: tuple[Message, ...] | None  # None: raw token ids
-    rendering: str
+    messages: tuple[Message, ...] | None  # None for raw token ids
+    rendering: str  # of the messages
     dropped_turns: int = 0
-    images: tuple[PlacedImage, ...] = ()  # of the whole prompt, in their order
+    images: tuple[PlacedImage, ...] = ()  # in their order in the prompt
 
 
 class Conversation:
-    """The committed turns. `prepare` changes nothing and may run in a thread; `commit` takes over what it made."""
+    """The committed turns. `prepare` changes nothing and may run in a thread; `commit` adds the prepared turn."""
 
     def __init__(self, tokenizer: ChatTokenizer, history: Sequence[Message] | None = None) -> None:
         self._tokenizer = tokenizer
         self._messages: tuple[Message, ...] = ()
-        self._token_ids: TokenIds = token_ids()  # empty: to be tokenized as a whole
-        self._rendering = ""  # the text of these ids, but for the closing
-        self._closing = ""  # the special token that the last answer ended with, if it did
+        self._token_ids: TokenIds = token_ids()  # empty if the whole conversation has to be tokenized
+        self._rendering = ""  # the text of these ids, without the closing
+        self._closing = ""  # the special token at the end of the last output, if there is one
         self._is_raw = False
         self._images: tuple[Image, ...] = ()
         if history is not None:
@@ -62,9 +59,9 @@ class Conversation:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The turns as chat messages, the caller's own; empty for a conversation of raw token ids.
+        """A copy of the turns as chat messages; empty for a conversation of raw token ids.
 
-        A content with images is a list of parts, and the images are those that the caller gave.
+        A content with images is a list of parts, with the same Image objects as in the caller's messages.
         """
         history: list[dict[str, Any]] = copied(self._messages)
         return history
@@ -76,36 +73,38 @@ class Conversation:
 
     @property
     def size(self) -> int:
-        """Characters and tokens that are there already, roughly what the next `prepare` has to go through."""
+        """Characters and tokens of the committed turns: roughly the work of the next `prepare` beside its prompt."""
         return prompt_length(self._messages) + len(self._token_ids)
 
     def replace(self, history: Sequence[Message]) -> None:
-        """Make these messages the conversation. Raises RequestRejected, and changes nothing, for bad ones."""
+        """Replace the whole conversation. Raises RequestRejected for bad messages, and then changes nothing."""
         self._messages = self._checked(history, "history")
         self._images = self._found(self._messages)
         self._token_ids, self._rendering, self._closing, self._is_raw = token_ids(), "", "", False
 
     def check_length(self, prompt: Prompt, limit: int) -> None:
-        """Refuse, before any tokenizing, a prompt that cannot fit `limit` tokens by its length alone."""
+        """Raise RequestRejected for a prompt whose length alone shows that it exceeds `limit` tokens."""
         check_length(prompt, limit, self._tokenizer)
 
     def prepare(self, prompt: Prompt, limit: int | None = None, retention_ratio: float = 1.0) -> Prepared:
-        """The whole prompt with this added. Raises RequestRejected, naming what is wrong with it.
+        """Return the conversation with this prompt added. Raises RequestRejected, naming the faulty place.
 
-        With a `limit` in tokens, a chat over it loses the fewest of its oldest turns that make it fit this part of the
-        limit; where that is impossible, all but the newest.
+        With a `limit` in tokens, a chat that exceeds it loses its oldest turns, as few as possible, until it fits
+        `retention_ratio` of the limit; where that is impossible, all turns but the newest.
         """
         _check_type(prompt)
         if len(prompt) == 0:
             raise RequestRejected("empty_prompt", "prompt is empty", param="prompt")
         if isinstance(prompt, str):
-            return self._prepare_chat([{"role": "user", "content": prompt}], limit, retention_ratio)
+            if not prompt.isascii():
+                check_unicode(prompt, "prompt[0].content")
+            return self._prepare_chat(({"role": "user", "content": prompt},), limit, retention_ratio)
         if isinstance(prompt[0], Mapping):
-            return self._prepare_chat(prompt, limit, retention_ratio)  # type: ignore[arg-type]
+            return self._prepare_chat(self._checked(prompt, "prompt"), limit, retention_ratio)  # type: ignore[arg-type]
         return self._prepare_raw(prompt)  # type: ignore[arg-type]
 
     def commit(self, prepared: Prepared, output: TokenIds, text: str) -> None:
-        """Add the turn: the prompt, and the answer of these ids, of which the reader saw this text."""
+        """Add a turn: the prompt, and the output of these ids, of which the reader saw this text."""
         self._token_ids = prepared.token_ids[:]
         if prepared.messages is None:
             self._is_raw = True
@@ -122,86 +121,83 @@ class Conversation:
 
     # ---- chat -----------------------------------------------------------------------------------------------------
 
-    def _prepare_chat(self, prompt: Sequence[Message], limit: int | None, ratio: float) -> Prepared:
+    def _prepare_chat(self, added: tuple[Message, ...], limit: int | None, ratio: float) -> Prepared:
         if self._is_raw:
-            raise RequestRejected(
-                "mixed_prompts", "prompt: the session holds raw token ids, and takes no messages", param="prompt"
-            )
-        turns = Turns.of((*self._messages, *self._checked(prompt, "prompt")))
-        return self._without(turns, 0) if limit is None else self._fitted(turns, limit, ratio)
-
-    def _fitted(self, turns: Turns, limit: int, ratio: float) -> Prepared:
-        may_fit = ratio < 1.0 and _least_tokens(turns.messages, self._tokenizer) <= limit
-        if may_fit and len((whole := self._without(turns, 0)).token_ids) <= limit:
+            problem = "the session holds raw token ids, and takes no messages"
+            raise RequestRejected("mixed_prompts", f"prompt: {problem}", param="prompt")
+        messages = (*self._messages, *added)
+        if limit is None:
+            return self._tokenized(messages)
+        may_fit = ratio < 1.0 and _least_tokens(messages, self._tokenizer) <= limit
+        if may_fit and len((whole := self._tokenized(messages)).token_ids) <= limit:
             return whole
-        return self._shortened(turns, retained(limit, ratio))
+        return self._shortened(Turns.of(messages), retained(limit, ratio))
 
     def _shortened(self, turns: Turns, limit: int) -> Prepared:
         def length_fits(count: int) -> bool:
             return _least_tokens(turns.without(count), self._tokenizer) <= limit
 
+        def without(count: int) -> Prepared:
+            return self._tokenized(turns.without(count), count, turns.dropped(count))
+
         def fits(count: int) -> bool:
-            return len(self._without(turns, count).token_ids) <= limit
+            return len(without(count).token_ids) <= limit
 
-        candidates = range(turns.most)
-        first = bisect_left(candidates, True, key=length_fits)  # before these are tokenized
-        prepared = self._without(turns, first)
-        if len(prepared.token_ids) <= limit or first == turns.most:
+        candidates = range(turns.max_dropped)
+        first = bisect_left(candidates, True, key=length_fits)  # before any tokenizing
+        prepared = without(first)
+        if len(prepared.token_ids) <= limit or first == turns.max_dropped:
             return prepared
-        return self._without(turns, bisect_left(candidates, True, lo=first + 1, key=fits))
+        return without(bisect_left(candidates, True, lo=first + 1, key=fits))
 
-    def _without(self, turns: Turns, count: int) -> Prepared:
-        """The prompt without the oldest `count` turns."""
-        messages = turns.without(count)
+    def _tokenized(self, messages: tuple[Message, ...], dropped_turns: int = 0, dropped: range = range(0)) -> Prepared:
+        """Render and tokenize the messages that are left after the messages of the `dropped` indices are dropped."""
         rendering = self._tokenizer.render(messages)
         ids = self._extended(rendering)
         if not ids:
             raise RequestRejected("empty_prompt", "prompt: the chat template renders it to nothing", param="prompt")
-        return Prepared(ids, messages, rendering, count, self._placed(turns, count, ids))
+        processing = self._tokenizer.images
+        images = () if processing is None else place_images(ids, self._named_images(messages, dropped), processing)
+        return Prepared(ids, messages, rendering, dropped_turns, images)
 
-    def _placed(self, turns: Turns, count: int, ids: TokenIds) -> tuple[PlacedImage, ...]:
-        """The images of a prompt without the oldest `count` turns."""
-        processing, dropped = self._tokenizer.images, turns.dropped(count)
-        if processing is None:
-            return ()
-        kept = [part for part in image_parts(turns.messages) if part.message not in dropped]
-        return placed(ids, [(self._name(part), part.image) for part in kept], processing)
+    def _named_images(self, messages: tuple[Message, ...], dropped: range) -> Iterator[tuple[str, Image]]:
+        """Yield the images with the places of their parts; the conversation's own messages are the history."""
+        for part in image_parts(messages):
+            index = part.message + (len(dropped) if part.message >= dropped.start else 0)
+            added = index - len(self._messages)
+            message = f"prompt[{added}]" if added >= 0 else f"history[{index}]"
+            yield f"{message}.content[{part.part}]", part.image
 
     def _found(self, messages: Sequence[Message]) -> tuple[Image, ...]:
         return () if self._tokenizer.images is None else tuple(part.image for part in image_parts(messages))
-
-    def _name(self, part: ImagePart) -> str:
-        """The place of an image's part; the conversation's own messages are the history."""
-        index = part.message - len(self._messages)
-        message = f"prompt[{index}]" if index >= 0 else f"history[{part.message}]"
-        return f"{message}.content[{part.part}]"
 
     def _checked(self, messages: Sequence[Message], name: str) -> tuple[Message, ...]:
         return checked_messages(messages, name, image_refusal=self._tokenizer.image_refusal)
 
     def _extended(self, rendering: str) -> TokenIds:
+        """Return the token ids of a rendering; the ids of its beginning are reused where possible."""
         if not self._token_ids or not rendering.startswith(self._rendering):
             return self._tokenizer.encode_rendering(rendering)
         rest = rendering[len(self._rendering) :]
         ids = self._token_ids[:]
         if self._closing and rest.startswith(self._closing):
             rest = rest[len(self._closing) :]
-        elif self._closing:  # the template closes a turn in another way
+        elif self._closing:  # the template closes a turn differently
             del ids[-1]
         ids.extend(self._tokenizer.encode_rendering(rest))
         return ids
 
     def _special(self, token_id: int) -> str:
-        """The special token of this id; "" for an ordinary one, and for an image token, which closes nothing."""
+        """Return the special token of this id; "" for an ordinary token, and for an image token."""
         specials, images = self._tokenizer.tokenizer.special_tokens, self._tokenizer.images
         if images is not None and token_id == images.image_token_id:
             return ""
         return next((text for text, id in specials.items() if id == token_id), "")
 
     def _fitting(self, output: TokenIds, text: str) -> tuple[TokenIds, str]:
-        """The ids of exactly this text, and the special token behind it, if the answer ended with one.
+        """Return ids of exactly this text, and the special token at their end, if there is one.
 
-        They are the output's own, but for the end of an answer that a stop string cut within a token.
+        They are the output's own ids, except at the end of an output that a stop string cut within a token.
         """
         closing = self._special(output[-1]) if output else ""
         for ids, end in [(output, ""), (output[:-1], closing)] if closing else [(output, "")]:
@@ -214,7 +210,7 @@ class Conversation:
         return kept, ""
 
     def _agreement(self, output: TokenIds, text: str, skip: bool) -> tuple[int, int]:
-        """How many of the ids begin the text, and how many of its characters they are."""
+        """Return how many of the ids agree with the text, and the number of their characters."""
         detokenizer = Detokenizer(self._tokenizer.tokenizer, skip_special_tokens=skip)
         agreed, at = (0, 0), 0
         for count, token_id in enumerate(output, 1):
@@ -250,25 +246,36 @@ class Conversation:
             raise RequestRejected("invalid_value", f"prompt[{index}] {problem}", param="prompt")
 
 
+# ---- the size of a prompt -----------------------------------------------------------------------------------------
+
+
 def check_length(prompt: Prompt, limit: int, tokenizer: ChatTokenizer) -> None:
-    """As Conversation.check_length, for a conversation that is not there yet."""
+    """Check as Conversation.check_length does, for a prompt without a conversation."""
     _check_type(prompt)
     least = _least_tokens(prompt, tokenizer)
     if least > limit:
-        raise RequestRejected(
-            "context_length_exceeded", f"prompt: at least {least} tokens, the context is {limit}", param="prompt"
-        )
+        problem = f"at least {least} tokens, the context is {limit}"
+        raise RequestRejected("context_length_exceeded", f"prompt: {problem}", param="prompt")
 
 
 def newest_turn(prompt: Prompt) -> Prompt:
-    """The part of a prompt that is there also when its oldest turns are dropped."""
+    """Return the part of a prompt that is left when all turns that can be dropped are dropped."""
     return Turns.of(prompt).newest if _is_chat(prompt) else prompt
 
 
+def prompt_length(prompt: Prompt) -> int:
+    """Return the work of preparing a prompt: the characters of a text, the number of token ids, or the like."""
+    if not _is_chat(prompt):
+        return len(prompt)
+    num_images = sum(1 for _ in image_parts(_mappings(prompt)))
+    return len(prompt) * _MESSAGE + _contents_length(prompt) + num_images * _IMAGE
+
+
 def _least_tokens(prompt: Prompt, tokenizer: ChatTokenizer) -> int:
+    """Return a lower bound of the prompt's tokens."""
     if isinstance(prompt, str):
         return len(prompt) // tokenizer.tokenizer.max_token_bytes
-    if _is_chat(prompt):  # a message is a token at least
+    if _is_chat(prompt):  # each message takes a token at least
         num_text_tokens = _contents_length(prompt) // tokenizer.tokenizer.max_token_bytes
         return max(len(prompt), num_text_tokens + _num_image_tokens(prompt, tokenizer))
     return len(prompt)
@@ -282,33 +289,22 @@ def _num_image_tokens(prompt: Sequence[Message], tokenizer: ChatTokenizer) -> in
 
 def _check_type(prompt: object) -> None:
     if isinstance(prompt, BYTES) or not isinstance(prompt, Sequence):
-        raise RequestRejected(
-            "invalid_value",
-            f"prompt must be a string, messages or token ids, got {kind_of(prompt)}",
-            param="prompt",
-        )
-
-
-def prompt_length(prompt: Prompt) -> int:
-    """How much there is to prepare: characters of a text, token ids, or what messages cost as characters."""
-    if not _is_chat(prompt):
-        return len(prompt)
-    num_images = sum(1 for _ in image_parts(_mappings(prompt)))
-    return len(prompt) * _MESSAGE + _contents_length(prompt) + num_images * _IMAGE
+        problem = f"must be a string, messages or token ids, got {kind_of(prompt)}"
+        raise RequestRejected("invalid_value", f"prompt {problem}", param="prompt")
 
 
 def _is_chat(prompt: Prompt) -> TypeGuard[Sequence[Message]]:
     return not isinstance(prompt, str) and isinstance(next(iter(prompt), None), Mapping)
 
 
-def _contents_length(prompt: Sequence[Message]) -> int:
-    """Characters."""
-    return sum(_content_length(entry.get("content")) for entry in _mappings(prompt))
-
-
 def _mappings(prompt: Sequence[Message]) -> Iterator[Message]:
-    """The messages of a prompt that is not checked yet."""
+    """Yield the messages of a prompt that is not checked yet."""
     return (entry for entry in prompt if isinstance(entry, Mapping))
+
+
+def _contents_length(prompt: Sequence[Message]) -> int:
+    """Return the number of characters in the texts of all contents."""
+    return sum(_content_length(entry.get("content")) for entry in _mappings(prompt))
 
 
 def _content_length(content: object) -> int:

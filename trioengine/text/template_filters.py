@@ -1,4 +1,8 @@
-"""Attributes and methods of a chat template's values: those that templates use, each within a rendering's budget."""
+"""Methods, filters and tests of chat templates, each of which charges the rendering's budget.
+
+The tables METHODS, FILTERS and TESTS hold the ones that templates use. Jinja's others (urlize, wordwrap, random and so
+on) are left out: chat templates do not need them, and their cost is hard to bound.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,28 @@ from typing import Any
 
 from jinja2 import pass_context
 from jinja2.filters import make_attrgetter
-from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from markupsafe import escape
 
 from trioengine.text import template_operations as operations
-from trioengine.text.template_operations import Budget, text_bytes
+from trioengine.text.template_operations import BoundedContext, Budget, text_bytes
 
-Method = Callable[..., Any]  # of a budget, the value and the arguments
+FILTER_STEPS = 4
+MAX_PRECISION = 15
+_SORTING_STEPS = 20  # comparisons of each item while sorting, or objects for each of a text's steps
+Method = Callable[..., Any]  # takes a budget, the value and the arguments, as do filters and tests
+Prepare = Callable[[Budget, Any, int], Any]  # charges for a value and steps for each item; returns the filter's input
 
 
 class FormatMethod:
-    """`text.format`, to be called within a budget."""
+    """The method `text.format`, before its call within a budget."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
 
 class ChatSandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox; of strings, objects and lists it gives the methods in METHODS alone."""
+    """Jinja's sandbox, in which strings, objects and lists have only the methods in METHODS."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         methods = methods_of(obj)
@@ -41,11 +48,14 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
 
 
 def methods_of(value: Any) -> Mapping[str, Method] | None:
-    """The methods that a value may be asked for; None where its type has no list of them."""
+    """Return the methods of a value by name; None for a type without an entry in METHODS."""
     return next((METHODS[kind] for kind in type(value).__mro__ if kind in METHODS), None)
 
 
-# ---- the costs of methods -----------------------------------------------------------------------------------------
+_PLAIN = ChatSandbox()  # has Jinja's own filters
+
+
+# ---- methods ------------------------------------------------------------------------------------------------------
 
 
 def _search(budget: Budget, text: str, wanted: str | None = None, *where: Any) -> None:
@@ -100,7 +110,7 @@ def _join_method(budget: Budget, text: str, values: Any) -> str:
     return text.join(operations.joined(budget, text, values))
 
 
-def _charged_methods(charge: Callable[..., None], names: str) -> dict[str, Method]:
+def _methods(charge: Callable[..., None], names: str) -> dict[str, Method]:
     def method(name: str) -> Method:
         def call(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> Any:
             charge(budget, value, *args, **kwargs)
@@ -111,43 +121,26 @@ def _charged_methods(charge: Callable[..., None], names: str) -> dict[str, Metho
     return {name: method(name) for name in names.split()}
 
 
-_OF_SEQUENCES = _charged_methods(_look_for, "count index") | _charged_methods(_copy, "copy")
+_OF_SEQUENCES = _methods(_look_for, "count index") | _methods(_copy, "copy")
 METHODS: Mapping[type, Mapping[str, Method]] = {
     str: {
-        **_charged_methods(_search, "count find index lstrip partition rfind rindex rpartition rstrip strip"),
-        **_charged_methods(_affix, "endswith removeprefix removesuffix startswith"),
-        **_charged_methods(_convert, "capitalize casefold lower swapcase title upper"),
-        **_charged_methods(
-            _convert, "isalnum isalpha isascii isdecimal isdigit islower isnumeric isprintable isspace isupper"
-        ),
-        **_charged_methods(_pad, "center ljust rjust zfill"),
-        **_charged_methods(_split, "rsplit split"),
-        **_charged_methods(_splitlines, "splitlines"),
+        **_methods(_search, "count find index lstrip partition rfind rindex rpartition rstrip strip"),
+        **_methods(_affix, "endswith removeprefix removesuffix startswith"),
+        **_methods(_convert, "capitalize casefold lower swapcase title upper"),
+        **_methods(_convert, "isalnum isalpha isascii isdecimal isdigit islower isnumeric isprintable isspace isupper"),
+        **_methods(_pad, "center ljust rjust zfill"),
+        **_methods(_split, "rsplit split"),
+        **_methods(_splitlines, "splitlines"),
         "join": _join_method,
         "replace": operations.replaced,
     },
-    dict: _charged_methods(_get, "get")
-    | _charged_methods(_view, "items keys values")
-    | _charged_methods(_copy, "copy"),
+    dict: _methods(_get, "get") | _methods(_view, "items keys values") | _methods(_copy, "copy"),
     list: _OF_SEQUENCES,
     tuple: _OF_SEQUENCES,
 }
 
 
-FILTER_STEPS = 4
-_MANY = 20  # comparisons of each item while sorting, or objects for each of a text's steps
-MAX_PRECISION = 15
-_PLAIN = ChatSandbox()  # has Jinja's own filters
-
-
-class BoundedContext(Context):
-    """The variables of a rendering, and its budget."""
-
-    budget: Budget
-
-
-Prepare = Callable[[Budget, Any, int], Any]  # charges for a value and steps for each; the value to give to the filter
-Implementation = Callable[..., Any]  # of a budget, a value and arguments
+# ---- filters ------------------------------------------------------------------------------------------------------
 
 
 def _as_it_is(budget: Budget, value: Any, steps: int) -> Any:
@@ -155,7 +148,7 @@ def _as_it_is(budget: Budget, value: Any, steps: int) -> Any:
 
 
 def _each_once(budget: Budget, value: Any, steps: int) -> Any:
-    """Each item is looked at, and not into it. An earlier lazy filter's output is read here: they form no chain."""
+    """For filters that take each item once. The output of an earlier lazy filter is read here: they form no chain."""
     return budget.turns(operations.materialized(budget, value), 1 + steps)
 
 
@@ -167,7 +160,7 @@ def _all(budget: Budget, value: Any, steps: int) -> Any:
 
 def _sorted(budget: Budget, value: Any, steps: int) -> Any:
     value = operations.materialized(budget, value)
-    budget.measure(value, factor=_MANY)
+    budget.measure(value, factor=_SORTING_STEPS)
     return value
 
 
@@ -186,7 +179,7 @@ def _join(budget: Budget, value: Any, d: Any = "", attribute: str | int | None =
 
 
 def _attributes(budget: Budget, value: Any, attribute: str | int | None) -> Any:
-    """The values, or this attribute of each."""
+    """Return the values, or this attribute of each."""
     if attribute is None:
         return value
     return [*map(make_attrgetter(_PLAIN, attribute), _each_once(budget, value, budget.measure(attribute)))]
@@ -241,7 +234,7 @@ def _abs(budget: Budget, value: Any) -> Any:
     return abs(value)
 
 
-_OWN: Mapping[str, Implementation] = {
+_OWN: Mapping[str, Method] = {
     "abs": _abs,
     "e": _escape,
     "escape": _escape,
@@ -258,12 +251,12 @@ _OWN: Mapping[str, Implementation] = {
 
 
 def _arguments(budget: Budget, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Charge for a call, and for its arguments, which a filter hashes or prints once at most; returns their steps."""
+    """Charge for a call and its arguments, which a filter hashes or prints at most once; returns their steps."""
     budget.charge(FILTER_STEPS)
     return budget.measure(*args, *kwargs.values()) if args or kwargs else 0
 
 
-def _bounded(name: str, prepare: Prepare) -> Implementation:
+def _bounded(name: str, prepare: Prepare) -> Method:
     @pass_context
     def bounded(context: BoundedContext, value: Any, *args: Any, **kwargs: Any) -> Any:
         value = prepare(context.budget, value, _arguments(context.budget, args, kwargs))
@@ -272,7 +265,7 @@ def _bounded(name: str, prepare: Prepare) -> Implementation:
     return bounded
 
 
-def _charged(implementation: Implementation) -> Implementation:
+def _charged(implementation: Method) -> Method:
     @pass_context
     def charged(context: BoundedContext, value: Any, *args: Any, **kwargs: Any) -> Any:
         _arguments(context.budget, args, kwargs)
@@ -281,7 +274,7 @@ def _charged(implementation: Implementation) -> Implementation:
     return charged
 
 
-FILTERS: Mapping[str, Implementation] = {
+FILTERS: Mapping[str, Method] = {
     **{name: _bounded(name, prepare) for name, prepare in _OF_JINJA.items()},
     **{name: _charged(implementation) for name, implementation in _OWN.items()},
 }
@@ -290,7 +283,7 @@ FILTERS: Mapping[str, Implementation] = {
 # ---- tests --------------------------------------------------------------------------------------------------------
 
 
-def _comparison(symbol: str) -> Implementation:
+def _comparison(symbol: str) -> Method:
     return lambda budget, value, other: operations.compared(budget, value, symbol, other)
 
 
@@ -308,12 +301,12 @@ _COMPARISONS: Mapping[str, tuple[str, ...]] = {
     "lteq": ("le", "<="),
     "in": ("in",),
 }
-_AT_ONCE = (  # they look at a value, and not into it
+_CONSTANT_TIME = (  # they do not look at the elements of a value
     *("boolean", "callable", "defined", "escaped", "false", "float", "integer", "iterable", "mapping", "none"),
     *("number", "sameas", "sequence", "string", "true", "undefined"),
 )
 TESTS: Mapping[str, Any] = {
-    **{name: _PLAIN.tests[name] for name in _AT_ONCE},
+    **{name: _PLAIN.tests[name] for name in _CONSTANT_TIME},
     **{name: _charged(_comparison(symbol)) for symbol, names in _COMPARISONS.items() for name in names},
     "divisibleby": _charged(_divisible),
     "even": _charged(_divisible),

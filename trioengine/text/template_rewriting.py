@@ -1,8 +1,8 @@
-"""Rewrites a chat template's syntax tree before it is compiled, so that all that a rendering does is charged for.
+"""Rewrites the syntax tree of a chat template before it is compiled, so that a rendering charges everything it does.
 
-Each loop's items, and each macro's body, are charged with the number of nodes that they evaluate at most. An
-operation that Jinja would compile to bare Python (comparisons, `~`, slices, keys) becomes a filter, which gets the
-rendering's context.
+Each item of a loop, and each call of a macro, charges the number of nodes that its body evaluates at most. An operation
+that Jinja would compile to bare Python (comparisons, `~`, slices, keys) becomes a filter, which gets the rendering's
+context.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jinja2 import nodes, pass_context
+from jinja2 import nodes
 from jinja2.visitor import NodeTransformer
 
 from trioengine.text import template_operations as operations
-from trioengine.text.template_filters import BoundedContext
-from trioengine.text.template_operations import BYTES_PER_STEP, text_bytes
+from trioengine.text.template_operations import BYTES_PER_STEP, Budget, text_bytes, within_budget
 
 MAX_NESTING = 100  # nodes of the syntax tree within nodes
-# names that no template can spell
+# these names cannot be written in a template
 _CHARGE, _TURNS, _COMPARE, _CONCAT, _SLICE, _KEY = (
     f"({name})" for name in ("charge", "turns", "compare", "concat", "slice", "key")
 )
@@ -33,11 +32,11 @@ _REFUSED: dict[type[nodes.Node], str] = {
 
 
 class TemplateRefused(Exception):
-    """The template has a statement that no chat template needs, or is too large."""
+    """The template is too large, or has a statement that chat templates may not have."""
 
 
-def rewritten(template: nodes.Template) -> nodes.Template:
-    """The template with its charges, for an environment with INTERNAL_FILTERS. Raises TemplateRefused."""
+def rewrite(template: nodes.Template) -> nodes.Template:
+    """Return the template with charges, for an environment with INTERNAL_FILTERS. Raises TemplateRefused."""
     _check(template)
     result: nodes.Template = _Rewriter().visit(template)
     return result
@@ -56,7 +55,7 @@ def _check(node: nodes.Node, depth: int = 0) -> None:
 
 
 def _steps(parts: Iterable[nodes.Node]) -> int:
-    """How many steps these nodes take at most, without the bodies of loops and macros, which are charged for apart."""
+    """Return the most steps that these nodes take, without the bodies of loops and macros: these charge themselves."""
     return sum(map(_steps_of, parts))
 
 
@@ -77,7 +76,7 @@ def _steps_of(node: nodes.Node) -> int:
     return 1 + _steps(node.iter_child_nodes())
 
 
-# ---- rules, for nodes whose children are rewritten already ---------------------------------------------------------
+# ---- rules, applied to a node after its children ---------------------------------------------------------
 
 
 def _charge_body(node: Any) -> nodes.Node:
@@ -93,8 +92,7 @@ def _charge_loop(node: nodes.For) -> nodes.Node:
 
 
 def _charge_arguments(node: Any) -> nodes.Node:
-    """Those of `*values` and `**values`."""
-    for name in ("dyn_args", "dyn_kwargs"):
+    for name in ("dyn_args", "dyn_kwargs"):  # *values and **values
         values = getattr(node, name)
         if values is not None:
             setattr(node, name, _filter(values, _TURNS, nodes.Const(1)))
@@ -143,15 +141,12 @@ _RULES: Mapping[type[nodes.Node], Callable[[Any], nodes.Node]] = {
 class _Rewriter(NodeTransformer):
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
         self.generic_visit(node)
-        return _RULES.get(type(node), _unchanged)(node)
-
-
-def _unchanged(node: nodes.Node) -> nodes.Node:
-    return node
+        rule = _RULES.get(type(node))
+        return node if rule is None else rule(node)
 
 
 def _compares_with_constant(node: nodes.Compare) -> bool:
-    """Whether this takes one step for every value of the other operand."""
+    """Return whether the comparison takes one step, whatever the other operand is."""
     if len(node.ops) > 1:
         return False
     (operand,) = node.ops
@@ -171,37 +166,11 @@ def _filter(value: Any, name: str, *args: nodes.Expr) -> nodes.Filter:
 
 # ---- the filters --------------------------------------------------------------------------------------------------
 
-
-@pass_context
-def _charge(context: BoundedContext, steps: int) -> None:
-    context.budget.charge(steps)
-
-
-@pass_context
-def _turns(context: BoundedContext, iterable: Any, steps: int) -> Any:
-    return context.budget.turns(iterable, steps)
-
-
-@pass_context
-def _compare(context: BoundedContext, *operands: Any) -> bool:
-    return operations.compared(context.budget, *operands)
-
-
-@pass_context
-def _concat(context: BoundedContext, *values: Any) -> str:
-    return operations.concatenated(context.budget, *values)
-
-
-@pass_context
-def _slice(context: BoundedContext, value: Any, start: Any, stop: Any, step: Any) -> Any:
-    return operations.sliced(context.budget, value, start, stop, step)
-
-
-INTERNAL_FILTERS = {
-    _CHARGE: _charge,
-    _TURNS: _turns,
-    _COMPARE: _compare,
-    _CONCAT: _concat,
-    _SLICE: _slice,
+INTERNAL_FILTERS: Mapping[str, Callable[..., Any]] = {
+    _CHARGE: within_budget(Budget.charge),
+    _TURNS: within_budget(Budget.turns),
+    _COMPARE: within_budget(operations.compared),
+    _CONCAT: within_budget(operations.concatenated),
+    _SLICE: within_budget(operations.sliced),
     _KEY: operations.checked_key,
 }

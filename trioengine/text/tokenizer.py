@@ -1,15 +1,14 @@
-"""The tokenizer: from a tokenizer.json, or from the metadata of a GGUF file.
+"""Text to token ids and back: tokenizers from a tokenizer.json or a GGUF file's metadata, and streaming detokenization.
 
-The underlying tokenizer always treats special tokens in a text as ordinary text (`encode_special_tokens`), and nothing
-of it is ever switched afterwards, so threads may share it; where special tokens are to be parsed, the text is split at
-them here.
+The underlying tokenizer always treats special tokens in a text as ordinary text (`encode_special_tokens`). Its
+settings never change, so threads may share it; `Tokenizer` itself splits a text at special tokens to parse them.
 """
 
 from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -22,18 +21,19 @@ from trioengine.core.errors import ModelError
 from trioengine.core.types import TokenIds, token_ids
 
 _TOKENS, _MERGES, _TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"
-GGUF_ARRAYS = frozenset({_TOKENS, _MERGES, _TYPES})  # of a GGUF file's metadata, that `from_gguf` needs decoded
+GGUF_ARRAYS = frozenset({_TOKENS, _MERGES, _TYPES})  # arrays of a GGUF file's metadata that `from_gguf` needs decoded
 CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
-# characters, or token ids. What is longer goes through the calls for batches, which let other threads run meanwhile;
-# the others keep the GIL, which a busy thread would give back after milliseconds only
+# Characters, or token ids. Longer inputs go through the library's batch calls, which release the GIL. Shorter ones keep
+# it: taking it back from a busy thread would cost milliseconds.
 _LONG = 1 << 12
+_MAX_PENDING = 16  # tokens; more than one character takes with byte fallback
 
 
 class Tokenizer:
-    """Text to token ids and back. Safe for threads, and what is long keeps none of them waiting.
+    """Text to token ids and back. Safe for threads; long inputs do not block the other threads.
 
-    A model may know fewer ids than its tokenizer, which then has a pad token that was added: `vocab_size` is the
-    lesser of both numbers. Every id that the model can be given is below it; not every number is an id.
+    `vocab_size` is the lesser one of the tokenizer's and the model's: a tokenizer may have an added pad token that the
+    model lacks. All ids that the model accepts are below it; not every number below it is an id.
     """
 
     def __init__(self, tokenizer: _Tokenizer, *, vocab_size: int = MAX_COUNT) -> None:
@@ -46,25 +46,25 @@ class Tokenizer:
         self.special_ids = frozenset(self.special_tokens.values())
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = min(max(vocabulary.values(), default=-1) + 1, vocab_size)
-        # of the text that a token stands for
+        # at least the UTF-8 length of the text of every token
         self.max_token_bytes = max((len(token.encode()) for token in vocabulary), default=1)
-        self._token_bytes, self._ordinary_bytes = self._tables(vocabulary)
+        self._token_bytes, self._ordinary_bytes = self._byte_tables(vocabulary)
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
 
     @classmethod
     def from_json(cls, text: bytes | str, *, vocab_size: int = MAX_COUNT) -> Tokenizer:
-        """From the contents of a tokenizer.json, for a model of `vocab_size` tokens. Raises ModelError."""
+        """Create from the contents of a tokenizer.json, for a model of `vocab_size` tokens. Raises ModelError."""
         with _refusing("tokenizer.json"):
             tokenizer = cls(
                 _Tokenizer.from_buffer(text.encode() if isinstance(text, str) else text), vocab_size=vocab_size
             )
-            tokenizer.surrounded([])  # it may be one that encodes nothing
+            tokenizer.surrounded([])  # raises if the tokenizer cannot encode
         return tokenizer
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        """From a GGUF file's metadata. Raises ModelError for a kind of tokenizer that is not supported."""
+        """Create from a GGUF file's metadata. Raises ModelError for a kind of tokenizer that is not supported."""
         kind = metadata.get("tokenizer.ggml.model")
         if kind != "gpt2":
             raise ModelError(f"tokenizer.ggml.model is {brief(kind)}, which is not supported; supported: 'gpt2'")
@@ -74,7 +74,7 @@ class Tokenizer:
             raise ModelError(f"tokenizer.ggml.pre is {brief(splitting)}, which is not supported; supported: {known}")
         types = metadata.get(_TYPES, [])
         if not isinstance(types, list):
-            raise ModelError(f"{_TYPES} is no list")
+            raise ModelError(f"{_TYPES} is not a list")
         tokens = _strings(metadata, _TOKENS)
         merges = [_pair(merge) for merge in _strings(metadata, _MERGES)]
         vocabulary = {token: id for id, token in enumerate(tokens)}
@@ -90,7 +90,7 @@ class Tokenizer:
         return cls(tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; special tokens in it are parsed, none is added."""
+        """Return the token ids of a text; special tokens in it are parsed, none is added."""
         if self._split is None:
             return self.encode_ordinary(text)
         ids: list[int] = []
@@ -100,13 +100,13 @@ class Tokenizer:
         return ids
 
     def encode_ordinary(self, text: str) -> list[int]:
-        """Token ids of a text in which nothing is special."""
+        """Return the token ids of a text, in which special tokens are ordinary text."""
         if len(text) > _LONG:
             return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids) if text else []
 
     def encode_pieces(self, text: str, restore: Callable[[str], str]) -> TokenIds:
-        """As `encode`, but each piece between special tokens goes through `restore` first."""
+        """Encode as `encode` does, each piece of text between special tokens after a call of `restore`."""
         ids = token_ids()
         for piece in [text] if self._split is None else self._split.split(text):
             special = self.special_tokens.get(piece)
@@ -114,18 +114,18 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids; bytes that are no UTF-8 are U+FFFD."""
+        """Return the text of token ids; bytes that are not UTF-8 become U+FFFD."""
         given = list(ids)
         if len(given) > _LONG:
             return str(self._tokenizer.decode_batch([given], skip_special_tokens=skip_special_tokens)[0])
         return str(self._tokenizer.decode(given, skip_special_tokens=skip_special_tokens))
 
     def token_string(self, token_id: int) -> str:
-        """A token as the vocabulary has it; "" for an unknown id."""
+        """Return a token as it is in the vocabulary; "" for an unknown id."""
         return str(self._tokenizer.id_to_token(token_id) or "")
 
     def surrounded(self, ids: list[int]) -> list[int]:
-        """With the special tokens that the tokenizer.json puts around a text; a GGUF file has none."""
+        """Return the ids with the special tokens that the tokenizer.json adds around a text; a GGUF file has none."""
         before, after = self._surroundings
         return [*before, *ids, *after]
 
@@ -139,35 +139,90 @@ class Tokenizer:
 
     @cached_property
     def is_byte_level(self) -> bool:
-        """Whether a token is a string of bytes, whatever stands beside it."""
+        """Whether a token stands for the same bytes in every context."""
         return isinstance(self._tokenizer.decoder, decoders.ByteLevel)
 
-    def bytes_of(self, ids: Sequence[int]) -> bytes:
-        """What these tokens stand for, nothing for an unknown id; only for a byte-level tokenizer."""
-        return _joined(self._token_bytes, ids)
+    def bytes_of(self, ids: Iterable[int]) -> bytes:
+        """Return the bytes of these tokens, none for an unknown id; for byte-level tokenizers only."""
+        return b"".join(map(self._token_bytes.__getitem__, ids))
 
-    def ordinary_bytes_of(self, ids: Sequence[int]) -> bytes:
-        """As `bytes_of`, without the special tokens."""
-        return _joined(self._ordinary_bytes, ids)
+    def byte_table(self, *, skip_special_tokens: bool) -> Mapping[int, bytes]:
+        """Return the bytes of each token by id: b"" for unknown ids and, if skipped, for special tokens."""
+        return self._ordinary_bytes if skip_special_tokens else self._token_bytes
 
-    def _tables(self, vocabulary: Mapping[str, int]) -> tuple[dict[int, bytes], dict[int, bytes]]:
-        """By id, so that a streamed token costs one look: the bytes of each token, and without the special ones."""
+    def _byte_tables(self, vocabulary: Mapping[str, int]) -> tuple[ByteTable, ByteTable]:
+        """Both tables in advance, so that a streamed token costs one lookup; empty unless `is_byte_level`."""
         if not self.is_byte_level:
-            return {}, {}
+            return ByteTable(), ByteTable()
         table = {id: _to_bytes(token) for token, id in vocabulary.items() if id < self.vocab_size}
-        return table, {id: b"" if id in self.special_ids else data for id, data in table.items()}
+        return ByteTable(table), ByteTable({**table, **dict.fromkeys(self.special_ids & table.keys(), b"")})
 
 
-def _joined(table: Mapping[int, bytes], ids: Sequence[int]) -> bytes:
-    try:
-        return b"".join(map(table.__getitem__, ids))
-    except KeyError:  # a model may know ids that its tokenizer does not
-        return b"".join([table.get(id, b"") for id in ids])
+class ByteTable(dict[int, bytes]):
+    """The bytes of each token by id; a model may sample ids that its tokenizer does not have."""
+
+    def __missing__(self, token_id: int) -> bytes:
+        return b""
+
+
+class Detokenizer:
+    """Token ids to text as they arrive; the pieces add up to the text that `Tokenizer.decode` gives for all the ids."""
+
+    __slots__ = ("_bytes_of", "_context", "_is_byte_level", "_pending", "_rest", "_skip_special_tokens", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._is_byte_level = tokenizer.is_byte_level
+        self._bytes_of = tokenizer.byte_table(skip_special_tokens=skip_special_tokens).__getitem__
+        self._rest = b""  # byte-level tokenizers: the beginning of a character
+        self._context: list[int] = []  # other tokenizers: the last ids with text, which the next text may depend on
+        self._pending: list[int] = []  # and the ids whose text is not complete
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether some of the ids have not given their text yet."""
+        return bool(self._rest or self._pending)
+
+    def feed(self, ids: Iterable[int]) -> str:
+        """Take ids, and return the text that they complete: whole characters only."""
+        if self._is_byte_level:
+            data = self._rest + b"".join(map(self._bytes_of, ids))
+            text, num_decoded = codecs.utf_8_decode(data, "replace")
+            self._rest = data[num_decoded:]
+            return text
+        return "".join([self._feed_one(token_id) for token_id in ids])
+
+    def flush(self) -> str:
+        """Return the rest after the last id: U+FFFD for an incomplete character."""
+        if self._pending:
+            return self._give()
+        rest, self._rest = self._rest, b""
+        return rest.decode(errors="replace")
+
+    def _feed_one(self, token_id: int) -> str:
+        self._pending.append(token_id)
+        text = self._new_text()
+        if text.endswith("\ufffd") and len(self._pending) < _MAX_PENDING:
+            return ""  # possibly an incomplete character
+        return self._give()
+
+    def _new_text(self) -> str:
+        """Decode the pending ids behind their context: a tokenizer may join or strip at the borders."""
+        before = self._tokenizer.decode(self._context, skip_special_tokens=self._skip_special_tokens)
+        after = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=self._skip_special_tokens)
+        return after[len(before) :]
+
+    def _give(self) -> str:
+        text = self._new_text()
+        self._context = self._pending if text else self._context + self._pending
+        self._pending = []
+        return text
 
 
 @contextmanager
 def _refusing(source: str) -> Iterator[None]:
-    """Raise ModelError for any error of the tokenizers library: it raises Exception itself, and Rust's panics."""
+    """Convert every error of the tokenizers library to ModelError: it raises Exception itself, and Rust's panics."""
     try:
         yield
     except BaseException as exc:
@@ -179,14 +234,14 @@ def _refusing(source: str) -> Iterator[None]:
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
     value = metadata.get(key)
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        raise ModelError(f"{key} is missing or no list of strings")
+        raise ModelError(f"{key} is missing or not a list of strings")
     return value
 
 
 def _pair(merge: str) -> tuple[str, str]:
     left, space, right = merge.partition(" ")
     if not space:
-        raise ModelError(f"{_MERGES} has the entry {brief(merge)}, which is no pair")
+        raise ModelError(f"{_MERGES} has the entry {brief(merge)}, which is not a pair")
     return left, right
 
 
@@ -195,7 +250,7 @@ def _added(tokens: list[str], types: list[Any], kind: int, *, special: bool) -> 
     return [AddedToken(token, special=special, normalized=False) for token in found]
 
 
-# ---- how a text is split before BPE: tokenizer.ggml.pre, as the models' own tokenizer.json files have it -----------
+# ---- splitting before BPE: tokenizer.ggml.pre, with the patterns of the models' own tokenizer.json files -----------
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -226,7 +281,7 @@ _SPLITTINGS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for each byte, the other way round."""
+    """Return the byte of each of GPT-2's printable characters."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -240,71 +295,3 @@ def _to_bytes(token: str) -> bytes:
         return bytes(map(_BYTE_OF.__getitem__, token))
     except KeyError:  # an added token is plain text
         return token.encode()
-
-
-_MAX_PENDING = 16  # tokens that a character of a tokenizer with byte fallback can take, and more
-
-
-class Detokenizer:
-    """The texts given add up to what the tokenizer decodes from all the ids at once."""
-
-    __slots__ = (
-        "_bytes_of",
-        "_context",
-        "_is_byte_level",
-        "_pending",
-        "_rest",
-        "_skip_special_tokens",
-        "_tokenizer",
-    )
-
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._is_byte_level = tokenizer.is_byte_level
-        self._bytes_of = tokenizer.ordinary_bytes_of if skip_special_tokens else tokenizer.bytes_of
-        self._rest = b""  # of a byte-level tokenizer: the beginning of a character
-        self._context: list[int] = []  # of any other: ids whose text was given, kept for what follows them
-        self._pending: list[int] = []  # and ids whose text was not
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether ids were fed whose text is not given yet."""
-        return bool(self._rest or self._pending)
-
-    def feed(self, ids: Sequence[int]) -> str:
-        """The text that these ids complete."""
-        if self._is_byte_level:
-            data = self._rest + self._bytes_of(ids)
-            text, num_decoded = codecs.utf_8_decode(data, "replace")
-            self._rest = data[num_decoded:]
-            return text
-        return "".join([self._feed_one(token_id) for token_id in ids])
-
-    def flush(self) -> str:
-        """What is left when no more ids come: U+FFFD for a character that was never completed."""
-        if self._pending:
-            return self._give()
-        rest, self._rest = self._rest, b""
-        return rest.decode(errors="replace")
-
-    def _feed_one(self, token_id: int) -> str:
-        """Decode the new ids behind some that came before: a tokenizer may join or strip at the borders."""
-        self._pending.append(token_id)
-        text = self._new_text()
-        if text.endswith("\ufffd") and len(self._pending) < _MAX_PENDING:
-            return ""  # perhaps a character that is not complete
-        return self._give()
-
-    def _new_text(self) -> str:
-        before = self._tokenizer.decode(self._context, skip_special_tokens=self._skip_special_tokens)
-        after = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=self._skip_special_tokens)
-        return after[len(before) :]
-
-    def _give(self) -> str:
-        text = self._new_text()
-        if text:
-            self._context, self._pending = self._pending, []
-        else:
-            self._context, self._pending = self._context + self._pending, []
-        return text

@@ -1,34 +1,78 @@
-"""`python -m trioengine.worker`: started by the supervisor only."""
+"""`python -m trioengine.worker`: a worker, started by the supervisor only; with `--probe`, a report for doctor.
+
+The report comes from a process of its own because torch may be missing, or broken enough to take its process with it.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 
 from trioengine.core.config import WorkerConfig
-from trioengine.worker.loop import LoadedRunner, OnProgress
 from trioengine.worker.process import run
+from trioengine.worker.scheduling.step import ModelInfo, ModelRunner, OnProgress
+
+MARK = "probe: "  # before the JSON, because libraries also print
 
 _SPIN_COUNT = "4000"  # docs/decisions/017
 
 
-def load(config: WorkerConfig, on_progress: OnProgress) -> LoadedRunner:
+def load(config: WorkerConfig, on_progress: OnProgress) -> tuple[ModelInfo, ModelRunner]:
     """Load the torch runner; torch is imported here, so that a worker that is never configured does not wait for it."""
     _spin_briefly()
     from trioengine.worker.runner.model_runner import TorchModelRunner
 
-    return TorchModelRunner.load(config, on_progress)
+    runner = TorchModelRunner.load(config, on_progress)
+    return runner.info, runner
 
 
 def _spin_briefly() -> None:
-    """Threads of an operation that wait for another one keep their cores for 4,000 turns, not for libgomp's 300,000.
+    """Let the threads of an operation spin for 4,000 turns while they wait for one another, not libgomp's 300,000.
 
-    Anything else that runs takes the core of one thread, while the others only spin on theirs. libgomp reads its
-    environment when torch loads it; whoever has set either variable knows better.
+    Other programs take the core of one thread while the others only spin. libgomp reads its environment when torch
+    loads it; a user's own setting of either variable is kept.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
 
 
+def probe() -> None:
+    """Print torch's view of this machine, and a worker's choices of device, dtype and kernels, as JSON after MARK."""
+    import torch
+
+    from trioengine.worker.kernels.compiler import KernelsUnavailable
+    from trioengine.worker.kernels.native_kernels import NativeKernels
+    from trioengine.worker.runner.model_spec import choose_device, choose_dtype
+
+    device = choose_device("auto")
+    no_native_kernels: str | None = "they are for the CPU"
+    if device.type == "cpu":
+        try:
+            NativeKernels(9, 3, 64, choose_dtype("auto", device), 16)  # for the default model
+            no_native_kernels = None
+        except KernelsUnavailable as exc:
+            no_native_kernels = str(exc)
+    found = {
+        "torch": torch.__version__,
+        "device": str(device),
+        "dtype": str(choose_dtype("auto", device)).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "kernels": "native" if no_native_kernels is None else "torch",
+        "no_native_kernels": no_native_kernels,
+        "cuda": torch.version.cuda,
+        "gpus": [
+            {"name": torch.cuda.get_device_name(index), "free_bytes": free, "total_bytes": total}
+            for index in range(torch.cuda.device_count())
+            for free, total in [torch.cuda.mem_get_info(index)]
+        ],
+    }
+    sys.stdout.write(f"\n{MARK}{json.dumps(found)}\n")
+
+
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:], load))
+    if sys.argv[1:] == ["--probe"]:
+        probe()
+    else:
+        sys.exit(run(sys.argv[1:], load))

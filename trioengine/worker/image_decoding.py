@@ -1,11 +1,13 @@
-"""Bytes to an image in RGB, by Pillow.
+"""Bytes to an image in RGB, by Pillow, and to tiles, pixel for pixel those of transformers' Idefics3ImageProcessorPil.
 
-An image is turned by its EXIF orientation, as transformers turns a file that it loads, and what is transparent lies on
+Tiles are cut by numpy alone, as torch would start a pool of threads for the thread that decodes.
+
+An image is turned by its EXIF orientation, as transformers turns a file that it loads, and transparent pixels lie on
 white, as in transformers' `convert_to_rgb`. The orientation is the one that was declared, not Pillow's: the two may
 read damaged metadata differently, and the prompt has the tiles of the declared dimensions.
 
 Decoding takes at most DECODE_SECONDS, checked whenever Pillow reads a block of the file. Between two reads it does a
-bounded amount of work; for a file as a whole there is no such bound: a JPEG may have 200,000 scans over all its pixels,
+bounded amount of work; the work of a whole file is unbounded: a JPEG may have 200,000 scans over all its pixels,
 a PNG 20,000 color profiles of 1 MiB.
 """
 
@@ -24,13 +26,13 @@ from PIL import Image, PngImagePlugin
 from torch import Tensor
 
 from trioengine.core.image import ImageFormat, ImageInfo, ImageProcessing, Size
-from trioengine.worker.scheduling.image_queue import ImageError
+from trioengine.worker.scheduling.images import ImageError
 
 PngImagePlugin.MAX_TEXT_MEMORY = 16 << 20  # bytes of compressed texts, which nothing here reads
 Image.MAX_IMAGE_PIXELS = None  # an image is as large as its ImageInfo, which was bounded before
 warnings.filterwarnings("ignore", module="PIL")  # of damaged metadata
 
-DECODE_SECONDS = 10  # of the thread's processor time: five times that of the slowest image of 64 megapixels
+DECODE_SECONDS = 10  # of the thread's processor time: five times the time of the slowest image of 64 megapixels
 _JPEG_BLOCK = 256  # bytes that are read at a time: at most 25 scans
 _STRIP = 1 << 20  # pixels that are laid on white at a time: it takes twelve bytes for each
 _WHITE = (255, 255, 255, 255)
@@ -44,6 +46,20 @@ _TURNS = {  # by orientation
     8: Image.Transpose.ROTATE_90,
 }
 _FIRST_QUARTER_TURN = 5
+
+
+def read_tiles(data: bytes | memoryview, info: ImageInfo, processing: ImageProcessing) -> Tensor:
+    """Decode, resize and split an image: uint8 [num_tiles, 3, tile_size, tile_size], the whole image last.
+
+    Raises ImageError if the bytes cannot be decoded, or are another image than `info` declares.
+    """
+    grid, size = processing.grid(info.width, info.height), processing.tile_size
+    resample = Image.Resampling(processing.resample)
+    resized = decode(data, info).resize(grid.scaled, resample).resize(grid.resized, resample)
+    if grid.rows == 0:
+        return torch.from_numpy(_pixels(resized, size))
+    whole = resized.resize((size, size), resample)
+    return torch.from_numpy(np.concatenate((_pixels(resized, size), _pixels(whole, size))))
 
 
 def decode(data: bytes | memoryview, info: ImageInfo) -> Image.Image:
@@ -128,20 +144,6 @@ def _on_white(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", strip.size, _WHITE)
         result.paste(Image.alpha_composite(white, strip).convert("RGB"), (0, top))
     return result
-
-
-def read_tiles(data: bytes | memoryview, info: ImageInfo, processing: ImageProcessing) -> Tensor:
-    """Decode, resize and split an image: uint8 [num_tiles, 3, tile_size, tile_size], the whole image last.
-
-    Raises ImageError if the bytes cannot be decoded, or are another image than `info` declares.
-    """
-    grid, size = processing.grid(info.width, info.height), processing.tile_size
-    resample = Image.Resampling(processing.resample)
-    resized = decode(data, info).resize(grid.scaled, resample).resize(grid.resized, resample)
-    if grid.rows == 0:
-        return torch.from_numpy(_pixels(resized, size))
-    whole = resized.resize((size, size), resample)
-    return torch.from_numpy(np.concatenate((_pixels(resized, size), _pixels(whole, size))))
 
 
 def _pixels(image: Image.Image, size: int) -> npt.NDArray[np.uint8]:

@@ -6,9 +6,12 @@ Nothing heavy is imported here; `load` brings the model runner, and torch with i
 from __future__ import annotations
 
 import gc
+import os
+import threading
 import traceback
+from collections import deque
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError, RemoteProtocolError
@@ -25,47 +28,23 @@ from trioengine.core.messages import (
     UpdateWeights,
     Wake,
 )
-from trioengine.worker.decoder import DecoderThread, Vision
 from trioengine.worker.scheduling.engine_core import EngineCore, Event
-from trioengine.worker.scheduling.step import Limits, ModelRunner
+from trioengine.worker.scheduling.image_queue import PictureDecoded, decode_picture
+from trioengine.worker.scheduling.images import Decode, Picture
+from trioengine.worker.scheduling.step import Limits, ModelInfo, ModelRunner, OnProgress
 from trioengine.worker.transport import Transport
 
 CPU_PREFILL_SIZE = 512  # tokens, some 0.3 s on two cores
 CPU_TILES, CUDA_TILES = 1, 16  # encoded in one step
-QUIET_SECONDS = 0.2  # idle for that long: the books are checked, which may take some 10 ms
+QUIET_SECONDS = 0.2  # of idleness before the accounts are checked, which may take some 10 ms
+_NICE = 10  # so that a step that runs meanwhile keeps its cores
 
 
-class LoadedRunner(ModelRunner, Protocol):
-    """A model runner, and what READY says of it."""
-
-    @property
-    def model_type(self) -> str: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def kernels(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def kv_blocks_total(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def vision(self) -> Vision | None:
-        """None: the model takes no images."""
-        ...
-
-
-OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes of weights
-Load: TypeAlias = Callable[[WorkerConfig, OnProgress], LoadedRunner]
+Load: TypeAlias = Callable[[WorkerConfig, OnProgress], tuple[ModelInfo, ModelRunner]]
 
 
 def serve(transport: Transport, load: Load, clock: Callable[[], float]) -> int:
-    """Run one incarnation; returns the exit status, 0 after SHUTDOWN. Any exception is said as FATAL, and is 1."""
+    """Run one incarnation and return the exit status: 0 after SHUTDOWN, 1 after an exception, sent as FATAL."""
     try:
         config = _receive_configuration(transport)
         if config is not None:
@@ -77,7 +56,7 @@ def serve(transport: Transport, load: Load, clock: Callable[[], float]) -> int:
 
 
 def _receive_configuration(transport: Transport) -> WorkerConfig | None:
-    """None: SHUTDOWN came instead."""
+    """Wait for CONFIGURE; None after SHUTDOWN."""
     while True:
         for message in transport.receive(timeout=None):
             match message:
@@ -96,47 +75,47 @@ def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callabl
 
     def on_progress(done: int, total: int) -> None:
         transport.progress.advance()
-        if core is None:  # of a wake, or an update of the weights, only the PONG tells
+        if core is None:  # a wake or an update of the weights shows in PONG only
             transport.send(Loading(done, total))
 
-    runner = load(config, on_progress)
+    info, runner = load(config, on_progress)
     chunked_prefill_size = config.chunked_prefill_size
     if chunked_prefill_size is None:
-        chunked_prefill_size = CPU_PREFILL_SIZE if runner.device == "cpu" else config.max_num_batched_tokens
+        chunked_prefill_size = CPU_PREFILL_SIZE if info.device == "cpu" else config.max_num_batched_tokens
     limits = Limits(
-        vocab_size=runner.vocab_size,
-        max_model_len=runner.max_model_len,
-        kv_blocks_total=runner.kv_blocks_total,
-        block_size=runner.block_size,
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        kv_blocks_total=info.kv_blocks_total,
+        block_size=info.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         chunked_prefill_size=chunked_prefill_size,
         enable_prefix_caching=config.enable_prefix_caching,
-        tile=None if runner.vision is None else runner.vision.tile,
-        max_tiles_per_step=CPU_TILES if runner.device == "cpu" else CUDA_TILES,
+        tile=None if info.vision is None else info.vision.tile,
+        max_tiles_per_step=CPU_TILES if info.device == "cpu" else CUDA_TILES,
         encoder_cache_memory=config.encoder_cache_memory,
     )
-    decoder = None if runner.vision is None else DecoderThread(runner.vision.decode, transport.report)
+    decoder = None if info.vision is None else DecoderThread(info.vision.decode, transport.report)
     core = EngineCore(runner, limits, clock, frozenset(config.asleep), decoder)
-    _calm_garbage_collector()
+    _freeze_gc()
     transport.send(
         Ready(
-            model_type=runner.model_type,
-            device=runner.device,
-            dtype=runner.dtype,
-            vocab_size=runner.vocab_size,
+            model_type=info.model_type,
+            device=info.device,
+            dtype=info.dtype,
+            vocab_size=info.vocab_size,
             max_model_len=limits.max_sequence_len,
-            kv_blocks_total=runner.kv_blocks_total,
-            block_size=runner.block_size,
+            kv_blocks_total=info.kv_blocks_total,
+            block_size=info.block_size,
             weight_version=config.weight_version,
-            kernels=runner.kernels,
+            kernels=info.kernels,
         )
     )
     return core
 
 
-def _calm_garbage_collector() -> None:
-    """What loading made stays for good: without this each full collection walks it, a pause of 0.1 s with torch."""
+def _freeze_gc() -> None:
+    """Exclude all objects of the loading from collections: a full one would walk them for 0.1 s with torch."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
@@ -160,7 +139,7 @@ def _step_until_shutdown(transport: Transport, core: EngineCore) -> None:
 
 
 def _take(transport: Transport, core: EngineCore) -> list[Event]:
-    """The messages and events that have come; waits when there is nothing else to do, and checks the books then."""
+    """Return the messages and events that have come. Without work, check the accounts and wait for the first."""
     if core.has_work:
         return transport.receive(timeout=0)
     transport.progress.enter(Activity.IDLE)
@@ -183,12 +162,43 @@ def _fatal(exc: Exception) -> Fatal:
 
 
 def _is_out_of_memory(exc: Exception) -> bool:
-    """By name and words, because torch is not imported here: its CPU allocator raises a plain RuntimeError."""
+    """Recognize errors by name and text: torch is not imported here, and its CPU allocator raises RuntimeError."""
     return (
         isinstance(exc, MemoryError) or type(exc).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(exc)
     )
 
 
 def _encodable(text: str) -> str:
-    """Without lone surrogates, which file names with odd bytes bring into messages."""
+    """Escape lone surrogates, which file names with odd bytes bring into messages."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+class DecoderThread:
+    """A Decoder in a thread of low priority; `submit` and `cancel` are called by one other thread."""
+
+    def __init__(self, decode: Decode, report: Callable[[PictureDecoded], None]) -> None:
+        self._decode = decode
+        self._report = report
+        self._pictures: deque[Picture] = deque()  # each operation on it is atomic
+        self._submitted = threading.Semaphore(0)  # at least as often as there are pictures
+        threading.Thread(target=self._run, name="decoder", daemon=True).start()
+
+    def submit(self, picture: Picture) -> None:
+        self._pictures.append(picture)
+        self._submitted.release()
+
+    def cancel(self, picture: Picture) -> bool:
+        try:
+            self._pictures.remove(picture)
+        except ValueError:
+            return False
+        return True
+
+    def _run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while self._submitted.acquire():
+            try:
+                picture = self._pictures.popleft()
+            except IndexError:  # it was cancelled
+                continue
+            self._report(decode_picture(picture, self._decode))

@@ -1,8 +1,8 @@
 """The worker as a process: its descriptors, its signals and its end.
 
 The supervisor spawns it in a session, hence a process group, of its own: `python -m trioengine.worker --in FD --out FD
---payloads FD --parent PID`. It never outlives its parent. EOF alone does not tell the parent's death, because a forked
-child of the parent keeps the pipe open, and PR_SET_PDEATHSIG is tied to the thread that spawned; a pidfd tells it.
+--payloads FD --parent PID`. It never outlives its parent, whose death it learns from a pidfd: a forked child of
+the parent keeps the pipe open, so EOF does not suffice, and PR_SET_PDEATHSIG is tied to the thread that spawned.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def run(arguments: Sequence[str], load: Load) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("trioengine").setLevel(options.log_level)
     faulthandler.enable(file=2)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     _watch_parent(options.parent)
     for fd in filter(None, (options.fd_in, options.fd_out, options.payloads)):
         os.set_inheritable(fd, False)  # a grandchild that holds them hides our end from the parent
@@ -47,7 +47,7 @@ def run(arguments: Sequence[str], load: Load) -> int:
 
 
 def _print_to_the_log() -> None:
-    """What a library prints belongs to the log; where the parent has none, nowhere."""
+    """Send the prints of libraries to stderr, the log; to nowhere if the parent has no log."""
     try:
         os.fstat(2)
     except OSError:
@@ -59,7 +59,7 @@ def kill_own_group() -> None:
     """End this process and its children at once, in the middle of whatever they do."""
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)
-    os._exit(1)  # not the leader: the group is somebody else's
+    os._exit(1)  # not the leader: the group belongs to another process
 
 
 def _watch_parent(parent: int) -> None:

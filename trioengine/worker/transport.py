@@ -2,11 +2,15 @@
 
 Several threads meet here and in worker/process.py. The main thread runs steps and may be busy for seconds. The reader
 thread decodes frames into a queue and answers PING itself. Another only waits for the parent's death, so that the
-reader may block: it has no lock to wait for. Two more, for payloads and for decoding images, put into the queue, too.
+reader may block: it has no lock to wait for. Two more, for payloads and for decoding images, also put into the queue.
 
 Two locks. `_state` guards the Connection, whose order check spans both directions; it is never held during I/O, so
 a write that blocks does not stop the reading. `_write` is taken first and held over encoding and writing, so that
 frames reach the pipe in the order in which the Connection approved them.
+
+Payloads are sealed memfds that come over a SOCK_SEQPACKET pair. A message is the payload's id, 8 bytes little-endian,
+and exactly one descriptor (SCM_RIGHTS). Seals are checked, so that a file cannot be shortened under a thread that reads
+it, which would be SIGBUS.
 """
 
 from __future__ import annotations
@@ -31,10 +35,13 @@ from trioengine.worker.scheduling.engine_core import Event
 from trioengine.worker.scheduling.images import PayloadArrived
 
 READ_SIZE = 1 << 16
+PAYLOAD_ID = struct.Struct("<Q")
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_DESCRIPTOR = array.array("i").itemsize
 
 
 class Progress:
-    """What the main thread is doing, for PONG; written by that thread, read by the reader."""
+    """The main thread's activity, for PONG; written by that thread, read by the reader."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -45,7 +52,7 @@ class Progress:
         self._state = (self._state[0] + 1, activity, self._clock())
 
     def advance(self) -> None:
-        """Something was done within the activity."""
+        """Count progress within the activity."""
         count, activity, since = self._state
         self._state = (count + 1, activity, since)
 
@@ -83,9 +90,9 @@ class Transport:
         self._inbox.put(event)
 
     def receive(self, *, timeout: float | None) -> list[Event]:
-        """All messages and events that have come, in order; waits `timeout` seconds for the first, None: for ever.
+        """All messages and events that have come, in order; waits `timeout` seconds for the first, or without limit.
 
-        Raises the error of another thread after what came before it: RemoteProtocolError if the engine broke the rules.
+        Raises the error of another thread after the events before it: RemoteProtocolError if the engine broke rules.
         """
         if self._error is not None:
             raise self._error
@@ -110,7 +117,7 @@ class Transport:
     def send(self, message: FromWorker) -> None:
         """Write a message, blocking while the pipe is full; one that is too large is split or truncated.
 
-        Raises LocalProtocolError for what may not be said now.
+        Raises LocalProtocolError for a message that is not allowed now.
         """
         with self._write:
             for frame in self._frames(message):
@@ -160,32 +167,27 @@ class Transport:
 
     def _answer(self, ping: Ping) -> None:
         with self._write:
-            if self._connection.stage is not Stage.FAILED:  # after FATAL nothing is said; only senders change it
+            if self._connection.stage is not Stage.FAILED:  # nothing is sent after FATAL; only senders change it
                 for frame in self._frames(self.progress.pong(ping.ping)):
                     self._write_all(frame)
 
 
 def split_or_truncate(message: FromWorker) -> tuple[FromWorker, ...]:
-    """Messages that together say the same, or its most useful part; none when it cannot be made smaller."""
+    """Return equivalent smaller messages, or one with the most useful part; none if it cannot be made smaller."""
     match message:
         case Tokens(rows=rows) if len(rows) > 1:
             half = len(rows) // 2
             return replace(message, rows=rows[:half]), replace(message, rows=rows[half:])
         case RequestFailed(message=text) if text:
             return (replace(message, message=text[: len(text) // 2]),)
-        case Fatal(message=text, traceback=traceback) if text or traceback:  # a traceback's end tells most
+        case Fatal(message=text, traceback=traceback) if text or traceback:  # a traceback's end is the most useful
             end = traceback[len(traceback) - len(traceback) // 2 :]
             return (replace(message, message=text[: len(text) // 2], traceback=end),)
     return ()
 
 
-PAYLOAD_ID = struct.Struct("<Q")
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-_DESCRIPTOR = array.array("i").itemsize
-
-
 class SealedPayload:
-    """A PayloadSource: a sealed memfd, of which it owns the descriptor. RemoteProtocolError: it is not sealed."""
+    """A PayloadSource: owns the descriptor of a sealed memfd. Raises RemoteProtocolError unless it is sealed."""
 
     def __init__(self, fd: int) -> None:
         try:
@@ -229,7 +231,7 @@ def _receive(fd: int, report: Callable[[PayloadArrived | Exception], None]) -> N
 
 
 def _next(pair: socket.socket) -> PayloadArrived | None:
-    """None at the end: the engine has closed its end, which the reader of the pipe notices, too."""
+    """None at the end: the engine has closed its end, which the reader of the pipe also notices."""
     data, ancillary, flags, _ = pair.recvmsg(
         PAYLOAD_ID.size + 1, socket.CMSG_SPACE(2 * _DESCRIPTOR), socket.MSG_CMSG_CLOEXEC
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from toy_driver import sequence_of
+from helpers.toy_driver import sequence_of
 
 from trioengine.core.errors import InvariantError
 from trioengine.core.sampling_params import SamplingParams

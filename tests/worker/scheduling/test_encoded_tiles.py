@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from image_bench import ImageBench
+from helpers.image_bench import ImageBench
 
 from trioengine.core.messages import AddSession
 from trioengine.core.types import FinishReason, token_ids

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from helpers.session_machine import SessionMachine
+from helpers.toy_driver import next_token
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from session_machine import SessionMachine
-from toy_driver import next_token
 
 from trioengine.core.messages import (
     AddMessage,
@@ -33,7 +33,7 @@ from trioengine.testing.toy_model import IM_END as EOS
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner
 from trioengine.worker.scheduling.engine_core import EngineCore
 from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
-from trioengine.worker.scheduling.step import Limits, SampledToken, SchedulerOutput
+from trioengine.worker.scheduling.step import Limits, SampledRow, SchedulerOutput
 
 
 @dataclass
@@ -57,7 +57,7 @@ class CheckingRunner(ToyRunner):
         self._limits = limits
         self._prompt_tokens: dict[Sequence, int] = {}  # since the latest token of each that decodes
 
-    def execute(self, output: SchedulerOutput) -> list[SampledToken]:
+    def execute(self, output: SchedulerOutput) -> list[SampledRow]:
         limits = self._limits
         decoding = {entry.sequence for entry in output.scheduled if entry.sequence.is_decoding}
         prompt_tokens = sum(entry.num_new_tokens for entry in output.scheduled if entry.sequence not in decoding)

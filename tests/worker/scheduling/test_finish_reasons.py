@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toy_driver import answer, finish, next_token, params
+from helpers.toy_driver import answer, finish, next_token, params
 
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import FinishReason

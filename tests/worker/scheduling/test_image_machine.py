@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from helpers.session_machine import SessionMachine
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from session_machine import SessionMachine
 
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.messages import (
@@ -37,7 +37,7 @@ from trioengine.worker.scheduling.engine_core import INVALID_IMAGE, EngineCore
 from trioengine.worker.scheduling.image_queue import DECODED_MEMORY, PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived, Picture, TileShape
 from trioengine.worker.scheduling.sequence import Sequence
-from trioengine.worker.scheduling.step import Limits, SampledToken, SchedulerOutput
+from trioengine.worker.scheduling.step import Limits, SampledRow, SchedulerOutput
 
 IMAGE_TOKEN = 7
 BAD = UNREADABLE + b"bad"
@@ -67,7 +67,7 @@ class CheckingRunner(ToyRunner):
         self._limits = limits
         self.core: EngineCore | None = None
 
-    def execute(self, output: SchedulerOutput) -> list[SampledToken]:
+    def execute(self, output: SchedulerOutput) -> list[SampledRow]:
         assert self.core is not None
         assert len(output.encode) <= self._limits.max_tiles_per_step
         assert output.num_tokens <= self._limits.max_num_batched_tokens

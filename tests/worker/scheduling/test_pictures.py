@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 import pytest
-from image_bench import ImageBench
+from helpers.image_bench import ImageBench
 
 from trioengine.core.errors import InvariantError
 from trioengine.worker.scheduling.images import Picture, PictureStatus, Tile

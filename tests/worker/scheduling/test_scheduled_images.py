@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from image_bench import ImageBench
+from helpers.image_bench import ImageBench
 
 from trioengine.core.errors import RemoteProtocolError
 from trioengine.core.messages import (

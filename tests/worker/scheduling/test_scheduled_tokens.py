@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from toy_driver import make, params, run_all, sequence_of, shape
+from helpers.toy_driver import make, params, run_all, sequence_of, shape
 
 from trioengine.worker.scheduling.scheduler import MAX_SKIPS
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from toy_driver import answer, finish, make, params, run_all, run_step, sequence_of, shape
+from helpers.toy_driver import answer, finish, make, params, run_all, run_step, sequence_of, shape
 
 from trioengine.core.errors import InvariantError, RequestRejected
 from trioengine.core.types import FinishReason
 from trioengine.testing.toy_model import VOCAB_SIZE
 from trioengine.worker.scheduling.sequence import SequenceStatus
-from trioengine.worker.scheduling.step import SampledToken
+from trioengine.worker.scheduling.step import SampledRow
 
 # ---- refusals, failures, aborts -------------------------------------------------------------------------------------
 
@@ -88,11 +88,12 @@ def test_misuse_is_noticed() -> None:
 @pytest.mark.parametrize("requests", [[], [2], [1, 1]])
 def test_a_runner_that_answers_something_else_is_noticed(requests: list[int]) -> None:
     scheduler, _ = make()
-    scheduler.add(sequence_of(1, [1]))
+    sequences = {1: sequence_of(1, [1]), 2: sequence_of(2, [1])}
+    scheduler.add(sequences[1])
     output = scheduler.schedule()
     assert output is not None
     with pytest.raises(InvariantError, match="sampled"):
-        scheduler.update(output, [SampledToken(request, 5) for request in requests])
+        scheduler.update(output, [SampledRow(sequences[request], 5) for request in requests])
 
 
 def test_limits_that_allow_nothing_are_refused() -> None:

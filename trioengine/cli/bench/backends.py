@@ -19,7 +19,7 @@ from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.aio.websocket import Closed, Rejected, WebSocket
 from trioengine.cli.bench.config import BenchConfig
 from trioengine.cli.bench.load import Stopwatch
-from trioengine.cli.http_client import RequestFailed, connect, describe_error, fetch, request
+from trioengine.cli.http_client import RequestError, connect, describe_error, fetch, request
 from trioengine.client.address import Endpoint
 
 STOP_TO_ENDED = "trioengine_stop_to_ended_seconds"
@@ -56,7 +56,7 @@ class Completions:
         )
         async with request(self._server, "POST", self._path, body, on_sent=watch.sent) as response:
             if response.status != 200:
-                raise RequestFailed(describe_error(response.status, await response.read()))
+                raise RequestError(describe_error(response.status, await response.read()))
             rest, is_over = b"", False
             while piece := await response.receive_some():  # to its very end: closing earlier counts as a disconnect
                 *lines, rest = (rest + piece).split(b"\n")
@@ -64,9 +64,9 @@ class Completions:
                     if line.startswith(_DATA):
                         is_over = self._on_event(line[len(_DATA) :].strip(), watch)
                 if len(rest) > _MAX_LINE:
-                    raise RequestFailed(f"a line of the stream is longer than {_MAX_LINE} bytes")
+                    raise RequestError(f"a line of the stream is longer than {_MAX_LINE} bytes")
         if not is_over:
-            raise RequestFailed("the stream ended before [DONE]")
+            raise RequestError("the stream ended before [DONE]")
 
     def _on_event(self, data: bytes, watch: Stopwatch) -> bool:
         """Report an event to the watch; True for the end of the stream."""
@@ -75,7 +75,7 @@ class Completions:
         try:
             event = json.loads(data)
             if "error" in event:
-                raise RequestFailed(str(event["error"].get("message", event["error"])))
+                raise RequestError(str(event["error"].get("message", event["error"])))
             choices, usage = event.get("choices"), event.get("usage")
             text = choices and (choices[0]["delta"].get("content") if self._is_chat else choices[0]["text"])
             if text:
@@ -85,7 +85,7 @@ class Completions:
             if usage:
                 watch.usage(usage["prompt_tokens"], usage["completion_tokens"])
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as exc:
-            raise RequestFailed(f"an event of the stream is not understood: {data[:80]!r}") from exc
+            raise RequestError(f"an event of the stream is not understood: {data[:80]!r}") from exc
         return False
 
 
@@ -108,7 +108,7 @@ class Realtime:
             try:
                 await self._converse(websocket, prompt, watch)
             except (ValueError, KeyError, TypeError, AttributeError) as exc:
-                raise RequestFailed(f"an event of the server is not understood: {exc}") from exc
+                raise RequestError(f"an event of the server is not understood: {exc}") from exc
 
     async def _converse(self, websocket: WebSocket, prompt: str, watch: Stopwatch) -> None:
         item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": prompt}]}
@@ -126,13 +126,13 @@ class Realtime:
                     _on_done(event["response"], watch)
                     return
                 case "error":
-                    raise RequestFailed(str(event["error"]["message"]))
+                    raise RequestError(str(event["error"]["message"]))
 
 
 def _on_done(response: dict[str, Any], watch: Stopwatch) -> None:
     details = response.get("status_details") or {}
     if response["status"] not in ("completed", "incomplete"):
-        raise RequestFailed(f"the response was {response['status']}: {details.get('error') or details.get('reason')}")
+        raise RequestError(f"the response was {response['status']}: {details.get('error') or details.get('reason')}")
     usage = response["usage"]
     watch.usage(usage["input_tokens"], usage["output_tokens"])
 
@@ -141,7 +141,7 @@ def _on_done(response: dict[str, Any], watch: Stopwatch) -> None:
 async def open_websocket(server: Endpoint, path: str) -> AsyncIterator[WebSocket]:
     """Open a WebSocket, and close it in order after the block.
 
-    Raises RequestFailed, also for failures of the connection in the body of the block.
+    Raises RequestError, also for failures of the connection in the body of the block.
     """
     try:
         async with connect(server) as stream, open_unwrapped_nursery() as nursery:
@@ -155,14 +155,14 @@ async def open_websocket(server: Endpoint, path: str) -> AsyncIterator[WebSocket
                     await websocket.read()
             nursery.cancel_scope.cancel()
     except Rejected as exc:
-        raise RequestFailed(f"the WebSocket handshake failed: {describe_error(exc.status, exc.body)}") from exc
+        raise RequestError(f"the WebSocket handshake failed: {describe_error(exc.status, exc.body)}") from exc
     except Closed as exc:
-        raise RequestFailed(f"the server's WebSocket was {exc}") from exc
+        raise RequestError(f"the server's WebSocket was {exc}") from exc
 
 
 @asynccontextmanager
 async def idle_sessions(server: Endpoint, path: str, count: int) -> AsyncIterator[None]:
-    """Keep silent WebSockets open during the block. Raises RequestFailed if one cannot be opened, or is lost."""
+    """Keep silent WebSockets open during the block. Raises RequestError if one cannot be opened, or is lost."""
 
     async def sit(task_status: trio.TaskStatus[None]) -> None:
         async with open_websocket(server, path) as websocket:
@@ -179,7 +179,7 @@ async def idle_sessions(server: Endpoint, path: str, count: int) -> AsyncIterato
 
 
 @dataclass(frozen=True, slots=True)
-class Histogram:
+class ScrapedHistogram:
     """Counts of values up to each bound, ascending, the last bound infinite; and the sum of the values."""
 
     bounds: tuple[float, ...]
@@ -194,10 +194,10 @@ class Histogram:
     def mean(self) -> float:
         return self.sum / self.count if self.count else 0.0
 
-    def since(self, before: Histogram) -> Histogram:
+    def since(self, before: ScrapedHistogram) -> ScrapedHistogram:
         """The values that came after another reading."""
         pairs = zip(self.counts, before.counts, strict=True)
-        return Histogram(self.bounds, tuple(now - then for now, then in pairs), self.sum - before.sum)
+        return ScrapedHistogram(self.bounds, tuple(now - then for now, then in pairs), self.sum - before.sum)
 
     def quantile(self, percent: float) -> float:
         """Interpolated within its bucket; the last finite bound if it lies beyond that."""
@@ -235,13 +235,13 @@ class Scrape:
                 values[name] = value
         return cls(values, buckets)
 
-    def histogram(self, name: str) -> Histogram | None:
+    def histogram(self, name: str) -> ScrapedHistogram | None:
         """None if it is absent, or has further labels."""
         pairs = sorted(self.buckets.get(name, ()))
         bounds, counts = tuple(bound for bound, _ in pairs), tuple(count for _, count in pairs)
         if not pairs or len(set(bounds)) < len(bounds) or f"{name}_sum" not in self.values:
             return None
-        return Histogram(bounds, counts, self.values[f"{name}_sum"])
+        return ScrapedHistogram(bounds, counts, self.values[f"{name}_sum"])
 
 
 class ServerMetrics:
@@ -256,6 +256,6 @@ class ServerMetrics:
         try:
             status, body = await fetch(self._server, "GET", self._path)
             scrape = Scrape.parse(body.decode()) if status == 200 else None
-        except (RequestFailed, ValueError):
+        except (RequestError, ValueError):
             return None
         return scrape if scrape is not None and scrape.values else None

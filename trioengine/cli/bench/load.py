@@ -20,7 +20,7 @@ from typing import Protocol
 import trio
 
 from trioengine.cli.bench.config import BenchConfig
-from trioengine.cli.http_client import RequestFailed
+from trioengine.cli.http_client import RequestError
 from trioengine.hub.known_models import SMOLLM2, trioengine_home
 from trioengine.hub.model_info import read_model
 from trioengine.text.tokenizer import Tokenizer
@@ -163,7 +163,7 @@ class Backend(Protocol):
     async def ask(self, prompt: str, watch: Stopwatch) -> None:
         """Send one request and read its answer, reporting to `watch`. Cancelled, its connection is closed at once.
 
-        Raises RequestFailed.
+        Raises RequestError.
         """
         ...
 
@@ -184,7 +184,7 @@ async def take_sample(backend: Backend, job: Job, run_began: float) -> Sample:
     with watch.scope:
         try:
             await backend.ask(job.prompt, watch)
-        except RequestFailed as exc:
+        except RequestError as exc:
             error = str(exc)
     return watch.sample(run_began, error)
 

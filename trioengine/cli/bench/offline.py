@@ -32,7 +32,7 @@ UNITS = {  # of the table's figures
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class OfflineRun:
     """One run; times in seconds. TTFT: to the first token; TPOT: a token after the first."""
 
     seconds: float
@@ -43,7 +43,7 @@ class Run:
     tpot_p99: float
 
 
-class _Answer(NamedTuple):
+class _Timing(NamedTuple):
     num_tokens: int
     ttft: float
     tpot: float
@@ -72,7 +72,7 @@ def bench_offline(
         print("\n".join(f"{key:20} {value} {UNITS.get(key, '')}".rstrip() for key, value in report.items()))
 
 
-async def _bench(config: EngineConfig, work: tuple[int, int, int], repeat: int) -> tuple[list[Run], str]:
+async def _bench(config: EngineConfig, work: tuple[int, int, int], repeat: int) -> tuple[list[OfflineRun], str]:
     with progress_bars() as bars:
         async with open_engine(config, on_progress=bars.download, on_load=bars.loading) as engine:
             check_work(engine, *work)
@@ -87,12 +87,12 @@ def check_work(engine: Engine, requests: int, prompt_len: int, output_len: int) 
         raise InvalidConfig(f"--prompt-len {prompt_len} and --output-len {output_len}: the context has {limit} tokens")
 
 
-async def run(engine: Engine, requests: int, prompt_len: int, output_len: int) -> Run:
+async def run(engine: Engine, requests: int, prompt_len: int, output_len: int) -> OfflineRun:
     """Send all requests at once, and measure until all are answered."""
     rng = random.Random(0)
     last = min(49_000, engine.tokenizer.tokenizer.vocab_size)
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
-    answers: list[_Answer] = []
+    timings: list[_Timing] = []
 
     async def ask(prompt: list[int]) -> None:
         began = trio.current_time()
@@ -101,17 +101,17 @@ async def run(engine: Engine, requests: int, prompt_len: int, output_len: int) -
             first = trio.current_time() - began
             num_tokens = (await generation.result()).usage.completion_tokens
             rest = trio.current_time() - began - first
-            answers.append(_Answer(num_tokens, first, rest / max(1, num_tokens - 1)))
+            timings.append(_Timing(num_tokens, first, rest / max(1, num_tokens - 1)))
 
     began = trio.current_time()
     async with trio.open_nursery() as nursery:
         for _ in range(requests):
             nursery.start_soon(ask, [rng.randrange(min(100, last - 1), last) for _ in range(prompt_len)])
     seconds = trio.current_time() - began
-    ttft, tpot = sorted(answer.ttft for answer in answers), sorted(answer.tpot for answer in answers)
-    return Run(
+    ttft, tpot = sorted(timing.ttft for timing in timings), sorted(timing.tpot for timing in timings)
+    return OfflineRun(
         seconds=seconds,
-        output_tps=sum(answer.num_tokens for answer in answers) / seconds,
+        output_tps=sum(timing.num_tokens for timing in timings) / seconds,
         ttft_median=statistics.median(ttft),
         ttft_p99=percentile(ttft, 99),
         tpot_median=statistics.median(tpot),

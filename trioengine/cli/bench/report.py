@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from rich.console import Console
 from rich.table import Table
 
-from trioengine.cli.bench.backends import Histogram
+from trioengine.cli.bench.backends import ScrapedHistogram
 from trioengine.cli.bench.config import BenchConfig
 from trioengine.cli.bench.load import End, LengthUnit, Run, Sample
 from trioengine.core.errors import InvalidConfig
@@ -77,7 +77,7 @@ class Summary:
 class ServerMeasurements:
     """Measurements of trioengine's own server; None or empty for another one."""
 
-    stop_to_ended: Histogram | None = None  # of this run's stops
+    stop_to_ended: ScrapedHistogram | None = None  # of this run's stops
     blocks_free: Sequence[float] = ()  # seconds from a client's leaving
 
 
@@ -282,7 +282,7 @@ def _rates(unit: LengthUnit, summary: Summary, server: ServerMeasurements) -> Ta
     return table
 
 
-def _stops(stops: Histogram | None) -> str | None:
+def _stops(stops: ScrapedHistogram | None) -> str | None:
     if stops is None or not stops.count:
         return None
     return f"{_ms(stops.mean):.1f} ms on average, p99 {_ms(stops.quantile(99)):.1f} ms, {stops.count:.0f} stops"

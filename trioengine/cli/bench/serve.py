@@ -33,7 +33,7 @@ from trioengine.cli.bench.report import (
     summarize,
 )
 from trioengine.cli.errors import warn
-from trioengine.cli.http_client import RequestFailed, describe_error, endpoint_at, fetch
+from trioengine.cli.http_client import RequestError, describe_error, endpoint_at, fetch
 from trioengine.client.address import Endpoint
 from trioengine.core.errors import EngineError, InvalidConfig
 
@@ -105,7 +105,7 @@ async def measure(config: BenchConfig, server: Endpoint, prompts: Prompts) -> Re
     try:
         async with idle_sessions(server, config.base_path + REALTIME, config.idle_sessions):
             run = await run_load(backend, plan(config, prompts), config.max_concurrency)
-    except RequestFailed as exc:
+    except RequestError as exc:
         raise EngineError(f"an idle session of {config.base_url}: {exc}") from exc
     if before is None or not config.leave:
         return Result(model, run, ServerMeasurements())
@@ -156,7 +156,7 @@ async def _open_backend(config: BenchConfig, server: Endpoint) -> tuple[Backend,
 async def _first_model(server: Endpoint, config: BenchConfig) -> str:
     try:
         status, body = await fetch(server, "GET", config.base_path + "/v1/models")
-    except RequestFailed as exc:
+    except RequestError as exc:
         has_url = config.base_url.rstrip("/") in str(exc)
         raise EngineError(str(exc) if has_url else f"{config.base_url}: {exc}") from exc
     unlisted = f"{config.base_url} does not list its models"

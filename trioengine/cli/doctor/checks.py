@@ -28,7 +28,7 @@ from trioengine.cli.doctor.machine import Machine
 from trioengine.core.config import child_environment
 from trioengine.core.errors import ModelError
 from trioengine.hub.known_models import KNOWN_MODELS, SMOLLM2, KnownModel, trioengine_home
-from trioengine.worker.probe import MARK
+from trioengine.worker.__main__ import MARK
 
 PACKAGES = ("trio", "trio-websocket", "h11", "msgpack", "tokenizers", "jinja2", "gguf", "safetensors", "numpy", "torch")
 PROBE = (sys.executable, "-P", "-m", "trioengine.worker.probe")

@@ -1,4 +1,4 @@
-"""Cores, instruction sets and memory, read from Linux's /proc, and what the control groups of a container leave."""
+"""Cores, instruction sets and memory, read from Linux's /proc, and the limits of a container's control groups."""
 
 from __future__ import annotations
 

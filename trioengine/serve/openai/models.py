@@ -1,4 +1,4 @@
-"""GET /v1/models: the one model that is served."""
+"""The served model and its tokenizer: GET /v1/models, POST /tokenize and /detokenize (as vLLM has them)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from trioengine.serve.parsing import flag_of, in_thread_if, is_number, known_fie
 from trioengine.text.conversation import Prompt, check_length
 
 MODELS = "/v1/models"
+_TOKENIZE = ("model", "prompt", "messages", "add_special_tokens", "add_generation_prompt", "return_token_strs")
+_DETOKENIZE = ("model", "tokens")
 
 
 class Models:
-    """The handlers; `created` is when the server was."""
+    """Handlers that describe the model; `created` is the time at which the server was made."""
 
     def __init__(self, engine: Engine, model: str) -> None:
         self._engine = engine
@@ -49,12 +51,8 @@ class Models:
         }
 
 
-_TOKENIZE = ("model", "prompt", "messages", "add_special_tokens", "add_generation_prompt", "return_token_strs")
-_DETOKENIZE = ("model", "tokens")
-
-
 class Tokenization:
-    """The handlers."""
+    """Handlers that tokenize texts or messages, and decode token ids."""
 
     def __init__(self, engine: Engine, model: str) -> None:
         self._engine = engine
@@ -70,7 +68,7 @@ class Tokenization:
         is_long = len(request.body) > self._engine.ports.thread_threshold
 
         def respond(body: bytes) -> Response:
-            return json_response(200, function(body))  # a long answer takes as long to render as to make
+            return json_response(200, function(body))  # JSON of a long result takes as long as the result
 
         return await in_thread_if(is_long, self._engine.ports, partial(respond, request.body))
 
@@ -111,14 +109,14 @@ class Tokenization:
         return self._engine.tokenizer.apply_chat_template(messages, add_generation_prompt=add_prompt)
 
     def _check_length(self, prompt: Prompt, name: str) -> None:
-        """What no context holds is not tokenized: that takes a hundred bytes for each of the client's."""
+        """Raise ClientError for a prompt beyond the context: tokenizing takes a hundred bytes of memory for each."""
         try:
             check_length(prompt, self._engine.limits.max_model_len, self._engine.tokenizer)
         except RequestRejected as exc:
             raise ClientError(exc.code, exc.message.replace("prompt", name, 1), param=name) from None
 
     def _check_count(self, tokens: Sequence[object], name: str) -> None:
-        """What no context holds is not sent either way: a token may be a hundred bytes."""
+        """Raise ClientError for more tokens than the context holds, each of which may be a hundred bytes of text."""
         most = self._engine.limits.max_model_len
         if len(tokens) > most:
             message = f"{name}: {len(tokens)} tokens, the context is {most}"
@@ -139,7 +137,7 @@ class Tokenization:
         return {"prompt": tokenizer.decode(tokens, skip_special_tokens=False)}
 
     def _fields(self, body: bytes, names: tuple[str, ...]) -> dict[str, Any]:
-        """Those that are not null."""
+        """Return the fields that are not null."""
         given = load_object(body, "the body")
         fields = {name: value for name, value in given.items() if value is not None}
         known_fields(fields, names)

@@ -1,4 +1,4 @@
-"""The messages of a conversation in OpenAI's shape, as the engine's templates take them."""
+"""The request of a chat completion: each field is supported, ignored without harm, or refused by its name."""
 
 from __future__ import annotations
 
@@ -24,8 +24,31 @@ from trioengine.serve.parsing import (
     text_of,
 )
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # and the templates'
-_MESSAGE_FIXED: Mapping[str, tuple[Any, ...]] = {  # in answers that come back, but for names
+_SAMPLING = {  # OpenAI's names of the fields of SamplingParams
+    **SAMPLING,
+    "max_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "top_logprobs": "logprobs",
+}
+_FIXED: Mapping[str, tuple[Any, ...]] = {  # the only values that are supported
+    "n": (1,),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "reasoning_effort": ("none",),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+}
+_LABELS = ("user", "safety_identifier", "prompt_cache_key")  # without effect here
+_OTHERS = ("messages", "model", "logprobs", "stream", "stream_options", "metadata", "request_id")
+MAX_ID = 128  # characters
+_FIELDS = frozenset({*_SAMPLING, *_FIXED, *_LABELS, *_OTHERS})
+_STREAM_FIXED: Mapping[str, tuple[Any, ...]] = {"include_obfuscation": (False,)}
+# of OpenAI, and the templates' names for them
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_MESSAGE_FIXED: Mapping[str, tuple[Any, ...]] = {  # of answers that clients send back; names are not supported
     "tool_calls": ([],),
     "annotations": ([],),
     "name": (),
@@ -34,10 +57,86 @@ IMAGE = "image_url"  # the type of an image's part, and the field that has its U
 _MESSAGE_FIELDS = frozenset({"role", "content", *_MESSAGE_FIXED})
 
 
-def image_refusal(engine: Engine, model: str) -> str:
-    """The reason why the engine takes no images, which calls the model by its served name; empty if it takes them.
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A request whose body was checked."""
 
-    While the model is not loaded it is empty: the engine itself refuses the request.
+    messages: Sequence[Mapping[str, Any]]
+    params: SamplingParams
+    stream: bool
+    include_usage: bool  # in a stream
+    request_id: str | None  # the client's own, for /abort_request
+
+
+def parse_chat_request(body: bytes, model: str, image_refusal: str) -> ChatRequest:
+    """Parse the body of a request to `model`, the only one. Raises ClientError or RequestRejected.
+
+    `image_refusal` is the reason why the model takes no images, or empty.
+    """
+    given = load_object(body, "the body")
+    fields = {name: value for name, value in given.items() if value is not None}
+    known_fields(fields, _FIELDS)
+    check_model(fields.get("model"), model)
+    check_fixed(fields, _FIXED)
+    for name in _LABELS:
+        text_of(fields.get(name, ""), name)
+    metadata_of(fields.get("metadata"), "metadata")
+    stream = flag_of(fields.get("stream"), "stream")
+    return ChatRequest(
+        messages=parse_messages(fields.get("messages"), image_refusal),
+        params=_params(fields),
+        stream=stream,
+        include_usage=_include_usage(fields.get("stream_options"), stream),
+        request_id=_id_of(fields["request_id"]) if "request_id" in fields else None,
+    )
+
+
+def _id_of(value: object) -> str:
+    id = text_of(value, "request_id")
+    if not 1 <= len(id) <= MAX_ID:
+        message = f"request_id must have 1 to {MAX_ID} characters, got {len(id)}"
+        raise ClientError("invalid_value", message, param="request_id")
+    return id
+
+
+def check_model(value: object, model: str) -> None:
+    """Raise ClientError for a model other than this one; null stands for this one."""
+    if value is None:
+        return
+    if text_of(value, "model") != model:
+        message = f"model {value!r:.120} not found; this server serves {model!r}"
+        raise ClientError("model_not_found", message, param="model")
+
+
+def _include_usage(options: object, stream: bool) -> bool:
+    if options is None:
+        return False
+    if not stream:
+        raise ClientError("invalid_value", "stream_options is for stream=true only", param="stream_options")
+    fields = known_fields(options, ("include_usage", *_STREAM_FIXED), "stream_options")
+    check_fixed(fields, _STREAM_FIXED, "stream_options")
+    return flag_of(fields.get("include_usage"), "stream_options.include_usage")
+
+
+def _params(fields: Mapping[str, Any]) -> SamplingParams:
+    given = {name: value for name, value in fields.items() if name in _SAMPLING}
+    if {"max_tokens", "max_completion_tokens"} <= given.keys():
+        message = "max_completion_tokens and max_tokens are the same: give one of them"
+        raise ClientError("invalid_value", message, param="max_completion_tokens")
+    if flag_of(fields.get("logprobs"), "logprobs"):
+        given.setdefault("top_logprobs", 0)
+    elif "top_logprobs" in given:
+        raise ClientError("invalid_value", "top_logprobs needs logprobs=true", param="top_logprobs")
+    return sampling_params(given, _SAMPLING)
+
+
+# ---- messages ------------------------------------------------------------------------------------------------------
+
+
+def image_refusal(engine: Engine, model: str) -> str:
+    """Return the reason why the engine takes no images, with the model's served name; empty if it takes images.
+
+    It is also empty while the model is not loaded: then the engine refuses the request.
     """
     try:
         return as_served(engine.tokenizer.image_refusal, engine.config.model, model)
@@ -46,9 +145,9 @@ def image_refusal(engine: Engine, model: str) -> str:
 
 
 def parse_messages(value: object, refusal: str) -> list[dict[str, Any]]:
-    """Messages, each content one string, or a list of parts if it has images, with the URLs as they are.
+    """Parse messages. A content becomes one string, or a list of parts if it has images, whose URLs stay.
 
-    Raises ClientError or RequestRejected, for images with this `refusal` if it is not empty.
+    Raises ClientError or RequestRejected; for images with the message `refusal` unless that is empty.
     """
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         code = "missing_parameter" if value is None else "invalid_value" if isinstance(value, list) else "invalid_type"
@@ -103,100 +202,3 @@ def _image(value: object, where: str, refusal: str) -> Mapping[str, Any]:
         known_fields(part[IMAGE], ("url", "detail"), f"{where}.{IMAGE}")
     image_url(part, where)
     return part
-
-
-_SAMPLING = {  # OpenAI's names, and ours
-    **SAMPLING,
-    "max_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "top_logprobs": "logprobs",
-}
-_FIXED: Mapping[str, tuple[Any, ...]] = {  # what these may say: nothing else is built
-    "n": (1,),
-    "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "reasoning_effort": ("none",),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-}
-_LABELS = ("user", "safety_identifier", "prompt_cache_key")  # for the client's own books, and of no effect here
-_OTHERS = ("messages", "model", "logprobs", "stream", "stream_options", "metadata", "request_id")
-MAX_ID = 128  # characters
-_FIELDS = frozenset({*_SAMPLING, *_FIXED, *_LABELS, *_OTHERS})
-_STREAM_FIXED: Mapping[str, tuple[Any, ...]] = {"include_obfuscation": (False,)}
-
-
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """A request, checked: what is left of its body."""
-
-    messages: Sequence[Mapping[str, Any]]
-    params: SamplingParams
-    stream: bool
-    include_usage: bool  # in a stream
-    request_id: str | None  # the client's own, for /abort_request
-
-
-def parse_chat_request(body: bytes, model: str, image_refusal: str) -> ChatRequest:
-    """Read the body of a request to the one `model` that there is. Raises ClientError or RequestRejected.
-
-    `image_refusal` is the reason why it takes no images, or empty.
-    """
-    given = load_object(body, "the body")
-    fields = {name: value for name, value in given.items() if value is not None}
-    known_fields(fields, _FIELDS)
-    check_model(fields.get("model"), model)
-    check_fixed(fields, _FIXED)
-    for name in _LABELS:
-        text_of(fields.get(name, ""), name)
-    metadata_of(fields.get("metadata"), "metadata")
-    stream = flag_of(fields.get("stream"), "stream")
-    return ChatRequest(
-        messages=parse_messages(fields.get("messages"), image_refusal),
-        params=_params(fields),
-        stream=stream,
-        include_usage=_include_usage(fields.get("stream_options"), stream),
-        request_id=_id_of(fields["request_id"]) if "request_id" in fields else None,
-    )
-
-
-def _id_of(value: object) -> str:
-    id = text_of(value, "request_id")
-    if not 1 <= len(id) <= MAX_ID:
-        message = f"request_id must have 1 to {MAX_ID} characters, got {len(id)}"
-        raise ClientError("invalid_value", message, param="request_id")
-    return id
-
-
-def check_model(value: object, model: str) -> None:
-    """Raises ClientError for another model than this one; null or absent is this one."""
-    if value is None:
-        return
-    if text_of(value, "model") != model:
-        message = f"model {value!r:.120} not found; this server serves {model!r}"
-        raise ClientError("model_not_found", message, param="model")
-
-
-def _include_usage(options: object, stream: bool) -> bool:
-    if options is None:
-        return False
-    if not stream:
-        raise ClientError("invalid_value", "stream_options is for stream=true only", param="stream_options")
-    fields = known_fields(options, ("include_usage", *_STREAM_FIXED), "stream_options")
-    check_fixed(fields, _STREAM_FIXED, "stream_options")
-    return flag_of(fields.get("include_usage"), "stream_options.include_usage")
-
-
-def _params(fields: Mapping[str, Any]) -> SamplingParams:
-    given = {name: value for name, value in fields.items() if name in _SAMPLING}
-    if {"max_tokens", "max_completion_tokens"} <= given.keys():
-        message = "max_completion_tokens and max_tokens are the same: give one of them"
-        raise ClientError("invalid_value", message, param="max_completion_tokens")
-    if flag_of(fields.get("logprobs"), "logprobs"):
-        given.setdefault("top_logprobs", 0)
-    elif "top_logprobs" in given:
-        raise ClientError("invalid_value", "top_logprobs needs logprobs=true", param="top_logprobs")
-    return sampling_params(given, _SAMPLING)

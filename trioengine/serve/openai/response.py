@@ -1,4 +1,4 @@
-"""What a chat completion looks like: as a whole, and as the frames of a stream."""
+"""The response of a chat completion: whole, or as the frames of a stream, and log-probabilities in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from json.encoder import encode_basestring_ascii  # what dumps does with a string, without its preparations
+from json.encoder import encode_basestring_ascii  # json.dumps of a string, without its set-up
 from typing import Any
 
 from trioengine.core.types import Chunk, Completion, Logprobs, Usage
@@ -16,11 +16,12 @@ from trioengine.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+LEAST = -9999.0  # stands for minus infinity, which JSON lacks
 
 
 @dataclass(frozen=True, slots=True)
 class ChatShape:
-    """What is the same in all of one completion; `top_logprobs` is None where no log-probabilities are asked for."""
+    """The fields common to all parts of one completion; `top_logprobs` is None without log-probabilities."""
 
     model: str
     tokenizer: Tokenizer
@@ -29,7 +30,7 @@ class ChatShape:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, completion: Completion) -> bytes:
-        """A chat.completion."""
+        """Render a chat.completion."""
         choice = {
             "index": 0,
             "message": {"role": "assistant", "content": completion.text, "refusal": None},
@@ -49,7 +50,7 @@ class ChatShape:
 
 
 class ChatFrames:
-    """The frames of one stream. What is the same in all of them is rendered once."""
+    """Renders the frames of one stream; the parts that they have in common are rendered once."""
 
     __slots__ = (
         "_after",
@@ -74,31 +75,31 @@ class ChatFrames:
         self.opening = self._frame('{"role": "assistant", "content": ""}')
 
     def delta(self, chunk: Chunk) -> bytes:
-        """What a chunk adds; b"" where there is nothing to tell yet."""
+        """Render a chunk; b"" for one without text and log-probabilities."""
         if not chunk.logprobs:
             return self.text(chunk.text)
         delta = json.dumps({"content": chunk.text})
         return self._frame(delta, logprobs=json.dumps(self._shape.logprobs(chunk.logprobs)))
 
     def text(self, text: str) -> bytes:
-        """As `delta`, of a text without log-probabilities."""
+        """Render a text without log-probabilities; b"" for an empty one."""
         return self._text_before + encode_basestring_ascii(text).encode() + self._text_after if text else b""
 
     def end(self, completion: Completion) -> bytes:
-        """The finish reason, the usage where it is asked for, and the end."""
+        """Render the finish reason, the usage if requested, and the end of the stream."""
         usage = b""
         if self._include_usage:
             usage = self._usage_before + json.dumps(usage_json(completion.usage)).encode() + b"}\n\n"
         return self._frame("{}", finish_reason=f'"{completion.finish_reason.value}"') + usage + DONE
 
     def _frame(self, delta: str, *, logprobs: str = "null", finish_reason: str = "null") -> bytes:
-        """One event; the arguments are JSON already."""
+        """Render an event of fields in JSON."""
         shown = f'{delta}, "logprobs": {logprobs}, "finish_reason": {finish_reason}}}'
         return self._before + shown.encode() + self._after
 
 
 def error_frames(problem: Problem) -> bytes:
-    """An error in the middle of a stream, and the end."""
+    """Render an error in the middle of a stream, and the end of the stream."""
     return f"data: {json.dumps({'error': problem.to_json()})}\n\n".encode() + DONE
 
 
@@ -111,11 +112,8 @@ def usage_json(usage: Usage) -> dict[str, Any]:
     }
 
 
-LEAST = -9999.0  # stands for minus infinity, which JSON cannot say
-
-
 def logprobs_content(logprobs: Iterable[Logprobs], top: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The tokens, each with the `top` best of its position, best first."""
+    """Render each token, the end token included, with the `top` best of its position, best first."""
     return [_position(position, top, tokenizer) for position in logprobs]
 
 

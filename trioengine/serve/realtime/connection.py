@@ -1,4 +1,7 @@
-"""One Realtime connection: who reads, who acts, who sends, and how all of it ends together."""
+"""A Realtime connection: one task each reads messages, handles events, runs responses, sends, and pings.
+
+The sender outlives the other tasks, so that the last events are followed by a clean close.
+"""
 
 from __future__ import annotations
 
@@ -44,22 +47,22 @@ from trioengine.serve.realtime.settings import Settings
 from trioengine.serve.websocket import AcceptedWebSocket
 
 logger = logging.getLogger("trioengine")
-MAX_UNHANDLED = 64  # events
-MAX_UNHANDLED_SIZE = 8 << 20  # bytes in memory of these
-CLOSE_TIMEOUT = 5.0
-Message: TypeAlias = str | bytes | OverBudget  # the error stands for a message that was not kept
+MAX_UNHANDLED = 64  # events that were received and not handled
+MAX_UNHANDLED_SIZE = 8 << 20  # bytes of memory of unhandled events
+CLOSE_TIMEOUT = 5.0  # seconds for the client to answer our close
+Message: TypeAlias = str | bytes | OverBudget  # the error replaces a message that was not kept
 GOING_AWAY, POLICY_VIOLATION, TRY_AGAIN_LATER = 1001, 1008, 1013
 
 
 class RealtimeConnection:
-    """A client's session. `run` returns, or raises, when the client is gone; then the engine session has ended.
+    """A client's session. `run` returns, or raises, when the client is gone, and its engine sessions have ended.
 
-    `closing` asks for the end: a response in progress is finished and sent, and the WebSocket closed.
+    Once `closing` is set, responses in progress are finished and sent, and the WebSocket is closed.
     """
 
     def __init__(
         self,
-        answering: ResponseRunner,
+        runner: ResponseRunner,
         websocket: AcceptedWebSocket,
         model: str,
         closing: trio.Event,
@@ -70,19 +73,19 @@ class RealtimeConnection:
     ) -> None:
         self.id = new_id("sess")
         self._conversation_id = new_id("conv")
-        self._engine = answering.engine
+        self._engine = runner.engine
         self._websocket = websocket
         self._model = model
         self._closing = closing
         self._disconnects = disconnects
-        self._has_gone = False  # the client
+        self._is_gone = False  # the client
         self._settings = Settings()
         self._held = held
         self._items = Items(limits.max_conversation_size, held)
         self._ping_interval = limits.client_ping_interval
         self._outbox = Outbox(limits.send_timeout, held)
-        self._in_conversation = ConversationResponses(answering, self.id)
-        self._out_of_band = OutOfBandResponses(answering, self.id)
+        self._in_conversation = ConversationResponses(runner, self.id)
+        self._out_of_band = OutOfBandResponses(runner, self.id)
         self._unhandled_size = 0  # bytes in memory
         self._close_code, self._close_reason = 1000, ""
 
@@ -93,7 +96,6 @@ class RealtimeConnection:
             self._items.close()
 
     async def _run(self) -> None:
-        """The sender outlives the work, so that the last events are followed by a clean close."""
         SESSION.set(self.id)
         self._outbox.put("session.created", session=self._shown_settings)
         async with trio.open_nursery() as sending:
@@ -106,7 +108,7 @@ class RealtimeConnection:
                 work.start_soon(self._handle, inbox, work.cancel_scope)
                 work.start_soon(self._in_conversation.run)
                 work.start_soon(send_state_events, self._engine, self._outbox)
-                await self._everything_said()
+                await self._wait_to_close()
                 work.cancel_scope.cancel()
             with trio.move_on_after(CLOSE_TIMEOUT):
                 await self._websocket.aclose(self._close_code, self._close_reason)
@@ -114,31 +116,31 @@ class RealtimeConnection:
 
     @property
     def _max_unhandled_size(self) -> int:
-        """Bytes; at least one message."""
+        """In bytes of memory; at least one message."""
         return max(MAX_UNHANDLED_SIZE, 4 * self._websocket.max_message_size())
 
     async def _receive(self, inbox: trio.MemorySendChannel[Message], work: trio.CancelScope) -> None:
-        """Read always, also while nobody handles: only so is it noticed that the client has gone."""
+        """Read without pause, even while events are unhandled, as only reading detects a disconnect."""
         try:
             while self._unhandled_size <= self._max_unhandled_size:
                 if not await self._receive_next(inbox):
                     await self._discard()
-            self._expel(POLICY_VIOLATION, f"more than {self._max_unhandled_size} bytes of unhandled events")
+            self._disconnect(POLICY_VIOLATION, f"more than {self._max_unhandled_size} bytes of unhandled events")
         except trio.WouldBlock:
-            self._expel(POLICY_VIOLATION, f"more than {MAX_UNHANDLED} unhandled events")
+            self._disconnect(POLICY_VIOLATION, f"more than {MAX_UNHANDLED} unhandled events")
         except ConnectionClosed:
             log_disconnect("it closed the connection")
             self._record_disconnect()
         work.cancel()
 
     async def _receive_next(self, inbox: trio.MemorySendChannel[Message]) -> bool:
-        """Whether the next message was kept. It is the inbox's alone: it may be large, and the next may take long."""
+        """Put the next message into the inbox, without keeping a reference; False if an error replaces it."""
         message = await self._next_message()
         inbox.send_nowait(message)
         return not isinstance(message, OverBudget)
 
     async def _next_message(self) -> Message:
-        """The next message, whose bytes are taken until it is handled, or an error in its place."""
+        """Return the next message, whose bytes count until it is handled, or the error that replaces it."""
         try:
             message = await self._websocket.get_message()
             size = size_of(message)
@@ -151,7 +153,7 @@ class RealtimeConnection:
         return message
 
     async def _discard(self) -> None:
-        """Read what follows a message that was not kept, to notice when the client goes. Raises ConnectionClosed."""
+        """Read and drop messages after one that was not kept, until the disconnect. Raises ConnectionClosed."""
         while True:
             with suppress(OverBudget):
                 await self._websocket.get_message()
@@ -164,47 +166,47 @@ class RealtimeConnection:
             raise
 
     def _record_disconnect(self) -> None:
-        """The client is gone, or has to go; it is counted once, if a response was in progress."""
-        if not self._has_gone and self._active:
+        """End the responses of a client that is gone or has to go; count it once if a response was in progress."""
+        if not self._is_gone and self._active:
             self._disconnects.count += 1
-        self._has_gone = True
-        for response in self._active:  # what nobody will read ends before it is cancelled: the disconnect is its cause
+        self._is_gone = True
+        for response in self._active:  # before they are cancelled, so that the disconnect is the cause
             response.abandon()
 
     @property
     def _active(self) -> tuple[Response, ...]:
         return *self._in_conversation.active, *self._out_of_band.active
 
-    def _expel(self, code: int, reason: str) -> None:
-        """Close with this code, when the work is cancelled."""
+    def _disconnect(self, code: int, reason: str) -> None:
+        """Disconnect the client with this code and reason, once the work is cancelled."""
         log_disconnect(reason)
         self._record_disconnect()
         self._close_code, self._close_reason = code, reason
 
     async def _ping(self) -> None:
-        """A client that does not answer is gone, also in the middle of a goodbye. Raises TooSlowError."""
+        """Detect a client that does not answer, even while closing. Raises TooSlowError."""
         while True:
             await trio.sleep(self._ping_interval)
             with trio.move_on_after(self._ping_interval) as scope:
                 try:
                     await self._websocket.ping()
                 except ConnectionClosed:
-                    await trio.sleep_forever()  # until the goodbye is over, which ends this
+                    await trio.sleep_forever()  # until the close is over, which cancels this
             if scope.cancelled_caught:
                 self._record_disconnect()
                 raise trio.TooSlowError
 
-    async def _everything_said(self) -> None:
-        """Until the server closes, and nothing is left to say to the client but goodbye."""
+    async def _wait_to_close(self) -> None:
+        """Wait until the server is closing, all responses are over, and all events are sent."""
         await self._closing.wait()
         await self._outbox.flushed()
         while self._active:
             await self._in_conversation.idle()
             await self._out_of_band.idle()
-            await self._outbox.flushed()  # the client may ask for another meanwhile, which is refused
+            await self._outbox.flushed()  # a response.create is refused meanwhile, by an event
         self._close_code, self._close_reason = GOING_AWAY, "the server is shutting down"
 
-    # ---- the client's events --------------------------------------------------------------------------------------
+    # ---- events ---------------------------------------------------------------------------------------------------
 
     async def _handle(self, inbox: trio.MemoryReceiveChannel[Message], work: trio.CancelScope) -> None:
         while await self._handle_next(inbox, work):
@@ -212,7 +214,7 @@ class RealtimeConnection:
         work.cancel()
 
     async def _handle_next(self, inbox: trio.MemoryReceiveChannel[Message], work: trio.CancelScope) -> bool:
-        """False if the connection is to be closed. A message is let go of as soon as it is parsed."""
+        """Handle a message, which is dropped once parsed; False if the connection has to be closed."""
         message = await inbox.receive()
         await self._outbox.room()
         if isinstance(message, OverBudget):
@@ -231,15 +233,15 @@ class RealtimeConnection:
         return True
 
     async def _give_up(self, problem: Problem) -> None:
-        """A message was not kept, so the conversation is not the one that the client means: close the connection."""
+        """Close the connection after a message was not kept, as the conversation differs from the client's view."""
         self._outbox.put_error(problem, None)
         await self._outbox.flushed()
-        self._expel(TRY_AGAIN_LATER, f"no room for a message: {problem.code}")
+        self._disconnect(TRY_AGAIN_LATER, f"no room for a message: {problem.code}")
 
     async def _handle_event(self, event: ClientEvent, event_id: str | None, work: trio.CancelScope) -> None:
         try:
             with await keep_images(self._engine, event, self._model):
-                if not work.cancel_called:  # else it came in the moment of the goodbye: it would not end
+                if not work.cancel_called:  # otherwise a response would outlive the close
                     self._act(event, event_id)
         except Exception as exc:
             if not isinstance(exc, (ClientError, EngineError)):
@@ -276,7 +278,7 @@ class RealtimeConnection:
         return self._settings.to_json(self.id, self._model, takes_images=self._engine.runtime.takes_images)
 
     def _update(self, settings: Settings) -> None:
-        """Raises OverBudget where there is no room for the instructions, and for the event that repeats them."""
+        """Raise OverBudget for instructions that, with the event that repeats them, exceed the budget."""
         size, old_size = size_of(settings.instructions), size_of(self._settings.instructions)
         if size:
             self._held.check_room(max(0, size - old_size) + EVENT_FACTOR * size)
@@ -289,10 +291,10 @@ class RealtimeConnection:
         self._outbox.put("conversation.item.truncated", **place, text_end=event.text_end, audio_end_ms=0)
 
     def _respond(self, event: ResponseCreate, event_id: str | None) -> None:
-        is_beside = event.conversation is Conversation.NONE
-        runner = self._out_of_band if is_beside else self._in_conversation
+        is_out_of_band = event.conversation is Conversation.NONE
+        runner = self._out_of_band if is_out_of_band else self._in_conversation
         runner.check_room()
-        if not is_beside:
+        if not is_out_of_band:
             self._items.check_room(1, None)
         settings = self._settings.for_response(event.settings)
         is_lasting = event.input is None and settings.truncation.is_lasting
@@ -315,13 +317,13 @@ class RealtimeConnection:
             left_out,
             is_lasting,
         )
-        if is_beside:
+        if is_out_of_band:
             runner.begin(Response(spec, self._outbox, conversation_id=None, items=None))
         else:
             runner.begin(Response(spec, self._outbox, self._conversation_id, self._items))
 
     def _response(self, response_id: object) -> Response:
-        """The active response of this id; None: the conversation's. Raises ClientError."""
+        """Return an active response by id, or the conversation's for None. Raises ClientError."""
         active = self._in_conversation.active if response_id is None else self._active
         response = next((response for response in active if response_id in (None, response.id)), None)
         if response is None:

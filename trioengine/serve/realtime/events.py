@@ -1,9 +1,8 @@
-"""The events that a client may send, read from the text of a message."""
+"""The events that clients send: parsing of messages and of the items in them, and their images."""
 
 from __future__ import annotations
 
 import enum
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,18 +10,32 @@ from typing import Any, TypeAlias
 
 from trioengine.actors.engine import Engine
 from trioengine.core.errors import EngineOverloaded, RequestRejected, TimedOut
+from trioengine.core.image import image_url
 from trioengine.serve.errors import ClientError
-from trioengine.serve.parsing import as_served, known_fields, load_object, shown
-from trioengine.serve.realtime.items import Item, ItemReference, parse_input, parse_item
+from trioengine.serve.parsing import as_served, check_fixed, known_fields, load_object, shown, text_of
+from trioengine.serve.realtime.items import (
+    IMAGE,
+    MAX_ITEMS,
+    PART_TYPES,
+    ROOT,
+    Item,
+    ItemReference,
+    ItemStatus,
+    Part,
+    Role,
+)
 
-MAX_EVENT_ID = 512
+IMAGE_TIMEOUT = 10.0  # seconds that an event, and all behind it, wait for room for its images
+MAX_EVENT_ID = 512  # characters
+MAX_ITEM_ID = 128  # characters
+MAX_PARTS = 64  # of an item
 
 
 class Conversation(enum.Enum):
-    """Which conversation a response belongs to."""
+    """The conversation that a response belongs to."""
 
-    AUTO = "auto"  # the connection's
-    NONE = "none"  # it runs beside it, and leaves nothing in it
+    AUTO = "auto"  # that of the connection
+    NONE = "none"  # out of band: it leaves nothing in the conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +58,7 @@ class ItemRetrieve:
 class ItemTruncate:
     item_id: Any
     content_index: Any
-    text_end: Any  # characters that stay
+    text_end: Any  # characters to keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +70,7 @@ class ItemDelete:
 class ResponseCreate:
     settings: Mapping[str, Any]
     conversation: Conversation = Conversation.AUTO
-    input: tuple[Item | ItemReference, ...] | None = None  # in place of the conversation
+    input: tuple[Item | ItemReference, ...] | None = None  # replaces the conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +82,10 @@ ClientEvent: TypeAlias = (
     SessionUpdate | ItemCreate | ItemRetrieve | ItemTruncate | ItemDelete | ResponseCreate | ResponseCancel
 )
 
+_ITEM_FIXED: Mapping[str, tuple[Any, ...]] = {  # of items that clients send back; without effect
+    "object": ("realtime.item",),
+    "status": tuple(status.value for status in ItemStatus),
+}
 _FIELDS = {  # beside event_id and type
     "session.update": ("session",),
     "conversation.item.create": ("item", "previous_item_id"),
@@ -81,7 +98,7 @@ _FIELDS = {  # beside event_id and type
 
 
 class EventError(Exception):
-    """A message that is no event, or one we cannot act on; `event_id` is the client's, where it has one."""
+    """A message is not an event that the server accepts; `event_id` is the client's, if any."""
 
     def __init__(self, cause: ClientError, event_id: str | None) -> None:
         super().__init__(str(cause))
@@ -90,7 +107,7 @@ class EventError(Exception):
 
 
 def parse(text: str | bytes) -> tuple[ClientEvent, str | None]:
-    """The event in a message, and the client's id of it. Raises EventError."""
+    """Parse a message into its event and the client's id of it. Raises EventError."""
     event_id = None
     try:
         fields = _load(text)
@@ -143,14 +160,14 @@ def _event(fields: Mapping[str, Any]) -> ClientEvent:
 
 def _item_truncate(fields: Mapping[str, Any]) -> ItemTruncate:
     if fields.get("audio_end_ms") is not None:
-        message = "audio_end_ms: there is no audio; text_end says how many characters stay"
+        message = "audio_end_ms: audio is not supported; text_end is the number of characters to keep"
         raise ClientError("unsupported_parameter", message, param="audio_end_ms")
     names = ("item_id", "content_index", "text_end")
     return ItemTruncate(*(_required(fields, name) for name in names))
 
 
 def _response_create(response: object) -> ResponseCreate:
-    """What does not concern the conversation is left for the settings."""
+    """Parse `conversation` and `input`; the other fields are settings, which Settings checks."""
     if response is None:
         return ResponseCreate({})
     if not isinstance(response, dict):
@@ -173,21 +190,18 @@ def _required(fields: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-TIMEOUT = 10.0  # seconds that an event waits for room; those behind it wait, too
-_PLACE = re.compile(r"(history|prompt)\[(\d+)\]\.")  # at the beginning of an error's message
-
-
 async def keep_images(engine: Engine, event: ClientEvent, model: str) -> AbstractContextManager[object]:
-    """Give the images of an event to the engine, and the items the engine's; within, they are kept.
+    """Hand the images of an event to the engine, which keeps them within the block, and take its form of them.
 
-    Raises EngineError, which names the part, and the model as it is served. Cancelled, nothing is kept.
+    Raises EngineError, which names the part of the event, and the model by its served name. Cancelled, it keeps
+    nothing.
     """
     entries, where = _entries(event)
     if not any(isinstance(entry, Item) and entry.has_images for entry in entries):
         return nullcontext()
     messages: list[Any] = [entry.message if isinstance(entry, Item) else None for entry in entries]
     try:
-        kept = await engine.keep_images(messages, where=where, timeout=TIMEOUT)
+        kept = await engine.keep_images(messages, where=where, timeout=IMAGE_TIMEOUT)
     except TimedOut as exc:
         raise EngineOverloaded(str(exc), code="payloads", is_full=True) from None
     except RequestRejected as exc:
@@ -200,27 +214,73 @@ async def keep_images(engine: Engine, event: ClientEvent, model: str) -> Abstrac
 
 
 def _entries(event: ClientEvent) -> tuple[Sequence[Item | ItemReference], str]:
-    """The items in an event, and where they are."""
+    """Return the items in an event, and their path."""
     if isinstance(event, ItemCreate):
         return (event.item,), "item"
     return (event.input or () if isinstance(event, ResponseCreate) else ()), "response.input"
 
 
 def _of_event(place: str) -> str:
-    """The only item of a conversation.item.create has no index."""
+    """Drop the index of the only item of a conversation.item.create."""
     return place.replace("item[0].", "item.", 1) if place.startswith("item[0].") else place
 
 
-def naming_item(error: RequestRejected, item_ids: Sequence[str | None], num_history: int) -> RequestRejected:
-    """The error, if it is about a part of a message, with the id of the item that the message is.
+# ---- items ----------------------------------------------------------------------------------------------------------
 
-    `item_ids` are those of the messages, of which the first `num_history` were the session's history.
-    """
-    place = _PLACE.match(error.message)
-    if place is None:
-        return error
-    index = int(place[2]) + (num_history if place[1] == "prompt" else 0)
-    item_id = item_ids[index] if index < len(item_ids) else None
-    if item_id is None:
-        return error
-    return RequestRejected(error.code, f"item {item_id!r}: {error.message[place.end() :]}", param=item_id)
+
+def parse_item(fields: object, where: str = "item") -> Item:
+    """Parse an item. Raises ClientError, which names the unsupported field."""
+    item = known_fields(fields, ("id", "object", "type", "status", "role", "content"), where)
+    if item.get("type") != "message":
+        message = f"{where}.type must be message, got {shown(item.get('type'))}"
+        raise ClientError("unsupported_item", message, param=f"{where}.type")
+    role = next((role for role in Role if role.value == item.get("role")), None)
+    if role is None:
+        message = f"{where}.role must be one of {', '.join(role.value for role in Role)}, got {shown(item.get('role'))}"
+        raise ClientError("invalid_value", message, param=f"{where}.role")
+    check_fixed(item, _ITEM_FIXED, where)
+    content, param = item.get("content"), f"{where}.content"
+    if not isinstance(content, list) or not 1 <= len(content) <= MAX_PARTS:
+        problem = f"{len(content)} parts" if isinstance(content, list) else shown(content)
+        message = f"{param} must be a list of 1 to {MAX_PARTS} parts, got {problem}"
+        raise ClientError("invalid_value", message, param=param)
+    parts = [_part(part, PART_TYPES[role], f"{param}[{index}]") for index, part in enumerate(content)]
+    id, param = item.get("id"), f"{where}.id"
+    if id is None:
+        return Item(role, parts)
+    if not isinstance(id, str) or not 0 < len(id) <= MAX_ITEM_ID or id == ROOT:
+        raise ClientError("invalid_value", f"{param} must be a string of 1 to {MAX_ITEM_ID} characters", param=param)
+    return Item(role, parts, id)
+
+
+def parse_input(value: object, where: str) -> tuple[Item | ItemReference, ...]:
+    """Parse the input of a response, which replaces the conversation. Raises ClientError."""
+    if not isinstance(value, list) or len(value) > MAX_ITEMS:
+        raise ClientError("invalid_value", f"{where} must be a list of at most {MAX_ITEMS} items", param=where)
+    return tuple(_input_item(entry, f"{where}[{index}]") for index, entry in enumerate(value))
+
+
+def _input_item(entry: object, where: str) -> Item | ItemReference:
+    if isinstance(entry, Mapping) and entry.get("type") == "item_reference":
+        return ItemReference(known_fields(entry, ("id", "type"), where).get("id"), f"{where}.id")
+    return parse_item(entry, where)
+
+
+def _part(part: object, types: tuple[str, ...], where: str) -> Part:
+    kind = part.get("type") if isinstance(part, Mapping) else types[0]
+    if kind not in types:
+        rule = " or ".join(name for name in types if name != "text")
+        message = f"{where}.type must be {rule}, got {shown(kind)}"
+        raise ClientError("unsupported_content", message, param=f"{where}.type")
+    if kind == IMAGE:
+        return _image(part, where)
+    return text_of(known_fields(part, ("type", "text"), where).get("text"), f"{where}.text")
+
+
+def _image(part: object, where: str) -> Part:
+    fields = known_fields(part, ("type", "image_url", "detail"), where)
+    try:
+        image_url(fields, where)
+    except RequestRejected as exc:
+        raise ClientError(exc.code, exc.message, param=exc.param) from None
+    return fields

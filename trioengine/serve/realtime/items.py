@@ -1,4 +1,7 @@
-"""An item of a conversation: a message, whose parts are texts and images."""
+"""The conversation of a connection: its items, each a message of texts and images, in their order.
+
+The connection owns the items; the history of the engine's session is a cache of them.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from trioengine.actors.images import KeptImages
-from trioengine.core.errors import RequestRejected
-from trioengine.core.image import image_url
 from trioengine.serve.errors import ClientError
 from trioengine.serve.limits import Held, size_of
-from trioengine.serve.parsing import check_fixed, known_fields, shown, text_of
+from trioengine.serve.parsing import shown
 from trioengine.serve.realtime.outbox import EVENT_FACTOR, new_id
 from trioengine.text.messages import Turns
 
 MAX_ITEMS = 4096
-ITEM_SIZE = 512  # bytes that an item takes in memory, beside its texts
-IMAGE_SIZE = 512  # and for an image; its bytes are the engine's
+ITEM_SIZE = 512  # bytes of memory of an item, beside its texts
+IMAGE_SIZE = 512  # bytes of memory of an image, whose data the engine keeps
 IMAGE = "input_image"
-Part: TypeAlias = str | Mapping[str, Any]  # a text, or an image as the engine takes it in messages
-MAX_PARTS = 64  # of an item
-MAX_ID = 128
-ROOT = "root"  # as previous_item_id: at the beginning
+Part: TypeAlias = str | Mapping[str, Any]  # a text, or an image in the engine's form
+ROOT = "root"  # a previous_item_id: insert at the beginning
 
 
 class ItemStatus(enum.Enum):
@@ -38,32 +37,26 @@ class Role(enum.Enum):
     ASSISTANT = "assistant"
 
 
-_PART_TYPES = {
+PART_TYPES = {
     Role.SYSTEM: ("input_text",),
     Role.USER: ("input_text", IMAGE),
     Role.ASSISTANT: ("output_text", "text"),
 }
 
 
-_FIXED: Mapping[str, tuple[Any, ...]] = {  # in items that come back; of no effect
-    "object": ("realtime.item",),
-    "status": tuple(status.value for status in ItemStatus),
-}
-
-
 @dataclass(slots=True)
 class Item:
-    """A message. An assistant's item that is in progress grows at its only part.
+    """A message. The only part of an assistant's item grows while the item is in progress.
 
-    An image is the client's part until the engine has its bytes, then the engine's: `message` has it in both forms.
+    An image is the client's part until the engine keeps its bytes, then the engine's; `message` holds either form.
     """
 
     role: Role
     _parts: list[Part]
     id: str = field(default_factory=lambda: new_id("item"))
     status: ItemStatus = ItemStatus.COMPLETED
-    _deltas: list[str] = field(default_factory=list)  # what has come since anybody asked for the text
-    _kept: KeptImages | None = None  # while it is part of a conversation
+    _deltas: list[str] = field(default_factory=list)  # received since the text was last joined
+    _kept: KeptImages | None = None  # while it is in a conversation
 
     @property
     def parts(self) -> list[Part]:
@@ -74,11 +67,11 @@ class Item:
 
     @property
     def texts(self) -> list[str]:
-        """Its parts that are texts: of an assistant's item all."""
+        """The parts that are texts; all parts of an assistant's item are."""
         return [part for part in self.parts if isinstance(part, str)]
 
     def grow(self, delta: str) -> None:
-        """There is more of the only part; with the first, also an empty one, there is a part."""
+        """Append to the only part; the first delta, even an empty one, creates it."""
         self._deltas.append(delta)
 
     @property
@@ -91,27 +84,27 @@ class Item:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it is an answer without text, which is not part of prompts."""
+        """Whether it is an assistant's item without text, which prompts leave out."""
         return self.role is Role.ASSISTANT and not self.text
 
     @property
     def size(self) -> int:
-        """Bytes in memory."""
+        """Return the bytes of memory."""
         return ITEM_SIZE + size_of_parts(self.parts)
 
     @property
     def message(self) -> dict[str, Any]:
-        """As a chat message; its content is a list of parts if it has images."""
+        """The item as a chat message, whose content is a list of parts if it has images."""
         content = [_text_part(part) if isinstance(part, str) else part for part in self.parts]
         return {"role": self.role.value, "content": content if self.has_images else self.text}
 
     def take_images(self, message: Mapping[str, Any]) -> None:
-        """Have the images as in this message, which is its own with the engine's images."""
+        """Replace the images by those of this message, which is `message` in the engine's form."""
         if self.has_images:
             self._parts = [part["text"] if part["type"] == "text" else part for part in message["content"]]
 
     def keep(self) -> None:
-        """Keep its images, until `release`."""
+        """Keep the images in the engine until `release`."""
         if self.has_images:
             self._kept = KeptImages([self.message])
 
@@ -120,7 +113,7 @@ class Item:
             self._kept.release()
 
     def truncate(self, content_index: int, text_end: int) -> None:
-        """Keep so many characters of this part, and nothing of those behind it."""
+        """Keep the first `text_end` characters of this part, and drop all later parts."""
         texts = self.texts
         is_cut = text_end < len(texts[content_index]) or content_index < len(texts) - 1
         self._parts = [*texts[:content_index], texts[content_index][:text_end]]
@@ -128,8 +121,8 @@ class Item:
             self.status = ItemStatus.INCOMPLETE
 
     def to_json(self) -> dict[str, Any]:
-        """As clients see it: an image is a part without its bytes."""
-        kind = _PART_TYPES[self.role][0]
+        """Return the item as clients see it: images without their bytes."""
+        kind = PART_TYPES[self.role][0]
         return {
             "id": self.id,
             "object": "realtime.item",
@@ -148,100 +141,20 @@ def _text_part(text: str) -> dict[str, str]:
 
 
 def size_of_parts(parts: Iterable[Part]) -> int:
-    """Bytes in memory."""
+    """Return the bytes of memory."""
     return sum(size_of(part) if isinstance(part, str) else IMAGE_SIZE for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
 class ItemReference:
-    """An item of the conversation, as a part of a response's input; `where` is its place there."""
+    """A reference in the input of a response to an item of the conversation; `where` is its place in the input."""
 
     id: Any
     where: str
 
 
-def parse_item(fields: object, where: str = "item") -> Item:
-    """The item of a conversation.item.create. Raises ClientError, naming what we cannot take."""
-    item = known_fields(fields, ("id", "object", "type", "status", "role", "content"), where)
-    if item.get("type") != "message":
-        message = f"{where}.type must be message, got {shown(item.get('type'))}"
-        raise ClientError("unsupported_item", message, param=f"{where}.type")
-    role = next((role for role in Role if role.value == item.get("role")), None)
-    if role is None:
-        message = f"{where}.role must be one of {', '.join(role.value for role in Role)}, got {shown(item.get('role'))}"
-        raise ClientError("invalid_value", message, param=f"{where}.role")
-    check_fixed(item, _FIXED, where)
-    content, param = item.get("content"), f"{where}.content"
-    if not isinstance(content, list) or not 1 <= len(content) <= MAX_PARTS:
-        problem = f"{len(content)} parts" if isinstance(content, list) else shown(content)
-        message = f"{param} must be a list of 1 to {MAX_PARTS} parts, got {problem}"
-        raise ClientError("invalid_value", message, param=param)
-    parts = [_part(part, _PART_TYPES[role], f"{param}[{index}]") for index, part in enumerate(content)]
-    id, param = item.get("id"), f"{where}.id"
-    if id is None:
-        return Item(role, parts)
-    if not isinstance(id, str) or not 0 < len(id) <= MAX_ID or id == ROOT:
-        raise ClientError("invalid_value", f"{param} must be a string of 1 to {MAX_ID} characters", param=param)
-    return Item(role, parts, id)
-
-
-def parse_input(value: object, where: str) -> tuple[Item | ItemReference, ...]:
-    """The items that a response is to go on from in place of the conversation. Raises ClientError."""
-    if not isinstance(value, list) or len(value) > MAX_ITEMS:
-        raise ClientError("invalid_value", f"{where} must be a list of at most {MAX_ITEMS} items", param=where)
-    return tuple(_input_item(entry, f"{where}[{index}]") for index, entry in enumerate(value))
-
-
-def _input_item(entry: object, where: str) -> Item | ItemReference:
-    if isinstance(entry, Mapping) and entry.get("type") == "item_reference":
-        return ItemReference(known_fields(entry, ("id", "type"), where).get("id"), f"{where}.id")
-    return parse_item(entry, where)
-
-
-def _part(part: object, types: tuple[str, ...], where: str) -> Part:
-    kind = part.get("type") if isinstance(part, Mapping) else types[0]
-    if kind not in types:
-        rule = " or ".join(name for name in types if name != "text")
-        message = f"{where}.type must be {rule}, got {shown(kind)}"
-        raise ClientError("unsupported_content", message, param=f"{where}.type")
-    if kind == IMAGE:
-        return _image(part, where)
-    return text_of(known_fields(part, ("type", "text"), where).get("text"), f"{where}.text")
-
-
-def _image(part: object, where: str) -> Part:
-    fields = known_fields(part, ("type", "image_url", "detail"), where)
-    try:
-        image_url(fields, where)
-    except RequestRejected as exc:
-        raise ClientError(exc.code, exc.message, param=exc.param) from None
-    return fields
-
-
-def chat_messages(items: Iterable[Item], instructions: str) -> tuple[list[dict[str, Any]], list[str | None]]:
-    """Items as chat messages, after the instructions, and the items' ids; an empty answer is left out."""
-    shown = [item for item in items if not item.is_empty]
-    messages = [item.message for item in shown]
-    ids: list[str | None] = [item.id for item in shown]
-    return ([{"role": "system", "content": instructions}, *messages], [None, *ids]) if instructions else (messages, ids)
-
-
-def num_turns(items: Iterable[Item]) -> int:
-    """How many turns these items are."""
-    return len(Turns.of(chat_messages(items, "")[0]).starts)
-
-
-def size_of_messages(messages: Iterable[Mapping[str, Any]]) -> int:
-    """The bytes in memory of the messages that a response goes on from."""
-    return sum(ITEM_SIZE + _size_of_content(message["content"]) for message in messages)
-
-
-def _size_of_content(content: str | list[Mapping[str, Any]]) -> int:
-    return size_of_parts([content] if isinstance(content, str) else [part.get("text", part) for part in content])
-
-
 class Items:
-    """The items, by id and in order. Their bytes are taken of `held`; their images are kept until `close`."""
+    """The items of one conversation, in order. `held` accounts for their bytes; images are kept until `close`."""
 
     def __init__(self, max_size: int, held: Held) -> None:
         self._max_size = max_size
@@ -255,56 +168,56 @@ class Items:
         return len(self._order)
 
     def __iter__(self) -> Iterator[Item]:
-        """Those that are not in progress."""
+        """Iterate over the items that are not in progress."""
         items = (self._items[id] for id in self._order)
         return (item for item in items if item.status is not ItemStatus.IN_PROGRESS)
 
     @property
     def left_out(self) -> tuple[Item, ...]:
-        """Those that the prompts of responses leave out for good."""
+        """The items that all further prompts leave out."""
         return tuple(item for item in self if item.id in self._left_out)
 
     def leave_out(self, ids: Iterable[str]) -> None:
-        """Leave these out from now on; some may be deleted already."""
+        """Leave these items out of all further prompts; some may be deleted already."""
         self._left_out.update(id for id in ids if id in self._items)
 
     def get(self, id: object, param: str) -> Item:
-        """The item of this id. Raises ClientError."""
+        """Return an item by its id. Raises ClientError."""
         item = self._items.get(id) if isinstance(id, str) else None
         if item is None:
             raise ClientError("item_not_found", f"{param}: item {shown(id)} not found", param=param)
         return item
 
     def add(self, item: Item, previous: object = None) -> str | None:
-        """Insert after the item of the id `previous`; None: at the end. Returns the id of the item before it.
+        """Insert an item after the one with the id `previous`, or at the end; returns the id of the item before it.
 
-        Raises ClientError: OverBudget, where there is no room for the item and the events that are about it.
+        Raises ClientError; OverBudget if the item and the events about it exceed the budget.
         """
         if item.id in self._items:
-            raise ClientError("duplicate_item", f"item.id: there is an item {item.id!r} already", param="item.id")
+            raise ClientError("duplicate_item", f"item.id: item {item.id!r} already exists", param="item.id")
         self.check_room(item.size, "item")
         self._held.check_room(item.size + 2 * EVENT_FACTOR * item.size)
         index = self._index_after(previous)
         return self._insert(item, index)
 
     def check_room(self, size: int, param: str | None) -> None:
-        """Raises ClientError if an item of so many bytes is too much."""
+        """Raise ClientError if an item of `size` bytes exceeds the limits of a conversation."""
         if len(self) >= MAX_ITEMS or self._size + size > self._max_size:
             limit = f"{MAX_ITEMS} items or {self._max_size} bytes (--max-conversation-size)"
             message = f"the conversation is full: it may have {limit}"
             raise ClientError("conversation_too_large", message, param=param)
 
     def append_answer(self, item: Item) -> str | None:
-        """An item of the model's own; there was room for it when it was asked for. Returns the id before it."""
+        """Append an item of the model; room was checked with the request. Returns the id of the item before it."""
         return self._insert(item, len(self))
 
     def finish_answer(self, item: Item) -> None:
-        """The model's item is as it will stay."""
+        """Account for an item of the model, which is complete now."""
         self._count(item.size)
 
     def delete(self, id: object) -> str:
-        """Remove an item that is not in progress, and return its id. Raises ClientError."""
-        item = self._at_rest(id)
+        """Remove an item that is not in progress; returns its id. Raises ClientError."""
+        item = self._finished_item(id)
         del self._items[item.id]
         self._order.remove(item.id)
         self._left_out.discard(item.id)
@@ -313,8 +226,8 @@ class Items:
         return item.id
 
     def truncate(self, id: object, content_index: object, text_end: object) -> Item:
-        """Keep so many characters of an assistant's item, which is returned. Raises ClientError."""
-        item = self._at_rest(id)
+        """Keep the first `text_end` characters of an assistant's item; returns the item. Raises ClientError."""
+        item = self._finished_item(id)
         if item.role is not Role.ASSISTANT:
             message = f"item_id: {item.id!r} is not the assistant's, and only those are truncated"
             raise ClientError("invalid_value", message, param="item_id")
@@ -325,21 +238,21 @@ class Items:
         return item
 
     def close(self) -> None:
-        """The conversation is over."""
+        """Release all images."""
         for item in self._items.values():
             item.release()
 
     def resolve(self, entries: Iterable[Item | ItemReference]) -> list[Item]:
-        """A response's input, each reference replaced by the item that it means. Raises ClientError."""
+        """Replace each reference in a response's input by its item. Raises ClientError."""
         items = [self.get(entry.id, entry.where) if isinstance(entry, ItemReference) else entry for entry in entries]
-        if sum(item.size for item in items) > self._max_size:  # an item may be meant many times
+        if sum(item.size for item in items) > self._max_size:  # an item may be referenced many times
             param = "response.input"
             message = f"{param} has more than {self._max_size} bytes (--max-conversation-size)"
             raise ClientError("conversation_too_large", message, param=param)
         return items
 
     def before(self, item: Item) -> str | None:
-        """The id of the item before this one."""
+        """Return the id of the item before this one."""
         index = self._order.index(item.id)
         return self._order[index - 1] if index else None
 
@@ -347,7 +260,7 @@ class Items:
         self._size += size
         self._held.charge(size)
 
-    def _at_rest(self, id: object) -> Item:
+    def _finished_item(self, id: object) -> Item:
         item = self.get(id, "item_id")
         if item.status is ItemStatus.IN_PROGRESS:
             raise ClientError("item_in_progress", f"item_id: {item.id!r} is being generated", param="item_id")
@@ -365,6 +278,28 @@ class Items:
         if item.status is not ItemStatus.IN_PROGRESS:
             self._count(item.size)
         return self._order[index - 1] if index else None
+
+
+def chat_messages(items: Iterable[Item], instructions: str) -> tuple[list[dict[str, Any]], list[str | None]]:
+    """Return instructions and items, without empty ones, as chat messages, and the item ids (None: instructions)."""
+    shown = [item for item in items if not item.is_empty]
+    messages = [item.message for item in shown]
+    ids: list[str | None] = [item.id for item in shown]
+    return ([{"role": "system", "content": instructions}, *messages], [None, *ids]) if instructions else (messages, ids)
+
+
+def num_turns(items: Iterable[Item]) -> int:
+    """Return the number of turns in these items."""
+    return len(Turns.of(chat_messages(items, "")[0]).starts)
+
+
+def size_of_messages(messages: Iterable[Mapping[str, Any]]) -> int:
+    """Return the bytes of memory of a response's messages."""
+    return sum(ITEM_SIZE + _size_of_content(message["content"]) for message in messages)
+
+
+def _size_of_content(content: str | list[Mapping[str, Any]]) -> int:
+    return size_of_parts([content] if isinstance(content, str) else [part.get("text", part) for part in content])
 
 
 def _integer(value: object, most: int, param: str) -> int:

@@ -1,4 +1,4 @@
-"""What a connection is going to send: events, numbered in the order in which they were put here."""
+"""The events to a client: a queue with back-pressure, and events about the state of the engine."""
 
 from __future__ import annotations
 
@@ -20,46 +20,59 @@ from trioengine.serve.limits import Held
 from trioengine.serve.realtime.settings import input_modalities
 from trioengine.serve.websocket import AcceptedWebSocket
 
-ROOM = 1 << 16  # characters that may be unsent before whoever has more to say waits
-PART = 1 << 16  # characters; what is longer is sent in parts, each of which has its time
-EVENT_FACTOR = 6  # bytes of JSON, at most, for each byte of memory of a text that an event repeats
-AT_ONCE = 1 << 12  # characters of small events that go together: a slow client soon has room again, and its pings
+ROOM = 1 << 16  # unsent characters beyond which `room` waits
+PART = 1 << 16  # characters; longer events are sent in parts, each with its own timeout
+EVENT_FACTOR = 6  # bytes of JSON, at most, for each byte of memory of a text in an event
+AT_ONCE = 1 << 12  # characters of small events in one write; few, so that pings are not delayed behind them
+
+AWAKE = "awake"
+SHOWN: Mapping[Power, str] = {  # the state in an engine.state event
+    Power.LOADING: "loading",
+    Power.AWAKE: AWAKE,
+    Power.RESTARTING: "restarting",
+    Power.FALLING_ASLEEP: "sleeping",
+    Power.ASLEEP: "sleeping",
+    Power.WAKING: "sleeping",  # until all tags are awake
+    Power.UPDATING: "updating",
+    Power.DRAINING: "draining",
+    Power.CLOSED: "draining",
+}
 
 
 def new_id(prefix: str) -> str:
-    """An id that no other connection has."""
+    """Return a new random id."""
     return f"{prefix}_{secrets.token_hex(12)}"
 
 
 class DeltaTemplate:
-    """An event of this type and these fields, whose field `delta` is another in each."""
+    """Renders the fixed fields of events once, which then differ in their `delta`."""
 
     def __init__(self, name: str, **fields: Any) -> None:
         self.head = json.dumps({"type": name, **fields})[:-1] + ', "delta": '
 
 
 class Outbox:
-    """Events are put in synchronously; one task sends them. Who can wait, waits for room before it puts more.
+    """Numbers events and queues them without waiting; one task sends them. Producers await `room` before they put more.
 
-    A client that reads nothing for `send_timeout` seconds is disconnected. The bytes are charged to `held`.
+    A client that reads nothing for `send_timeout` seconds is disconnected. `held` accounts for the bytes.
     """
 
     def __init__(self, send_timeout: float, held: Held) -> None:
         self.held = held
         self._send_timeout = send_timeout
-        self._event_id = new_id("event")  # what those of its events begin with
-        self._unsent: deque[TextMessage] = deque()  # of long ones the parts
-        self._size = 0  # characters, which are ASCII, of these and of what is being sent
+        self._event_id = new_id("event")  # a prefix of event ids
+        self._unsent: deque[TextMessage] = deque()  # long ones in parts
+        self._size = 0  # characters, which are ASCII, of these and of the events being sent
         self._sequence_number = 0
         self._changes = Notifier()
 
     def put(self, name: str, **fields: Any) -> None:
-        """Send the event of this type when its turn has come."""
+        """Queue an event of type `name`."""
         event_id, number = self._next_id()
         self._put(json.dumps({"event_id": event_id, "type": name, "sequence_number": number, **fields}))
 
     def put_delta(self, template: DeltaTemplate, delta: str) -> None:
-        """Send an event that was rendered once, but for its text."""
+        """Queue an event of the template with this text."""
         event_id, number = self._next_id()
         text = json.dumps(delta)
         self._put(f'{template.head}{text}, "event_id": "{event_id}", "sequence_number": {number}}}')
@@ -80,7 +93,7 @@ class Outbox:
         self.held.charge(size)
 
     def put_error(self, problem: Problem, event_id: str | None) -> None:
-        """Send an error event; `event_id` is that of the client's event that caused it."""
+        """Queue an error event; `event_id` names the client's event that caused it."""
         self.put("error", error={**problem.to_json(), "event_id": event_id})
 
     async def room(self) -> None:
@@ -90,7 +103,7 @@ class Outbox:
             await self._changes.wait()
 
     async def flushed(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until all events are sent."""
         while self._size:
             await self._changes.wait()
 
@@ -109,7 +122,7 @@ class Outbox:
             self._changes.notify()
 
     def _next(self) -> list[TextMessage]:
-        """As many as may be sent at once, and one at least."""
+        """Dequeue the events of one write: the first, and more if they are small."""
         messages = [self._unsent.popleft()]
         size = len(messages[0].data)
         while self._unsent and (size := size + len(self._unsent[0].data)) <= AT_ONCE:
@@ -117,32 +130,18 @@ class Outbox:
         return messages
 
 
-AWAKE = "awake"
-SHOWN: Mapping[Power, str] = {
-    Power.LOADING: "loading",
-    Power.AWAKE: AWAKE,
-    Power.RESTARTING: "restarting",
-    Power.FALLING_ASLEEP: "sleeping",
-    Power.ASLEEP: "sleeping",
-    Power.WAKING: "sleeping",  # until all of it is awake
-    Power.UPDATING: "updating",
-    Power.DRAINING: "draining",
-    Power.CLOSED: "draining",
-}
-
-
 async def send_state_events(engine: Engine, outbox: Outbox) -> None:
-    """An event for each change, until the engine is closed; one for the state at the beginning unless that is awake.
+    """Send an event for each change of state until the engine is closed, and first for a state other than awake.
 
-    A client that reads slowly holds nobody up: of what it could not be told the oldest is dropped.
+    For a client that reads slowly, the oldest unsent states are dropped.
     """
-    told = (AWAKE, engine.power.weight_version)
+    sent = (AWAKE, engine.power.weight_version)
     with engine.states() as states:
         async for state in states:
             shown = (SHOWN[state.power], state.weight_version)
-            if shown == told:
+            if shown == sent:
                 continue
             await outbox.room()
             modalities = input_modalities(takes_images=engine.runtime.takes_images)
             outbox.put("engine.state", state=shown[0], weight_version=shown[1], input_modalities=modalities)
-            told = shown
+            sent = shown

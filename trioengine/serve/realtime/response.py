@@ -1,10 +1,11 @@
-"""A response: what was asked, how far it is, and how the client is told."""
+"""Responses: each is one request to the engine, and the events that report its progress to the client."""
 
 from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,12 +24,15 @@ from trioengine.serve.access_log import REQUEST_ID, set_field
 from trioengine.serve.auth import salted
 from trioengine.serve.errors import ClientError, Problem, RequestAborted, problem_of
 from trioengine.serve.limits import InFlight
-from trioengine.serve.realtime.events import naming_item
 from trioengine.serve.realtime.items import Item, Items, ItemStatus, Role, num_turns, size_of_messages
 from trioengine.serve.realtime.outbox import DeltaTemplate, Outbox, new_id
 from trioengine.serve.realtime.settings import Truncation
 from trioengine.text.conversation import check_length, newest_turn
 from trioengine.text.messages import Turns
+
+logger = logging.getLogger("trioengine")
+MAX_OUT_OF_BAND = 4  # responses at a time
+_PLACE = re.compile(r"(history|prompt)\[(\d+)\]\.")  # at the beginning of an error's message
 
 
 class ResponseStatus(enum.Enum):
@@ -41,10 +45,10 @@ class ResponseStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ResponseSpec:
-    """The request of a response.create: the conversation as it was then, and how to go on from it.
+    """The request of a response.create: the conversation at that time, and the settings.
 
-    `item_ids` are those of the messages; None for the instructions. `left_out` are the items that responses before it
-    left out of their prompts for good.
+    `item_ids` has an id for each message; None for the instructions. `left_out` are the items that earlier responses
+    removed from all further prompts.
     """
 
     messages: list[dict[str, Any]]
@@ -55,34 +59,34 @@ class ResponseSpec:
     metadata: Mapping[str, str] | None = None
     event_id: str | None = None  # the client's
     left_out: tuple[Item, ...] = ()
-    is_lasting: bool = False  # its cut: responses after it leave the same items out
+    is_lasting: bool = False  # later responses leave the same items out
 
     def dropped_item_ids(self, count: int) -> list[str]:
-        """The ids of the items in the oldest `count` turns of its messages."""
+        """Return the ids of the items in the oldest `count` turns of its messages."""
         ids = (self.item_ids[index] for index in Turns.of(self.messages).dropped(count))
         return [id for id in ids if id is not None]
 
 
 @dataclass(slots=True)
 class Response:
-    """One response; every change of it is told to the client in the same step.
+    """One response; each change queues an event for the client in the same step.
 
-    The bytes of its order's messages are charged to its outbox's account until it ends. Their images are kept until
-    then, or until `release`.
+    The outbox's `held` accounts for the bytes of its messages until it ends. Their images are kept until then, or until
+    `release`.
     """
 
     spec: ResponseSpec
     outbox: Outbox
     conversation_id: str | None
-    items: Items | None  # of its conversation; None: it belongs to none
+    items: Items | None  # of its conversation; None: out of band
     id: str = field(default_factory=lambda: new_id("resp"))
     status: ResponseStatus = ResponseStatus.IN_PROGRESS
     status_details: dict[str, Any] | None = None
     usage: dict[str, Any] | None = None
     item: Item | None = None
-    dropped_turns: int = 0  # that were left out of its prompt
+    dropped_turns: int = 0  # turns left out of its prompt
     dropped_item_ids: list[str] = field(default_factory=list)  # the items in them
-    cancelled: bool = False  # by its client; a finish that is on its way wins
+    cancelled: bool = False  # by its client; it may still finish before the abort
     session: Session | None = None  # while it answers, from before the prompt is prepared
     generation: Generation | None = None  # while it runs
     _delta: DeltaTemplate | None = None
@@ -95,23 +99,23 @@ class Response:
         self.outbox.put("response.created", response=self.to_json())
 
     def cancel(self) -> None:
-        """Its client wants no more of it."""
+        """Abort it at the client's request."""
         self.cancelled = True
         if self.generation is not None:
             self.generation.abort()
 
     def abandon(self) -> None:
-        """Its client has gone: the engine session that answers it ends at once."""
+        """End its engine session at once, as the client has disconnected."""
         if self.session is not None:
             self.session.end(Cause.DISCONNECT)
 
     def release(self) -> None:
-        """Keep its images no more; harmless when they were released."""
+        """Release its images, unless they were released."""
         if self._kept is not None:
             self._kept.release()
 
     def begin_item(self) -> None:
-        """The engine has taken the request: its item is there, still empty."""
+        """Create the item, still empty, as the engine has accepted the request."""
         self.item = item = Item(Role.ASSISTANT, [], status=ItemStatus.IN_PROGRESS)
         self._delta = DeltaTemplate("response.output_text.delta", **self._place(item))
         self.outbox.put("response.output_item.added", response_id=self.id, output_index=0, item=item.to_json())
@@ -127,9 +131,9 @@ class Response:
         self.outbox.put_delta(self._delta, delta)
 
     def finish(self, completion: Completion) -> None:
-        """The engine's outcome, whatever it is but an error."""
+        """End with an outcome of the engine other than an error."""
         self.usage = _usage(completion.usage)
-        self._note_dropped(completion.dropped_turns)
+        self._record_dropped(completion.dropped_turns)
         match completion.finish_reason:
             case FinishReason.STOP:
                 self._end(ResponseStatus.COMPLETED)
@@ -140,8 +144,8 @@ class Response:
             case _:
                 self.fail(problem_of(RequestAborted(completion.cause)))
 
-    def _note_dropped(self, count: int) -> None:
-        """These turns, beside those that were left out before."""
+    def _record_dropped(self, count: int) -> None:
+        """Record the turns dropped from the prompt, together with those left out before."""
         left_out, dropped = self.spec.left_out, self.spec.dropped_item_ids(count)
         self.dropped_turns = count + num_turns(left_out)
         self.dropped_item_ids = [*(item.id for item in left_out), *dropped]
@@ -149,7 +153,7 @@ class Response:
             self.items.leave_out(dropped)
 
     def fail(self, problem: Problem) -> None:
-        """It ends with an error event; what was sent until then stays, as an incomplete item."""
+        """End with an error event; the text sent so far stays, as an incomplete item."""
         self.outbox.put_error(problem, self.spec.event_id)
         self._end(ResponseStatus.FAILED, error={"type": problem.type, "code": problem.code, "message": problem.message})
 
@@ -213,12 +217,152 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-logger = logging.getLogger("trioengine")
+# ---- running responses --------------------------------------------------------------------------------------------
+
+
+class ConversationResponses:
+    """Runs the responses of a conversation one at a time, in one engine session: a cache of the items.
+
+    `begin` never waits; `run` does the work. Cancelling `run` ends the engine session at once.
+    """
+
+    def __init__(self, runner: ResponseRunner, label: str) -> None:
+        self._runner = runner
+        self._label = label
+        self._active: Response | None = None
+        self._session: Session | None = None
+        self._changes = Notifier()
+
+    @property
+    def active(self) -> tuple[Response, ...]:
+        return () if self._active is None else (self._active,)
+
+    def check_room(self) -> None:
+        """Raise ClientError while a response is active."""
+        if self._active is not None:
+            message = f"the conversation has an active response: {self._active.id}"
+            raise ClientError("conversation_already_has_active_response", message)
+
+    def begin(self, response: Response) -> None:
+        """Start a response whose spec was checked. Raises ClientError while another is active."""
+        self.check_room()
+        self._active = response
+        response.begin()
+        self._changes.notify()
+
+    async def idle(self) -> None:
+        """Wait until no response is active."""
+        while self._active is not None:
+            await self._changes.wait()
+
+    async def run(self) -> None:
+        """Run responses until cancelled."""
+        async with AsyncExitStack() as sessions:
+            try:
+                while True:
+                    while self._active is None:
+                        await self._changes.wait()
+                    await self._respond(self._active, sessions)
+                    self._active = None
+                    self._changes.notify()
+            finally:
+                if self._active is not None:
+                    self._active.release()
+                if self._session is not None:
+                    self._session.end(Cause.DISCONNECT)
+
+    async def _respond(self, response: Response, sessions: AsyncExitStack) -> None:
+        with report_failure(response):
+            if self._session is None or self._session.end_cause is not None:
+                self._session = await sessions.enter_async_context(
+                    self._runner.engine.open_session(label=self._label, wait=False)
+                )
+            await self._runner.run(self._session, response)
+
+
+class OutOfBandResponses:
+    """Runs responses that belong to no conversation: a few at a time, each in an engine session of its own.
+
+    They run in the nursery given to `run_in`; cancelling it ends their engine sessions at once.
+    """
+
+    def __init__(self, runner: ResponseRunner, label: str) -> None:
+        self._runner = runner
+        self._label = label
+        self._nursery: trio.Nursery | None = None
+        self._active: list[Response] = []
+        self._changes = Notifier()
+
+    @property
+    def active(self) -> tuple[Response, ...]:
+        return tuple(self._active)
+
+    def run_in(self, nursery: trio.Nursery) -> None:
+        """Set the nursery, after which responses may begin."""
+        self._nursery = nursery
+
+    def check_room(self) -> None:
+        """Raise ClientError while the highest number of responses is active."""
+        if len(self._active) >= MAX_OUT_OF_BAND:
+            message = f"response.conversation: {MAX_OUT_OF_BAND} responses run out of band already (the limit)"
+            raise ClientError("too_many_responses", message, param="response.conversation")
+
+    def begin(self, response: Response) -> None:
+        """Start a response whose spec was checked. Raises ClientError while too many are active."""
+        assert self._nursery is not None, "run_in comes before begin"
+        self.check_room()
+        self._active.append(response)
+        response.begin()
+        self._nursery.start_soon(self._respond, response)
+
+    async def idle(self) -> None:
+        """Wait until no response is active."""
+        while self._active:
+            await self._changes.wait()
+
+    async def _respond(self, response: Response) -> None:
+        try:
+            with report_failure(response):
+                async with self._runner.engine.open_session(label=self._label, wait=False) as session:
+                    await self._runner.run(session, response)
+        finally:
+            response.release()
+            self._active.remove(response)
+            self._changes.notify()
+
+
+class ResponseRunner:
+    """Runs one response on an engine session; operators can abort it by its id."""
+
+    def __init__(self, engine: Engine, in_flight: InFlight, cache_salt: bytes) -> None:
+        self.engine = engine
+        self._in_flight = in_flight
+        self._cache_salt = cache_salt
+
+    async def run(self, session: Session, response: Response) -> None:
+        """Make the response's messages the session's history and prompt, and stream the answer.
+
+        Cancelled, it ends the session. Raises the error that refuses or fails the request.
+        """
+        messages, truncation = response.spec.messages, response.spec.truncation
+        session.set_overflow(truncation.overflow, truncation.retention_ratio)
+        needed = messages if truncation.overflow == "refuse" else newest_turn(messages)
+        check_length(needed, self.engine.limits.max_model_len, self.engine.tokenizer)  # before they are copied
+        extension, params = _extend_history(session, messages), salted(response.spec.params, self._cache_salt)
+        generation = session.generate(extension, params, keep_partial=True, wait=False)
+        response.session = session
+        try:
+            with self._in_flight.running((response.id,), generation):
+                await _stream(session, generation, response)
+        except RequestRejected as exc:
+            raise _name_item(exc, response.spec.item_ids, len(messages) - len(extension)) from None
+        finally:
+            response.session = None
 
 
 @contextmanager
 def report_failure(response: Response) -> Iterator[None]:
-    """What is raised in here fails the response; what is logged names it."""
+    """Fail the response with an error raised in the block, whose log records carry the id of the response."""
     with set_field(REQUEST_ID, response.id):
         try:
             yield
@@ -226,37 +370,6 @@ def report_failure(response: Response) -> Iterator[None]:
             if not isinstance(exc, EngineError):
                 logger.exception("response %s crashed", response.id)
             response.fail(problem_of(exc))
-
-
-class ResponseRunner:
-    """What responses are answered with; each is known by its id while it is in flight."""
-
-    def __init__(self, engine: Engine, in_flight: InFlight, cache_salt: bytes) -> None:
-        self.engine = engine
-        self._in_flight = in_flight
-        self._cache_salt = cache_salt
-
-    async def answer(self, session: Session, response: Response) -> None:
-        """Make the session's history what the response goes on from, and stream its answer.
-
-        Cancelled, it ends the session. Raises what refuses the request, or fails it.
-        """
-        with set_field(REQUEST_ID, response.id):
-            messages, truncation = response.spec.messages, response.spec.truncation
-            session.set_overflow(truncation.overflow, truncation.retention_ratio)
-            needed = messages if truncation.overflow == "refuse" else newest_turn(messages)
-            check_length(needed, self.engine.limits.max_model_len, self.engine.tokenizer)  # before they are copied
-            extension, params = _extension(session, messages), salted(response.spec.params, self._cache_salt)
-            generation = session.generate(extension, params, keep_partial=True, wait=False)
-            response.session = session
-            num_history = len(messages) - len(extension)
-            try:
-                with self._in_flight.running((response.id,), generation):
-                    await _stream(session, generation, response)
-            except RequestRejected as exc:
-                raise naming_item(exc, response.spec.item_ids, num_history) from None
-            finally:
-                response.session = None
 
 
 async def _stream(session: Session, generation: Generation, response: Response) -> None:
@@ -278,8 +391,8 @@ async def _stream(session: Session, generation: Generation, response: Response) 
     response.finish(generation.completion)
 
 
-def _extension(session: Session, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the session's history lacks of these messages; a history that they do not extend is replaced."""
+def _extend_history(session: Session, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages beyond the session's history; a history that they do not extend is replaced."""
     history = session.history
     if len(history) < len(messages) and messages[: len(history)] == history:
         return messages[len(history) :]
@@ -287,109 +400,16 @@ def _extension(session: Session, messages: list[dict[str, Any]]) -> list[dict[st
     return messages[-1:]
 
 
-class ConversationResponses:
-    """`begin` is synchronous; `run` does the work. Cancelling `run` ends the engine session at once."""
+def _name_item(error: RequestRejected, item_ids: Sequence[str | None], num_history: int) -> RequestRejected:
+    """Name the item in an error about a part of a message.
 
-    def __init__(self, answering: ResponseRunner, label: str) -> None:
-        self._answering = answering
-        self._label = label
-        self._active: Response | None = None
-        self._session: Session | None = None
-        self._changes = Notifier()
-
-    @property
-    def active(self) -> tuple[Response, ...]:
-        return () if self._active is None else (self._active,)
-
-    def check_room(self) -> None:
-        """Raises ClientError while there is an active response."""
-        if self._active is not None:
-            message = f"the conversation has an active response: {self._active.id}"
-            raise ClientError("conversation_already_has_active_response", message)
-
-    def begin(self, response: Response) -> None:
-        """Run this response, whose order was checked. Raises ClientError while there is another."""
-        self.check_room()
-        self._active = response
-        response.begin()
-        self._changes.notify()
-
-    async def idle(self) -> None:
-        """Wait until no response is active."""
-        while self._active is not None:
-            await self._changes.wait()
-
-    async def run(self) -> None:
-        """Answer until cancelled."""
-        async with AsyncExitStack() as sessions:
-            try:
-                while True:
-                    while self._active is None:
-                        await self._changes.wait()
-                    await self._respond(self._active, sessions)
-                    self._active = None
-                    self._changes.notify()
-            finally:
-                if self._active is not None:
-                    self._active.release()
-                if self._session is not None:
-                    self._session.end(Cause.DISCONNECT)
-
-    async def _respond(self, response: Response, sessions: AsyncExitStack) -> None:
-        with report_failure(response):
-            if self._session is None or self._session.end_cause is not None:
-                self._session = await sessions.enter_async_context(
-                    self._answering.engine.open_session(label=self._label, wait=False)
-                )
-            await self._answering.answer(self._session, response)
-
-
-MAX_OUT_OF_BAND = 4  # at a time
-
-
-class OutOfBandResponses:
-    """Responses run in the nursery that `run_in` was given; cancelling it ends their engine sessions at once."""
-
-    def __init__(self, answering: ResponseRunner, label: str) -> None:
-        self._answering = answering
-        self._label = label
-        self._nursery: trio.Nursery | None = None
-        self._active: list[Response] = []
-        self._changes = Notifier()
-
-    @property
-    def active(self) -> tuple[Response, ...]:
-        return tuple(self._active)
-
-    def run_in(self, nursery: trio.Nursery) -> None:
-        """From now on responses may begin."""
-        self._nursery = nursery
-
-    def check_room(self) -> None:
-        """Raises ClientError while so many run that there is no room for another."""
-        if len(self._active) >= MAX_OUT_OF_BAND:
-            message = f"response.conversation: {MAX_OUT_OF_BAND} responses run beside the conversation, and no more may"
-            raise ClientError("too_many_responses", message, param="response.conversation")
-
-    def begin(self, response: Response) -> None:
-        """Run this response, whose order was checked. Raises ClientError if there are too many."""
-        assert self._nursery is not None, "what begins responses runs in it"
-        self.check_room()
-        self._active.append(response)
-        response.begin()
-        self._nursery.start_soon(self._respond, response)
-
-    async def idle(self) -> None:
-        """Wait until no response is active."""
-        while self._active:
-            await self._changes.wait()
-
-    async def _respond(self, response: Response) -> None:
-        try:
-            with report_failure(response):
-                async with self._answering.engine.open_session(label=self._label, wait=False) as session:
-                    await self._answering.answer(session, response)
-        finally:
-            response.release()
-            self._active.remove(response)
-            self._changes.notify()
+    `item_ids` has an id for each message, of which the first `num_history` were the session's history.
+    """
+    place = _PLACE.match(error.message)
+    if place is None:
+        return error
+    index = int(place[2]) + (num_history if place[1] == "prompt" else 0)
+    item_id = item_ids[index] if index < len(item_ids) else None
+    if item_id is None:
+        return error
+    return RequestRejected(error.code, f"item {item_id!r}: {error.message[place.end() :]}", param=item_id)

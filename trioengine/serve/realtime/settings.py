@@ -1,4 +1,4 @@
-"""The setting `truncation`: how the prompt of a conversation that outgrows the context is cut."""
+"""The settings of sessions and responses: instructions, sampling, and how prompts beyond the context are cut."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TRUNCATION_FIXED: Mapping[str, tuple[Any, ...]] = {"type": (_RATIO,), "token_li
 
 
 class Truncation(NamedTuple):
-    """One that is validated; `shown` as the protocol has it."""
+    """The setting `truncation`, validated: how the prompt of a conversation beyond the context is cut."""
 
     shown: str | Mapping[str, Any] = "auto"
     overflow: Overflow = "drop_oldest_turns"
@@ -35,7 +35,7 @@ class Truncation(NamedTuple):
 
     @property
     def is_lasting(self) -> bool:
-        """Whether turns that one response leaves out are left out by those after it, too."""
+        """Whether the turns that one response leaves out are left out by later responses as well."""
         return not isinstance(self.shown, str)
 
 
@@ -43,7 +43,7 @@ AUTO = Truncation()
 
 
 def parse_truncation(value: object, where: str) -> Truncation:
-    """Null is `auto`. Raises ClientError."""
+    """Parse the setting; null is `auto`. Raises ClientError."""
     if value is None:
         return AUTO
     if isinstance(value, str) and value in _NAMES:
@@ -69,8 +69,8 @@ def _retention(value: Mapping[str, Any], where: str) -> Truncation:
     return Truncation({"type": _RATIO, _RATIO: ratio}, "drop_oldest_turns", ratio)
 
 
-_SAMPLING = {"max_output_tokens": "max_tokens", **SAMPLING}  # the protocol's name, and ours
-_FIXED: Mapping[str, tuple[Any, ...]] = {  # what these may say: nothing else is built
+_SAMPLING = {"max_output_tokens": "max_tokens", **SAMPLING}  # the protocol's names of the fields of SamplingParams
+_FIXED: Mapping[str, tuple[Any, ...]] = {  # the only values that are supported
     "output_modalities": (["text"],),
     "tools": ([],),
     "tool_choice": ("auto", "none"),
@@ -86,25 +86,25 @@ _SESSION_FIXED: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Instructions and sampling, by the protocol's names and validated."""
+    """Validated settings, by the protocol's names."""
 
     instructions: str = ""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     truncation: Truncation = AUTO
-    metadata: Mapping[str, str] | None = None  # of a response; given back as it is
+    metadata: Mapping[str, str] | None = None  # of a response, which repeats it
 
     def for_session(self, fields: object, model: str) -> Settings:
-        """These with the fields of a session.update. Raises ClientError."""
+        """Return the settings changed by a session.update. Raises ClientError."""
         allowed = {**_SESSION_FIXED, "model": (model,)}
         return self._with(fields, allowed, (), "session")
 
     def for_response(self, fields: Mapping[str, Any]) -> Settings:
-        """These with the fields of a response.create. Raises ClientError."""
-        more = ("metadata", "conversation", "input")  # the latter two are read already
+        """Return the settings changed by a response.create. Raises ClientError."""
+        more = ("metadata", "conversation", "input")  # the latter two are parsed already
         return self._with(fields, _FIXED, more, "response")
 
     def params(self, where: str) -> SamplingParams:
-        """The engine's parameters. Raises ClientError."""
+        """Return the engine's parameters. Raises ClientError."""
         given = {name: value for name, value in self.sampling.items() if (name, value) != ("max_output_tokens", "inf")}
         return sampling_params(given, _SAMPLING, where)
 
@@ -138,7 +138,7 @@ class Settings:
         return limit
 
     def to_json(self, id: str, model: str, *, takes_images: bool) -> dict[str, Any]:
-        """The session as a client sees it."""
+        """Return the session as clients see it."""
         return {
             "type": "realtime",
             "object": "realtime.session",
@@ -159,5 +159,5 @@ class Settings:
 
 
 def input_modalities(*, takes_images: bool) -> list[str]:
-    """As a session and the engine's state show it; text alone as long as the model is not known."""
+    """Return the modalities for session and engine events; text alone until the model is known."""
     return ["text", "image"] if takes_images else ["text"]

@@ -1,7 +1,7 @@
 """Programs that use the engine, as tasks: one holds a session, one reads an answer, one calls something once.
 
-They do what the machine tells them to, and remember what they saw. What they judge by themselves is what only they can
-see: that the deltas add up, that nothing comes after the end, that an error is one of those documented.
+They follow the machine's rules and record the chunks, outcomes and errors that they get. They check themselves what no
+one else can see: the deltas add up, nothing comes after the end, an error is one of the documented ones.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from trioengine.core.errors import (
 )
 from trioengine.core.sampling_params import Overflow, SamplingParams
 from trioengine.core.types import Cause, Chunk, Completion
-from trioengine.testing.fuzz.pictures import Turn, check_dropped, content_of, media_of
+from trioengine.testing.fuzz import inside
+from trioengine.testing.fuzz.conversations import Turn, check_dropped, content_of, media_of
 from trioengine.testing.fuzz.request_log import FOR_A_REQUEST, check_not_admitted, check_refused
+from trioengine.testing.toy_model import PreparationFailed
 
 UNPREPARED = "it cannot be prepared"  # a prompt
 
@@ -41,18 +43,18 @@ class Style(enum.Enum):
     RESULT = "result"  # `await generation.result()`
     FIRST = "first"  # leaves after the first chunk
     NONE = "none"  # leaves at once
-    STALLED = "stalled"  # reads nothing until told to go on
+    STALLED = "stalled"  # reads nothing until `go_on` is set
     RAISES = "raises"  # its body raises after the first chunk
     TRIES = "tries"  # every other read is cancelled
 
 
 class Oops(Exception):
-    """What a reader's body raises, and the preparation of `UNPREPARED`."""
+    """Raised by the body of a reader."""
 
 
 @dataclass
-class Holder:
-    """A task that opens a session and holds it until it is told to leave."""
+class SessionHolder:
+    """A task that opens a session and holds it until `leave` is set."""
 
     engine: Engine
     wait: bool | None
@@ -103,7 +105,7 @@ class Holder:
     @property
     def is_open(self) -> bool:
         """Whether a request can be asked for."""
-        return self.session is not None and self.session.end_cause is None
+        return self.session is not None and inside.end_cause(self.session) is None
 
     @property
     def is_busy(self) -> bool:
@@ -120,7 +122,7 @@ class Holder:
 class Reader:
     """A task with one request of a session."""
 
-    holder: Holder
+    holder: SessionHolder
     prompt: str
     params: SamplingParams
     style: Style
@@ -164,7 +166,7 @@ class Reader:
                     finally:
                         self.left, self.outcome_at_leaving = True, generation.outcome
                 in_time = trio.current_time() < self.deadline
-                assert generation.settled.is_set() or not in_time, "leaving waits until the worker has let go"
+                assert inside.is_settled(generation) or not in_time, "leaving waits until the worker has let go"
         except EngineError as exc:
             self.error = exc
             check_refused(exc, self.holder.engine, FOR_A_REQUEST, wait=self.wait, deadline=self.deadline)
@@ -172,7 +174,7 @@ class Reader:
                 check_timed_out(exc, self.generation)
             if not self.entered:
                 check_dropped(exc, session)
-        except Oops:
+        except (Oops, PreparationFailed):
             pass
         finally:
             self.over = True
@@ -193,7 +195,7 @@ class Reader:
                 return
             if self.style is Style.RAISES:
                 raise Oops
-        assert not generation.is_timed_out, "its timeout has ended it, and no error was raised"
+        assert not inside.is_timed_out(generation), "its timeout has ended it, and no error was raised"
         self._check_sum(generation)
 
     async def _next(self, generation: Generation) -> Chunk | None:
@@ -217,7 +219,7 @@ class Reader:
 
     @property
     def causes(self) -> set[Cause]:
-        """By which its request may have been aborted, for what it and its holder did, and for its time."""
+        """The causes by which its request may have been aborted: its own actions, its holder's, and its timeout."""
         left_early = self.left and self.outcome_at_leaving is None
         causes = set()
         if self.aborted or left_early or self.scope.cancel_called or self.holder.gave_up:
@@ -235,12 +237,14 @@ def partial_of(error: TimedOut) -> Completion:
 
 def check_timed_out(error: TimedOut, generation: Generation | None) -> None:
     """It is raised of a request that its timeout has ended."""
-    assert generation is not None, "only what was asked for can time out"
-    assert generation.is_timed_out, f"{generation} ended otherwise, and got {error!r}"
-    assert partial_of(error) == generation.completion, f"{error.completion} is not what came: {generation.completion}"
+    assert generation is not None, "only a request can time out"
+    assert inside.is_timed_out(generation), f"{generation} ended otherwise, and got {error!r}"
+    assert partial_of(error) == generation.completion, (
+        f"{error.completion} is not the completion: {generation.completion}"
+    )
 
 
-Task = TypeVar("Task", Holder, Reader)
+Task = TypeVar("Task", SessionHolder, Reader)
 
 
 @dataclass

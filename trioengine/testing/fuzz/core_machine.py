@@ -21,7 +21,7 @@ from trioengine.core.types import FinishReason, Usage, token_ids
 from trioengine.testing.fuzz.machine import Machine
 from trioengine.testing.fuzz.program import pick, recorded
 
-Settlement: TypeAlias = tuple[Action, FinishReason]  # how the table settles, and what the books call it
+Settlement: TypeAlias = tuple[Action, FinishReason]  # how the table settles, and the finish reason in the ledger
 
 ABORTED = Action.SETTLE_ABORTED, FinishReason.ABORT
 REFUSED = Action.SETTLE_REFUSED, FinishReason.ERROR
@@ -37,13 +37,13 @@ STATISTICS = messages.WorkerStatistics(*[0] * 11)
 
 @dataclass
 class ModelSession:
-    """A session, and what must be true of it; `freed` and `settled` are what the table does."""
+    """A session and its expected state; `freed` and `settled` record the actions of the table."""
 
     id: int
     lifecycle: SessionLifecycle = field(default_factory=SessionLifecycle)
     ended: bool = False
     held: bool = False  # added since the last death, and SESSION_ENDED has not arrived
-    let_go: bool = False  # the worker was told to end what it holds
+    let_go: bool = False  # END_SESSION was sent for it
     freed: int = 0
     request: int = 0  # the latest
     in_flight: bool = False  # its slot is taken
@@ -70,7 +70,7 @@ class ModelSession:
         self.request, self.in_flight, self.stand, self.given_up = request, True, RequestState.PREPARING, False
 
     def learn(self, event: Event, said: Settlement | None) -> None:
-        """A request is over by what is said of it, or when it is given up and nobody can say anything."""
+        """Apply an event: a request is over when it is settled, or given up where no worker can report it."""
         self.ended |= event is Event.END
         is_added = event in (Event.COMMIT, Event.RESUME)
         self.held = is_added or (self.held and event not in (Event.SESSION_ENDED, Event.WORKER_LOST))
@@ -124,7 +124,7 @@ PARAMS = SamplingParams(max_tokens=8, seed=0)
 
 
 class CoreMachine(Machine):
-    """Rules are what callers, the worker and its pipe can do; the models say which are legal."""
+    """Rules are actions of callers, of the worker and of its pipe; the models decide which are legal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class CoreMachine(Machine):
     @precondition(lambda self: self._running)
     @recorded(which=WHICH, what=st.sampled_from(("last row", "failure", "row")))
     def generate(self, which: int, what: str) -> None:
-        """The worker says something of a request that it runs."""
+        """The worker reports a row or a failure of a request that it runs."""
         self._generate(*pick(self._running, which), what)
 
     @recorded(way=st.sampled_from(("down", "up")), count=st.integers(1, 300))
@@ -223,7 +223,7 @@ class CoreMachine(Machine):
 
     @recorded()
     def audit(self) -> None:
-        """The worker is asked what it holds: what is posted now, whatever is still on its way."""
+        """Ask the worker for its sessions: those that are posted now, even if messages are still on their way."""
         self.audits[self._mint()] = {session.id for session in self.sessions if session.held and not session.let_go}
         self._send("down", messages.Audit(self.last_id))
 
@@ -232,9 +232,9 @@ class CoreMachine(Machine):
     def die(self) -> None:
         """All bytes on their way are lost; the next incarnation is ready."""
         if self.wires["down"]:
-            self.rare.saw("a worker dies with bytes on their way to it")
+            self.coverage.saw("a worker dies with bytes on their way to it")
         if self.engine_end.has_partial_frame:
-            self.rare.saw("a worker's last frame is torn")
+            self.coverage.saw("a worker's last frame is torn")
         self._start_worker()
         for session in self.sessions:
             self._apply(session, Event.WORKER_LOST)
@@ -310,7 +310,7 @@ class CoreMachine(Machine):
         self.engine_end, self.worker_end = Connection(Role.ENGINE), Connection(Role.WORKER)
         self.wires = {"down": bytearray(), "up": bytearray()}
         self.worker = ModelWorker()
-        self.audits: dict[int, set[int]] = {}  # what each must find
+        self.audits: dict[int, set[int]] = {}  # sessions that each must find
         self._send("down", CONFIGURE)
         self._move_all()
 
@@ -351,18 +351,21 @@ class CoreMachine(Machine):
         if session.stand is RequestState.WAITING:
             self._stand(session, RequestState.RUNNING)
         if row.finish_reason is FinishReason.STOP and session.given_up:
-            self.rare.saw("an end crosses the finish" if session.ended else "a stop crosses the finish")
+            self.coverage.saw("an end crosses the finish" if session.ended else "a stop crosses the finish")
         if row.finish_reason is not None:
             self._apply(session, Event.FINISH, (Action.SETTLE_AS_REPORTED, row.finish_reason))
 
     def _session(self, id: int) -> ModelSession:
         return next(session for session in self.sessions if session.id == id)
 
-    # ---- what the table says, and what must be true ---------------------------------------------------------------
+    # ---- the table's actions, and the invariants --------------------------------------------------------------------
 
     def _apply(self, session: ModelSession, event: Event, said: Settlement | None = None) -> None:
         session.learn(event, said)
-        for action in session.lifecycle.apply(event):
+        before = session.lifecycle.phase, session.lifecycle.attachment
+        actions = session.lifecycle.apply(event)
+        self.coverage.session_moved(session, *before, event)
+        for action in actions:
             self._do(action, session, said)
         self._check()
 
@@ -412,7 +415,7 @@ class CoreMachine(Machine):
         assert ledger.sessions == slots, f"{ledger.sessions} session slots are taken, by {slots} sessions"
 
     def _check_rest(self) -> None:
-        """With nothing on its way, nobody waits for what nobody will do, and all know the same sessions."""
+        """With nothing on its way, no action is missing, and both ends hold the same sessions."""
         for session in self.sessions:
             assert not (session.ended and session.held), f"ended, and the worker is not told: {session}"
             assert not (session.in_flight and session.given_up), f"given up, and the worker is not told: {session}"

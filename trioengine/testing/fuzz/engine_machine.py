@@ -9,14 +9,13 @@ from hypothesis.stateful import initialize, precondition
 
 from trioengine.core.errors import EngineOverloaded, SessionBusy
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import UNPREPARED, Reader, Style, latest_first
+from trioengine.testing.fuzz.conversations import MEDIA, Turn, content_of, messages_of, pictures_of
 from trioengine.testing.fuzz.oracles import committed
-from trioengine.testing.fuzz.pictures import MEDIA, Turn, content_of, messages_of, pictures_of
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.sessions_machine import WAIT, WHICH, SessionsMachine
-from trioengine.testing.fuzz.watching import failing
-from trioengine.testing.fuzz.world import CONFIG
-from trioengine.text.conversation import Conversation
+from trioengine.testing.fuzz.world import CONFIG, EngineFactory, make_engine
 
 TURNS_TO_PARK = 3  # of the worker, in which it takes a session and its request
 ROUNDS_TO_FINISH = 12  # of a request for one token, if nothing is in its way
@@ -30,16 +29,16 @@ HISTORIES: tuple[tuple[Turn, ...], ...] = (
 
 
 class EngineMachine(SessionsMachine):
-    """Rules are what the outside world can do; the arguments choose among what there is.
+    """Rules are actions of the outside world; their arguments choose among the objects that exist.
 
     Requests in flight fail with their worker; in the machines built on it, and for servers, they go on.
     """
 
     config = replace(CONFIG, on_worker_loss="fail")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._watch(Conversation, "prepare", failing)
+    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
+        super().__init__(make_engine)
+        self.simulation.unpreparable = UNPREPARED
 
     @recorded(
         initialize,
@@ -199,7 +198,7 @@ class EngineMachine(SessionsMachine):
         reader = self._read(which, Style.ALL, SamplingParams(max_tokens=1), prompt="a")
         if not self._flow_to_the_finish(reader):
             return
-        self.rare.saw(f"{what} crosses the finish")
+        self.coverage.saw(f"{what} crosses the finish")
         self._stop_or_end(reader, what)
 
     def _flow_to_the_finish(self, reader: Reader) -> bool:
@@ -241,20 +240,21 @@ class EngineMachine(SessionsMachine):
         holder = pick(self.open_holders, which)
         session, history = holder.session, HISTORIES[turns]
         assert session is not None, "it is open"
-        is_busy = session.generation is not None and session.generation.outcome is None
-        last_id = self.engine.gate.mint()
+        request = inside.request_of(session)
+        is_busy = request is not None and request.outcome is None
+        last_id = inside.mint_id(self.engine)
         try:
             session.replace_history(messages_of(history))
         except SessionBusy:
             assert is_busy, f"it has no request, and is busy: {session}"
-            self.rare.saw("a history is replaced in the middle of a request")
+            self.coverage.saw("a history is replaced in the middle of a request")
         except EngineOverloaded as exc:  # judged where there was no room (PayloadWatch)
             self._refused_history(history, exc)
         else:
             assert not is_busy, f"the history of {session} is replaced under its request"
             holder.replaced.append((last_id, history))
-            self.rare.saw("a history is replaced")
+            self.coverage.saw("a history is replaced")
 
     def _refused_history(self, history: tuple[Turn, ...], error: EngineOverloaded) -> None:
         assert any(pictures_of(content) for _, content in history), f"it has no pictures, and {error!r}"
-        self.rare.saw("a history has no room for its pictures")
+        self.coverage.saw("a history has no room for its pictures")

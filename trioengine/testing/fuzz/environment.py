@@ -4,72 +4,74 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import trio
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
-from trioengine.actors.supervisor import Supervisor
+from trioengine.actors.engine import Engine
 from trioengine.core.connection import Connection
+from trioengine.core.errors import EngineError
 from trioengine.core.messages import Fatal, FatalCode
 from trioengine.core.types import Cause
-from trioengine.testing.fuzz.image_states import ImageStates
+from trioengine.testing.fuzz import inside
+from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.oracles import (
     check_books,
     check_call,
-    check_farewell,
     check_line,
+    check_shutdown,
     check_stopped,
     num_going,
 )
-from trioengine.testing.fuzz.payload_watch import PayloadWatch
-from trioengine.testing.fuzz.program import recorded
-from trioengine.testing.fuzz.world import IMAGE_LIMITS, World
+from trioengine.testing.fuzz.payload_watch import ImageStates, PayloadWatch
+from trioengine.testing.fuzz.program import pick, recorded
+from trioengine.testing.fuzz.world import IMAGE_LIMITS, EngineFactory, World, make_engine
 from trioengine.testing.simulated_process import SIGSEGV
 from trioengine.testing.simulated_worker import Health
 from trioengine.testing.simulation import SealFailure
 
 UNHARMFUL = 1.5  # seconds that no worker is killed for
-SLOW = 5.0  # seconds of a slow step, which harms nobody: longer than between two PINGs, shorter than the timeouts
+SLOW = 5.0  # seconds of a slow step, which harms no request: longer than between two PINGs, shorter than the timeouts
 WORKER_OUTAGES = ("hang", "stall", "slow step", "garbage", "nonsense", "close pipe", "fatal")
 HARMLESS = ("slow step",)  # of these
+MOST_APPS = 4  # at once
 STARTS = ("starts fail", "start stalls")
 OUTAGES = ("abort all", "abort in flight", *WORKER_OUTAGES, *STARTS, "drain soon", "close", "cancel", "drain", "cancel")
 
 
 class Environment(World):
-    """An engine, and the rules that are nobody's will. Who uses it overrides `in_use`, `_check…` and `_let_go`."""
+    """An engine and the rules of its environment. Subclasses use it, and override `in_use`, `_check…` and `_let_go`."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
+        super().__init__(make_engine)
         self._killed: list[Connection] = []  # to workers, whose last bytes may have arrived
-        self._watch(Supervisor, "retire", self._let_retire)
 
     # ---- for who uses the engine ----------------------------------------------------------------------------------
 
     @property
     def in_use(self) -> bool:
-        """Whether anybody has asked for anything, so that an outage disturbs something."""
+        """Whether there are callers that an outage can disturb."""
         return bool(self.calls)
 
     def _check(self) -> None:
         """What must hold whenever nothing can run."""
         self._raise_crash()
-        assert self.troubles.closing or not self.engine_call.over, "nobody closed the engine"
+        assert self.faults.closing or not self.engine_call.over, "the engine was not closed, and is over"
         check_books(self.engine)
         for call in self.calls:
-            check_call(call, self.troubles)
+            check_call(call, self.faults)
 
     def _let_go(self) -> None:
-        """The end: everybody gets what they wait for, and leaves."""
-        self._run_out(lambda: all(call.over for call in self.calls), "callers wait for ever")
+        """The end: every caller gets its answer, and leaves."""
+        self._run_out(lambda: all(call.over for call in self.calls), "callers wait forever")
 
     # ---- time, bytes, the worker's work ---------------------------------------------------------------------------
 
     @recorded(passes=st.integers(1, 4), order=st.integers(0, 80))
     def tick(self, passes: int, order: int) -> None:
-        """Scheduler passes; `order` says in base 3 who goes first in each."""
+        """Run scheduler passes; the digits of `order` in base 3 choose the task that goes first in each."""
         self.loop.tick((order // 3**index) % 3 for index in range(passes))
 
     @recorded(rounds=st.integers(1, 8))
@@ -105,18 +107,18 @@ class Environment(World):
         self.loop.clock.jump(seconds)
         self.loop.tick()
 
-    # ---- what happens to all of them ------------------------------------------------------------------------------
+    # ---- faults -----------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.in_use and self.worker is not None)
     @recorded(last_bytes=st.integers(0, 40))
     def kill_worker(self, last_bytes: int) -> None:
-        """Its last bytes still arrive; what is behind them is torn off."""
+        """Kill the worker: its last bytes still arrive, the rest is cut off."""
         self._harm()
         worker = self._worker()
         if worker.to_worker:
-            self.rare.saw("a worker dies with bytes on their way to it")
-        if (incarnation := self.engine._supervisor.current) is not None:
-            self._killed.append(incarnation.link.connection)
+            self.coverage.saw("a worker dies with bytes on their way to it")
+        if (connection := inside.worker_connection(self.engine)) is not None:
+            self._killed.append(connection)
         worker.exit(-9)
         worker.deliver(last_bytes)
         worker.end_stream()
@@ -124,7 +126,7 @@ class Environment(World):
     @precondition(lambda self: self.in_use)
     @recorded(way=st.sampled_from(OUTAGES))
     def outage(self, way: str) -> None:
-        """The engine is told to stop everything, or its worker goes wrong."""
+        """Abort all requests, end the engine, or inject a fault into its worker."""
         self._suffer(way)
 
     def _suffer(self, way: str) -> None:
@@ -135,10 +137,10 @@ class Environment(World):
             case "abort all" | "abort in flight":
                 self._abort_all(keep_waiting=way == "abort in flight")
             case "starts fail":
-                self.troubles.workers = True
+                self.faults.workers = True
                 self.simulation.failing_starts = 2
             case "start stalls":
-                self.troubles.workers = True
+                self.faults.workers = True
                 self.simulation.stalled_starts = 1
             case "drain" | "drain soon":
                 self._begin_drain(self._drain, None if way == "drain" else 0.5)
@@ -157,7 +159,7 @@ class Environment(World):
             case "close pipe" if worker is not None:
                 worker.close_pipe()
             case "fatal" if worker is not None:
-                code = FatalCode.MODEL if self.engine.gate.link is None else FatalCode.INTERNAL
+                code = FatalCode.INTERNAL if inside.has_worker(self.engine) else FatalCode.MODEL
                 worker.give_up(Fatal(code, "told to", ""))
             case "garbage" if worker is not None:
                 worker.say(b"\xff" * 8)
@@ -165,8 +167,8 @@ class Environment(World):
                 worker.say(bytes.fromhex("0300000081a16101"))
 
     def _abort_all(self, *, keep_waiting: bool) -> None:
-        self.troubles.causes.add(Cause.ABORT_ALL)
-        in_flight = {session.generation for session in self.engine._sessions if session.generation is not None}
+        self.faults.causes.add(Cause.ABORT_ALL)
+        in_flight = {inside.request_of(session) for session in inside.sessions(self.engine)}
         due = num_going(self.engine, with_waiting=not keep_waiting)
         ended = self.engine.abort_all(keep_waiting=keep_waiting)
         assert ended == due, f"abort_all() said {ended}, and {due} were going"
@@ -184,56 +186,46 @@ class Environment(World):
         self.engine.close()
         self._run_out(lambda: self.engine_call.over, "the engine does not end")
         self._raise_crash()
-        ledger = self.engine.gate.ledger
-        assert ledger.sessions == len(self.engine._sessions) == 0, f"{ledger.sessions} session slots are not free"
-        self.accounts.check(self.engine)
+        taken = inside.num_sessions(self.engine)
+        assert taken == len(inside.sessions(self.engine)) == 0, f"{taken} session slots are not free"
+        self.requests.check(self.engine)
         assert self.loop.idle, f"tasks are left:\n{self.loop.stacks()}"
         for worker in self.simulation.workers:
             assert worker.reaped, f"worker {worker.pid} was not reaped"
         for worker in self.simulation.workers:
             if worker in self.served and worker not in self.harmed and worker.exit_code != -SIGSEGV:
-                check_farewell(worker)
+                check_shutdown(worker)
 
     def _close(self) -> None:
         super()._close()
         for connection in self._killed:
             if connection.has_partial_frame:
-                self.rare.saw("a worker's last frame is torn")
+                self.coverage.saw("a worker's last frame is torn")
 
     # ---- helpers --------------------------------------------------------------------------------------------------
 
-    def _let_retire(self, retire: Any) -> Any:
-        """For `Supervisor.retire`: a worker that takes too long to exit is ended, and nobody is to blame."""
-
-        def watched(supervisor: Supervisor) -> None:
-            if self.worker is not None:
-                self.harmed.append(self.worker)
-            retire(supervisor)
-
-        return watched
-
     def _begin_drain(self, drain: Callable[[float | None], Awaitable[Any]], timeout: float | None) -> None:
-        self.troubles.closing = True
+        self.faults.closing = True
         if timeout is not None:
             self._excuse_shutdown()
         self._call("drain", functools.partial(self._judged, drain, timeout), (), timeout)
 
     async def _judged(self, drain: Callable[[float | None], Awaitable[Any]], timeout: float | None) -> None:
-        """It says that everything ended by itself if it did so in time, and nobody else aborted anything."""
-        began, before = trio.current_time(), self.accounts.num_shut_down
+        """Check the result of a drain: True only if nothing was aborted, False only if something was or it was late."""
+        began, before = trio.current_time(), self.requests.num_shut_down
         if await drain(timeout):
-            aborted = self.accounts.num_shut_down - before
-            assert not aborted, f"drained, it said, and {aborted} requests were aborted"
+            aborted = self.requests.num_shut_down - before
+            assert not aborted, f"drain() is True, and {aborted} requests were aborted"
         else:
             is_late = timeout is not None and trio.current_time() >= began + timeout
-            assert is_late or self.accounts.num_shut_down, "not drained, it said, and nothing was aborted"
+            assert is_late or self.requests.num_shut_down, "drain() is False, and nothing was aborted"
 
     async def _drain(self, timeout: float | None) -> bool:
         finished = await self.engine.drain(timeout)
         if finished:
-            assert not self.engine.gate.ledger.in_flight, "it said that it was drained"
+            assert not inside.num_in_flight(self.engine), "drain() is True, and requests are in flight"
         else:
-            check_stopped(self.engine, {session.generation for session in self.engine._sessions} - {None})
+            check_stopped(self.engine, {inside.request_of(session) for session in inside.sessions(self.engine)})
         return finished
 
 
@@ -242,25 +234,26 @@ class PicturesEnvironment(Environment):
 
     limits = IMAGE_LIMITS
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.payloads = PayloadWatch(self.engine, self.simulation, self.loop.crashes, self.rare.saw)
-        self._watch_all(self.payloads.watches)
-        self._watch_all(ImageStates(self.rare.saw).watches)
-        self.troubles.dropped = self.payloads.dropped
+    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
+        super().__init__(make_engine)
+        self.payloads = PayloadWatch(self.engine, self.simulation, self.loop.crashes, self.coverage.saw)
+        self._taps.enter_context(inside.tapped(self.payloads))
+        self.simulation.observer = images = ImageStates(self.coverage.saw)
+        self.engine.observers.append(images)
+        self.faults.dropped = self.payloads.dropped
         self.shows = True
 
     # ---- rules ----------------------------------------------------------------------------------------------------
 
     @recorded(initialize, shows=st.booleans())
     def choose(self, shows: bool) -> None:
-        """Half of the programs have no pictures, so that what they do besides is not done less often."""
+        """Half of the programs have no pictures, so that the other rules run as often as before."""
         self.shows = shows
         if shows:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Prepare bounds other than those of payloads: there will be pictures."""
+        """Raise bounds that pictures would exceed, other than the payload budget."""
 
     @precondition(lambda self: self.worker is not None and self.worker.has_images)
     @recorded(what=st.sampled_from(("receive", "decode")))
@@ -297,10 +290,10 @@ class PicturesEnvironment(Environment):
 
     @property
     def is_well(self) -> bool:
-        """Whether the worker is, and takes what it is sent, so that whatever is asked of it is done at rest."""
+        """Whether the worker is healthy and reads its input, so that every request is done at rest."""
         worker = self.worker
         is_well = worker is not None and worker.health is Health.WELL and not worker.payloads.is_broken
-        return is_well and self.engine.gate.link is not None
+        return is_well and inside.has_worker(self.engine)
 
     def _look(self) -> None:
         super()._look()
@@ -320,3 +313,45 @@ class PicturesEnvironment(Environment):
         super()._finish()
         self.payloads.check()
         self.payloads.check_at_the_end()
+
+
+App: TypeAlias = Callable[[Engine], Awaitable[object]]
+
+
+class AppMachine(PicturesEnvironment):
+    """Any async function that is given an engine, under the rules of the environment.
+
+    It may raise an EngineError that has its reason in the injected faults; any other exception is a finding, and so is
+    a task that does not end when the engine has ended.
+    """
+
+    def __init__(self, app: App, make_engine: EngineFactory = make_engine) -> None:
+        super().__init__(make_engine)
+        self._app = app
+        self._app_calls: list[Call] = []
+
+    @recorded(initialize, ready=st.sampled_from((True, True, True, False)))
+    def begin(self, ready: bool) -> None:
+        """Mostly on an engine that is ready."""
+        if ready:
+            self._settle()
+        self._start()
+
+    @precondition(lambda self: len(self.running_calls) < MOST_APPS)
+    @recorded()
+    def start(self) -> None:
+        """The app runs once more, beside those that run."""
+        self._start()
+
+    @precondition(lambda self: any(not call.over for call in self._app_calls))
+    @recorded(which=st.integers(0, 3))
+    def cancel_app(self, which: int) -> None:
+        pick([call for call in self._app_calls if not call.over], which).scope.cancel()
+
+    def _start(self) -> None:
+        self._call("app", functools.partial(self._app, self.engine), (EngineError,))
+        self._app_calls.append(self.calls[-1])
+
+    def _let_go(self) -> None:
+        """An app that serves ends with the engine; all others have come to rest."""
+        self._settle()

@@ -13,24 +13,25 @@ from hypothesis.stateful import initialize, precondition
 
 from trioengine.core.lifecycle import Phase
 from trioengine.core.types import Cause, FinishReason
-from trioengine.serve.limits import InFlight
-from trioengine.testing.fuzz.answers import FuzzPrompt, prompt_of, reference
-from trioengine.testing.fuzz.oracles import Troubles, check_worker
-from trioengine.testing.fuzz.pictures import (
+from trioengine.testing.fuzz import inside, inside_server
+from trioengine.testing.fuzz.conversations import (
     FILES,
     Content,
+    FuzzPrompt,
     Turn,
     chat_content,
     check_seen,
     content_of,
     is_failed,
     is_refused,
+    prompt_of,
+    reference,
 )
+from trioengine.testing.fuzz.oracles import InjectedFaults, check_worker
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.served import WHICH, ServedEnvironment
-from trioengine.testing.fuzz.watching import stopping
 from trioengine.testing.fuzz.world import LIMITS
-from trioengine.testing.simulated_peer import Mood, SimulatedPeer
+from trioengine.testing.simulated_peer import PeerState, SimulatedPeer
 
 PATH, ABORT_PATH = "/v1/chat/completions", "/abort_request"
 REFUSAL = b"HTTP/1.1 503 "  # comes unasked: there are too many connections
@@ -46,7 +47,7 @@ class Operation(NamedTuple):
 
 @dataclass
 class _Exchange:
-    """A request, and what came of its response."""
+    """A request, and its response so far."""
 
     content: Content  # of the only message
     max_tokens: int
@@ -82,15 +83,15 @@ class _Exchange:
 class HttpClient(SimulatedPeer):
     """Assertions are raised from where its bytes arrive."""
 
-    def __init__(self, model: str, max_model_len: int, troubles: Troubles) -> None:
+    def __init__(self, model: str, max_model_len: int, faults: InjectedFaults) -> None:
         super().__init__()
         self.num_answers = 0
         self._model = model
         self._max_model_len = max_model_len
-        self._troubles = troubles
+        self._faults = faults
         self._exchanges: deque[_Exchange] = deque()  # whose responses have not come whole
         self._unasked = b""
-        self._spoilt = False  # it has sent what is no request
+        self._spoilt = False  # it has sent bytes that are not a request
 
     def ask(self, content: Content, max_tokens: int, streams: bool) -> None:
         """A request, whatever is in progress."""
@@ -111,8 +112,8 @@ class HttpClient(SimulatedPeer):
         self._exchanges.append(exchange)
         self.to_server.put(exchange.to_bytes(self._model))
 
-    def babble(self) -> None:
-        """Send what is no request."""
+    def send_garbage(self) -> None:
+        """Send bytes that are not a request."""
         self._spoilt = True
         self.to_server.put(b"\xff" * 8 + b"\r\n\r\n")
 
@@ -122,8 +123,8 @@ class HttpClient(SimulatedPeer):
 
     @property
     def is_heard(self) -> bool:
-        """Whether it is well, and its server, too."""
-        return self.mood is Mood.WELL and not self.stream.is_over
+        """Whether it reads, and the server has not closed the connection."""
+        return self.peer_state is PeerState.WELL and not self.stream.is_over
 
     @property
     def can_send(self) -> bool:
@@ -135,14 +136,14 @@ class HttpClient(SimulatedPeer):
     def check_at_rest(self) -> None:
         """What waits for the worker may wait."""
 
-    # ---- what it is told ------------------------------------------------------------------------------------------
+    # ---- responses --------------------------------------------------------------------------------------------------
 
     def _arrive(self, data: bytes) -> None:
         while data and self._exchanges:
             data = self._take(self._exchanges[0], data)
         self._unasked += data
         is_refusal = self.num_answers == 0 and self._unasked[: len(REFUSAL)] == REFUSAL[: len(self._unasked)]
-        assert not self._unasked or self._spoilt or is_refusal, f"nobody asked for {self._unasked[:200]!r}"
+        assert not self._unasked or self._spoilt or is_refusal, f"bytes without a request: {self._unasked[:200]!r}"
 
     def _take(self, exchange: _Exchange, data: bytes) -> bytes:
         """Take the bytes into a response; those behind its end."""
@@ -184,10 +185,10 @@ class HttpClient(SimulatedPeer):
         code = error["code"]
         too_long = code == "context_length_exceeded" and self._room(exchange) <= 0
         is_bad = too_long or is_refused(code, exchange.content) or self._is_failed(exchange, code)
-        assert is_bad or self._troubles.excuse(code), f"nothing may fail by {error}"
+        assert is_bad or self._faults.excuse(code), f"nothing may fail by {error}"
 
     def _is_failed(self, exchange: _Exchange, code: str) -> bool:
-        return is_failed(code, exchange.turns, self._troubles.dropped)
+        return is_failed(code, exchange.turns, self._faults.dropped)
 
     def _judge_operation(self, operation: Operation, answer: dict[str, Any]) -> None:
         if operation.target == ABORT_PATH:
@@ -200,8 +201,8 @@ class HttpClient(SimulatedPeer):
         assert operation.target != ABORT_PATH, f"an abort is refused by {error}"
         is_loading = error["message"] == "the engine is loading"
         sleeps_deeper = error["message"].startswith("it sleeps at level 2")
-        troubled = self._troubles.closing or self._troubles.workers
-        assert error["code"] == "transition_failed" or self._troubles.closing, f"{operation.target}: {error}"
+        troubled = self._faults.closing or self._faults.workers
+        assert error["code"] == "transition_failed" or self._faults.closing, f"{operation.target}: {error}"
         assert is_loading or sleeps_deeper or troubled, f"{operation.target} is refused by {error}"
 
     def _judge_stream(self, exchange: _Exchange) -> None:
@@ -215,7 +216,7 @@ class HttpClient(SimulatedPeer):
             if "error" in event:
                 code = event["error"]["code"]
                 is_bad = self._is_failed(exchange, code)
-                assert is_bad or self._troubles.excuse(code), f"nothing may fail by {event}"
+                assert is_bad or self._faults.excuse(code), f"nothing may fail by {event}"
                 self._judge_part(exchange, text)
                 return
             (choice,) = event["choices"]
@@ -233,7 +234,7 @@ class HttpClient(SimulatedPeer):
 
     def _judge_part(self, exchange: _Exchange, text: str) -> None:
         expected = self._expected(exchange)
-        assert expected.text.startswith(text), f"{text!r} is no part of the model's answer {expected.text!r}"
+        assert expected.text.startswith(text), f"{text!r} is not part of the model's answer {expected.text!r}"
 
     def _expected(self, exchange: _Exchange) -> Any:
         token_ids, images = exchange.prompt
@@ -252,15 +253,11 @@ TOKENS = st.sampled_from((1, 3, 20))
 
 
 class HttpMachine(ServedEnvironment[HttpClient]):
-    """Rules are what clients, and who runs the server, can do."""
+    """Rules are actions of clients and of the operator of the server."""
 
     horizon = 800.0  # past the timeout of an idle connection
     max_buffered_bytes = 280  # one or two bodies
     max_buffered_bytes_with_pictures = 950
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._watch(InFlight, "abort", stopping(self.loop.crashes, self._saw_abort))
 
     @recorded(initialize, ready=st.sampled_from((True, True, True, False)), clients=st.integers(1, 2))
     def begin(self, ready: bool, clients: int) -> None:
@@ -304,12 +301,12 @@ class HttpMachine(ServedEnvironment[HttpClient]):
         if rounds:
             self._flow(rounds)
 
-    @precondition(lambda self: self.speakers and len(self.server.in_flight) > 0)
+    @precondition(lambda self: bool(self.speakers and inside_server.request_ids(self.server)))
     @recorded(which=WHICH, request=WHICH, rounds=st.sampled_from((0, 6, 9)))
     def abort(self, which: int, request: int, rounds: int) -> None:
         """An operator ends a request by its id; it may be over when that arrives."""
         idle = [client for client in self.speakers if not client.is_active]
-        pick(idle or self.speakers, which).abort(pick(list(self.server.in_flight._generations), request))
+        pick(idle or self.speakers, which).abort(pick(inside_server.request_ids(self.server), request))
         if rounds:
             self._flow(rounds)
 
@@ -317,30 +314,27 @@ class HttpMachine(ServedEnvironment[HttpClient]):
     @recorded(which=WHICH, how=st.sampled_from(SWITCHES), rounds=st.sampled_from((0, 0, 6, 12)))
     def switch(self, which: int, how: str, rounds: int) -> None:
         """An operator puts the engine to sleep, or wakes it, and may not wait for the answer."""
-        self.troubles.causes.add(Cause.SLEEP)
+        self.faults.causes.add(Cause.SLEEP)
         idle = [client for client in self.speakers if not client.is_active]
         pick(idle or self.speakers, which).switch(how)
         if rounds:
             self._flow(rounds)
 
-    # ---- what the environment asks --------------------------------------------------------------------------------
-
-    def _saw_abort(self, told: bool) -> None:
-        self.troubles.operators |= told
-        self.rare.saw("an operator aborts a request" if told else "an operator aborts what is over")
+    # ---- overrides --------------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        self._join(HttpClient(self.server.model_name, LIMITS.max_model_len, self.troubles))
+        self._join(HttpClient(self.server.model_name, LIMITS.max_model_len, self.faults))
 
     def _check_blocked(self) -> None:
         super()._check_blocked()
-        going = [session for session in self.engine._sessions if session.phase in (Phase.PREPARING, Phase.RUNNING)]
-        asking = [client for client in self.clients if client.mood is not Mood.GONE and client.is_active]
+        phases = Phase.PREPARING, Phase.RUNNING
+        going = [session for session in inside.sessions(self.engine) if inside.phase(session) in phases]
+        asking = [client for client in self.clients if client.peer_state is not PeerState.GONE and client.is_active]
         assert len(going) <= len(asking), f"{going} go on for {len(asking)} clients"
 
     def _check(self) -> None:
         super()._check()
         if self.is_well:
-            check_worker(self.engine, self._worker(), list(self.engine._sessions))
+            check_worker(self.engine, self._worker(), inside.sessions(self.engine))
             stuck = [client for client in self.clients if client.is_active and client.is_heard]
             assert len(stuck) <= self._num_asleep, f"requests of {stuck} are never answered"

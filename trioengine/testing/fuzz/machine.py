@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from contextlib import ExitStack
 
 from hypothesis.errors import HypothesisException
 from hypothesis.stateful import RuleBasedStateMachine
 
-from trioengine.actors import gate
+from trioengine.actors.observer import Observer
 from trioengine.core.lifecycle import (
     POWER_TRANSITIONS,
     SESSION_TRANSITIONS,
@@ -19,13 +18,12 @@ from trioengine.core.lifecycle import (
     Phase,
     Power,
     PowerEvent,
-    SessionLifecycle,
 )
-from trioengine.testing.fuzz.program import Program, Swarm
+from trioengine.testing.fuzz.program import Program, RuleSwarm
 
 
-class Rare:
-    """Counts how often each state was reached. The methods `of_…` watch the lifecycle tables."""
+class Coverage(Observer):
+    """Counts how often each state was reached: the transitions of the lifecycle tables, and those that rules name."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -34,27 +32,11 @@ class Rare:
         """A state was reached."""
         self.counts[state] += 1
 
-    def of_sessions(self, apply: Any) -> Any:
-        """For `SessionLifecycle.apply`."""
-        counts = self.counts
+    def session_moved(self, session: object, phase: Phase, attachment: Attachment, event: Event) -> None:
+        self.counts[session_state(phase, attachment, event)] += 1
 
-        def watched(lifecycle: SessionLifecycle, event: Event) -> Any:
-            state = session_state(lifecycle.phase, lifecycle.attachment, event)
-            actions = apply(lifecycle, event)
-            counts[state] += 1
-            return actions
-
-        return watched
-
-    def of_power(self, next_power: Any) -> Any:
-        """For `gate.next_power`."""
-
-        def watched(power: Power, event: PowerEvent) -> Any:
-            following = next_power(power, event)
-            self.saw(power_state(power, event))
-            return following
-
-        return watched
+    def power_moved(self, power: Power, event: PowerEvent) -> None:
+        self.saw(power_state(power, event))
 
 
 def session_state(phase: Phase, attachment: Attachment, event: Event) -> str:
@@ -79,9 +61,6 @@ TABLE_STATES = frozenset(_SESSION_STATES[key] for key in SESSION_TRANSITIONS) | 
 )
 
 
-Watch: TypeAlias = tuple[Any, str, Callable[[Any], Any]]  # an owner, its attribute, and what that becomes
-
-
 class Finding(Exception):
     """What a machine found: `error`. All are alike for hypothesis, so that it looks for the shortest program of any."""
 
@@ -95,15 +74,13 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        # hypothesis' own name, and private: tests/testing/test_swarm.py says so if it changes
-        self._rules_strategy = Swarm(self)
+        # hypothesis' own name, and private: tests/testing/test_swarm.py fails if it changes
+        self._rules_strategy = RuleSwarm(self)
         self.program = Program(type(self).__name__)
-        self.rare = Rare()
-        self._watching = ExitStack()
-        self._watch(SessionLifecycle, "apply", self.rare.of_sessions)
-        self._watch(gate, "next_power", self.rare.of_power)
+        self.coverage = Coverage()
+        self._taps = ExitStack()  # contexts that are left in the end
         self.finding: Finding | None = None
-        self.on_end: Callable[[Machine], None] | None = None  # told of the machine, whatever its end was
+        self.on_end: Callable[[Machine], None] | None = None  # called with the machine after every end
         self._interrupted = False
 
     # ---- for machines ---------------------------------------------------------------------------------------------
@@ -117,14 +94,6 @@ class Machine(RuleBasedStateMachine):
     def checksum(self) -> str:
         """Equal in two runs that took the same steps."""
         return ""
-
-    def _watch(self, owner: Any, name: str, mutate: Callable[[Any], Any]) -> None:
-        """Until the end the attribute is `mutate(attribute)`."""
-        self._watching.enter_context(_replaced(owner, name, mutate))
-
-    def _watch_all(self, watches: Iterable[Watch]) -> None:
-        for owner, name, mutate in watches:
-            self._watch(owner, name, mutate)
 
     def _finish(self) -> None:
         """The end of a program in which nothing was found: everybody goes, and nothing may be left."""
@@ -148,7 +117,7 @@ class Machine(RuleBasedStateMachine):
             try:
                 self._try(self._close)
             finally:
-                self._watching.close()
+                self._taps.close()
                 if self.on_end is not None:
                     self.on_end(self)
         if is_new:
@@ -176,13 +145,3 @@ def _leaf(error: Exception) -> Exception:
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, mutate: Callable[[Any], Any]) -> Iterator[None]:
-    original = owner.__dict__[name]
-    setattr(owner, name, mutate(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 
 import trio
 
-from trioengine.actors import audit
 from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Generation
-from trioengine.actors.recovery import MAX_RESUMES
 from trioengine.actors.session import Session
 from trioengine.core.errors import (
     EngineAsleep,
@@ -25,28 +23,36 @@ from trioengine.core.errors import (
     TimedOut,
     WorkerLost,
 )
-from trioengine.core.lifecycle import Phase
 from trioengine.core.types import Cause, FinishReason
-from trioengine.testing.fuzz.answers import asked, check_answer, prompt_ids, prompt_of
-from trioengine.testing.fuzz.callers import UNPREPARED, Call, Holder, Reader
-from trioengine.testing.fuzz.pictures import Turn, check_failed_image, is_refused, outline, outline_of
+from trioengine.testing.fuzz import inside
+from trioengine.testing.fuzz.callers import UNPREPARED, Call, Reader, SessionHolder
+from trioengine.testing.fuzz.conversations import (
+    Turn,
+    check_answer,
+    check_failed_image,
+    content_of,
+    is_refused,
+    outline,
+    outline_of,
+    prompt_ids,
+    prompt_of,
+    shortened,
+)
 from trioengine.testing.simulated_worker import SimulatedWorker
 from trioengine.testing.toy_model import TOY_PATH
 
-GOING = (Phase.PREPARING, Phase.RUNNING, Phase.SUSPENDED)  # a request that nobody has ended
-
 
 @dataclass
-class Troubles:
+class InjectedFaults:
     """The harm that was done until now."""
 
     workers: bool = False  # one was harmed, or could not be started
     closing: bool = False  # nothing more is admitted
     causes: set[Cause] = field(default_factory=set)  # by which others than its reader may have aborted a request
-    requests: set[int] = field(default_factory=set)  # that the worker was told to fail
+    requests: set[int] = field(default_factory=set)  # that the worker is to fail
     operators: bool = False  # one has ended a request
-    wakes: bool = False  # a worker was told to fail one
-    sleeps_abort: bool = False  # a sleep or an update may abort what has begun
+    wakes: bool = False  # a worker is to fail one
+    sleeps_abort: bool = False  # a sleep or an update may abort requests that have begun
     poisoned: Mapping[int, int] = field(default_factory=dict)  # requests, and how many tokens they get
     dropped: AbstractSet[bytes] = frozenset()  # images that made room for others
     deaths: int = 0  # of workers
@@ -71,62 +77,60 @@ class Troubles:
 
 
 def check_books(engine: Engine) -> None:
-    """At rest: the counters balance and agree with the sessions, and nobody waits for a slot that is free."""
-    engine.gate.check()
-    audit.check_books(engine.gate.ledger, engine._sessions)
-    crashed = [session for session in engine._sessions if session.end_cause is Cause.ERROR]
+    """At rest: the counters balance and agree with the sessions, and no caller waits for a free slot."""
+    inside.check_books(engine)
+    crashed = [session for session in inside.sessions(engine) if inside.end_cause(session) is Cause.ERROR]
     assert not crashed, f"a bug of the engine's ended {crashed}"
 
 
 def check_limits(engine: Engine) -> None:
     """After every rule: no more is admitted than there is room for."""
-    ledger, config = engine.gate.ledger, engine.config
+    config, in_flight, num_sessions = engine.config, inside.num_in_flight(engine), inside.num_sessions(engine)
     slots = config.max_num_seqs + config.max_num_queued_reqs
-    assert ledger.in_flight <= slots, f"{ledger.in_flight} requests have the {slots} slots"
-    assert ledger.sessions <= config.max_sessions, f"{ledger.sessions} sessions have the {config.max_sessions} slots"
+    assert in_flight <= slots, f"{in_flight} requests have the {slots} slots"
+    assert num_sessions <= config.max_sessions, f"{num_sessions} sessions have the {config.max_sessions} slots"
 
 
 def check_decided(engine: Engine) -> None:
-    """No task can run: the worker was told to stop what has its outcome, or is past its deadline."""
-    for session in engine._sessions:
-        generation = session.generation
-        if generation is not None and session.phase in GOING:
+    """No task can run: requests with an outcome, or past their deadline, were stopped on the worker."""
+    for session in inside.sessions(engine):
+        generation = inside.request_of(session)
+        if generation is not None and inside.is_going(generation):
             assert generation.outcome is None, f"it has its outcome, and goes on: {session}"
-            assert trio.current_time() < generation.deadline.at, f"its time is over, and it goes on: {session}"
+            assert trio.current_time() < inside.deadline(generation), f"its time is over, and it goes on: {session}"
 
 
-def check_stopped(engine: Engine, generations: AbstractSet[Generation | None]) -> None:
+def check_stopped(engine: Engine, requests: AbstractSet[object]) -> None:
     """Right after all of these were aborted: none goes on."""
-    for session in engine._sessions:
-        goes_on = session.phase in GOING and session.generation in generations
+    for session in inside.sessions(engine):
+        generation = inside.request_of(session)
+        goes_on = generation is not None and inside.is_going(generation) and generation in requests
         assert not goes_on, f"all were aborted, and it goes on: {session}"
 
 
 def check_line(engine: Engine) -> None:
-    """Right after all in the lines were aborted: nobody waits."""
-    waiting = len(engine.gate.requests) + len(engine.gate.sessions)
+    """Right after all in the lines were aborted: the lines are empty."""
+    waiting = inside.num_waiting(engine)
     assert not waiting, f"all were aborted, and {waiting} wait in line"
 
 
 def num_going(engine: Engine, *, with_waiting: bool) -> int:
     """How many requests an abort of all is to end: without an outcome, and not aborted before."""
-    sessions = dict.fromkeys((*engine._sessions._opening, *engine._sessions))  # one that just got its slot is in both
     return sum(
-        generation.outcome is None and (generation is not session.generation or session.phase in GOING)
-        for session in sessions
-        for generation in session.requests
-        if with_waiting or generation is session.generation
+        generation.outcome is None and (not inside.is_in_flight(generation) or inside.is_going(generation))
+        for _, generation in inside.requests(engine)
+        if with_waiting or inside.is_in_flight(generation)
     )
 
 
-def check_reader(reader: Reader, max_model_len: int, troubles: Troubles) -> None:
+def check_reader(reader: Reader, max_model_len: int, faults: InjectedFaults) -> None:
     """A request that is over: one outcome, and the text that the model gives for its history, as far as it goes.
 
-    An error has its reason in what was done to the engine.
+    An error has its reason in the injected faults.
     """
     generation = reader.generation
     if generation is None or not reader.entered:
-        _check_refusal(reader, max_model_len, troubles)
+        _check_refusal(reader, max_model_len, faults)
         return
     outcome = generation.outcome
     assert outcome is not None, f"{reader} is over without an outcome"
@@ -140,39 +144,39 @@ def check_reader(reader: Reader, max_model_len: int, troubles: Troubles) -> None
         too_long = len(prompt) >= max_model_len
         match outcome.error:
             case WorkerLost():
-                assert troubles.workers, f"nobody harmed a worker, and {outcome.error!r}"
-                _check_lost(reader, generation, troubles)
+                assert faults.workers, f"no worker was harmed, and {outcome.error!r}"
+                _check_lost(reader, generation, faults)
             case RequestRejected() as error:
                 assert too_long or check_failed_image(error, generation, turns), f"nothing was wrong, and {expected}"
             case SamplingFailed():
-                assert generation.request_id in troubles.requests, f"nothing was wrong, and {expected}"
+                assert generation.request_id in faults.requests, f"nothing was wrong, and {expected}"
             case error:
                 assert isinstance(error, EngineClosed), f"a request ends with {expected}"
-                assert troubles.closing, f"nobody closed the engine, and {expected}"
+                assert faults.closing, f"the engine was not closed, and {expected}"
         return
-    causes = troubles.causes | reader.causes
-    check_answer(generation.completion, prompt, reader.params, max_model_len, causes, troubles.paths, images)
+    causes = faults.causes | reader.causes
+    check_answer(generation.completion, prompt, reader.params, max_model_len, causes, faults.paths, images)
     if generation.completion.token_ids:
         found_turns = generation.completion.dropped_turns
         assert found_turns == dropped_turns, f"{found_turns} turns are dropped, {dropped_turns} are too many"
-    if outcome.cause is Cause.SLEEP and generation.num_tokens:
-        assert troubles.sleeps_abort, f"nobody aborts for a sleep, and it has begun: {generation}"
+    if outcome.cause is Cause.SLEEP and inside.num_tokens(generation):
+        assert faults.sleeps_abort, f"no sleep aborts requests, and it has begun: {generation}"
 
 
-def _check_lost(reader: Reader, generation: Generation, troubles: Troubles) -> None:
+def _check_lost(reader: Reader, generation: Generation, faults: InjectedFaults) -> None:
     """Where requests go on with the next worker, one is lost after many deaths, or with the engine, or by itself."""
     engine = reader.holder.engine
-    if engine.config.on_worker_loss == "resume" and engine.gate.failure is None:
-        is_poisoned = generation.request_id in troubles.poisoned
-        assert is_poisoned or troubles.deaths > MAX_RESUMES, f"{troubles.deaths} deaths, and {generation} is lost"
+    if engine.config.on_worker_loss == "resume" and inside.failure(engine) is None:
+        is_poisoned = generation.request_id in faults.poisoned
+        assert is_poisoned or faults.deaths > inside.MAX_RESUMES, f"{faults.deaths} deaths, and {generation} is lost"
 
 
-def _check_refusal(reader: Reader, max_model_len: int, troubles: Troubles) -> None:
+def _check_refusal(reader: Reader, max_model_len: int, faults: InjectedFaults) -> None:
     """A request that was not entered was refused with a reason, or its reader went."""
     error, others = reader.error, [other for other in reader.holder.readers if other is not reader]
     match error:
         case None if reader.prompt != UNPREPARED:
-            assert reader.scope.cancel_called, f"it did not enter, and nobody says why: {reader.generation}"
+            assert reader.scope.cancel_called, f"it was not entered, and there is no error: {reader.generation}"
         case RequestRejected(code="empty_prompt"):
             assert not (reader.prompt or reader.media), f"{reader.prompt!r} is not empty, and {error!r}"
         case RequestRejected():
@@ -183,27 +187,27 @@ def _check_refusal(reader: Reader, max_model_len: int, troubles: Troubles) -> No
                 return  # the one is judged where it was raised
             assert length >= max_model_len, f"the prompt has {length} tokens, and {error!r}"
         case SessionBusy():
-            assert others, f"nobody else uses the session, and {error!r}"
+            assert others, f"the session has no other request, and {error!r}"
         case SessionEnded():
-            assert reader.holder.gave_up, f"nobody ended the session, and {error!r}"
+            assert reader.holder.gave_up, f"the session was not ended, and {error!r}"
         case EngineClosed():
-            assert troubles.closing or troubles.workers, f"nobody closed the engine, and {error!r}"
+            assert faults.closing or faults.workers, f"the engine was not closed, and {error!r}"
         case WorkerLost():
-            assert troubles.workers, f"nobody harmed a worker, and {error!r}"
+            assert faults.workers, f"no worker was harmed, and {error!r}"
         case None | TimedOut():  # judged where it was raised
             pass
-        case _:  # judged where it was told
+        case _:  # judged where it was raised
             assert isinstance(error, EngineOverloaded | EngineAsleep), f"refused by {error!r}"
 
 
-def check_call(call: Call, troubles: Troubles) -> None:
-    """What a call was told has its reason in what was done to the engine; of refusals that is judged elsewhere."""
+def check_call(call: Call, faults: InjectedFaults) -> None:
+    """The error of a call has its reason in the injected faults; refusals are judged elsewhere."""
     match call.error:
         case EngineClosed():
-            assert troubles.closing or troubles.workers, f"nobody closed the engine, and {call.name}: {call.error!r}"
+            assert faults.closing or faults.workers, f"the engine was not closed, and {call.name}: {call.error!r}"
         case WorkerLost():
-            ended = troubles.workers or troubles.retired or troubles.closing  # its last frames have a moment to arrive
-            assert ended, f"nobody harmed a worker, and {call.name}: {call.error!r}"
+            ended = faults.workers or faults.retired or faults.closing  # its last frames have a moment to arrive
+            assert ended, f"no worker was harmed, and {call.name}: {call.error!r}"
 
 
 def check_deadline(reader: Reader) -> None:
@@ -217,55 +221,54 @@ def check_deadline(reader: Reader) -> None:
 
 
 def check_aborted(reader: Reader) -> None:
-    """Right after an abort: the worker is told, or there was nothing to tell it."""
+    """Right after an abort: the request does not go on."""
     session, generation = reader.holder.session, reader.generation
-    assert session is not None and generation is not None, "only what was entered is aborted"
-    goes_on = session.generation is generation and session.phase in GOING
-    assert not goes_on, f"it was aborted, and goes on: {session}"
+    assert session is not None and generation is not None, "only entered requests are aborted"
+    assert not inside.is_going(generation), f"it was aborted, and goes on: {session}"
 
 
-def check_holder(holder: Holder, troubles: Troubles) -> None:
-    """A session whose scope was left has ended; its history is what its requests committed, in their order."""
+def check_holder(holder: SessionHolder, faults: InjectedFaults) -> None:
+    """A session whose scope was left has ended; its history has the turns of its requests, in their order."""
     session = holder.session
     if session is None:
         if isinstance(holder.error, SessionEnded):
-            assert Cause(holder.error.cause) in troubles.causes, f"nobody ended it in the line, and {holder.error!r}"
+            assert Cause(holder.error.cause) in faults.causes, f"it was not ended in the line, and {holder.error!r}"
         return
-    assert not holder.left or session.end_cause is not None, f"{session} was left and has not ended"
-    match session.end_cause:
+    assert not holder.left or inside.end_cause(session) is not None, f"{session} was left and has not ended"
+    match inside.end_cause(session):
         case Cause.CLIENT:
-            assert holder.gave_up, f"nobody ended {session}, and it has ended"
+            assert holder.gave_up, f"{session} has ended, and was not ended"
         case Cause.SHUTDOWN:
-            assert troubles.closing, f"nobody closed the engine, and {session} was ended by it"
+            assert faults.closing, f"the engine was not closed, and {session} was ended by it"
         case cause:
             assert cause is None, f"{session} was ended by {cause}"
-    if session.generation is not None or any(not reader.over for reader in holder.readers):
+    if inside.request_of(session) is not None or any(not reader.over for reader in holder.readers):
         return
     found = tuple((message["role"], outline_of(message)) for message in session.history)
     expected = tuple((role, outline(content)) for role, content in committed(holder))
     assert found == expected, f"the history is {found}, committed was {expected}"
 
 
-def check_farewell(worker: SimulatedWorker) -> None:
+def check_shutdown(worker: SimulatedWorker) -> None:
     """A worker that was well to the end was asked to exit, and holds no session."""
     assert worker.exit_code == 0, f"a healthy worker ended with {worker.exit_code}"
     assert not worker.core.sessions, f"sessions {set(worker.core.sessions)} were never ended"
 
 
-def check_worker(engine: Engine, worker: SimulatedWorker, sessions: Sequence[Session]) -> None:
-    """At rest with a healthy worker: both sides know the same sessions, and nothing is held that nobody uses."""
-    attached = {session.id for session in sessions if session.attached}
+def check_worker(engine: Engine, worker: SimulatedWorker, sessions: Sequence[Session | inside.SessionActor]) -> None:
+    """At rest with a healthy worker: both sides have the same sessions, and nothing is held that is not used."""
+    attached = {session.id for session in sessions if inside.is_attached(session)}
     there = set(worker.core.sessions)
-    left = [session for session in sessions if session.attached and session.end_cause is not None]
+    left = [each for each in sessions if inside.is_attached(each) and inside.end_cause(each) is not None]
     assert not left, f"ended, and still on the worker: {left}"
     assert there == attached, f"the worker holds sessions {there}, attached are {attached}"
     worker.core.check_integrity()
     statistics = worker.core.statistics()
     assert statistics.num_running == statistics.num_waiting == 0, f"the worker still runs something: {statistics}"
     free, total = statistics.kv_blocks_free + statistics.kv_blocks_cached, worker.core.limits.kv_blocks_total
-    assert free == total, f"{total - free} KV blocks are held by nobody"
-    in_flight = engine.gate.ledger.in_flight
-    suspended = engine.gate.ledger.suspended if engine.power.asleep else 0
+    assert free == total, f"{total - free} KV blocks have no holder"
+    in_flight = inside.num_in_flight(engine)
+    suspended = inside.num_suspended(engine) if engine.power.asleep else 0
     waits = f", but for {suspended} that wait for a wake" if suspended else ""
     assert in_flight == suspended, f"{in_flight} requests are in flight, the worker has none{waits}"
 
@@ -274,7 +277,7 @@ def _committed_before(reader: Reader, request_id: int) -> tuple[Turn, ...]:
     return committed(reader.holder, request_id)
 
 
-def committed(holder: Holder, before: float = math.inf) -> tuple[Turn, ...]:
+def committed(holder: SessionHolder, before: float = math.inf) -> tuple[Turn, ...]:
     """In the order in which they were admitted, which need not be that in which they were started."""
     after, turns = next((made for made in reversed(holder.replaced) if made[0] < before), (0, holder.history))
     readers = [reader for reader in holder.readers if after < _request_id(reader) < before]
@@ -299,3 +302,13 @@ def _followed(reader: Reader, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
         return turns
     prompt, _ = asked(reader, turns)
     return (*prompt, ("assistant", generation.completion.text))
+
+
+def asked(reader: Reader, turns: tuple[Turn, ...]) -> tuple[tuple[Turn, ...], int]:
+    """The conversation with the prompt of the request, and how many of the oldest turns it had to drop."""
+    holder, turns = reader.holder, (*turns, ("user", content_of(reader.media, reader.prompt)))
+    if holder.overflow == "refuse":
+        return turns, 0
+    max_tokens = reader.params.max_tokens
+    assert max_tokens is not None, "the machine's requests are for so many"
+    return shortened(turns, holder.engine.limits.max_model_len, max_tokens)

@@ -1,118 +1,74 @@
-"""Payloads from the reservation of their bytes to the worker: pins, holders, and one end each."""
+"""Payloads from the reservation of their bytes to the worker: pins, holders, and one end each; coverage of images."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 from weakref import WeakSet
 
 import trio
 
 from trioengine.actors.engine import Engine
-from trioengine.actors.images import MAX_WAIT, KeptImages, RequestImages, payload_of
-from trioengine.actors.link import Link
-from trioengine.actors.payload import Payload, PayloadBudget, Reservation
+from trioengine.actors.observer import Observer
+from trioengine.actors.session import Session
 from trioengine.core.errors import EngineOverloaded, RequestRejected
-from trioengine.core.messages import PayloadConsumed
-from trioengine.testing.fuzz.machine import Watch
-from trioengine.testing.simulated_process import SimulatedMemfd, SimulatedPayload
-from trioengine.testing.simulated_worker import Health
+from trioengine.core.lifecycle import Attachment, Event, Phase
+from trioengine.core.messages import AddMessage, EndSession, FromWorker, RequestFailed, StopSession
+from trioengine.testing.fuzz import inside
+from trioengine.testing.fuzz.inside import KeptImages, Link, Payload, RequestImages
+from trioengine.testing.simulated_process import SimulatedMemfd
+from trioengine.testing.simulated_worker import Handled, Health, SimulatedWorker, WorkerObserver
 from trioengine.testing.simulation import Simulation
+from trioengine.worker.scheduling.sequence import SequenceStatus
+
+SEALING = "while its images are sealed"
 
 
 class SentPayloads:
-    """The payloads that one engine sends."""
+    """The payloads on their way to the worker: each is consumed once, or lost once with its link."""
 
-    def __init__(self, simulation: Simulation, crashes: list[Exception]) -> None:
+    def __init__(self, simulation: Simulation, complain: Callable[[str], None]) -> None:
         self._simulation = simulation
-        self._crashes = crashes
+        self._complain = complain
         self._links: list[Link] = []  # of incarnations that are not lost
         self._on_their_way: dict[int, Link] = {}  # payload ids
         self._latest_id = 0
-        self._passed: list[SimulatedPayload] = []  # descriptors that the engine has passed
 
-    # ---- watched calls -------------------------------------------------------------------------------------------
+    def open_link(self, link: Link) -> None:
+        self._links.append(link)
 
-    @property
-    def watches(self) -> tuple[Watch, ...]:
-        """All that is watched."""
-        return (
-            (Link, "__init__", self.of_links),
-            (Link, "hand_over", self.of_handing_over),
-            (Link, "on_consumed", self.of_consumption),
-            (Link, "lose", self.of_losses),
-            (SimulatedMemfd, "pass_on", self.of_descriptors),
-        )
+    def hand_over(self, link: Link, payload_id: int) -> None:
+        """Complain unless the worker is there and the id is new."""
+        if link not in self._links:
+            self._complain(f"payload {payload_id} is handed to the link of a worker that was lost")
+        if payload_id <= self._latest_id:
+            self._complain(f"payload {payload_id} comes after {self._latest_id}")
+        self._latest_id = payload_id
+        self._on_their_way[payload_id] = link
 
-    def of_links(self, init: Any) -> Any:
-        """For `Link.__init__`."""
+    def consume(self, link: Link, payload_id: int) -> None:
+        """Complain unless the payload was on its way."""
+        if self._on_their_way.pop(payload_id, None) is not link:
+            self._complain(f"payload {payload_id} is consumed, and was not on its way")
 
-        def watched(link: Link, *args: Any) -> None:
-            init(link, *args)
-            self._links.append(link)
-
-        return watched
-
-    def of_handing_over(self, hand_over: Any) -> Any:
-        """For `Link.hand_over`: to an incarnation that is there, under an id of its own."""
-
-        def watched(link: Link, payload_id: int, payload: Payload) -> None:
-            if link not in self._links:
-                self._complain(f"payload {payload_id} is handed to the link of a worker that was lost")
-            if payload_id <= self._latest_id:
-                self._complain(f"payload {payload_id} comes after {self._latest_id}")
-            self._latest_id = payload_id
-            self._on_their_way[payload_id] = link
-            hand_over(link, payload_id, payload)
-
-        return watched
-
-    def of_consumption(self, on_consumed: Any) -> Any:
-        """For `Link.on_consumed`: once for each payload on its way."""
-
-        def watched(link: Link, message: PayloadConsumed) -> None:
-            if self._on_their_way.pop(message.payload, None) is not link:
-                self._complain(f"payload {message.payload} is consumed, and was not on its way")
-            on_consumed(link, message)
-
-        return watched
-
-    def of_losses(self, lose: Any) -> Any:
-        """For `Link.lose`: what was on its way is lost."""
-
-        def watched(link: Link) -> None:
-            self._links.remove(link)
-            for payload_id in [id for id, owner in self._on_their_way.items() if owner is link]:
-                del self._on_their_way[payload_id]
-            lose(link)
-
-        return watched
-
-    def of_descriptors(self, pass_on: Any) -> Any:
-        """For `SimulatedMemfd.pass_on`."""
-
-        def watched(memfd: SimulatedMemfd) -> SimulatedPayload:
-            payload: SimulatedPayload = pass_on(memfd)
-            self._passed.append(payload)
-            return payload
-
-        return watched
-
-    # ---- what must hold -------------------------------------------------------------------------------------------
+    def lose_link(self, link: Link) -> None:
+        """The payloads on their way over this link are lost."""
+        self._links.remove(link)
+        for payload_id in [id for id, owner in self._on_their_way.items() if owner is link]:
+            del self._on_their_way[payload_id]
 
     @property
     def pinned(self) -> Iterator[Payload]:
-        """The payloads that links have, each as often as it is on its way."""
+        """The payloads that links have pinned, each as often as it is on its way."""
         for link in self._links:
-            yield from link._payloads.values()
+            yield from inside.handed_over(link).values()
 
     def check(self) -> None:
         """After every rule: each link has its own, and each open descriptor is somewhere."""
         for link in self._links:
             due = {id for id, owner in self._on_their_way.items() if owner is link}
-            assert link.payloads == due, f"the link has payloads {set(link.payloads)}, on their way are {due}"
+            found = inside.handed_over(link).keys()
+            assert found == due, f"the link has payloads {set(found)}, on their way are {due}"
         self._check_descriptors()
 
     def check_at_rest(self) -> None:
@@ -124,19 +80,16 @@ class SentPayloads:
         assert not self._on_their_way, f"payloads {set(self._on_their_way)} are neither consumed nor lost"
 
     def _check_descriptors(self) -> None:
-        self._passed = [payload for payload in self._passed if payload.is_open]
-        there = 0
+        num_found = 0
         for worker in self._simulation.workers:
             found = len(worker.payloads) + sum(payload.is_open for payload in worker.open_payloads)
             assert not found or worker.health is not Health.DEAD, f"a dead worker has {found} payloads open"
-            there += found
-        assert len(self._passed) == there, f"{len(self._passed)} payloads are open in workers, which have {there}"
-
-    def _complain(self, complaint: str) -> None:
-        self._crashes.append(AssertionError(complaint))
+            num_found += found
+        num_passed = self._simulation.num_descriptors_passed
+        assert num_passed == num_found, f"{num_passed} payloads are open in workers, which have {num_found}"
 
 
-class PayloadWatch:
+class PayloadWatch(inside.PayloadEvents):
     """All payloads of one engine.
 
     `stages` has the requests that are on their way in with images, by their tasks; `dropped` the bytes of images that
@@ -153,174 +106,102 @@ class PayloadWatch:
         self._simulation = simulation
         self._crashes = crashes
         self._saw = saw
-        self._sent = SentPayloads(simulation, crashes)
-        self._needs: dict[trio.lowlevel.Task, tuple[int, int]] = {}  # bytes and descriptors, of those in the line
+        self._sent = SentPayloads(simulation, self._complain)
+        self._needs: dict[trio.lowlevel.Task, tuple[int, int, float]] = {}  # bytes, descriptors, since when
         self._requests: WeakSet[RequestImages] = WeakSet()
+        self._num_failed_seals = 0
 
-    # ---- watched calls -------------------------------------------------------------------------------------------
+    # ---- events ---------------------------------------------------------------------------------------------------
 
-    @property
-    def watches(self) -> tuple[Watch, ...]:
-        """All that is watched."""
-        return (
-            (RequestImages, "__init__", self.of_request_images),
-            (RequestImages, "_reserve", self.of_waits),
-            (RequestImages, "_making", self.of_making),
-            (RequestImages, "_make", self.of_payloads),
-            (RequestImages, "pin", self.of_pins),
-            (RequestImages, "unpin", self.of_unpins),
-            (KeptImages, "__init__", self.of_keeping),
-            (KeptImages, "release", self.of_releases),
-            (PayloadBudget, "reserve_now", self.of_reservations),
-            (Payload, "drop", self.of_drops),
-            *self._sent.watches,
-        )
+    def images_created(self, images: RequestImages) -> None:
+        self._requests.add(images)
 
-    def of_request_images(self, init: Any) -> Any:
-        """For `RequestImages.__init__`."""
+    def room_requested(self, images: RequestImages, num_bytes: int, count: int) -> None:
+        self._needs[trio.lowlevel.current_task()] = num_bytes, count, trio.current_time()
 
-        def watched(images: RequestImages, *args: Any, **more: Any) -> None:
-            init(images, *args, **more)
-            self._requests.add(images)
-
-        return watched
-
-    def of_waits(self, reserve: Any) -> Any:
-        """For `RequestImages._reserve`: who waits for room is refused only after MAX_WAIT seconds."""
-
-        async def watched(images: RequestImages, num_bytes: int, count: int) -> Any:
-            task, began = trio.lowlevel.current_task(), trio.current_time()
-            self._needs[task] = num_bytes, count
-            try:
-                reservation = await reserve(images, num_bytes, count)
-            except RequestRejected:
+    def room_answered(self, images: RequestImages, error: BaseException | None, *, may_wait: bool) -> None:
+        """Complain if a request that waits for room is refused before its time has passed."""
+        task = trio.lowlevel.current_task()
+        _, _, began = self._needs.pop(task)
+        waited = self.stages.pop(task, None)
+        match error:
+            case None:
+                if waited is not None:
+                    self._saw("a request waited for payload room")
+                self.stages[task] = SEALING
+            case RequestRejected():
                 self._saw("images are larger than the whole budget")
-                raise
-            except EngineOverloaded as exc:
-                if images._wait is not False and trio.current_time() < began + MAX_WAIT:
-                    self._complain(f"it waits for room, and got {exc!r}")
-                raise
-            finally:
-                del self._needs[task]
-                waited = self.stages.pop(task, None)
-            if waited is not None:
-                self._saw("a request waited for payload room")
-            self.stages[task] = "while its images are sealed"
-            return reservation
+            case EngineOverloaded() if may_wait and trio.current_time() < began + inside.MAX_PAYLOAD_WAIT:
+                self._complain(f"it waits for room, and got {error!r}")
 
-        return watched
+    def newcomer_admitted(self, num_bytes: int) -> None:
+        """Complain if it overtakes requests in line."""
+        if num_waiting := len(inside.budget(self._engine).line):
+            self._complain(f"a newcomer's {num_bytes} bytes are admitted, and {num_waiting} wait in the line")
 
-    def of_making(self, making: Any) -> Any:
-        """For `RequestImages._making`: there is memory for all images, unless the test has made seals fail."""
+    def newcomer_refused(self, num_bytes: int, count: int, error: EngineOverloaded) -> None:
+        """Complain if there is room and no line."""
+        task = _current_task()
+        if task is not None and task in self._needs:
+            self.stages[task] = "while it waits for payload room"
+        if self._has_room(num_bytes, count) and not len(inside.budget(self._engine).line):
+            self._complain(f"there is room for {num_bytes} bytes, and {error!r}")
 
-        @contextmanager
-        def watched(images: RequestImages, reservation: Reservation) -> Iterator[Reservation]:
-            made: AbstractContextManager[Reservation] = making(images, reservation)
-            before = self._simulation.num_failed_seals
-            try:
-                with made:
-                    yield reservation
-            except EngineOverloaded as exc:
-                self._saw("an image could not be sealed")
-                if self._simulation.num_failed_seals == before:
-                    self._complain(f"nothing failed, and {exc!r}")
-                raise
+    def sealing_failed(self, error: EngineOverloaded) -> None:
+        """Complain unless the program has made a seal fail."""
+        self._saw("an image could not be sealed")
+        self._num_failed_seals += 1
+        if self._num_failed_seals > self._simulation.num_failed_seals:
+            self._complain(f"nothing failed, and {error!r}")
 
-        return watched
+    def payloads_made(self, images: RequestImages) -> None:
+        if (task := _current_task()) is not None:
+            self.stages[task] = "with its images pinned"
 
-    def of_payloads(self, make: Any) -> Any:
-        """For `RequestImages._make`."""
+    def image_missing(self, images: RequestImages) -> None:
+        self._saw("a turn needs an image that was dropped")
 
-        def watched(images: RequestImages, *args: Any) -> list[Payload]:
-            made: list[Payload] = make(images, *args)
-            if (task := _current_task()) is not None:
-                self.stages[task] = "with its images pinned"
-            return made
+    def unpinned(self, images: RequestImages) -> None:
+        if (task := _current_task()) is not None:
+            self.stages.pop(task, None)
 
-        return watched
+    def images_kept(self, kept: KeptImages) -> None:
+        self.kept.append(kept)
 
-    def of_pins(self, pin: Any) -> Any:
-        """For `RequestImages.pin`."""
+    def images_released(self, kept: KeptImages) -> None:
+        if kept in self.kept:
+            self.kept.remove(kept)
 
-        def watched(images: RequestImages, placed: Any) -> None:
-            try:
-                pin(images, placed)
-            except RequestRejected:
-                self._saw("a turn needs an image that was dropped")
-                raise
+    def payload_dropped(self, payload: Payload) -> None:
+        """Complain if a held payload is dropped and there is room."""
+        if not inside.num_holders(payload):
+            return
+        budget = inside.budget(self._engine)
+        _, _, num_reserved = inside.reserved(self._engine)
+        count = len(budget.payloads) + num_reserved
+        if budget.bytes_in_flight + budget.bytes_kept <= budget.max_bytes and count <= budget.max_count:
+            self._complain(f"{payload} is held, and dropped, and there is room")
+        self._saw("a payload was dropped to make room")
+        assert isinstance(payload.sealed, SimulatedMemfd), "made by the simulation"
+        self.dropped.add(payload.sealed.data)
 
-        return watched
+    def link_opened(self, link: Link) -> None:
+        self._sent.open_link(link)
 
-    def of_unpins(self, unpin: Any) -> Any:
-        """For `RequestImages.unpin`."""
+    def handed_over(self, link: Link, payload_id: int) -> None:
+        self._sent.hand_over(link, payload_id)
 
-        def watched(images: RequestImages) -> None:
-            if (task := _current_task()) is not None:
-                self.stages.pop(task, None)
-            unpin(images)
+    def consumed(self, link: Link, payload_id: int) -> None:
+        self._sent.consume(link, payload_id)
 
-        return watched
+    def link_lost(self, link: Link) -> None:
+        self._sent.lose_link(link)
 
-    def of_keeping(self, init: Any) -> Any:
-        """For `KeptImages.__init__`."""
-
-        def watched(kept: KeptImages, *args: Any) -> None:
-            init(kept, *args)
-            self.kept.append(kept)
-
-        return watched
-
-    def of_releases(self, release: Any) -> Any:
-        """For `KeptImages.release`, which is harmless when they were released."""
-
-        def watched(kept: KeptImages) -> None:
-            if kept in self.kept:
-                self.kept.remove(kept)
-            release(kept)
-
-        return watched
-
-    def of_reservations(self, reserve: Any) -> Any:
-        """For `PayloadBudget.reserve_now`: a newcomer is refused where it has no room, or others wait."""
-
-        def watched(budget: PayloadBudget, num_bytes: int, count: int) -> Any:
-            is_full = bool(len(budget.line)) or not self._has_room(num_bytes, count)
-            try:
-                reservation = reserve(budget, num_bytes, count)
-            except EngineOverloaded as exc:
-                task = _current_task()
-                if task is not None and task in self._needs:
-                    self.stages[task] = "while it waits for payload room"
-                if not is_full:
-                    self._complain(f"there is room for {num_bytes} bytes, and {exc!r}")
-                raise
-            if len(budget.line):
-                self._complain(f"a newcomer's {num_bytes} bytes are admitted, and {len(budget.line)} wait in the line")
-            return reservation
-
-        return watched
-
-    def of_drops(self, drop: Any) -> Any:
-        """For `Payload.drop`: what is held is dropped where its room is needed, and only there."""
-
-        def watched(payload: Payload) -> None:
-            budget = payload._budget
-            if payload._num_holders:
-                count = len(budget.payloads) + sum(each.count for each in budget._reservations)
-                if budget.bytes_in_flight + budget.bytes_kept <= budget.max_bytes and count <= budget.max_count:
-                    self._complain(f"{payload} is held, and dropped, and there is room")
-                self._saw("a payload was dropped to make room")
-                assert isinstance(payload.sealed, SimulatedMemfd), "made by the simulation"
-                self.dropped.add(payload.sealed.data)
-            drop(payload)
-
-        return watched
-
-    # ---- what must hold -------------------------------------------------------------------------------------------
+    # ---- invariants -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """After every rule: each open descriptor, pin and hold has an owner, and each owner has its own."""
-        budget = self._engine.payloads
+        budget = inside.budget(self._engine)
         budget.check()
         payloads = budget.payloads
         assert {*map(id, self._simulation.memfds)} == {id(payload.sealed) for payload in payloads}, (
@@ -328,7 +209,7 @@ class PayloadWatch:
         )
         pins, holds = self._pins(), self._holds()
         for payload in payloads:
-            found = payload._num_pins, payload._num_holders
+            found = inside.num_pins(payload), inside.num_holders(payload)
             assert found == (pins[payload], holds[payload]), (
                 f"{payload} counts {found} pins and holders, there are {pins[payload]} and {holds[payload]}"
             )
@@ -337,40 +218,41 @@ class PayloadWatch:
         self._check_reservations()
 
     def _check_reservations(self) -> None:
-        making = sum(stage == "while its images are sealed" for stage in self.stages.values())
-        found = len(self._engine.payloads._reservations)
+        making = sum(stage == SEALING for stage in self.stages.values())
+        found, _, _ = inside.reserved(self._engine)
         # a request that was served in the line has its reservation before it runs
         assert making <= found <= making + len(self._needs), f"{found} reservations, for {making} requests"
 
     def _pins(self) -> Counter[Payload]:
         pins = Counter(self._sent.pinned)
         for images in self._requests:
-            pins.update(images._pinned)
+            pins.update(inside.pinned_by(images))
         return pins
 
     def _holds(self) -> Counter[Payload]:
         """A session without a request holds the payloads of its conversation, and no others."""
         holds: Counter[Payload] = Counter()
         for kept in self.kept:
-            holds.update(kept._payloads)
-        for session in self._engine._sessions:
-            holds.update(session._payloads)
-            if session.generation is None and session._conversation is not None and session.end_cause is None:
-                due = {payload_of(image) for image in session.conversation.images}
-                assert {*session._payloads} == due, f"{session} holds {session._payloads}, its conversation has {due}"
+            holds.update(inside.kept_by(kept))
+        for session in inside.sessions(self._engine):
+            held, due = inside.held_by(session), inside.in_conversation(session)
+            holds.update(held)
+            assert due is None or {*held} == due, f"{session} holds {held}, its conversation has {due}"
         return holds
 
     def check_blocked(self) -> None:
         """No task can run: the first in the line has no room."""
-        line = self._engine.payloads.line
+        line = inside.budget(self._engine).line
         if len(line):
-            first = self._needs[next(iter(line._waiters))]
-            assert not self._has_room(*first), f"{len(line)} requests wait for room, and the first has room: {first}"
+            num_bytes, count, _ = self._needs[next(iter(inside.waiting_in(line)))]
+            assert not self._has_room(num_bytes, count), (
+                f"{len(line)} requests wait for room, and the first has room: {num_bytes, count}"
+            )
 
     def check_at_rest(self) -> None:
-        """Nothing moves, and the worker is well: it has consumed all payloads but those of suspended requests."""
-        budget = self._engine.payloads
-        suspended = {payload for session in self._engine._sessions for payload in session._suspended_images._pinned}
+        """Nothing moves, and the worker is well: it has consumed all payloads except for suspended requests."""
+        budget = inside.budget(self._engine)
+        suspended = {each for session in inside.sessions(self._engine) for each in inside.held_by_suspended(session)}
         in_flight = budget.bytes_in_flight - sum(payload.num_bytes for payload in suspended)
         self._sent.check_at_rest()
         assert not in_flight, f"{in_flight} bytes of payloads are in flight, for nothing"
@@ -378,17 +260,17 @@ class PayloadWatch:
 
     def check_at_the_end(self) -> None:
         """The engine is over."""
-        budget = self._engine.payloads
+        budget = inside.budget(self._engine)
         found = len(self._simulation.memfds), budget.bytes_in_flight, budget.bytes_kept, len(budget.line)
         assert found == (0, 0, 0, 0), f"payloads, bytes in flight and kept, and waiting are {found} in the end"
         self._sent.check_at_the_end()
 
     def _has_room(self, num_bytes: int, count: int) -> bool:
-        budget = self._engine.payloads
+        budget = inside.budget(self._engine)
+        _, reserved, num_reserved = inside.reserved(self._engine)
         pinned = [payload for payload in budget.payloads if payload.is_pinned]
-        taken = sum(payload.num_bytes for payload in pinned) + sum(each.num_bytes for each in budget._reservations)
-        num_taken = len(pinned) + sum(each.count for each in budget._reservations)
-        return taken + num_bytes <= budget.max_bytes and num_taken + count <= budget.max_count
+        taken = sum(payload.num_bytes for payload in pinned) + reserved
+        return taken + num_bytes <= budget.max_bytes and len(pinned) + num_reserved + count <= budget.max_count
 
     def _complain(self, complaint: str) -> None:
         self._crashes.append(AssertionError(complaint))
@@ -397,3 +279,46 @@ class PayloadWatch:
 def _current_task() -> trio.lowlevel.Task | None:
     """None in a rule, outside of all tasks."""
     return trio.lowlevel.current_task() if trio.lowlevel.in_trio_task() else None
+
+
+_WAITING = {SequenceStatus.WAITING_FOR_PAYLOAD: "a parked request", SequenceStatus.DECODING: "a request being decoded"}
+
+
+class ImageStates(Observer, WorkerObserver):
+    """Reports each state to `saw`, by its name."""
+
+    def __init__(self, saw: Callable[[str], None]) -> None:
+        self._saw = saw
+
+    def session_moved(self, session: object, phase: Phase, attachment: Attachment, event: Event) -> None:
+        assert isinstance(session, Session), "an engine's sessions are Sessions"
+        generation = inside.request_of(session)
+        if generation is None:
+            return
+        if event is Event.RESUME and inside.prompt_payloads(generation):
+            self._saw("a resumed request resent its images")
+        outcome = generation.outcome
+        if event is Event.GIVE_UP and outcome is not None and isinstance(outcome.error, RequestRejected):
+            self._saw("a suspended request's image was dropped")
+
+    def handling(self, worker: SimulatedWorker, event: Handled) -> None:
+        match event:
+            case StopSession(session) | EndSession(session):
+                sequence = inside.sequence_of(worker, session)
+                if sequence is not None and sequence.status in _WAITING:
+                    name = "STOP" if isinstance(event, StopSession) else "END"
+                    self._saw(f"{name} of {_WAITING[sequence.status]}")
+            case AddMessage():
+                for picture in inside.known_pictures(worker, event):
+                    if picture.num_users:
+                        self._saw("a picture was shared by two requests")
+                    elif picture.is_complete:
+                        self._saw("a picture came from the encoder cache")
+
+    def handled(self, worker: SimulatedWorker, event: Handled, replies: list[FromWorker]) -> None:
+        if not isinstance(event, AddMessage) and any(isinstance(reply, RequestFailed) for reply in replies):
+            self._saw("an image failed its request")
+
+    def dying(self, worker: SimulatedWorker) -> None:
+        if len(worker.payloads):
+            self._saw("a worker died with payloads in the socket")

@@ -5,35 +5,34 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
-from trioengine.actors.gate import Gate
-from trioengine.actors.power import DO_NOT_WAKE, PowerActor
-from trioengine.actors.power_change import Level, ModeName
+from trioengine.actors.observer import Observer, Slot
 from trioengine.core.errors import EngineAsleep, TransitionFailed
 from trioengine.core.lifecycle import Power
 from trioengine.core.power import ALL_TAGS, Tag, TagName
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause
+from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import Style
 from trioengine.testing.fuzz.engine_machine import EngineMachine
-from trioengine.testing.fuzz.image_states import parked
 from trioengine.testing.fuzz.oracles import check_line
 from trioengine.testing.fuzz.program import recorded
 from trioengine.testing.fuzz.sessions_machine import WHICH
-from trioengine.testing.fuzz.world import CONFIG
+from trioengine.testing.fuzz.world import CONFIG, EngineFactory, make_engine
 from trioengine.testing.simulated_worker import Health
 from trioengine.testing.toy_model import TOY_PATH
 
+CLOSING = ("sleep", "update")  # changes that close the gate until they are done
 UNFIT = ("other", "misshapen")  # paths at which no weights of the model lie
 
 
 @dataclass
 class Change:
-    """One that was asked for; `made` is the engine's own record of it, which says when it is done."""
+    """A sleep, wake or update that was requested; `made` is the engine's own record of it."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -50,48 +49,39 @@ class Change:
         return failure
 
 
-class Changes:
-    """Those of one engine, and the model: what sleeps, at which level, and which weights there are."""
+class Changes(Observer):
+    """All changes of one engine, and a model of its state: sleeping tags, level of the sleep, and weights."""
 
     def __init__(self) -> None:
-        self.asked: list[Change] = []
+        self.requested: list[Change] = []
         self.asleep: frozenset[Tag] = frozenset()
         self.level = 0
         self.paths = ["", "toy"]  # by version
-        self.is_asking = False  # in this step, for what closes admission
+        self._expected: tuple[str, tuple[Any, ...]] | None = None  # until the end of the step
         self._discarded = False
         self._awaits_update = False
 
-    # ---- what is watched ------------------------------------------------------------------------------------------
+    # ---- events ---------------------------------------------------------------------------------------------------
 
-    def of_sleeps(self, ask: Any) -> Any:
-        """For `PowerActor.sleep`."""
-        return self._watched(ask, "sleep", closes=True)
+    def expect(self, name: str, *arguments: Any) -> None:
+        """The current task is about to request this change, in this step."""
+        self._expected = name, arguments
 
-    def of_wakes(self, ask: Any) -> Any:
-        """For `PowerActor.wake`."""
-        return self._watched(ask, "wake", closes=False)
+    def forget_expected(self) -> None:
+        """The request was refused, or is over."""
+        self._expected = None
 
-    def of_updates(self, ask: Any) -> Any:
-        """For `PowerActor.update_weights`."""
-        return self._watched(ask, "update", closes=True)
-
-    def _watched(self, ask: Callable[..., Any], name: str, *, closes: bool) -> Any:
-        def watched(actor: PowerActor, *args: Any, **more: Any) -> Any:
-            self.is_asking = closes
-            try:
-                made = ask(actor, *args, **more)
-            finally:
-                self.is_asking = False
-            self.asked.append(Change(name, (*args, *more.values()), closes, made))
-            return made
-
-        return watched
+    def change_requested(self, change: object) -> None:
+        assert self._expected is not None and isinstance(change, inside.PowerChange), "machines announce changes"
+        name, arguments = self._expected
+        self._expected = None
+        self.requested.append(Change(name, arguments, name in CLOSING, change))
 
     @property
     def may_be_closed(self) -> bool:
         """Whether there is a reason to admit nothing."""
-        return self.is_asking or bool(self.asleep or self.running)
+        is_closing = self._expected is not None and self._expected[0] in CLOSING
+        return is_closing or bool(self.asleep or self.running)
 
     @property
     def is_closed(self) -> bool:
@@ -101,21 +91,21 @@ class Changes:
 
     @property
     def running(self) -> list[Change]:
-        return [change for change in self.asked if not change.over]
+        return [change for change in self.requested if not change.over]
 
     # ---- the model ------------------------------------------------------------------------------------------------
 
     def learn(self, excuse: Callable[[Change], bool]) -> None:
         """Take in those that are done, in their order; one that failed must be excused, or impossible."""
-        while self.asked and self.asked[0].over:
-            change = self.asked.pop(0)
+        while self.requested and self.requested[0].over:
+            change = self.requested.pop(0)
             impossible = self._impossible(change)
             if change.failure is None:
                 assert impossible is None, f"{change.name}{change.arguments} was done, but {impossible}"
                 self._do(change)
             else:
                 assert impossible or excuse(change), f"{change.name}{change.arguments}: {change.failure!r}"
-                if str(change.failure).startswith(DO_NOT_WAKE):
+                if str(change.failure).startswith(inside.DO_NOT_WAKE):
                     self._do(change)
                     self.asleep |= {Tag.WEIGHTS}
 
@@ -158,55 +148,50 @@ ATTEMPTS = 6  # to wake in the end: a worker may be lost on the way
 
 
 class PowerMachine(EngineMachine):
-    """The rules of EngineMachine, and those of who runs the engine."""
+    """The rules of EngineMachine, and of the operator of the engine."""
 
     config = CONFIG
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
+        super().__init__(make_engine)
         self.changes = Changes()
-        self._watch(PowerActor, "sleep", self._abort_the_lines)
-        self._watch(PowerActor, "sleep", self.changes.of_sleeps)
-        self._watch(PowerActor, "wake", self.changes.of_wakes)
-        self._watch(PowerActor, "update_weights", self.changes.of_updates)
-        self._watch(Gate, "admit_request", self._open_only)
-        self._watch(Gate, "admit_session", self._open_only)
-        self.troubles.paths = self.changes.paths
+        self.engine.observers += [self.changes, _Admissions(self)]
+        self._ends_line = False  # the change that is requested in this step empties the lines
+        self.faults.paths = self.changes.paths
 
     # ---- who runs the engine --------------------------------------------------------------------------------------
 
     @recorded(level=st.sampled_from((1, 2)), mode=SLEEP_MODES, turns=st.sampled_from((0, 0, 1, 8, 20)))
-    def sleep(self, level: Level, mode: str, turns: int) -> None:
-        """What the worker says in its last turns is on its way then."""
+    def sleep(self, level: Literal[1, 2], mode: str, turns: int) -> None:
+        """Sleep after some turns of the worker, whose messages are on their way then."""
         for _ in range(turns):
             self.loop.settle()
             if self.worker is not None:
                 self.worker.receive()
                 self.worker.turn()
-        if self.worker is not None and parked(self.worker):
-            self.rare.saw("sleep with a parked request")
+        if self.worker is not None and inside.parked(self.worker):
+            self.coverage.saw("sleep with a parked request")
         timeout = self._excuse_aborts(mode)
         waits = mode == "abort in flight"
         call = functools.partial(self.engine.sleep, level, mode=_name(mode), timeout=timeout, keep_waiting=waits)
-        self._call("sleep", call, (TransitionFailed,))
+        self._change("sleep", call, level, ends_line=mode == "abort")
 
     @recorded(tags=st.sampled_from((None, None, "weights", "kv_cache")), reload=st.sampled_from((True, True, False)))
     def wake(self, tags: TagName | None, reload: bool) -> None:
-        call = functools.partial(self.engine.wake, tags, reload=reload)
-        self._call("wake", call, (TransitionFailed,))
+        self._change("wake", functools.partial(self.engine.wake, tags, reload=reload), tags, reload)
 
     @recorded(path=st.sampled_from(("new", TOY_PATH, *UNFIT)), mode=MODES)
     def update(self, path: str, mode: str) -> None:
         timeout = self._excuse_aborts(mode)
         call = functools.partial(self.engine.update_weights, path, mode=_name(mode), timeout=timeout)
-        self._call("update", call, (TransitionFailed,))
+        self._change("update", call, path)
 
     @precondition(lambda self: self.worker is not None)
     @recorded()
     def fail_wake(self) -> None:
         """The next wake fails."""
         self._worker().runner.fail_wakes += 1
-        self.troubles.wakes = True
+        self.faults.wakes = True
 
     @precondition(lambda self: self.open_holders)
     @recorded(which=WHICH, others=st.integers(0, 1), num_tokens=st.sampled_from((0, 0, 1, 3)))
@@ -218,55 +203,39 @@ class PowerMachine(EngineMachine):
                 self.loop.settle()
         generation = self.readers[-1].generation
         if generation is not None and self.readers[-1].entered:
-            self.troubles.workers = True
+            self.faults.workers = True
             self.simulation.poisoned[generation.request_id] = num_tokens
 
-    # ---- what the environment asks --------------------------------------------------------------------------------
+    # ---- overrides --------------------------------------------------------------------------------------------------
 
     def _excuse_aborts(self, mode: str) -> float | None:
         """What is being prepared is aborted in every mode. Returns the timeout."""
-        self.troubles.causes.add(Cause.SLEEP)
-        if self.troubles.closing:  # a drain that comes upon a change ends what is suspended
-            self.troubles.causes.add(Cause.SHUTDOWN)
+        self.faults.causes.add(Cause.SLEEP)
+        if self.faults.closing:  # a drain during a change aborts suspended requests
+            self.faults.causes.add(Cause.SHUTDOWN)
         if mode != "keep":
-            self.troubles.sleeps_abort = True
+            self.faults.sleeps_abort = True
         return 0.5 if mode == "wait soon" else None
 
-    def _abort_the_lines(self, sleep: Any) -> Any:
-        """For `PowerActor.sleep`: one that aborts leaves nobody in the lines, unless it is to keep them."""
+    def _change(self, name: str, call: Callable[[], Awaitable[None]], *arguments: Any, ends_line: bool = False) -> None:
+        self._call(name, lambda: self._request_change(name, call, arguments, ends_line), (TransitionFailed,))
 
-        def watched(actor: PowerActor, level: int, mode: str, timeout: float | None, *, keep_waiting: bool) -> Any:
-            change = sleep(actor, level, mode, timeout, keep_waiting=keep_waiting)
-            if mode == "abort" and not keep_waiting:
-                check_line(self.engine)
-            return change
-
-        return watched
-
-    def _open_only(self, admit: Any) -> Any:
-        """For `Gate.admit_request` and `admit_session`: nobody is admitted while something sleeps, or is to."""
-
-        def watched(gate: Gate) -> int:
-            try:
-                id: int = admit(gate)
-            except EngineAsleep as exc:
-                self._learn()
-                if not (self.changes.may_be_closed or self.troubles.closing):
-                    self.loop.crashes.append(AssertionError(f"nothing sleeps, and {exc!r}"))
-                raise
-            self._learn()
-            if self.changes.is_closed:
-                self.loop.crashes.append(AssertionError(f"{self.engine.power} admits {id}"))
-            return id
-
-        return watched
+    async def _request_change(
+        self, name: str, call: Callable[[], Awaitable[None]], arguments: tuple[Any, ...], ends_line: bool
+    ) -> None:
+        self.changes.expect(name, *arguments)
+        self._ends_line = ends_line
+        try:
+            await call()
+        finally:
+            self.changes.forget_expected()
 
     def _begin_drain(self, drain: Callable[[float | None], Awaitable[Any]], timeout: float | None) -> None:
-        """It ends what is suspended, but for what waits for another worker alone."""
+        """A drain during a change aborts suspended requests."""
         self._learn()
         changes = self.changes
         if changes.asleep or changes.running or any(call.name in CHANGES for call in self.running_calls):
-            self.troubles.causes.add(Cause.SHUTDOWN)
+            self.faults.causes.add(Cause.SHUTDOWN)
         super()._begin_drain(drain, timeout)
 
     def _learn(self) -> None:
@@ -274,21 +243,21 @@ class PowerMachine(EngineMachine):
 
     def _excuse(self, change: Change) -> bool:
         """Whether a change may have failed."""
-        if self.troubles.closing or self.troubles.workers or self.engine.gate.power is Power.LOADING:
+        if self.faults.closing or self.faults.workers or inside.power(self.engine) is Power.LOADING:
             return True
-        return change.name in ("wake", "update") and self.troubles.wakes
+        return change.name in ("wake", "update") and self.faults.wakes
 
     def _check(self) -> None:
         self._learn()
         super()._check()
-        if self.troubles.closing or self.changes.running:
+        if self.faults.closing or self.changes.running:
             return
         state, changes = self.engine.power, self.changes
         assert state.asleep == changes.asleep, f"{state} sleeps, {changes.asleep} must"
         assert state.weight_version == len(changes.paths) - 1, f"{state}, and there were {changes.paths}"
         assert (state.level or changes.level) == changes.level, f"{state}, asleep at {changes.level}"
         worker = self.worker
-        if worker is not None and worker.health is Health.WELL and self.engine.gate.link is not None:
+        if worker is not None and worker.health is Health.WELL and inside.has_worker(self.engine):
             found = worker.runner.asleep, worker.runner.path
             assert found == (changes.asleep, changes.paths[-1]), f"the worker has {found}, the engine is {state}"
 
@@ -303,12 +272,40 @@ class PowerMachine(EngineMachine):
         for _ in range(ATTEMPTS):
             self._run_out(lambda: not self.changes.running, "a change is never done")
             self._learn()
-            if not self.changes.asleep or self.engine_call.over or self.troubles.closing:
+            if not self.changes.asleep or self.engine_call.over or self.faults.closing:
                 break
-            self._call("wake", self.engine.wake, (TransitionFailed,))
+            self._change("wake", self.engine.wake, None, True)
         super()._let_go()
 
 
-def _name(mode: str) -> ModeName:
+def _name(mode: str) -> Literal["abort", "wait", "keep"]:
     """Of a mode that may be followed by its timeout."""
-    return cast("ModeName", mode.split()[0])
+    return cast("Literal['abort', 'wait', 'keep']", mode.split()[0])
+
+
+class _Admissions(Observer):
+    """Checks that nothing is admitted from the step in which a sleep or an update is requested until all is awake."""
+
+    def __init__(self, machine: PowerMachine) -> None:
+        self._machine = machine
+
+    def change_requested(self, change: object) -> None:
+        """Raise if a sleep that aborts leaves callers in the lines, unless it is to keep them."""
+        if self._machine._ends_line:
+            self._machine._ends_line = False
+            check_line(self._machine.engine)
+
+    def slot_taken(self, slot: Slot, id: int) -> None:
+        self._machine._learn()
+        if self._machine.changes.is_closed:
+            self._complain(f"{self._machine.engine.power} admits {id}")
+
+    def slot_refused(self, slot: Slot, error: Exception) -> None:
+        if not isinstance(error, EngineAsleep):
+            return
+        self._machine._learn()
+        if not (self._machine.changes.may_be_closed or self._machine.faults.closing):
+            self._complain(f"nothing sleeps, and {error!r}")
+
+    def _complain(self, complaint: str) -> None:
+        self._machine.loop.crashes.append(AssertionError(complaint))

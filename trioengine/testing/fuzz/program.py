@@ -54,7 +54,7 @@ class Choices(PrimitiveProvider):
         return self.random.randbytes(self.random.randint(min_size, max(min_size, min(max_size, _MANY))))
 
 
-def sow(seed: int) -> None:
+def seed_choices(seed: int) -> None:
     """From now on the backend chooses by this seed."""
     AVAILABLE_PROVIDERS[BACKEND] = type("SeededChoices", (Choices,), {"random": random.Random(seed)})
 
@@ -62,7 +62,7 @@ def sow(seed: int) -> None:
 _SHARES = 255  # a rule is left out with a probability of 0/255 to 254/255, the same for all of a program
 
 
-class Swarm(RuleStrategy):
+class RuleSwarm(RuleStrategy):
     """For one program: draws the rules that its machine runs, one after the other; its arguments are no Bundles.
 
     Those left out run where no other can; if all were, none is. Hypothesis puts the simple rules first, towards which
@@ -123,7 +123,7 @@ class Program:
         return json.dumps({"machine": self.machine, "steps": self.steps, "versions": versions(), **more}, indent=1)
 
     def machine_in(self, machines: Mapping[str, Machine]) -> Machine:
-        """The machine that it is for. Raises ValueError if there is none of that name."""
+        """The machine of the program. Raises ValueError if its name is unknown."""
         if self.machine not in machines:
             raise ValueError(f"no machine {self.machine!r}; there are {', '.join(machines)}")
         return machines[self.machine]
@@ -131,20 +131,20 @@ class Program:
 
 @dataclass(frozen=True)
 class ReplayFile:
-    """A program that was kept, and what it was found with."""
+    """A program that was kept, and the versions that it was found with."""
 
     program: Program
     versions: dict[str, str]  # of python and packages; empty if it does not say
 
     @staticmethod
     def from_json(text: str | bytes) -> ReplayFile:
-        """Raises ValueError that says what is wrong with it."""
+        """Parse a replay file. Raises ValueError, which names the problem."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as exc:
             raise ValueError(f"no replay file: it is not JSON ({exc})") from exc
         if not isinstance(data, dict):
-            raise ValueError("no replay file: it is no JSON object")
+            raise ValueError("no replay file: it is not a JSON object")
         for key in ("steps", "machine"):
             if key not in data:
                 raise ValueError(f"no replay file: it has no {key!r}")
@@ -186,19 +186,19 @@ def recorded(decorator: Callable[..., Any] = rule, **arguments: SearchStrategy[A
 
 
 def pick(candidates: Sequence[T], which: int) -> T:
-    """What a rule's number chooses among what there is."""
+    """The candidate that a rule's number chooses."""
     return candidates[which % len(candidates)]
 
 
 def replay(machine: Any, program: Program) -> int:
     """Run the program on a fresh machine, to its teardown; how many steps its preconditions left out.
 
-    Raises what the machine finds. Raises ValueError, before anything runs, for a step that is none of the machine's.
+    Raises the Finding of the machine. Raises ValueError, before anything runs, for a step that is unknown.
     """
     try:
         rules = [_rule_of(machine, program, index) for index in range(len(program.steps))]
     except ValueError:
-        with contextlib.suppress(Exception):  # nothing has run: what is found is nobody's
+        with contextlib.suppress(Exception):  # nothing has run: a finding means nothing
             machine.teardown()
         raise
     try:
@@ -230,7 +230,7 @@ def _rule_of(machine: Any, program: Program, index: int) -> Rule:
 
 
 def _may_draw(strategy: Any, value: object) -> bool:
-    """False for a value that the strategy does not draw, nor trimming makes of such, as far as that is easily told."""
+    """Return False for a value that neither the strategy nor trimming produces, as far as that is easy to decide."""
     strategy = getattr(strategy, "wrapped_strategy", strategy)
     match type(strategy).__name__:
         case "BooleansStrategy":

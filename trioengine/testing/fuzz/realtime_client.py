@@ -12,9 +12,8 @@ from trioengine.core.types import FinishReason
 from trioengine.serve.realtime.connection import GOING_AWAY, TRY_AGAIN_LATER
 from trioengine.serve.realtime.outbox import AWAKE
 from trioengine.serve.realtime.response import MAX_OUT_OF_BAND
-from trioengine.testing.fuzz.answers import Answer, prompt_of, reference, shortened
-from trioengine.testing.fuzz.oracles import Troubles
-from trioengine.testing.fuzz.pictures import (
+from trioengine.testing.fuzz.conversations import (
+    Answer,
     Content,
     Turn,
     check_seen,
@@ -22,9 +21,13 @@ from trioengine.testing.fuzz.pictures import (
     is_refused,
     item_content,
     pictures_of,
+    prompt_of,
+    reference,
+    shortened,
     text_of,
 )
-from trioengine.testing.simulated_peer import Mood, SimulatedClient
+from trioengine.testing.fuzz.oracles import InjectedFaults
+from trioengine.testing.simulated_peer import PeerState, SimulatedClient
 
 
 @dataclass
@@ -38,7 +41,7 @@ class Asked:
 
 
 class FollowedResponse:
-    """From response.created to response.done. Raises AssertionError for what must not be."""
+    """A response from response.created to response.done. Raises AssertionError for events that are wrong."""
 
     def __init__(
         self,
@@ -48,14 +51,14 @@ class FollowedResponse:
         turns: tuple[Turn, ...],
         contents: Mapping[str, Content],
         max_model_len: int,
-        troubles: Troubles,
+        faults: InjectedFaults,
         *,
         is_truncated: bool,
     ) -> None:
         self.id = id
         self.event_id = event_id
         self.asked = asked
-        self.error: dict[str, Any] = {"code": None}  # what an error event said of it
+        self.error: dict[str, Any] = {"code": None}  # of an error event about it
         self._contents = contents  # of the items that it goes on from, by their ids
         self._turns, self._dropped_turns = turns, 0
         if is_truncated:
@@ -63,7 +66,7 @@ class FollowedResponse:
         self._num_dropped = len(turns) - len(self._turns)  # messages
         self._prompt, self._images = prompt_of(self._turns)
         self._room = max_model_len - len(self._prompt)
-        self._troubles = troubles
+        self._faults = faults
         self._text = ""
 
     def add(self, delta: str) -> None:
@@ -73,7 +76,7 @@ class FollowedResponse:
         assert text == self._text, f"the deltas give {self._text!r}, and then {text!r}"
 
     def end(self, response: dict[str, Any]) -> None:
-        """response.done: the answer is the model's, or what there is of it has its reason."""
+        """Check response.done: the answer is the model's, or a part of it for a reason."""
         text = "".join(part["text"] for item in response["output"] for part in item["content"])
         self.check_text(text)
         length = min(self._room, self.asked.max_tokens)
@@ -87,7 +90,7 @@ class FollowedResponse:
             assert dropped == (self._dropped_turns, self._num_dropped), f"dropped are {dropped} turns and items"
         self._check_status(response, text, expected)
         assert expected is None or expected.text.startswith(text), (
-            f"{text!r} is no part of the model's answer {expected.text!r}"
+            f"{text!r} is not part of the model's answer {expected.text!r}"
         )
 
     def _check_status(self, response: dict[str, Any], text: str, expected: Answer | None) -> None:
@@ -95,10 +98,10 @@ class FollowedResponse:
             case "failed":
                 code = response["status_details"]["error"]["code"]
                 assert self.error["code"] == code, f"it failed by {code}, the error before it was {self.error}"
-                is_excused = expected is None or self._troubles.excuse(code)
+                is_excused = expected is None or self._faults.excuse(code)
                 assert is_excused or self._is_failed_by_an_image(code), f"nothing may fail by {self.error}"
             case "cancelled":
-                assert self.asked.may_be_cancelled, "nobody has cancelled it"
+                assert self.asked.may_be_cancelled, "it was not cancelled"
             case "completed" | "incomplete" as status:
                 finish_reason = FinishReason.STOP if status == "completed" else FinishReason.LENGTH
                 assert expected is not None, "there was no room for an answer"
@@ -109,8 +112,8 @@ class FollowedResponse:
     def _is_failed_by_an_image(self, code: str) -> bool:
         """Whether it has one that it must fail for; the error names the item that has it."""
         if self.asked.input is not None:  # the client has no ids of its items
-            return is_failed(code, self._turns, self._troubles.dropped)
-        return is_failed(code, [("user", self._contents.get(self.error["param"], ""))], self._troubles.dropped)
+            return is_failed(code, self._turns, self._faults.dropped)
+        return is_failed(code, [("user", self._contents.get(self.error["param"], ""))], self._faults.dropped)
 
 
 PATH = "/v1/realtime"
@@ -121,19 +124,19 @@ _ANSWERS = ("session.updated", "conversation.item.deleted", "conversation.item.t
 class RealtimeClient(SimulatedClient):
     """Assertions are raised from where its bytes arrive."""
 
-    def __init__(self, max_model_len: int, troubles: Troubles) -> None:
+    def __init__(self, max_model_len: int, faults: InjectedFaults) -> None:
         super().__init__(PATH, self._told)
         self.items: dict[str, Turn] = {}
         self.order: list[str] = []
         self.instructions = ""
         self.truncation = "auto"
         self.num_events = 0
-        self.engine_state = AWAKE  # as it was told
+        self.engine_state = AWAKE  # by the last engine.state event
         self.responses: dict[str, FollowedResponse] = {}  # the active ones
         self._max_model_len = max_model_len
-        self._troubles = troubles
+        self._faults = faults
         self._ids = itertools.count(1)
-        self._owed: dict[str, str] = {}  # what it sent and was not answered yet: event id -> type
+        self._owed: dict[str, str] = {}  # events without an answer yet: event id -> type
         self._asked: dict[str, Asked] = {}  # of these, the responses
         self._said: dict[str, Content] = {}  # and the contents of the items
         self._is_dropped = False  # one of its messages
@@ -146,7 +149,7 @@ class RealtimeClient(SimulatedClient):
                 return id
         return None
 
-    # ---- what it asks ---------------------------------------------------------------------------------------------
+    # ---- events of the client ---------------------------------------------------------------------------------------
 
     def ask(self, name: str, *, size: int = 0, **fields: Any) -> str:
         """Send an event of at least so many bytes, which is answered; returns its id."""
@@ -174,7 +177,7 @@ class RealtimeClient(SimulatedClient):
         self._asked[self.ask("response.create", response=response)] = asked
 
     def truncate(self, text_end: int) -> bool:
-        """The last answer that it knows of; False if there is none."""
+        """Truncate the last answer; False if there has not been one."""
         answers = [id for id in self.order if self.items[id][0] == "assistant"]
         place: dict[str, Any] = {"item_id": answers[-1] if answers else "none", "content_index": 0}
         self.ask("conversation.item.truncate", **place, text_end=text_end)
@@ -188,7 +191,7 @@ class RealtimeClient(SimulatedClient):
         self.send(json.dumps({"type": "response.cancel"}))
 
     def cancel_beside(self) -> bool:
-        """One of those that it knows of; False if there is none."""
+        """Cancel one of them; False if none is active."""
         response = next((response for response in self.responses.values() if response.asked.is_beside), None)
         if response is not None:
             response.asked.may_be_cancelled = True
@@ -200,11 +203,11 @@ class RealtimeClient(SimulatedClient):
     def is_active(self) -> bool:
         return self.response is not None
 
-    # ---- what it is told ------------------------------------------------------------------------------------------
+    # ---- responses --------------------------------------------------------------------------------------------------
 
     def check_at_rest(self) -> None:
         """Everything is answered; a response may be in progress."""
-        if self.mood is Mood.WELL and self.accepted and self.can_send:
+        if self.peer_state is PeerState.WELL and self.accepted and self.can_send:
             assert not self._owed, f"never answered: {self._owed}"
             assert not self._is_dropped, "the server dropped a message, and goes on"
 
@@ -273,10 +276,10 @@ class RealtimeClient(SimulatedClient):
                 response.error = error
 
     def _check_refused(self, code: str, contents: list[Content]) -> None:
-        """An event with pictures is refused where one of them is bad, or where there is no room for them."""
+        """An event with pictures is refused where one of them is bad, or where they exceed the budget."""
         if any(pictures_of(content) for content in contents) and code not in _REFUSALS:
             is_bad = any(is_refused(code, content) for content in contents)
-            assert is_bad or self._troubles.excuse(code), f"{contents} is refused by {code}"
+            assert is_bad or self._faults.excuse(code), f"{contents} is refused by {code}"
 
     def _insert(self, item: dict[str, Any], content: Content, previous: str | None) -> None:
         assert item["id"] not in self.items, f"item {item['id']} is added twice"
@@ -298,7 +301,7 @@ class RealtimeClient(SimulatedClient):
             turns,
             {id: content for id, (_, content) in self.items.items()},
             self._max_model_len,
-            self._troubles,
+            self._faults,
             is_truncated=self.truncation == "auto",
         )
         assert len(self.responses) <= MAX_OUT_OF_BAND + 1, f"{len(self.responses)} responses are active"

@@ -4,84 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition
 
-from trioengine.actors.images import KeptImages, payload_of
-from trioengine.actors.payload import Payload
 from trioengine.core.errors import TransitionFailed
 from trioengine.core.types import Cause
-from trioengine.serve.realtime import connection as realtime_connection
-from trioengine.serve.realtime import outbox as realtime_outbox
-from trioengine.serve.realtime import response as realtime_answering
-from trioengine.serve.realtime.connection import RealtimeConnection
-from trioengine.serve.realtime.outbox import SHOWN, Outbox
-from trioengine.serve.realtime.response import ResponseStatus
-from trioengine.testing.fuzz.machine import Watch
+from trioengine.serve.realtime.outbox import SHOWN
+from trioengine.testing.fuzz import inside, inside_server
+from trioengine.testing.fuzz.conversations import FILES, content_of
+from trioengine.testing.fuzz.inside import Payload
 from trioengine.testing.fuzz.oracles import check_worker
-from trioengine.testing.fuzz.pictures import FILES, content_of
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.realtime_client import RealtimeClient
 from trioengine.testing.fuzz.served import WHICH, ServedEnvironment
-from trioengine.testing.fuzz.watching import Cancels, CrashLog, noting, when_full, with_room
 from trioengine.testing.fuzz.world import LIMITS
-from trioengine.testing.simulated_peer import Mood
-from trioengine.text.chat_tokenizer import image_parts
-
-
-class ConversationImages:
-    """The images of one server's connections, by their items and responses."""
-
-    def __init__(self) -> None:
-        self._connections: list[RealtimeConnection] = []  # that are not over
-
-    @property
-    def watches(self) -> tuple[Watch, ...]:
-        """All that is watched."""
-        return ((RealtimeConnection, "run", self.of_connections),)
-
-    def of_connections(self, run: Any) -> Any:
-        """For `RealtimeConnection.run`."""
-
-        async def watched(connection: RealtimeConnection) -> None:
-            self._connections.append(connection)
-            try:
-                await run(connection)
-            finally:
-                self._connections.remove(connection)
-
-        return watched
-
-    def check(self, kept: Iterable[KeptImages]) -> None:
-        """After every rule: the kept images are those of conversations, and of responses that are not over.
-
-        A connection that is about to end may have let go of its responses' images.
-        """
-        found: Counter[Payload] = Counter(payload for each in kept for payload in each._payloads)
-        in_items = Counter(self._of_items())
-        in_responses = Counter(self._of_responses(self._connections))
-        at_least = in_items + Counter(self._of_responses(each for each in self._connections if not each._has_gone))
-        assert at_least <= found <= in_items + in_responses, (
-            f"kept are {found}, in items are {in_items}, in responses {in_responses}"
-        )
-
-    def _of_items(self) -> Iterator[Payload]:
-        for connection in self._connections:
-            yield from _payloads_in(item.message for item in connection._items._items.values())
-
-    def _of_responses(self, connections: Iterable[RealtimeConnection]) -> Iterator[Payload]:
-        for connection in connections:
-            for response in connection._active:
-                if response.status is ResponseStatus.IN_PROGRESS:
-                    yield from _payloads_in(response.spec.messages)
-
-
-def _payloads_in(messages: Iterable[Mapping[str, Any]]) -> Iterator[Payload]:
-    return (payload_of(part.image) for part in image_parts(messages))
-
+from trioengine.testing.simulated_peer import PeerState
 
 PROMPTS = ("a", "be", "<|im_end|>")
 TOKENS = st.sampled_from((1, 3, 20))
@@ -90,31 +29,14 @@ SENDS = (
     *("cancel", "truncate", "cancel beside", "cancel beside"),
 )
 LONG = 10_500  # bytes of a message that is dropped where there are items
-ROOM, AT_ONCE = 1024, 512  # characters of an outbox, so that few events fill it, and not all of them go at once
 
 
 class RealtimeMachine(ServedEnvironment[RealtimeClient]):
-    """Rules are what clients, and who runs the server, can do."""
+    """Rules are actions of clients and of the operator of the server."""
 
     max_buffered_bytes = 12_000  # some items, and the events about one more
     max_buffered_bytes_with_pictures = 24_000
     horizon = 120.0  # past the timeouts of pings, of sending and of closing, one after the other
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = ConversationImages()
-        self._watch_all(self.kept.watches)
-        self.cancels = Cancels(self.loop.crashes)
-        self._watch(RealtimeConnection, "_act", self.cancels.of_events)
-        for module in (realtime_connection, realtime_answering):
-            self._watch(module, "logger", lambda _: CrashLog(self.loop.crashes))
-        is_dropped = functools.partial(self.rare.saw, "a message is dropped")
-        self._watch(RealtimeConnection, "_give_up", noting(is_dropped))
-        self._watch(realtime_outbox, "ROOM", lambda _: ROOM)
-        self._watch(realtime_outbox, "AT_ONCE", lambda _: AT_ONCE)
-        is_full = functools.partial(self.rare.saw, "an outbox is full")
-        self._watch(Outbox, "put", when_full(ROOM, is_full))
-        self._watch(Outbox, "put_delta", with_room(self.loop.crashes, ROOM))
 
     @recorded(
         initialize,
@@ -207,10 +129,10 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
                 client.ask("conversation.fly", size=LONG)
             case "truncate":
                 if client.truncate(1):
-                    self.rare.saw("an answer is truncated")
+                    self.coverage.saw("an answer is truncated")
             case "cancel beside":
                 if client.cancel_beside():
-                    self.rare.saw("a response beside the conversation is cancelled")
+                    self.coverage.saw("a response beside the conversation is cancelled")
             case "ping":
                 client.ping()
 
@@ -218,7 +140,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
     @recorded(how=st.sampled_from(("keep", "wake", "wake", "wake", "abort", "wait", "weights")))
     def switch(self, how: Literal["keep", "wake", "abort", "wait", "weights"]) -> None:
         """Who runs the engine puts it to sleep, or wakes it."""
-        self.troubles.causes.add(Cause.SLEEP)
+        self.faults.causes.add(Cause.SLEEP)
         match how:
             case "wake" | "weights":
                 call = functools.partial(self.engine.wake, None if how == "wake" else how)
@@ -226,33 +148,53 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
                 call = functools.partial(self.engine.sleep, mode=mode)
         self._call("switch", call, (TransitionFailed,))
 
-    # ---- what the environment asks --------------------------------------------------------------------------------
+    # ---- overrides --------------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        self._join(RealtimeClient(LIMITS.max_model_len, self.troubles))
+        self._join(RealtimeClient(LIMITS.max_model_len, self.faults))
 
     def _look(self) -> None:
         super()._look()
-        self.kept.check(self.payloads.kept)
+        self._check_kept()
+
+    def _check_kept(self) -> None:
+        """After every rule: images are kept for conversations, and for responses that are not over, and no others.
+
+        A connection that is about to end may have released its responses' images.
+        """
+        found = Counter(payload for each in self.payloads.kept for payload in inside.kept_by(each))
+        in_items: Counter[Payload] = Counter()
+        in_responses: Counter[Payload] = Counter()
+        at_least: Counter[Payload] = Counter()
+        is_cut = inside_server.has_cut_connections(self.server)
+        for connection in self.watch.connections:
+            of_responses = Counter(inside_server.response_payloads(connection))
+            in_items.update(inside_server.item_payloads(connection))
+            in_responses += of_responses
+            if not (is_cut or inside_server.has_gone(connection)):
+                at_least += of_responses
+        assert in_items + at_least <= found <= in_items + in_responses, (
+            f"kept are {found}, in items are {in_items}, in responses {in_responses}"
+        )
 
     def _check_blocked(self) -> None:
         super()._check_blocked()
-        self.cancels.check()
+        self.watch.check_cancelled()
 
     def _check(self) -> None:
         super()._check()
         if self.is_well:
-            check_worker(self.engine, self._worker(), list(self.engine._sessions))
-            stuck = [id for client in self.clients if client.mood is Mood.WELL for id in client.responses]
+            check_worker(self.engine, self._worker(), inside.sessions(self.engine))
+            stuck = [id for client in self.clients if client.peer_state is PeerState.WELL for id in client.responses]
             assert len(stuck) <= self._num_asleep, f"responses {stuck} never end"
             for client in self.clients:
                 self._check_state(client)
 
     def _check_state(self, client: RealtimeClient) -> None:
         shown = SHOWN[self.engine.state]
-        is_told = client.mood is not Mood.WELL or not client.accepted or not client.can_send
+        is_told = client.peer_state is not PeerState.WELL or not client.accepted or not client.can_send
         assert is_told or client.engine_state == shown, f"{client} hears {client.engine_state}, the engine is {shown}"
 
     def _note_moment(self, client: RealtimeClient) -> None:
         if client.response is not None:
-            self.rare.saw("a cancel crosses what the server sends" if len(client.to_client) else "a cancel")
+            self.coverage.saw("a cancel crosses what the server sends" if len(client.to_client) else "a cancel")

@@ -5,40 +5,37 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
 from collections.abc import Set as AbstractSet
-from typing import Any
 
 import trio
 
 from trioengine.actors.engine import Engine
-from trioengine.actors.gate import Gate
 from trioengine.actors.generation import Generation
-from trioengine.actors.session import Session
-from trioengine.actors.waiting_line import WaitingLine, waits_for
+from trioengine.actors.observer import Observer, Slot
 from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, TimedOut
 from trioengine.core.lifecycle import Power
 from trioengine.core.types import Cause, FinishReason
+from trioengine.testing.fuzz import inside
 
 FOR_A_SESSION = ("sessions", "loading")  # codes
 FOR_A_REQUEST = ("queue", "loading", "restarting", "draining")
-FOR_AN_AUDIT = tuple(power.value for power in Power)  # where there is no worker
+FOR_AN_AUDIT = tuple(power.value for power in Power)  # without a worker
 
 
-def check_overloaded(error: EngineOverloaded, gate: Gate, codes: tuple[str, ...]) -> None:
-    """There is no slot, or no worker, of the kind that it names; its code is one of these."""
-    config, ledger = gate._config, gate.ledger
-    assert error.code in codes, f"refused for {error.code}, which is no reason here"
+def check_overloaded(error: EngineOverloaded, engine: Engine, codes: tuple[str, ...]) -> None:
+    """The error is true: slots of its kind are taken, or the worker is missing; its code is one of these."""
+    config, power = engine.config, inside.power(engine)
+    assert error.code in codes, f"refused for {error.code}, which is not a reason here"
     match error.code:
         case "sessions":
-            taken, slots = ledger.sessions, config.max_sessions
+            taken, slots = inside.num_sessions(engine), config.max_sessions
             assert taken == slots, f"{taken} of {slots} session slots are taken, and {error!r}"
         case "queue":
-            taken, slots = ledger.in_flight, config.max_num_seqs + config.max_num_queued_reqs
+            taken, slots = inside.num_in_flight(engine), config.max_num_seqs + config.max_num_queued_reqs
             assert taken == slots, f"{taken} of {slots} slots are taken, and {error!r}"
         case code:
-            is_true = code == gate.power.value and gate.power is not Power.AWAKE
-            assert is_true, f"the engine is {gate.power.value}, and refuses for {code}"
+            is_true = code == power.value and power is not Power.AWAKE
+            assert is_true, f"the engine is {power.value}, and refuses for {code}"
 
 
 def check_refused(
@@ -54,73 +51,62 @@ def check_refused(
     if isinstance(error, EngineOverloaded | EngineAsleep):
         if isinstance(error, EngineOverloaded) and error.code == "payloads":
             return  # judged where there was no room (PayloadWatch)
-        assert not waits_for(error, wait), f"it was to wait, and got {error!r}"
+        assert not inside.waits_for(error, wait), f"it was to wait, and got {error!r}"
         if wait is None and isinstance(error, EngineOverloaded):
-            assert error.code in codes, f"refused for {error.code}, which is no reason here"
+            assert error.code in codes, f"refused for {error.code}, which is not a reason here"
         elif isinstance(error, EngineOverloaded):
-            check_overloaded(error, engine.gate, codes)
+            check_overloaded(error, engine, codes)
         elif wait is not None:
-            assert not engine.gate.is_awake, f"the engine is awake, and {error!r}"
+            assert not inside.is_admitting(engine), f"the engine is awake, and {error!r}"
 
 
 def check_not_admitted(error: EngineError, engine: Engine, *, wait: bool | None, deadline: float) -> None:
     """No session is opened for a caller."""
     check_refused(error, engine, FOR_A_SESSION, wait=wait, deadline=deadline)
     if isinstance(error, EngineClosed):
-        power = engine.gate.power
+        power = inside.power(engine)
         assert power in (Power.DRAINING, Power.CLOSED), f"the engine is {power.value}, and {error!r}"
 
 
-class Accounts:
-    """Those of one engine. `admitted` are the ids of the requests that got a slot, whoever notes them."""
+class RequestLog(Observer):
+    """All requests of one engine, and how many requests and sessions were refused.
+
+    `admitted` has the ids of the requests that got a slot, as AdmissionLog collects them.
+    """
 
     def __init__(self, admitted: AbstractSet[int]) -> None:
         self.generations: list[Generation] = []
         self._by_task: dict[trio.lowlevel.Task, Generation] = {}
         self._admitted = admitted
-        self._rejected = 0
+        self._num_entering = 0  # sessions, minus those that were opened
+        self._num_refused = 0  # requests without an outcome
 
     def latest_of(self, task: trio.lowlevel.Task | None) -> Generation | None:
         """The last request that a task has made."""
         return None if task is None else self._by_task.get(task)
 
-    def of_requests(self, init: Any) -> Any:
-        """For `Generation.__init__`: all that there are, and whose they are."""
+    def request_created(self, generation: object) -> None:
+        assert isinstance(generation, Generation), "an engine's requests are Generations"
+        self.generations.append(generation)
+        self._by_task[trio.lowlevel.current_task()] = generation
 
-        def watched(generation: Generation, *args: Any, **more: Any) -> None:
-            init(generation, *args, **more)
-            self.generations.append(generation)
-            self._by_task[trio.lowlevel.current_task()] = generation
+    def request_refused(self, generation: object, error: Exception) -> None:
+        assert isinstance(generation, Generation), "an engine's requests are Generations"
+        self._num_refused += generation.outcome is None
 
-        return watched
+    def session_entering(self, session: object) -> None:
+        self._num_entering += 1
 
-    def of_openings(self, aenter: Any) -> Any:
-        """For `Session.__aenter__`: a session that is refused, ended or cancelled while it is entered is counted."""
-
-        async def watched(session: Session) -> Any:
-            try:
-                return await aenter(session)
-            except (EngineError, trio.Cancelled):
-                self._rejected += 1
-                raise
-
-        return watched
-
-    def of_starts(self, start: Any) -> Any:
-        """For `Session.start`: so is a request that is refused; all others have an outcome."""
-
-        async def watched(session: Session, generation: Generation) -> None:
-            try:
-                await start(session, generation)
-            except EngineError:
-                self._rejected += generation.outcome is None
-                raise
-
-        return watched
+    def session_opened(self, session: object) -> None:
+        self._num_entering -= 1
 
     def check(self, engine: Engine) -> None:
-        """Everybody has left: every request, every cause and every refusal is in the books, once."""
-        admitted = [generation for generation in self.generations if generation._request_id in self._admitted]
+        """All callers have left: every request, every cause and every refusal is counted once in the ledger."""
+        admitted = [
+            generation
+            for generation in self.generations
+            if inside.has_id(generation) and generation.request_id in self._admitted
+        ]
         undecided = [generation for generation in admitted if generation.outcome is None]
         assert not undecided, f"they had a slot, and have no outcome: {undecided}"
         outcomes = [generation.outcome for generation in self.generations if generation.outcome is not None]
@@ -131,7 +117,7 @@ class Accounts:
             ("received", len(outcomes), statistics.received),
             ("finish_reasons", {reason: reasons[reason] for reason in FinishReason}, statistics.finish_reasons),
             ("abort_causes", {cause: causes[cause] for cause in Cause}, statistics.abort_causes),
-            ("rejected", self._rejected, statistics.rejected),
+            ("rejected", self._num_entering + self._num_refused, statistics.rejected),
         ):
             assert found == due, f"the books say of {name} {found}, the callers were told {due}"
 
@@ -142,67 +128,45 @@ class Accounts:
         return sum(outcome is not None and outcome.cause is Cause.SHUTDOWN for outcome in outcomes)
 
 
-class Admissions:
-    """Those of one engine."""
+class AdmissionLog(Observer):
+    """Checks each admission and each refusal of one engine as it happens; complaints are added to `crashes`."""
 
-    def __init__(self, crashes: list[Exception]) -> None:
-        self.requests: set[int] = set()  # that were admitted, by their ids
+    def __init__(self, engine: Engine, crashes: list[Exception]) -> None:
+        self.requests: set[int] = set()  # ids of those that were admitted
+        self._engine = engine
         self._crashes = crashes
         self._tickets = itertools.count()
         self._arrivals: dict[trio.lowlevel.Task, int] = {}
         self._is_serving = False
 
-    def in_order(self, wait: Any) -> Any:
-        """For `WaitingLine.wait`: nobody is served before one who came earlier and still waits."""
+    def line_joined(self, line: object) -> None:
+        self._arrivals[trio.lowlevel.current_task()] = next(self._tickets)
 
-        async def watched(line: WaitingLine, admission: Callable[[], object], **options: bool | None) -> None:
-            arrivals = self._arrivals
-            own = arrivals[trio.lowlevel.current_task()] = next(self._tickets)
+    def line_serving(self, line: object, task: trio.lowlevel.Task) -> None:
+        self._is_serving = True
 
-            def served() -> None:
-                self._is_serving = True
-                try:
-                    admission()
-                finally:
-                    self._is_serving = False
-                if any(arrivals[task] < own for task in line._waiters):
-                    self._complain("somebody in a line was overtaken")
+    def line_served(self, line: object, task: trio.lowlevel.Task, *, is_admitted: bool) -> None:
+        """Complain if a task is served before one that came earlier and still waits."""
+        self._is_serving = False
+        own = self._arrivals[task]
+        if is_admitted and any(self._arrivals[other] < own for other in inside.waiting_in(line)):
+            self._complain("a caller in a line was overtaken")
 
-            await wait(line, served, **options)
+    def slot_taken(self, slot: Slot, id: int) -> None:
+        """Complain if a newcomer overtakes those in line."""
+        if slot is Slot.REQUEST:
+            self.requests.add(id)
+        waiting = inside.num_in_line_for_slot(self._engine, is_session=slot is Slot.SESSION)
+        if waiting and not self._is_serving:
+            self._complain(f"a newcomer is admitted, and {waiting} wait in the line")
 
-        return watched
-
-    def of_sessions(self, admit: Any) -> Any:
-        """For `Gate.admit_session`."""
-
-        def watched(gate: Gate) -> int:
-            return self._watch(gate, admit, gate.sessions, FOR_A_SESSION)
-
-        return watched
-
-    def of_requests(self, admit: Any) -> Any:
-        """For `Gate.admit_request`."""
-
-        def watched(gate: Gate) -> int:
-            request_id = self._watch(gate, admit, gate.requests, FOR_A_REQUEST)
-            self.requests.add(request_id)
-            return request_id
-
-        return watched
-
-    def _watch(self, gate: Gate, admit: Callable[[Gate], int], line: WaitingLine, codes: tuple[str, ...]) -> int:
-        """Who is refused is told the truth; who is admitted without having waited does not overtake those who wait."""
-        try:
-            id = admit(gate)
-        except EngineOverloaded as error:
+    def slot_refused(self, slot: Slot, error: Exception) -> None:
+        """Complain unless the reason is true."""
+        if isinstance(error, EngineOverloaded):
             try:
-                check_overloaded(error, gate, codes)
+                check_overloaded(error, self._engine, FOR_A_SESSION if slot is Slot.SESSION else FOR_A_REQUEST)
             except AssertionError as exc:
                 self._crashes.append(exc)
-            raise
-        if len(line) and not self._is_serving:
-            self._complain(f"a newcomer is admitted, and {len(line)} wait in the line")
-        return id
 
     def _complain(self, complaint: str) -> None:
         self._crashes.append(AssertionError(complaint))

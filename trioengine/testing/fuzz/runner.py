@@ -21,7 +21,7 @@ from trioengine.testing.fuzz.engine_machine import EngineMachine
 from trioengine.testing.fuzz.http_machine import HttpMachine
 from trioengine.testing.fuzz.machine import Finding, Machine
 from trioengine.testing.fuzz.power_machine import PowerMachine
-from trioengine.testing.fuzz.program import BACKEND, ENVIRONMENT_RULES, Program, Step, replay, sow
+from trioengine.testing.fuzz.program import BACKEND, ENVIRONMENT_RULES, Program, Step, replay, seed_choices
 from trioengine.testing.fuzz.realtime_machine import RealtimeMachine
 
 _ALL: tuple[type[Machine], ...] = (EngineMachine, PowerMachine, RealtimeMachine, HttpMachine, CoreMachine)
@@ -69,7 +69,7 @@ def _run(make: Callable[[], Machine], program: Program) -> Failed | None:
 
 
 BATCH = 50  # programs between two looks at the clock
-COLLECT_AFTER = 20_000  # objects: those of a dozen programs
+COLLECT_AFTER = 20_000  # objects: the garbage of a dozen programs
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Report:
     programs: int = 0
     passes: int = 0
     seconds: float = 0.0
-    rare: Counter[str] = field(default_factory=Counter)
+    coverage: Counter[str] = field(default_factory=Counter)
     failure: Exception | None = None
     program: Program | None = None  # the shrunk one
     programs_to_find: int = 0
@@ -106,14 +106,16 @@ class Fuzzer:
 
     def __init__(
         self,
-        machine: type[Machine],
+        machine: Callable[[], Machine],
         profile: Profile,
         seed: int,
         progress: Progress | None = None,
         *,
         shrink: bool = True,
+        name: str | None = None,
     ) -> None:
-        self.report = Report(machine.__name__, seed)
+        """`machine` makes one, as its type does; `name` is for the report, if `machine` has no `__name__`."""
+        self.report = Report(name or str(getattr(machine, "__name__", "Machine")), seed)
         self._phases = (Phase.generate, Phase.shrink) if shrink else (Phase.generate,)
         self._shrinks = shrink
         self._machine = machine
@@ -132,7 +134,7 @@ class Fuzzer:
         report = self.report
         report.programs += 1
         report.passes += machine.passes
-        report.rare.update(machine.rare.counts)
+        report.coverage.update(machine.coverage.counts)
         report.seconds = time.monotonic() - self._began
         if machine.finding is not None and not report.programs_to_find:
             report.programs_to_find, report.seconds_to_find = report.programs, report.seconds
@@ -146,7 +148,7 @@ class Fuzzer:
 
     def run(self, *, examples: int | None = None, seconds: float | None = None) -> Report:
         """Until something is found, or so many programs or seconds are over; shrinking may take longer."""
-        sow(self.report.seed)
+        seed_choices(self.report.seed)
         with _fewer_collections():
             while self.report.failure is None and not self._is_over(examples, seconds):
                 count = BATCH if examples is None else min(BATCH, examples - self.report.programs)
@@ -167,7 +169,7 @@ class Fuzzer:
                 deadline=None,
                 database=None,
                 backend=BACKEND,
-                derandomize=False,  # in CI, too: our seed counts
+                derandomize=False,  # also in CI: our seed counts
                 report_multiple_bugs=False,
                 print_blob=False,
                 phases=self._phases,
@@ -189,9 +191,9 @@ class Fuzzer:
                 raise
 
 
-def replayed(machine_type: type[Machine], program: Program) -> tuple[Machine, Exception | None]:
+def replayed(make: Callable[[], Machine], program: Program) -> tuple[Machine, Exception | None]:
     """Run a program on a fresh machine; return the machine, and the failure if there is one."""
-    machine = machine_type()
+    machine = make()
     try:
         replay(machine, program)
     except Finding as finding:
@@ -215,11 +217,13 @@ def _fewer_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """The engine's log, which a fuzzer fills with what it does to it."""
+    """Within, the engine's log goes to the handlers of machines alone, which get its errors."""
     logger = logging.getLogger("trioengine")
-    before = logger.disabled
-    logger.disabled = True
+    before = logger.level, logger.propagate, logger.handlers
+    logger.setLevel(logging.ERROR)
+    logger.propagate, logger.handlers = False, [logging.NullHandler()]
     try:
         yield
     finally:
-        logger.disabled = before
+        logger.setLevel(before[0])
+        _, logger.propagate, logger.handlers = before

@@ -1,23 +1,26 @@
-"""A server and its clients: what the machines have in common that use the engine over the network."""
+"""A server and its clients: base class of the machines that use the engine over the network."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import ClassVar, Generic, TypeVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
+from trioengine.actors.generation import Generation
 from trioengine.core.errors import TransitionFailed
-from trioengine.serve import connection
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.limits import ByteBudget, ConnectionSlot
 from trioengine.serve.server import Server
+from trioengine.testing.fuzz import inside, inside_server
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES, PicturesEnvironment
+from trioengine.testing.fuzz.inside_server import RealtimeConnection, Response
+from trioengine.testing.fuzz.oracles import InjectedFaults
 from trioengine.testing.fuzz.program import pick, recorded
-from trioengine.testing.fuzz.watching import CrashLog, noting, noting_refusals
-from trioengine.testing.simulated_peer import Mood, SimulatedListener, SimulatedPeer
+from trioengine.testing.fuzz.world import EngineFactory, make_engine
+from trioengine.testing.simulated_peer import PeerState, SimulatedListener, SimulatedPeer
 
 WHICH = st.sampled_from((0, 0, 1, 2))
 WAYS = ("close", "hang up", "half-close", "reset", "stall", "vanish", "read again", "garbage")
@@ -26,24 +29,88 @@ ATTEMPTS = 6  # to wake in the end: a worker may be lost on the way
 OUTAGES = ("abort all", *WORKER_OUTAGES, *STARTS, "abort all", "drain", "drain soon", "abort")
 
 
+ROOM, AT_ONCE = 1024, 512  # characters of an outbox, so that few events fill it, and not all of them go at once
 Client = TypeVar("Client", bound=SimulatedPeer)
 
 
+class ServerWatch(inside_server.ServerEvents):
+    """Checks of one server at the moment of an event; complaints are added to `crashes`."""
+
+    def __init__(self, crashes: list[Exception], saw: Callable[[str], None], faults: InjectedFaults) -> None:
+        self.connections: list[RealtimeConnection] = []  # that are not over
+        self._crashes = crashes
+        self._saw = saw
+        self._faults = faults
+        self._cancelled: list[Response] = []  # by clients, and not over
+
+    def error_logged(self, error: Exception) -> None:
+        self._crashes.append(error)
+
+    def connection_displaced(self) -> None:
+        self._saw("a connection makes room")
+
+    def bytes_refused(self) -> None:
+        self._saw("the buffers are full")
+
+    def aborted_by_id(self, generations: list[Generation], due: int, aborted: int) -> None:
+        """Complain unless all that went on are stopped in the same step, and counted."""
+        if aborted != due:
+            self._complain(f"an operator was told {aborted} of {generations}")
+        for generation in filter(inside.is_going, generations):
+            self._complain(f"an operator has aborted it, and it goes on: {inside.session_of(generation)}")
+        self._faults.operators |= aborted > 0
+        self._saw("an operator aborts a request" if aborted else "an operator aborts what is over")
+
+    def connection_opened(self, connection: RealtimeConnection) -> None:
+        self.connections.append(connection)
+
+    def connection_closed(self, connection: RealtimeConnection) -> None:
+        self.connections.remove(connection)
+
+    def response_cancelled(self, response: Response) -> None:
+        """Complain unless the response is stopped in the same step."""
+        self._cancelled.append(response)
+        try:
+            self.check_cancelled()
+        except AssertionError as exc:
+            self._crashes.append(exc)
+
+    def message_dropped(self) -> None:
+        self._saw("a message is dropped")
+
+    def event_put(self, size: int) -> None:
+        if size > ROOM:
+            self._saw("an outbox is full")
+
+    def delta_put(self, size: int) -> None:
+        """Complain if texts for a slow client do not wait for room."""
+        if size > ROOM + inside_server.BETWEEN:
+            self._complain(f"{size} characters are kept for a slow client")
+
+    def check_cancelled(self) -> None:
+        """Responses that clients have cancelled do not go on; one on its way in is stopped once it is there."""
+        self._cancelled = list(filter(inside_server.is_in_progress, self._cancelled))
+        for response in self._cancelled:
+            assert not inside_server.goes_on(response), f"{response.id} was cancelled, and goes on"
+
+    def _complain(self, complaint: str) -> None:
+        self._crashes.append(AssertionError(complaint))
+
+
 class ServedEnvironment(PicturesEnvironment, Generic[Client]):
-    """The clients' ways to leave, and what happens to the server."""
+    """The ways in which clients leave, and faults of the server."""
 
     max_buffered_bytes: ClassVar[int]  # so few that clients are sometimes refused for want of room
     max_buffered_bytes_with_pictures: ClassVar[int]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._watch(connection, "logger", lambda _: CrashLog(self.loop.crashes))
-        self._watch(ConnectionSlot, "displace", noting(functools.partial(self.rare.saw, "a connection makes room")))
+    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
+        super().__init__(make_engine)
         self.clients: list[Client] = []
         self.listener = SimulatedListener()
         config = ServeConfig(max_connections=MAX_CLIENTS, max_buffered_bytes=self.max_buffered_bytes)
         self.server = Server(self.engine, config)
-        self._watch(ByteBudget, "check_room", noting_refusals(functools.partial(self.rare.saw, "the buffers are full")))
+        self.watch = ServerWatch(self.loop.crashes, self.coverage.saw, self.faults)
+        self._taps.enter_context(inside_server.tapped(self.watch, room=ROOM, at_once=AT_ONCE))
         self.server_call = Call("server", functools.partial(self.server.run, [self.listener]), ())
         self.loop.start_soon(self.server_call.run, name="server")
 
@@ -51,13 +118,13 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
     @recorded(which=WHICH, how=st.sampled_from(WAYS))
     def go(self, which: int, how: str) -> None:
         """A client leaves, in one of the ways to leave, or reads no more, until it reads again."""
-        if how == "read again" and all(client.mood is not Mood.STALLED for client in self.targets):
+        if how == "read again" and all(client.peer_state is not PeerState.STALLED for client in self.targets):
             how = "stall"
         able = [client for client in self.targets if _can_go(client, how)]
         if not able:
             return
         client = pick(able, which)
-        self.rare.saw(f"{how} while {'a response is active' if client.is_active else 'no response is active'}")
+        self.coverage.saw(f"{how} while {'a response is active' if client.is_active else 'no response is active'}")
         match how:
             case "close":
                 client.close()
@@ -70,11 +137,11 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
             case "vanish":
                 client.vanish()
             case "stall":
-                client.mood = Mood.STALLED
+                client.peer_state = PeerState.STALLED
             case "read again":
-                client.mood = Mood.WELL
+                client.peer_state = PeerState.WELL
             case "garbage":
-                client.babble()
+                client.send_garbage()
 
     @precondition(lambda self: self.targets)
     @recorded(which=WHICH, to_server=st.integers(0, 400), to_client=st.integers(0, 400))
@@ -85,7 +152,7 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
     @precondition(lambda self: self.in_use)
     @recorded(way=st.sampled_from(OUTAGES))
     def outage(self, way: str) -> None:
-        """The server is told to end, or everything to stop, or the worker goes wrong."""
+        """Drain or abort the server, abort all requests, or inject a fault into the worker."""
         match way:
             case "abort":
                 self._excuse_shutdown()
@@ -95,15 +162,15 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
             case _:
                 self._suffer(way)
 
-    # ---- what the environment asks --------------------------------------------------------------------------------
+    # ---- overrides --------------------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        self.server.budget._max_bytes = self.max_buffered_bytes_with_pictures
+        inside_server.set_max_buffered_bytes(self.server, self.max_buffered_bytes_with_pictures)
 
     @property
     def _num_asleep(self) -> int:
         """How many requests wait for a wake."""
-        return self.engine.gate.ledger.suspended if self.engine.power.asleep else 0
+        return inside.num_suspended(self.engine) if self.engine.power.asleep else 0
 
     @property
     def in_use(self) -> bool:
@@ -131,7 +198,7 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
     @property
     def targets(self) -> list[Client]:
         """The clients that have not gone: first those with an answer in progress, then the latest."""
-        latest_first = [client for client in self.clients[::-1] if client.mood is not Mood.GONE]
+        latest_first = [client for client in self.clients[::-1] if client.peer_state is not PeerState.GONE]
         if len(latest_first) > 1:  # asked for before every rule, by preconditions
             latest_first.sort(key=lambda client: not client.is_active)
         return latest_first
@@ -150,15 +217,15 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
 
     def _check(self) -> None:
         super()._check()
-        if not len(self.engine.payloads.line):  # else an event waits for room for its images
+        if not len(inside.budget(self.engine).line):  # else an event waits for room for its images
             for client in self.clients:
                 client.check_at_rest()
 
     def _wake_up(self) -> None:
-        """Asleep, nothing is said to a client that has vanished, by which it could be noticed."""
+        """Wake the engine: asleep it sends nothing, so that it cannot detect a client that has vanished."""
         for _ in range(ATTEMPTS):
-            self._run_out(lambda: not self.engine.gate.num_pending, "a sleep is never done")
-            if not self.engine.power.asleep or self.troubles.closing:
+            self._run_out(lambda: not inside.num_changes_pending(self.engine), "a sleep is never done")
+            if not self.engine.power.asleep or self.faults.closing:
                 return
             self._call("wake", self.engine.wake, (TransitionFailed,))
             self._run_out(lambda: self.calls[-1].over, "a wake is never done")
@@ -166,18 +233,18 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
     def _let_go(self) -> None:
         for client in self.clients:
             client.close()
-        present = [client for client in self.clients if client.mood is not Mood.VANISHED]
+        present = [client for client in self.clients if client.peer_state is not PeerState.VANISHED]
         self._run_out(lambda: all(client.stream.closed for client in present), "connections never end")
         self._wake_up()
         self._run_out(lambda: all(client.stream.closed for client in self.clients), "connections never end")
-        for slots in (self.server.connections._slots, self.server.connections._beyond):
-            assert slots.left == slots.count, f"all clients have gone, and {slots.left} of {slots.count} are free"
-        kept = self.server.budget.num_bytes
+        for count, left in inside_server.connection_slots(self.server):
+            assert left == count, f"all clients have gone, and {left} of {count} are free"
+        kept = inside_server.num_buffered_bytes(self.server)
         assert kept == 0, f"all clients have gone, and {kept} bytes are kept for them"
-        known = len(self.server.in_flight)
+        known = len(inside_server.request_ids(self.server))
         assert known == 0, f"all clients have gone, and {known} requests are known by their ids"
-        left = [session for session in self.engine._sessions if session.end_cause is None]
-        assert not left, f"sessions without a client: {left}"
+        open_sessions = [session for session in inside.sessions(self.engine) if inside.end_cause(session) is None]
+        assert not open_sessions, f"sessions without a client: {open_sessions}"
         self._begin_drain(self.server.drain, 0.5)
         self._run_out(lambda: self.server_call.over and not self.running_calls, "the server does not end")
 
@@ -192,8 +259,8 @@ def _can_go(client: SimulatedPeer, how: str) -> bool:
         case "garbage":
             return client.can_send
         case "stall":
-            return client.mood is Mood.WELL
+            return client.peer_state is PeerState.WELL
         case "read again":
-            return client.mood is Mood.STALLED
+            return client.peer_state is PeerState.STALLED
         case _:
-            return client.mood is not Mood.VANISHED
+            return client.peer_state is not PeerState.VANISHED

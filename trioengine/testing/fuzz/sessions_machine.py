@@ -24,22 +24,30 @@ from trioengine.core.errors import (
 )
 from trioengine.core.sampling_params import Overflow, SamplingParams
 from trioengine.core.types import Cause
-from trioengine.testing.fuzz.answers import check_answer, prompt_of
-from trioengine.testing.fuzz.callers import Holder, Reader, Style, partial_of
+from trioengine.testing.fuzz import inside
+from trioengine.testing.fuzz.callers import Reader, SessionHolder, Style, partial_of
+from trioengine.testing.fuzz.conversations import (
+    MEDIA,
+    Content,
+    Turn,
+    check_answer,
+    content_of,
+    is_failed,
+    is_refused,
+    media_of,
+    prompt_of,
+)
 from trioengine.testing.fuzz.environment import PicturesEnvironment
-from trioengine.testing.fuzz.image_states import parked
 from trioengine.testing.fuzz.oracles import (
-    GOING,
     check_aborted,
     check_deadline,
     check_holder,
     check_reader,
     check_worker,
 )
-from trioengine.testing.fuzz.pictures import MEDIA, Content, Turn, content_of, is_failed, is_refused, media_of
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.request_log import FOR_A_REQUEST, FOR_AN_AUDIT, check_refused
-from trioengine.testing.fuzz.world import LIMITS
+from trioengine.testing.fuzz.world import LIMITS, EngineFactory, make_engine
 from trioengine.testing.simulated_worker import Health
 
 AUDIT_TIMEOUT = 10.0
@@ -50,7 +58,7 @@ REFUSALS = (EngineOverloaded, EngineAsleep, EngineClosed, WorkerLost)
 
 
 class CallsMachine(PicturesEnvironment):
-    """The rules of calls that nobody reads from: each is a task, and its answer or error is judged where it ends."""
+    """The rules of one-shot calls: each is a task, and its answer or error is judged where it ends."""
 
     @precondition(lambda self: not self.running_calls)
     @recorded(callers=st.integers(2, 6), first=st.integers(0, 2))
@@ -88,9 +96,9 @@ class CallsMachine(PicturesEnvironment):
             raise
         self._learn()
         is_late = trio.current_time() >= deadline
-        causes = self.troubles.causes | ({Cause.TIMEOUT} if is_late else set())
+        causes = self.faults.causes | ({Cause.TIMEOUT} if is_late else set())
         prompt, images = prompt_of((("user", content),))
-        check_answer(completion, prompt, params, LIMITS.max_model_len, causes, self.troubles.paths, images)
+        check_answer(completion, prompt, params, LIMITS.max_model_len, causes, self.faults.paths, images)
 
     @precondition(lambda self: self.shows and len(self.running_calls) < MOST_CALLS)
     @recorded(media=st.sampled_from(MEDIA), wait=WAIT, timeout=st.sampled_from((None, None, 0.5)))
@@ -112,8 +120,8 @@ class CallsMachine(PicturesEnvironment):
     async def _ready(self) -> None:
         await self.engine.ready()
         worker = self.worker
-        assert self.engine.gate.is_awake and worker is not None, "it is ready, it said, and admits nothing"
-        assert worker.health is not Health.DEAD, "it is ready, it said, and its worker is dead"
+        assert inside.is_admitting(self.engine) and worker is not None, "ready() has returned, and nothing is admitted"
+        assert worker.health is not Health.DEAD, "ready() has returned, and the worker is dead"
 
     async def _audit(self) -> None:
         try:
@@ -122,13 +130,13 @@ class CallsMachine(PicturesEnvironment):
             check_refused(exc, self.engine, FOR_AN_AUDIT, wait=False)
             raise
         except InvariantError as exc:
-            if not self.troubles.workers or "did not answer" not in str(exc):  # its bytes may not move in time
+            if not self.faults.workers or "did not answer" not in str(exc):  # its bytes may not move in time
                 raise
 
     # ---- for a machine that asks for more than answers ------------------------------------------------------------
 
     def _learn(self) -> None:
-        """Take in what has been done to the engine."""
+        """Take in the changes that were made to the engine."""
 
 
 SALTS = ("", "", "mine")  # of the requests in turn
@@ -137,9 +145,9 @@ SALTS = ("", "", "mine")  # of the requests in turn
 class SessionsMachine(CallsMachine):
     """Holders of sessions, and readers of their requests; the rules are in the machines built on it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.holders: list[Holder] = []
+    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
+        super().__init__(make_engine)
+        self.holders: list[SessionHolder] = []
         self.readers: list[Reader] = []
 
     # ---- who there is -----------------------------------------------------------------------------------------------
@@ -149,18 +157,18 @@ class SessionsMachine(CallsMachine):
         return bool(self.readers or self.calls or self.holders)
 
     @property
-    def open_holders(self) -> list[Holder]:
+    def open_holders(self) -> list[SessionHolder]:
         return [holder for holder in self.holders if holder.is_open]
 
     @property
-    def running_holders(self) -> list[Holder]:
+    def running_holders(self) -> list[SessionHolder]:
         return [holder for holder in self.holders if not holder.over]
 
     @property
     def running_readers(self) -> list[Reader]:
         return [reader for reader in self.readers if not reader.over]
 
-    # ---- what rules do ----------------------------------------------------------------------------------------------
+    # ---- actions ----------------------------------------------------------------------------------------------------
 
     def _read(
         self,
@@ -191,13 +199,13 @@ class SessionsMachine(CallsMachine):
         messages: list[dict[str, Any]] | None = None,
     ) -> None:
         overflow: Overflow = "drop_oldest_turns" if len(self.holders) % 2 else "refuse"
-        holder = Holder(self.engine, wait, timeout, overflow, history, messages)
+        holder = SessionHolder(self.engine, wait, timeout, overflow, history, messages)
         self.holders.append(holder)
         self.loop.start_soon(holder.run, name=f"holder-{len(self.holders)}")
 
     def _stop(self, reader: Reader, what: str) -> None:
         generation = reader.generation
-        has_id = generation is not None and generation._request_id is not None
+        has_id = generation is not None and inside.has_id(generation)
         if what == "cancel":
             self._note_moment(reader, what)
             reader.scope.cancel()
@@ -211,13 +219,10 @@ class SessionsMachine(CallsMachine):
         elif self.worker is not None:  # the worker cannot sample for it: it fails alone
             self._note_moment(reader, what)
             self.worker.runner.fail_requests.add(generation.request_id)
-            self.troubles.requests.add(generation.request_id)
+            self.faults.requests.add(generation.request_id)
 
     def _abort(self, reader: Reader, generation: Generation, *, by_id: bool) -> None:
-        session = reader.holder.session
-        is_in_flight = session is not None and session.generation is generation
-        is_going = is_in_flight and session is not None and session.phase in GOING
-        is_to_end = generation.outcome is None and (is_going or not is_in_flight)
+        is_to_end = generation.outcome is None and (inside.is_going(generation) or not inside.is_in_flight(generation))
         reader.aborted = True
         ended = self.engine.abort(generation.request_id) if by_id else generation.abort()
         assert ended == is_to_end, f"abort() said {ended} of {generation}"
@@ -230,37 +235,38 @@ class SessionsMachine(CallsMachine):
         if generation is None or session is None or reader.over:
             return
         if not reader.entered:
-            where = "while it is prepared" if session.generation is generation else "while it waits in line"
-            self.rare.saw(f"{what} {where}")
-        elif session.attached and worker is not None and session.id not in worker.core.sessions:
-            self.rare.saw(f"{what} before the worker has seen ADD_SESSION")
+            where = "while it is prepared" if inside.is_in_flight(generation) else "while it waits in line"
+            self.coverage.saw(f"{what} {where}")
+        elif inside.is_attached(session) and worker is not None and session.id not in worker.core.sessions:
+            self.coverage.saw(f"{what} before the worker has seen ADD_SESSION")
         elif generation.outcome is not None:
-            self.rare.saw(f"{what} after the outcome, before it is read")
+            self.coverage.saw(f"{what} after the outcome, before it is read")
         if reader.media and (moment := self._image_moment(reader)):
-            self.rare.saw(f"{what} {moment}")
+            self.coverage.saw(f"{what} {moment}")
 
     def _image_moment(self, reader: Reader) -> str | None:
         """How far the payloads of a request have come."""
-        link, worker, generation = self.engine.gate.link, self.worker, reader.generation
+        worker, generation = self.worker, reader.generation
         if not reader.entered:
             return self.payloads.stages.get(reader.task) if reader.task is not None else None
-        if link is None or worker is None or generation is None or generation.outcome is not None:
+        is_there = inside.has_worker(self.engine) and worker is not None
+        if not is_there or worker is None or generation is None or generation.outcome is not None:
             return None
-        if link._unsent:
+        if inside.has_unsent_payloads(self.engine):
             return "before its payloads are sent"
-        if generation.request_id in [sequence.request for sequence in parked(worker)]:
+        if generation.request_id in [sequence.request for sequence in inside.parked(worker)]:
             return "while it is parked"
         return "with payloads in the socket" if len(worker.payloads) else None
 
-    # ---- the end, and what is looked at -----------------------------------------------------------------------------
+    # ---- the end, and checks ----------------------------------------------------------------------------------------
 
     def _let_go(self) -> None:
         for reader in self.readers:
             reader.go_on.set()
-        self._run_out(lambda: all(reader.over for reader in self.readers), "readers wait for ever")
+        self._run_out(lambda: all(reader.over for reader in self.readers), "readers wait forever")
         for holder in self.holders:
             holder.leave.set()
-        self._run_out(lambda: not self.running_holders and not self.running_calls, "callers wait for ever")
+        self._run_out(lambda: not self.running_holders and not self.running_calls, "callers wait forever")
 
     def _check_blocked(self) -> None:
         super()._check_blocked()
@@ -272,10 +278,10 @@ class SessionsMachine(CallsMachine):
         super()._check()
         for reader in self.readers:
             if reader.over and not reader.checked:
-                check_reader(reader, LIMITS.max_model_len, self.troubles)
+                check_reader(reader, LIMITS.max_model_len, self.faults)
                 reader.checked = True
         for holder in self.holders:
-            check_holder(holder, self.troubles)
+            check_holder(holder, self.faults)
         if self.is_well:
             sessions = [holder.session for holder in self.holders if holder.session is not None]
             check_worker(self.engine, self._worker(), sessions)

@@ -5,24 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import trio
 
 from trioengine.actors.engine import Engine
-from trioengine.actors.gate import Gate
-from trioengine.actors.generation import Generation
-from trioengine.actors.session import Session
-from trioengine.actors.waiting_line import WaitingLine
+from trioengine.actors.observer import Observer
+from trioengine.actors.ports import Ports
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, ModelError, WorkerLost
-from trioengine.core.lifecycle import Phase, Power
+from trioengine.core.lifecycle import Power
 from trioengine.core.types import Cause
+from trioengine.testing.fuzz import inside
 from trioengine.testing.fuzz.callers import Call
+from trioengine.testing.fuzz.conversations import MAX_PAYLOADS, PAYLOAD_MEMORY
 from trioengine.testing.fuzz.machine import Machine
-from trioengine.testing.fuzz.oracles import Troubles, check_decided, check_limits
-from trioengine.testing.fuzz.pictures import MAX_PAYLOADS, PAYLOAD_MEMORY
-from trioengine.testing.fuzz.request_log import Accounts, Admissions
+from trioengine.testing.fuzz.oracles import InjectedFaults, check_decided, check_limits
+from trioengine.testing.fuzz.request_log import AdmissionLog, RequestLog
 from trioengine.testing.sim_loop import SimLoop
 from trioengine.testing.simulated_process import SIGSEGV
 from trioengine.testing.simulated_worker import Health, SimulatedWorker
@@ -30,6 +29,7 @@ from trioengine.testing.simulation import Simulation
 from trioengine.testing.toy_model import TOY_TILE, VOCAB_SIZE
 from trioengine.worker.scheduling.step import Limits
 
+EngineFactory: TypeAlias = Callable[[EngineConfig, Ports], Engine]
 CONFIG = EngineConfig(
     model="toy",
     max_num_seqs=2,
@@ -38,7 +38,7 @@ CONFIG = EngineConfig(
     ping_interval=4.0,
     unresponsive_timeout=6.0,
     step_timeout=15.0,
-    worker_shutdown_timeout=14.0,  # half of it is longer than a slow step after the seconds that harm nobody
+    worker_shutdown_timeout=14.0,  # half of it is longer than a slow step after the seconds that do no harm
     startup_timeout=15.0,
     restart_delays=(0.0, 1.0),
     max_restarts=50,
@@ -57,43 +57,41 @@ IMAGE_LIMITS = replace(
     LIMITS,
     vocab_size=VOCAB_SIZE + 1,
     tile=TOY_TILE,
-    encoder_cache_memory=2 * TOY_TILE.feature_bytes,  # so that pictures leave it, too
+    encoder_cache_memory=2 * TOY_TILE.feature_bytes,  # so that pictures are evicted from it
 )
-STOPPING = (Phase.STOPPING, Phase.ENDING)
 ROUNDS = 400  # of settling between two moments of the clock; more is a livelock
 
 
+def make_engine(config: EngineConfig, ports: Ports) -> Engine:
+    """The engine that a machine drives, unless it is given another factory."""
+    return Engine(config, ports=ports)
+
+
 class World(Machine):
-    """No rules yet: how to run it, to rest and to the end, and what is looked at on the way."""
+    """A machine without rules: runs an engine to rest and to its end, and checks it on the way."""
 
     config = CONFIG
     limits = LIMITS
-    horizon = 60.0  # seconds, past the longest timeout: what waits then, waits for ever
+    horizon = 60.0  # seconds, past the longest timeout: tasks that wait then, wait forever
 
-    def __init__(self) -> None:
+    def __init__(self, make_engine: EngineFactory = make_engine) -> None:
         super().__init__()
         self.loop = SimLoop()
         self.simulation = Simulation(limits=self.limits, thread_threshold=0)
         self.simulation.max_payloads = MAX_PAYLOADS
-        self.engine = Engine(self.config, ports=self.simulation.ports)
+        self.engine = make_engine(self.config, self.simulation.ports)
         self.engine_call = Call("engine", self.engine.run, (WorkerLost, ModelError))
         self.calls: list[Call] = []
-        self.troubles = Troubles(poisoned=self.simulation.poisoned)
+        self.faults = InjectedFaults(poisoned=self.simulation.poisoned)
         self.harmed: list[SimulatedWorker] = []  # those that cannot be asked to end well
         self.served: set[SimulatedWorker] = set()  # those that were READY while the engine was open
-        self.admissions = Admissions(self.loop.crashes)
-        self._watch(WaitingLine, "wait", self.admissions.in_order)
-        self._watch(Gate, "admit_session", self.admissions.of_sessions)
-        self._watch(Gate, "admit_request", self.admissions.of_requests)
-        self.accounts = Accounts(self.admissions.requests)
-        self._watch(Generation, "__init__", self.accounts.of_requests)
-        self._watch(Session, "__aenter__", self.accounts.of_openings)
-        self._watch(Session, "start", self.accounts.of_starts)
-        self._watch(Engine, "_supervise", self._excuse_failure)
+        self.admissions = AdmissionLog(self.engine, self.loop.crashes)
+        self.requests = RequestLog(self.admissions.requests)
+        self.engine.observers += [self.coverage, self.admissions, self.requests, _Excuses(self)]
         self.waited = 0.0  # seconds, since bytes were last moved fairly
         self.loop.start_soon(self.engine_call.run, name="engine")
 
-    # ---- what there is --------------------------------------------------------------------------------------------
+    # ---- queries ----------------------------------------------------------------------------------------------------
 
     @property
     def passes(self) -> int:
@@ -114,7 +112,7 @@ class World(Machine):
         return [call for call in self.calls if not call.over]
 
     def _worker(self) -> SimulatedWorker:
-        assert self.worker is not None, "a precondition says so"
+        assert self.worker is not None, "the precondition holds"
         return self.worker
 
     def _call(
@@ -130,8 +128,8 @@ class World(Machine):
         super().act(rule)
         self._try(self._look)
         self._report()
-        gate, worker = self.engine.gate, self.worker
-        if gate.link is not None and gate.power is not Power.CLOSED and worker is not None:
+        worker = self.worker
+        if worker is not None and inside.has_worker(self.engine) and inside.power(self.engine) is not Power.CLOSED:
             self.served.add(worker)  # one that is READY after the end is killed, as one that still starts
 
     def _look(self) -> None:
@@ -186,10 +184,10 @@ class World(Machine):
         """What a task, or the engine's peer, complained of."""
         dead = [worker for worker in self.simulation.workers if worker.health is Health.DEAD]
         by_poison = sum(worker.exit_code == -SIGSEGV for worker in dead)
-        self.troubles.retired = self.engine._supervisor.retired
+        self.faults.retired = inside.num_retired(self.engine)
         # a request that kills workers counts once, and then each time that it got a token
         counted = sum(num_tokens + 1 for num_tokens in self.simulation.poisoned.values())
-        self.troubles.deaths = len(dead) - self.troubles.retired - max(0, by_poison - counted)
+        self.faults.deaths = len(dead) - self.faults.retired - max(0, by_poison - counted)
         if self.loop.crashes:
             raise self.loop.crashes[0]
         for worker in self.simulation.workers:
@@ -201,8 +199,10 @@ class World(Machine):
         check_decided(self.engine)
         for call in self.running_calls:
             if trio.current_time() >= call.deadline:  # nothing keeps it, but for the requests of others
-                has_own = self.accounts.latest_of(call.task) is not None
-                is_kept = not has_own and any(session.phase in STOPPING for session in self.engine._sessions)
+                has_own = self.requests.latest_of(call.task) is not None
+                is_kept = not has_own and any(
+                    inside.phase(session) in inside.STOPPING for session in inside.sessions(self.engine)
+                )
                 assert is_kept, f"its time is over, and it goes on: {call.name}\n{self.loop.stacks()}"
 
     def _close(self) -> None:
@@ -210,28 +210,32 @@ class World(Machine):
             statistics = worker.core.statistics()
             for state in ("num_preemptions", "prefix_cache_hits"):
                 if getattr(statistics, state):
-                    self.rare.saw(state.replace("_", " "))
+                    self.coverage.saw(state.replace("_", " "))
         self.loop.close()
         self._raise_crash()
 
     def _excuse_shutdown(self) -> None:
-        self.troubles.closing = True
-        self.troubles.causes.add(Cause.SHUTDOWN)
-
-    def _excuse_failure(self, supervise: Any) -> Any:
-        """For `Engine._supervise`: without a worker the engine ends, which aborts what is in flight."""
-
-        async def watched(engine: Engine) -> None:
-            try:
-                await supervise(engine)
-            except EngineError:
-                if self.troubles.workers:
-                    self._excuse_shutdown()
-                raise
-
-        return watched
+        self.faults.closing = True
+        self.faults.causes.add(Cause.SHUTDOWN)
 
     def _harm(self) -> None:
-        self.troubles.workers = True
+        self.faults.workers = True
         if self.worker is not None:
             self.harmed.append(self.worker)
+
+
+class _Excuses(Observer):
+    """Notes which ends of workers and of the engine follow from the faults that a program has injected."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def worker_retired(self) -> None:
+        """A worker that takes too long to exit is killed, as if it had been harmed."""
+        if self._world.worker is not None:
+            self._world.harmed.append(self._world.worker)
+
+    def engine_failed(self, error: Exception) -> None:
+        """Without a worker the engine ends, which aborts the requests in flight."""
+        if self._world.faults.workers:
+            self._world._excuse_shutdown()

@@ -1,8 +1,8 @@
-"""Compiles C++ for this machine and loads it; what was compiled is kept beside the models.
+"""Compiles C++ for this machine and loads it; libraries are kept beside the models.
 
-A library's name is the hash of whatever it depends on: the source, the command, and the compiler's own macros, which
-tell its version and the instruction sets of this machine's CPU. It is renamed to that name as the last act, so a file
-under it is whole, and any number of workers may compile at once. Where there is no such place, or nothing can be loaded
+A library's name is the hash of all that it depends on: the source, the command, and the compiler's own macros, which
+give its version and the instruction sets of this machine's CPU. It is renamed to that name as the last act, so a file
+under it is whole, and any number of workers may compile at once. Without such a place, or where nothing can be loaded
 from it, or others could have changed it, the source is compiled at every start, in a folder of this process alone.
 """
 
@@ -26,20 +26,20 @@ from trioengine.hub.known_models import trioengine_home
 
 logger = logging.getLogger("trioengine")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-Wall")
-_TIMEOUT = 30.0  # seconds, of which one is needed; all of it is less than what a start may take without progress
+_TIMEOUT = 30.0  # seconds: one is needed, and a start may take longer without progress
 _WORKPLACE = ".compile-"  # + a random suffix
 
 
 class KernelsUnavailable(Exception):
-    """Why there are none; says it to the user."""
+    """The native kernels cannot be had; the message is a reason for the user."""
 
 
 class CompilerMissing(KernelsUnavailable):
-    """There is none on the machine."""
+    """The machine has no C++ compiler."""
 
 
 def find_compiler() -> str | None:
-    """GCC's, because OpenMP's threads must be those of torch, which has GCC's runtime."""
+    """Find GCC's compiler: with its OpenMP runtime the kernels share torch's threads."""
     return shutil.which("g++")
 
 

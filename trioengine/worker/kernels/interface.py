@@ -1,4 +1,4 @@
-"""The interface of a backend's kernels."""
+"""The interface of a backend's kernels, and the parameters that models pass to them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,16 @@ class RMSNorm:
     epsilon: float
 
 
+class RotaryTable:
+    """Cosines and sines of all positions, each for both halves of a head."""
+
+    def __init__(self, frequencies: Tensor, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
+        cos, sin = angles.cos(), angles.sin()
+        table = torch.cat((cos, cos, -sin, sin), dim=-1)  # the sine carries the rotation's sign
+        self.table = table.to(device=device, dtype=dtype)  # [max_positions, 2 * head_dim]
+
+
 class Attention(Protocol):
     """One step's attention: a backend lays out the batch once, and then runs every layer."""
 
@@ -35,12 +45,12 @@ class Attention(Protocol):
 class Kernels(Protocol):
     """One backend's kernels, for one model; all tensors are contiguous, and on the model's device.
 
-    `dtype` is that of the weights and the KV cache. The residual stream is in float32.
+    The weights and the KV cache have one `dtype`. The residual stream is in float32.
     """
 
     @property
     def name(self) -> str:
-        """As READY says it."""
+        """The name in READY."""
         ...
 
     @property
@@ -56,7 +66,7 @@ class Kernels(Protocol):
         ...
 
     def rotate_(self, heads: Tensor, count: int, rotary: RotaryTable, positions: Tensor) -> None:
-        """Turn the first `count` heads of [num_tokens, num_heads, head_dim] in place; positions [num_tokens]."""
+        """Rotate the first `count` heads of [num_tokens, num_heads, head_dim] in place; positions [num_tokens]."""
         ...
 
     def silu_and_multiply(self, gate_up: Tensor) -> Tensor:
@@ -64,15 +74,5 @@ class Kernels(Protocol):
         ...
 
     def attention(self, batch: ForwardBatch, cache: KVCache) -> Attention:
-        """Lay out a step."""
+        """Lay out a step's attention, for all layers."""
         ...
-
-
-class RotaryTable:
-    """Cosines and sines of all positions, each for both halves of a head."""
-
-    def __init__(self, frequencies: Tensor, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
-        cos, sin = angles.cos(), angles.sin()
-        table = torch.cat((cos, cos, -sin, sin), dim=-1)  # the sine carries the rotation's sign
-        self.table = table.to(device=device, dtype=dtype)  # [max_positions, 2 * head_dim]

@@ -35,11 +35,11 @@ class KVCache:
     def allocate(
         model: TextConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> KVCache:
-        """Reserve the memory; ModelError where it cannot be had."""
+        """Reserve the memory. Raises ModelError if it cannot be had."""
         shape = (num_blocks, 2 * model.num_kv_heads, block_size, model.head_dim)
         try:
             layers = tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(model.num_layers))
-        except RuntimeError as exc:  # as torch says it, of a GPU's memory too
+        except RuntimeError as exc:  # torch's for a lack of memory, also on a GPU
             size = math.prod(shape) * dtype.itemsize * model.num_layers
             raise ModelError(
                 f"{size} bytes for the KV cache cannot be had on {device}: lower kv_cache_memory (--kv-cache-memory)"
@@ -47,7 +47,7 @@ class KVCache:
         return KVCache(num_blocks, block_size, model.num_kv_heads, layers)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Of every layer, and at once: what is a source and a target is read first."""
+        """Copy blocks of every layer at once: a block that is both source and target is read first."""
         if copies:
             device = self.layers[0].device
             sources, targets, counts = torch.tensor(copies, device=device).unbind(1)
@@ -58,7 +58,7 @@ class KVCache:
 
 
 def count_blocks(config: WorkerConfig, model: TextConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """How many blocks the memory holds; ModelError where it holds none."""
+    """Return how many blocks the memory holds. Raises ModelError if it holds none."""
     if config.kv_blocks is not None:
         return config.kv_blocks
     per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize

@@ -1,9 +1,18 @@
-"""Linear layers: on the CPU, weights packed once for its kernels; plain `F.linear` elsewhere."""
+"""Linear layers.
+
+On the CPU weights are packed once for its kernels, of bfloat16 or of four bits: a quarter of the memory traffic.
+Elsewhere a layer is `F.linear`.
+
+With InvariantLinears a row's result has the same bits whatever other rows a step has. A library chooses a product's
+kernel, and with it the order of its sums, by the number of rows: one row may be computed as a vector, a few by other
+blocks than many. Which numbers differ depends on the library, the CPU, the shape and the number of threads, so it is
+measured: each shape is tried once, and gets the cheapest plan under which all rows agree.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,14 +21,65 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from trioengine.core.errors import ModelError
-from trioengine.worker.kernels.four_bit import GROUP, FourBitWeight
 
 Linear: TypeAlias = Callable[[Tensor], Tensor]  # [num_tokens, in_features] -> [num_tokens, out_features]
 
+GROUP = 32  # columns that share a scale of four-bit weights
 FEW_ROWS = 4  # up to here the four-bit kernel is faster: it reads less, and computes more
 
 _PACKED_FOR = 64  # rows that oneDNN's layout is chosen for; it serves one row as well
 _FOUR_BIT_ROWS = 16  # the four-bit kernel takes multiples of these output features
+_PIECE = 1 << 19  # elements: 2 MiB in float32, which the caches hold
+
+# of the search for invariant rows
+_MOST = 512  # rows of a product; more are computed in pieces, so that no number of rows occurs that was not covered
+_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 128, 129, 256, 512)  # rows, tried
+_RESULTS = 1 << 23  # elements of the largest result that is tried
+_SAMPLES = 3  # distinct rows, repeated: each is seen at many places
+_PATTERNS = 16  # distinct rows of the weight that is tried
+
+
+@dataclass(frozen=True, slots=True)
+class FourBitWeight:
+    """`codes * scales + minima`, a scale and a minimum for every GROUP columns of a row."""
+
+    codes: Tensor  # [rows, columns], uint8 from 0 to 15
+    scales: Tensor  # [rows, columns / GROUP], float32
+    minima: Tensor  # the same
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """[rows, columns]; computed in float32, some rows at a time."""
+        result = torch.empty(self.codes.shape, dtype=dtype)
+        step = max(1, _PIECE // self.codes.shape[1])
+        for start in range(0, len(result), step):
+            rows = slice(start, start + step)
+            groups = self.codes[rows].view(-1, self.scales.shape[1], GROUP)  # [rows, columns / GROUP, GROUP]
+            values = (groups * self.scales[rows, :, None]).add_(self.minima[rows, :, None])
+            result[rows] = values.flatten(1)
+        return result
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> FourBitWeight:
+        """The weight with its rows in another order; `change` is given tensors of any number of columns."""
+        return FourBitWeight(change(self.codes), change(self.scales), change(self.minima))
+
+
+def join_four_bit(parts: Iterable[FourBitWeight | None]) -> FourBitWeight | None:
+    """The rows of all parts; None where one of them has no such form."""
+    present = []
+    for part in parts:
+        if part is None:
+            return None
+        present.append(part)
+    return FourBitWeight(
+        joined([part.codes for part in present]),
+        joined([part.scales for part in present]),
+        joined([part.minima for part in present]),
+    )
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """The rows of all parts; a single part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None, four_bit: FourBitWeight | None = None) -> Linear:
@@ -92,13 +152,6 @@ def _four_bit_linear(weight: FourBitWeight, bias: Tensor | None) -> Linear:
     return linear
 
 
-_MOST = 512  # rows of a product; more are computed in pieces, so that no number of rows occurs that was not covered
-_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 128, 129, 256, 512)  # rows, tried
-_RESULTS = 1 << 23  # elements of the largest result that is tried
-_SAMPLES = 3  # distinct rows, repeated: each is seen at many places
-_PATTERNS = 16  # distinct rows of the weight that is tried
-
-
 @dataclass(frozen=True, slots=True)
 class RowPlan:
     """The numbers of rows that a product is computed with: from `least` to `most`, in multiples of `multiple`."""
@@ -155,7 +208,7 @@ class InvariantLinears:
 
 
 def find_plan(shape: torch.Size, dtype: torch.dtype, *, has_bias: bool) -> RowPlan | None:
-    """The first plan under which a product [out_features, in_features] has invariant rows; None: there is none."""
+    """The first plan under which a product [out_features, in_features] has invariant rows, or None."""
     weight, x = _cancelling(shape, dtype)
     linear = make_linear(weight, torch.zeros(shape[0], dtype=dtype) if has_bias else None)
     del weight

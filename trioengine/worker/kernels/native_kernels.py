@@ -36,7 +36,7 @@ class NativeKernels:
     is_batch_invariant = True  # each row by the same operations, in the order of its columns and its context
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int) -> None:
-        """Compiled now, if never before; KernelsUnavailable says what is missing."""
+        """Load the library, compiled now if it never was before. Raises KernelsUnavailable, with the reason."""
         self.group_size = num_heads // num_kv_heads
         row_bytes = 4 * (2 * -(-head_dim // _LANES) * _LANES + _KEYS)
         self.tile_size = max(1, _TILE_BYTES // (row_bytes * self.group_size))  # tokens
@@ -78,7 +78,7 @@ class NativeKernels:
 
 
 class _NativeAttention:
-    """Keys and values are read where they lie, a tile of queries at a time."""
+    """One step's attention: keys and values are read in place, a tile of queries at a time."""
 
     def __init__(self, kernels: NativeKernels, batch: ForwardBatch, cache: KVCache) -> None:
         self._kernels, self._cache = kernels, cache
@@ -119,7 +119,7 @@ def _tiles(batch: ForwardBatch, size: int) -> Tensor:
 
 
 def _address(tensor: Tensor, dtype: torch.dtype) -> int:
-    """C++ takes it as it is told: a tensor of another layout is a bug of ours, and must not become garbage."""
+    """Return the address, once dtype and layout are checked: C++ would read garbage from any other tensor."""
     if tensor.dtype != dtype or not tensor.is_contiguous():
         raise InvariantError(f"a native kernel got {tensor.dtype} in strides {tensor.stride()}, not {dtype} in a row")
     return tensor.data_ptr()

@@ -1,4 +1,7 @@
-"""The kernels in plain torch, for any device: what other backends are checked against."""
+"""The kernels in plain torch, for any device: the reference of all other backends.
+
+Attention gathers the blocks of the paged KV cache into dense keys and values, a few sequences at a time.
+"""
 
 from __future__ import annotations
 
@@ -200,7 +203,7 @@ class TorchAttention:
         return self._products(heads, keys, values, group.mask).view(sequences, -1)
 
     def _decode_one(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """One call instead of three products: what counts for a single stream."""
+        """One call instead of three products, which makes a single stream faster."""
         heads = query.reshape(1, self._kv_heads, self._group_size, self._head_dim)
         return F.scaled_dot_product_attention(heads, keys[None], values[None]).view(1, -1)
 

@@ -62,7 +62,7 @@ class LlamaModel:
         hidden = torch.zeros_like(delta, dtype=torch.float32)
         for index, layer in enumerate(self._layers):
             attended = self._attend(index, layer, kernels.add_norm(hidden, delta, layer.input_norm), batch, attention)
-            if layer is self._layers[-1]:  # beyond the last keys and values, nobody asks for the other rows
+            if layer is self._layers[-1]:  # the last layer's other rows are needed for their keys and values only
                 hidden, attended = (rows.index_select(0, batch.sample_rows) for rows in (hidden, attended))
             delta = layer.output(attended)
             gate_up = layer.gate_up(kernels.add_norm(hidden, delta, layer.post_attention_norm))
@@ -97,7 +97,7 @@ def _read_layer(config: LlamaConfig, prefix: str, weights: WeightReader) -> Llam
 
 
 def inverse_frequencies(theta: float, head_dim: int, scaling: RopeScaling) -> Tensor:
-    """[head_dim / 2] in float32; the formulas are those of transformers' modeling_rope_utils."""
+    """[head_dim / 2] in float32; by the formulas of transformers' modeling_rope_utils."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (theta**exponents)
     if scaling.kind is RopeType.LINEAR:

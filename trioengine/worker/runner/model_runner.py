@@ -12,41 +12,40 @@ from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.image import ImageInfo, ImageProcessing
 from trioengine.core.power import ALL_TAGS, Tag
-from trioengine.worker.decoder import Vision
 from trioengine.worker.kernels.batch import make_batch
 from trioengine.worker.kernels.kv_cache import KVCache
-from trioengine.worker.loop import OnProgress
 from trioengine.worker.models.base import Model, VisionModel
 from trioengine.worker.runner.model_spec import ModelSpec
 from trioengine.worker.runner.model_weights import ModelWeights, failure_of, give_back, share_one_arena
 from trioengine.worker.runner.sampling import sample
-from trioengine.worker.scheduling.image_queue import DecodedImage
-from trioengine.worker.scheduling.images import Tile, TileShape
-from trioengine.worker.scheduling.step import SampledToken, SchedulerOutput
+from trioengine.worker.scheduling.images import DecodedImage, Tile, TileShape, Vision
+from trioengine.worker.scheduling.step import ModelInfo, OnProgress, SampledRow, SchedulerOutput
 
 
 class TorchModelRunner:
-    """A model with its KV cache, and what READY says of them, which holds while they sleep; for one thread."""
+    """A model with its KV cache; `info` describes both, also while they sleep. For one thread."""
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
         """The KV cache sleeps, and the weights as they do."""
         self._spec = spec
         self._weights = weights
         self._cache: KVCache | None = None  # None: it sleeps
-        self.model_type = spec.model.model_type
-        self.device = str(spec.device)
-        self.kernels = spec.kernels.name
-        self.dtype = str(spec.dtype).removeprefix("torch.")
-        self.vocab_size = spec.model.text.vocab_size
-        self.max_model_len = spec.max_model_len  # tokens; never more than the KV cache holds
-        self.kv_blocks_total = spec.num_blocks
-        self.block_size = spec.block_size
+        self.info = ModelInfo(
+            model_type=spec.model.model_type,
+            device=str(spec.device),
+            dtype=str(spec.dtype).removeprefix("torch."),
+            kernels=spec.kernels.name,
+            vocab_size=spec.model.text.vocab_size,
+            max_model_len=spec.max_model_len,
+            kv_blocks_total=spec.num_blocks,
+            block_size=spec.block_size,
+            vision=vision_of(spec),
+        )
         self.processing = spec.model.images  # None: the model takes no images
-        self.vision = vision_of(spec)
 
     @staticmethod
     def load(config: WorkerConfig, on_progress: OnProgress) -> TorchModelRunner:
-        """Load the model, but for what is to sleep; ModelError says what cannot be found, read or run.
+        """Load the model, except for the parts that are to sleep. Raises ModelError, with the file or the reason.
 
         `on_progress` is called whenever weights are loaded, also to wake or to change them.
         """
@@ -70,14 +69,14 @@ class TorchModelRunner:
             raise InvariantError("a forward pass while the KV cache sleeps")
         return self._cache
 
-    def execute(self, output: SchedulerOutput) -> list[SampledToken]:
+    def execute(self, output: SchedulerOutput) -> list[SampledRow]:
         """Compute a step: one entry for each scheduled sequence with `samples`, in their order."""
         model, cache = self.model, self.cache
         with torch.inference_mode():
             cache.copy_blocks(output.copies)
             if output.encode:
                 encode_tiles(output.encode, self._vision_model)
-            batch = make_batch(output, self.block_size, model.device)
+            batch = make_batch(output, self._spec.block_size, model.device)
             logits = model.forward(batch, self._spec.kernels.attention(batch, cache))
             return sample(logits, [entry.sequence for entry in output.scheduled if entry.samples])
 
@@ -93,7 +92,7 @@ class TorchModelRunner:
     def _vision_model(self) -> VisionModel:
         model = self.model
         if not isinstance(model, VisionModel):
-            raise InvariantError(f"an image for a {self.model_type} model, which sees none")
+            raise InvariantError(f"an image for a {self.info.model_type} model, which sees none")
         return model
 
     def sleep(self) -> None:
@@ -105,7 +104,7 @@ class TorchModelRunner:
     def wake(self, tags: frozenset[Tag]) -> None:
         """Take memory for these tags again: the KV cache is as large as ever, discarded weights are loaded.
 
-        ModelError: it could not be had; what was taken is given back, and all these tags still sleep.
+        Raises ModelError if it cannot be had: all memory is given back, and all these tags still sleep.
         """
         failure = failure_of(lambda: self._take(tags))
         if failure is not None:
@@ -129,7 +128,7 @@ class TorchModelRunner:
 
 
 def vision_of(spec: ModelSpec) -> Vision | None:
-    """How the model sees images; None if it takes none."""
+    """Return how the model sees images, or None if it takes none."""
     processing = spec.model.images
     if processing is None:
         return None

@@ -1,4 +1,7 @@
-"""What a worker has said of its model: it holds as long as the worker lives, whatever sleeps, whatever the weights."""
+"""The fixed properties of a worker's model: its shape, device, dtype, kernels, and the size of its KV cache.
+
+They stay while the model sleeps, and other weights must fit them.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class ModelSpec:
 
     @staticmethod
     def read(config: WorkerConfig) -> ModelSpec:
-        """By the checkpoint's header; ModelError says what cannot be found, read or run."""
+        """Decide by the configuration and the checkpoint's header. Raises ModelError, with the file or the reason."""
         device = choose_device(config.device)
         dtype = choose_dtype(config.dtype, device)
         with contextlib.closing(open_checkpoint(config.model_path)) as checkpoint:
@@ -57,7 +60,7 @@ class ModelSpec:
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[Checkpoint]:
-        """A checkpoint that fits; ModelError, and nothing is read but headers, where it does not."""
+        """Open a checkpoint that fits. Raises ModelError if it does not, by its headers alone."""
         with contextlib.closing(open_checkpoint(path)) as checkpoint:
             model = checkpoint.config
             differences = list(_differences(self.model, model))
@@ -97,8 +100,24 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.float32 if name == "float32" else torch.bfloat16
 
 
+def choose_kernels(name: str, model: TextConfig, dtype: torch.dtype, device: torch.device, block_size: int) -> Kernels:
+    """`auto`: native on a CPU with a compiler, else torch. ModelError: `native` is asked for, and cannot be had."""
+    if name == "torch" or (name == "auto" and device.type != "cpu"):
+        return TorchKernels(model.num_heads)
+    try:
+        if device.type != "cpu":
+            raise KernelsUnavailable(f"they are for the CPU, not for {device}")
+        return NativeKernels(model.num_heads, model.num_kv_heads, model.head_dim, dtype, block_size)
+    except KernelsUnavailable as exc:
+        if name == "native":
+            raise ModelError(f"there are no native kernels: {exc}; choose kernels auto or torch") from exc
+        if not isinstance(exc, CompilerMissing):  # a missing compiler is common, and reported by doctor
+            sys.stderr.write(f"trioengine: no native kernels, torch's are slower: {exc}\n")
+        return TorchKernels(model.num_heads)
+
+
 def _choose_linears(config: WorkerConfig, dtype: torch.dtype, kernels: Kernels) -> InvariantLinears | None:
-    """In float32 invariant where possible. ModelError: `batch_invariant` without kernels that allow it."""
+    """Invariant in float32 where possible. Raises ModelError for `batch_invariant` without kernels that allow it."""
     if config.batch_invariant and not kernels.is_batch_invariant:
         raise ModelError(
             f"batch_invariant needs the native kernels, and the {kernels.name} kernels are in use: "
@@ -120,7 +139,7 @@ def _differences(ours: ModelConfig, theirs: ModelConfig) -> Iterator[str]:
 
 
 def _forward_fields(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """What the forward pass depends on: all but the context's length."""
+    """All fields but the length of the context, which the forward pass does not depend on."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _forward_fields(value, f"{prefix}{name}.")
@@ -132,19 +151,3 @@ def _is_same(ours: object, theirs: object) -> bool:
     if isinstance(ours, float) and isinstance(theirs, float):
         return math.isclose(ours, theirs, rel_tol=_PRECISION)
     return ours == theirs
-
-
-def choose_kernels(name: str, model: TextConfig, dtype: torch.dtype, device: torch.device, block_size: int) -> Kernels:
-    """`auto`: native on a CPU with a compiler, else torch. ModelError: `native` is asked for, and cannot be had."""
-    if name == "torch" or (name == "auto" and device.type != "cpu"):
-        return TorchKernels(model.num_heads)
-    try:
-        if device.type != "cpu":
-            raise KernelsUnavailable(f"they are for the CPU, not for {device}")
-        return NativeKernels(model.num_heads, model.num_kv_heads, model.head_dim, dtype, block_size)
-    except KernelsUnavailable as exc:
-        if name == "native":
-            raise ModelError(f"there are no native kernels: {exc}; choose kernels auto or torch") from exc
-        if not isinstance(exc, CompilerMissing):  # which is nothing special, and doctor's to tell
-            sys.stderr.write(f"trioengine: no native kernels, torch's are slower: {exc}\n")
-        return TorchKernels(model.num_heads)

@@ -1,4 +1,7 @@
-"""The model, and where its weights are while they sleep."""
+"""The model, and its weights: on the device, in host memory, or only in the checkpoint.
+
+Memory that is freed goes back to the system, where the allocators would keep it for later.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,14 @@ from safetensors import SafetensorError
 from torch import Tensor, UntypedStorage
 
 from trioengine.core.errors import InvariantError, ModelError
-from trioengine.worker.loop import OnProgress
 from trioengine.worker.models.base import Model, load_model
 from trioengine.worker.runner.model_spec import ModelSpec
+from trioengine.worker.scheduling.step import OnProgress
 from trioengine.worker.weights.checkpoint import WeightReader
+
+_LIBC = ctypes.CDLL(None)
+_HAS_GLIBC_MALLOC = hasattr(_LIBC, "malloc_trim")
+_M_ARENA_MAX = -8  # of malloc.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +39,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Discarded:
-    """Only the checkpoint has them."""
+    """The weights are in the checkpoint only."""
 
 
 class ModelWeights:
@@ -57,7 +64,7 @@ class ModelWeights:
             self._state = _Kept(self._state, HostCopy(self._state.tensors))
 
     def wake(self) -> None:
-        """Be there again; one of `failure_of`'s errors, and the weights sleep as they did."""
+        """Restore or load the weights. With one of `failure_of`'s errors they sleep as before."""
         match self._state:
             case _Kept(loaded, values):
                 values.restore()
@@ -66,9 +73,10 @@ class ModelWeights:
                 self._state = self._load()
 
     def update(self, path: str) -> None:
-        """Be those at `path`, loaded at once if these are awake, else at `wake`.
+        """Replace the weights by those at `path`, loaded at once if these are awake, else at `wake`.
 
-        ModelError: they do not fit, or cannot be loaded, and these are as they were. RuntimeError: these neither.
+        Raises ModelError if they do not fit or cannot be loaded, and the old ones stay; RuntimeError if the old ones
+        cannot be loaded again.
         """
         if (failure := failure_of(lambda: self._check(path))) is not None:
             raise ModelError(failure)
@@ -99,19 +107,8 @@ class ModelWeights:
             return _Awake(model, [tensor for tensor in reader.in_use() if tensor.device.type != "cpu"])
 
 
-def failure_of(action: Callable[[], None]) -> str | None:
-    """Why loading or allocating failed; None: it did not. What it had taken is free when this returns."""
-    try:
-        action()
-    except ModelError as exc:
-        return str(exc)
-    except (RuntimeError, MemoryError, OSError, SafetensorError) as exc:  # torch's allocators raise the first
-        return f"{type(exc).__name__}: {exc}"
-    return None
-
-
 class HostCopy:
-    """Holds the values of tensors, whose own storage is empty until `restore`.
+    """The values of tensors in host memory; the tensors' own storage is empty until `restore`.
 
     The tensors stay the same objects, wherever they are held; meanwhile they must not be read.
     """
@@ -140,9 +137,15 @@ def _moved(storage: UntypedStorage) -> UntypedStorage:
     return values
 
 
-_LIBC = ctypes.CDLL(None)
-_HAS_GLIBC_MALLOC = hasattr(_LIBC, "malloc_trim")
-_M_ARENA_MAX = -8  # of malloc.h
+def failure_of(action: Callable[[], None]) -> str | None:
+    """Return why loading or allocating failed, or None. All memory of a failed attempt is free on return."""
+    try:
+        action()
+    except ModelError as exc:
+        return str(exc)
+    except (RuntimeError, MemoryError, OSError, SafetensorError) as exc:  # torch's allocators raise the first
+        return f"{type(exc).__name__}: {exc}"
+    return None
 
 
 def share_one_arena() -> None:
@@ -152,7 +155,7 @@ def share_one_arena() -> None:
 
 
 def give_back(device: torch.device) -> None:
-    """Collect what is garbage, and empty the allocators of the device and of the host."""
+    """Collect garbage, and empty the allocators of the device and of the host."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

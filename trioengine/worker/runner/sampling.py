@@ -1,4 +1,13 @@
-"""Chooses the next token of every row of a step."""
+"""Chooses the next token of every row of a step, all rows together.
+
+Logits are changed first, in vLLM's order: bias, banned stop tokens, penalties. Then top_k, top_p and min_p leave out
+the tokens below a threshold, a property of its row alone, however it is found. Of the tokens that tie with it, top_k
+and top_p keep those with the lowest ids, so that exactly top_k tokens stay, or the fewest that reach top_p; min_p keeps
+all of them.
+
+The number drawn for a token depends on the seed and the token's position alone: the stream of a seed is SplitMix64
+(Steele, Lea, Flood 2014) from a hashed start, and the position is its counter.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +21,19 @@ from trioengine.core.messages import NO_TOKEN_LEFT, SAMPLING_FAILED
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Logprobs
 from trioengine.worker.scheduling.sequence import Sequence
-from trioengine.worker.scheduling.step import SampledToken
+from trioengine.worker.scheduling.step import SampledRow
 
 GREEDY_BELOW = 1e-5  # temperatures below are greedy, as in vLLM
 NOT_FINITE = "logits are not finite"
 NOTHING_LEFT = "the parameters leave no token to choose"
 
 _BUCKET = 256  # tokens
+_CANDIDATES = 256  # the nucleus is looked for among that many first; all are sorted only where it is larger
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
 
 
-def sample(logits: Tensor, sequences: list[Sequence]) -> list[SampledToken]:
+def sample(logits: Tensor, sequences: list[Sequence]) -> list[SampledRow]:
     """One token for each row of logits [num_rows, vocab_size]; a row without one, or not finite, fails alone.
 
     A row's token depends on the row, its parameters, its seed and its position, and on nothing else in the batch.
@@ -70,15 +82,15 @@ def _checked(best: Tensor, raw_best: Tensor) -> list[float]:
 
 def _rows(
     sequences: list[Sequence], token_ids: list[int], best: list[float], logprobs: list[Logprobs | None]
-) -> list[SampledToken]:
-    """`best` holds the greatest logit of each row: nan is the model's fault, an infinity that of the parameters."""
+) -> list[SampledRow]:
+    """`best` is the greatest logit of each row: nan is a fault of the model, an infinity of the parameters."""
     rows = []
     for sequence, token_id, logit, logprob in zip(sequences, token_ids, best, logprobs, strict=True):
         if math.isfinite(logit):
-            rows.append(SampledToken(sequence.request, token_id, logprob))
+            rows.append(SampledRow(sequence, token_id, logprob))
         else:
             error, code = (NOT_FINITE, SAMPLING_FAILED) if math.isnan(logit) else (NOTHING_LEFT, NO_TOKEN_LEFT)
-            rows.append(SampledToken(sequence.request, 0, error=error, code=code))
+            rows.append(SampledRow(sequence, 0, error=error, code=code))
     return rows
 
 
@@ -124,7 +136,7 @@ def _first_above(sums: Tensor, target: Tensor) -> Tensor:
     """The first place where a row's running sum exceeds its target, which is kept below the last sum."""
     target = torch.minimum(target, sums[:, -1] * (1 - 2.0**-40)).clamp_(min=0.0)
     place = torch.searchsorted(sums, target[:, None], right=True).squeeze(1)
-    return place.clamp_(max=sums.shape[1] - 1)  # a place beyond the end would be everybody's failure
+    return place.clamp_(max=sums.shape[1] - 1)  # a place beyond the end would fail every row
 
 
 def _logprobs(raw: Tensor, ids: Tensor, sequences: list[Sequence]) -> list[Logprobs | None]:
@@ -184,9 +196,6 @@ def _penalize(logits: Tensor, sequence: Sequence) -> None:
         logits[seen] -= params.frequency_penalty * counts + params.presence_penalty
 
 
-_CANDIDATES = 256  # the nucleus is looked for among that many first; all are sorted only where it is larger
-
-
 def has_filter(params: SamplingParams, vocab_size: int) -> bool:
     """Whether the parameters leave tokens out at all."""
     return _limits_count(params, vocab_size) or params.top_p < 1.0 or params.min_p > 0.0
@@ -239,10 +248,6 @@ def _nucleus(scaled: Tensor, candidates: Tensor, threshold: Tensor, mass: Tensor
             index = int(reached.byte().argmax())
             return ordered[index], index + 1
     return None  # the sums differ in their last digits
-
-
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
 
 
 def uniform(seed: int, position: int) -> float:

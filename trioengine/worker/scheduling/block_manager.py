@@ -17,7 +17,7 @@ from trioengine.worker.scheduling.step import BlockCopy
 
 
 class Prefix(NamedTuple):
-    """What the cache holds of a sequence: whole blocks, and perhaps the first tokens of the block after them."""
+    """The cached part of a sequence: whole blocks, and perhaps the first tokens of the block after them."""
 
     blocks: tuple[int, ...] = ()
     partial: PartialBlock | None = None
@@ -76,7 +76,7 @@ class BlockManager:
         """Give an empty sequence `prefix` (see `find_prefix`) and blocks for the rest of its tokens.
 
         False, and nothing changes, where that would leave fewer than `reserve` blocks for others. The tokens of
-        `prefix` count as computed; those of its partial block are, when the step has made `take_copies`.
+        `prefix` count as computed; in its partial block they are, once the step has made `take_copies`.
         """
         num_new = self.num_blocks_for(sequence.num_tokens) - len(prefix.blocks)
         num_revived = sum(1 for block in prefix.blocks if self._cache.is_unused(block))
@@ -96,7 +96,7 @@ class BlockManager:
         return True
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
-        """What the next step has to copy before it computes anything: all sources are read before a target changes."""
+        """Return the copies that the next step makes first: all sources are read before a target changes."""
         copies, self._copies = tuple(self._copies), []
         return copies
 
@@ -130,20 +130,20 @@ class BlockManager:
         sequence.num_computed_tokens = 0
 
     def discard(self, sequence: Sequence) -> None:
-        """Take all blocks back and let nobody find what they hold: it may be wrong (not finite, say)."""
+        """Take all blocks back, and make them unfindable: their content may be wrong (not finite, say)."""
         for block in sequence.block_table:
             self._cache.forget(block)
         self.release(sequence)
 
     def forget_all(self) -> None:
-        """Let nobody find what any block holds; InvariantError while a sequence holds one."""
+        """Make all blocks free and unfindable. Raises InvariantError while a sequence holds one."""
         if self.num_held:
             raise InvariantError(f"{self.num_held} blocks are held, and are to be forgotten")
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._cache = PrefixCache()
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raise InvariantError unless the books agree with the block tables of `sequences`: all there are.
+        """Raise InvariantError unless the accounts agree with the block tables of `sequences`: all there are.
 
         Takes some 0.4 s for a million blocks.
         """

@@ -1,14 +1,14 @@
 """The worker without its process: messages and other events in, steps, messages out.
 
-Shared by the real worker (worker/loop.py) and the simulated one (trioengine.testing): what differs between them is the
-runner, the clock and how messages travel. Synchronous: a step is one call, and messages are handled between steps, in
+Shared by the real worker (worker/loop.py) and the simulated one (trioengine.testing), which differ in the runner, the
+clock and the transport. Synchronous: a step is one call, and messages are handled between steps, in
 the order of arrival.
 
-Before the memory sleeps or the weights change nothing is left of any session, and then the prefix cache is dropped, so
-that nothing computed before can be used after it.
+Before the memory sleeps or the weights change all sessions have ended, and then the prefix cache is dropped, so that
+nothing computed before can be used after.
 
-A session's tokens are always: what it held, truncated to the last ADD_MESSAGE's `base`, then that message's tokens,
-then every token of every row sent for it. The engine computes the same from what it sends and receives.
+A session's tokens are always: the tokens before, truncated to the last ADD_MESSAGE's `base`, then that message's
+tokens, then every token of every row sent for it. The engine computes the same from the messages of both directions.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.core.types import FinishReason, TokenIds, token_ids
 from trioengine.worker.scheduling.image_queue import Decoder, PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived, place_images
-from trioengine.worker.scheduling.scheduler import SampledRow, Scheduler
+from trioengine.worker.scheduling.scheduler import Scheduler
 from trioengine.worker.scheduling.sequence import Sequence
-from trioengine.worker.scheduling.step import Limits, ModelRunner
+from trioengine.worker.scheduling.step import Limits, ModelRunner, SampledRow
 
 Event: TypeAlias = ToWorker | PayloadArrived | PictureDecoded
 INVALID_IMAGE = "invalid_image"  # the code of a request with an image that cannot be decoded
@@ -55,7 +55,7 @@ INVALID_IMAGE = "invalid_image"  # the code of a request with an image that cann
 
 @dataclass(slots=True)
 class _Session:
-    """What the worker keeps of an attachment; while a request is in flight its sequence owns the tokens."""
+    """An attached session; while a request is in flight its sequence owns the tokens."""
 
     held: TokenIds = field(default_factory=token_ids)  # packed: an idle session costs 4 bytes a token
     sequence: Sequence | None = None
@@ -64,8 +64,8 @@ class _Session:
 class EngineCore:
     """Sessions and their requests over one scheduler and one runner.
 
-    `clock` gives seconds from any origin; it only feeds the times in Usage. `asleep` is what the runner has not loaded.
-    `decoder` reports to `handle`.
+    `clock` gives seconds from any origin, for the times in Usage only. `asleep` are the parts that the runner has not
+    loaded. `decoder` reports to `handle`.
     """
 
     def __init__(
@@ -95,16 +95,16 @@ class EngineCore:
 
     @property
     def requests(self) -> tuple[int, ...]:
-        """The requests in flight, in no order that means anything."""
+        """The requests in flight, in any order."""
         return self._scheduler.requests
 
     @property
     def num_payloads(self) -> int:
-        """The payloads that have come and are not consumed."""
+        """The number of payloads that have come and are not consumed."""
         return self._scheduler.payloads.num_held
 
     def statistics(self) -> WorkerStatistics:
-        """The counts now."""
+        """The current counts."""
         return self._scheduler.statistics(len(self._sessions))
 
     def held_tokens(self, session: int) -> TokenIds:
@@ -113,12 +113,12 @@ class EngineCore:
         return state.held[:] if state.sequence is None else token_ids(state.sequence.token_ids)
 
     def handle(self, event: Event) -> list[FromWorker]:
-        """Apply a message about sessions or memory, or what has become of an image, and answer it.
+        """Apply a message about sessions or memory, or an event of an image, and return the replies.
 
-        Raises RemoteProtocolError, and nothing changes, for what the engine must not send: unknown sessions, a second
-        request of a session, a `base` beyond what it holds, a SLEEP or UPDATE_WEIGHTS that finds a session, or a
-        message that is about neither. So do payloads and images that are not as announced, which may leave changes.
-        What `sleep` of the runner raises passes through.
+        Raises RemoteProtocolError, and nothing changes, for messages that the engine must not send: of unknown
+        sessions, a second request of a session, a `base` beyond its tokens, a SLEEP or UPDATE_WEIGHTS while there are
+        sessions, or a message about neither. Payloads and images that differ from their announcement also raise it,
+        and may leave changes. Exceptions of the runner's `sleep` pass through.
         """
         replies = self._handle(event)
         return [*replies, *self._consumed()]
@@ -149,7 +149,7 @@ class EngineCore:
         raise RemoteProtocolError(f"{WIRE_NAMES[type(message)]} is about neither sessions nor memory")
 
     def step(self) -> list[FromWorker]:
-        """Schedule, run and take in one step; what the runner raises passes through and leaves this loop unusable.
+        """Schedule, run and apply one step. An exception of the runner passes through and leaves the core unusable.
 
         One TOKENS with a row for each sequence that sampled, and a REQUEST_FAILED for each that the runner could not
         sample for, PAYLOAD_CONSUMED for images that are encoded; nothing when there is nothing to do.
@@ -177,7 +177,7 @@ class EngineCore:
         return [Tokens(tuple(rows), self.statistics()), *failures, *self._consumed()]
 
     def check_integrity(self) -> None:
-        """Raise InvariantError unless the scheduler's and the block manager's books agree."""
+        """Raise InvariantError unless the accounts of the scheduler, the blocks and the images agree."""
         self._scheduler.check_integrity()
 
     # ---- messages ---------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class EngineCore:
             raise RemoteProtocolError(
                 f"ADD_MESSAGE: base {message.base}, and session {message.session} holds {len(session.held)} tokens"
             )
-        pictures = self._scheduler.pictures.find(message.images)
+        pictures = self._scheduler.pictures.find(message.images) if message.images else ()
         del session.held[message.base :]
         session.held.extend(message.token_ids)
         num_prompt_tokens = len(session.held) - message.num_output
@@ -213,13 +213,16 @@ class EngineCore:
                 params=message.params,
                 eos_token_ids=frozenset(message.eos_token_ids),
                 arrived_at=self._clock(),
-                images=place_images(message.images, pictures, num_prompt_tokens, self.limits.tile),
+                images=place_images(message.images, pictures, num_prompt_tokens, self.limits.tile)
+                if pictures
+                else None,
             )
             self._scheduler.add(sequence)
         except RequestRejected as exc:
             return [RequestFailed(message.session, message.request, exc.code, exc.message)]
         finally:
-            self._scheduler.announce(message.images)
+            if message.images:
+                self._scheduler.announce(message.images)
         session.sequence = sequence
         session.held = token_ids()
         return []
@@ -230,7 +233,7 @@ class EngineCore:
         if sequence is None or sequence.request != message.request:
             return []
         self._scheduler.abort(message.request)
-        self._settle(sequence)
+        self._take_back(sequence)
         row = TokensRow(
             session=message.session,
             request=message.request,
@@ -266,12 +269,13 @@ class EngineCore:
         sequence = self._scheduler.take_decoded(decoded)
         if sequence is None or sequence.images is None:
             return []
-        self._settle(sequence)
+        self._take_back(sequence)
         message = f"{sequence.images.name(decoded.picture)}: {decoded.error}"
         return [RequestFailed(sequence.session, sequence.request, INVALID_IMAGE, message)]
 
     def _consumed(self) -> list[FromWorker]:
-        return [PayloadConsumed(payload) for payload in self._scheduler.payloads.take_consumed()]
+        payloads = self._scheduler.payloads
+        return [PayloadConsumed(payload) for payload in payloads.take_consumed()] if payloads.consumed else []
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -312,28 +316,28 @@ class EngineCore:
     # ---- rows -------------------------------------------------------------------------------------------------------
 
     def _row(self, row: SampledRow, now: float) -> TokensRow:
-        sequence, sampled = row.sequence, row.sampled
+        sequence = row.sequence
         usage = None
         if row.finish_reason is not None or sequence.num_output_tokens == 1:
             usage = sequence.usage(now)
         if row.finish_reason is not None:
-            self._settle(sequence)
+            self._take_back(sequence)
         return TokensRow(
             session=sequence.session,
             request=sequence.request,
-            token_ids=token_ids((sampled.token_id,)),
-            logprobs=None if sampled.logprobs is None else (sampled.logprobs,),
+            token_ids=token_ids((row.token_id,)),
+            logprobs=None if row.logprobs is None else (row.logprobs,),
             finish_reason=row.finish_reason,
             usage=usage,
         )
 
     def _failed(self, row: SampledRow) -> RequestFailed:
-        self._settle(row.sequence)
-        message = row.sampled.error or "no token could be sampled"
-        return RequestFailed(row.sequence.session, row.sequence.request, row.sampled.code, message)
+        self._take_back(row.sequence)
+        message = row.error or "no token could be sampled"
+        return RequestFailed(row.sequence.session, row.sequence.request, row.code, message)
 
-    def _settle(self, sequence: Sequence) -> None:
-        """The request is over: the session takes the tokens back from the sequence."""
+    def _take_back(self, sequence: Sequence) -> None:
+        """Return the tokens of a finished request from its sequence to the session."""
         session = self._sessions[sequence.session]
         session.held = token_ids(sequence.token_ids)
         session.sequence = None

@@ -1,36 +1,26 @@
-"""Sequences that wait for their images to be decoded: one after the other, so that decoded tiles fill no memory.
+"""Sequences that are out of the line for their images: until their payloads have come, or until they are decoded.
+
+Sequences are decoded for one after the other, so that decoded tiles take little memory.
 
 The next sequence is given to the decoder when there is room for all its tiles, or when there are no others. Sequences
 that wait here keep no tiles, and those that keep some never wait for one of these: so there will be room. Nothing is
-begun out of turn, so that a sequence with many images is not overtaken for ever.
+begun out of turn, so that a sequence with many images is not overtaken without end.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 from trioengine.core.errors import InvariantError
-from trioengine.core.image import ImageInfo
 from trioengine.core.messages import ImageInput
-from trioengine.worker.scheduling.images import PayloadArrived, Picture, PictureStatus
+from trioengine.worker.scheduling.images import Decode, ImageError, PayloadArrived, Picture, PictureStatus
 from trioengine.worker.scheduling.pictures import Payloads, Pictures
 from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
 from trioengine.worker.scheduling.step import Limits
 
 DECODED_MEMORY = 256 << 20  # bytes of decoded tiles; more only for one sequence that needs them
-
-
-class DecodedImage(NamedTuple):
-    """The tiles of an image, as the model runner takes them, and how many there are."""
-
-    tiles: object
-    num_tiles: int
-
-
-Decode: TypeAlias = Callable[[memoryview, ImageInfo], DecodedImage]  # or ImageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +36,11 @@ class Decoder(Protocol):
     """Decodes beside the steps, in the order of submission."""
 
     def submit(self, picture: Picture) -> None:
-        """Decode its payload, which stays until it is reported: PictureDecoded, once, and not before this returns."""
+        """Decode its payload, which stays until the report: one PictureDecoded, not before this returns."""
         ...
 
     def cancel(self, picture: Picture) -> bool:
-        """True: it was not begun, and is not reported."""
+        """Return True if decoding had not begun: the picture is not reported."""
         ...
 
 
@@ -65,7 +55,7 @@ class NoDecoder:
 
 
 def decode_picture(picture: Picture, decode: Decode) -> PictureDecoded:
-    """For a decoder's thread; never raises: whatever is wrong is this picture's error."""
+    """Decode, in a decoder's thread; never raises: any exception becomes the picture's error."""
     try:
         if picture.payload is None:
             raise InvariantError(f"{picture} has no payload")
@@ -87,7 +77,7 @@ class _Entry(NamedTuple):
 
 
 class DecodeQueue:
-    """In order of coming; of the first sequence only the pictures may be at the decoder."""
+    """Sequences in order of arrival; only pictures of the first may be at the decoder."""
 
     def __init__(self, pictures: Pictures, decoder: Decoder) -> None:
         self._pictures = pictures
@@ -106,7 +96,7 @@ class DecodeQueue:
         sequence.status = SequenceStatus.DECODING
 
     def remove(self, sequence: Sequence) -> None:
-        """It has ended; what the decoder has begun, it finishes."""
+        """Remove a sequence that has ended; the decoder finishes the picture that it has begun."""
         entry = next(entry for entry in self._entries if entry.sequence is sequence)
         if self._has_begun and entry is self._entries[0]:
             self._has_begun = False
@@ -127,7 +117,7 @@ class DecodeQueue:
         return self._entries[0].sequence if is_read else None
 
     def advance(self) -> list[Sequence]:
-        """Begin what can be begun; the sequences that have what they need leave, in the state in which they came."""
+        """Submit pictures as far as there is room; return the sequences that are ready, in their former states."""
         done: list[Sequence] = []
         while self._entries and (self._has_begun or self._begin(self._entries[0])):
             sequence, needed, status = self._entries[0]
@@ -147,7 +137,7 @@ class DecodeQueue:
                 raise InvariantError(f"request {entry.sequence.request} is {entry.sequence.status.value}, and decoding")
 
     def _begin(self, entry: _Entry) -> bool:
-        """False: there is no room for its tiles."""
+        """Submit its pictures; False if its tiles do not fit into memory."""
         pictures = self._pictures
         to_decode = [picture for picture in entry.needed if picture.status is PictureStatus.HELD]
         before, more = pictures.decoded_bytes, sum(map(pictures.decoded_bytes_of, to_decode))
@@ -162,7 +152,7 @@ class DecodeQueue:
 
 
 class ImageWaiters:
-    """Their sequences, payloads and pictures. The sequences that a method returns join the line."""
+    """Sequences out of the line, and all payloads and pictures. The sequences that a method returns join the line."""
 
     def __init__(self, limits: Limits, decoder: Decoder) -> None:
         self.payloads = Payloads()
@@ -240,7 +230,3 @@ def _is_expecting(sequence: Sequence) -> bool:
     return sequence.images is not None and any(
         picture.status is PictureStatus.EXPECTED for picture in sequence.images.pictures
     )
-
-
-class ImageError(Exception):
-    """The bytes of an image cannot be decoded, or are not as declared; the message is one sentence for the client."""

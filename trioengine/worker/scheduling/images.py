@@ -1,13 +1,14 @@
-"""The images of one prompt: where their tiles lie among its tokens, and what stands there."""
+"""Images as data: payloads, pictures, their tiles, and the places of the tiles among a prompt's tokens."""
 
 from __future__ import annotations
 
 import enum
 from array import array
 from bisect import bisect_right
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image import ImageInfo
@@ -16,7 +17,7 @@ from trioengine.core.messages import ImageInput
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """What each tile of an image takes; ValueError where that is nothing."""
+    """The sizes of each tile of an image. Raises ValueError unless all are at least 1."""
 
     num_tokens: int  # of a prompt, consecutive: one for each row of the tile's features
     decoded_bytes: int  # of its pixels, as they are given to the encoder
@@ -25,6 +26,28 @@ class TileShape:
     def __post_init__(self) -> None:
         if min(self.num_tokens, self.decoded_bytes, self.feature_bytes) < 1:
             raise ValueError(f"a tile must have tokens, pixels and features, got {self}")
+
+
+class DecodedImage(NamedTuple):
+    """The tiles of an image, as the model runner takes them, and how many there are."""
+
+    tiles: object
+    num_tiles: int
+
+
+Decode: TypeAlias = Callable[[memoryview, ImageInfo], DecodedImage]  # or ImageError
+
+
+class ImageError(Exception):
+    """An image cannot be decoded, or differs from its declaration; the message is a sentence for the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vision:
+    """How a model sees images."""
+
+    tile: TileShape
+    decode: Decode  # called in the decoder's thread; the tiles refer to nothing of the bytes that it was given
 
 
 class PayloadSource(Protocol):
@@ -63,7 +86,7 @@ class PictureStatus(enum.Enum):
     EXPECTED = "expected"  # its payload has not come
     HELD = "held"  # its payload is here, and is not decoded
     DECODING = "decoding"  # the decoder reads the payload
-    DECODED = "decoded"  # tiles are here, too, because a sequence is about to compute them
+    DECODED = "decoded"  # tiles are also here, because a sequence is about to compute them
     COMPLETE = "complete"  # only the features are left, of every tile
 
 

@@ -1,5 +1,8 @@
 """Pictures: the images of prompts by their content, from bytes to the features that stand for them in a step.
 
+The bytes are payloads, from the ADD_MESSAGE that announces them to PAYLOAD_CONSUMED. They travel beside the frames, so
+a payload may come before its announcement is handled. Each is consumed once: its source is closed, and it is reported.
+
 A picture is shared by all sequences that have it. It keeps its payload until each of its tiles has features, because a
 tile that the prefix cache covers now may have to be computed later; or until no sequence uses it. Decoded tiles are
 kept only for sequences that are about to compute them (its readers), features for all sequences that use it.
@@ -69,7 +72,7 @@ class Pictures:
         return tuple(pictures)
 
     def use(self, pictures: Iterable[Picture]) -> None:
-        """A sequence has them from now on, until `release`."""
+        """Count a sequence as their user until `release`."""
         for picture in pictures:
             self._pictures[picture.digest] = picture
             if picture.digest in self._unused:
@@ -110,14 +113,14 @@ class Pictures:
             self._drop_tiles(picture)
 
     def stop_reading(self, sequence: Sequence) -> None:
-        """The sequence has computed what it had to, or will not for a while."""
+        """Release the tiles of a sequence that has computed them, or will not for a while."""
         self.read(sequence, ())
 
     def begin_decoding(self, picture: Picture) -> None:
         picture.status = PictureStatus.DECODING
 
     def cancel_decoding(self, picture: Picture) -> None:
-        """It was not, or could not be, decoded."""
+        """Return a picture that was not, or could not be, decoded to HELD."""
         picture.status = PictureStatus.HELD
         if picture.num_users == 0:
             self._retire(picture)
@@ -140,7 +143,7 @@ class Pictures:
                 picture.payload, picture.tiles, picture.status = None, None, PictureStatus.COMPLETE
 
     def forget_all(self) -> None:
-        """Drop whatever was computed; InvariantError while a sequence uses a picture."""
+        """Drop all features. Raises InvariantError while a sequence uses a picture."""
         if any(picture.num_users for picture in self._pictures.values()):
             raise InvariantError("images are in use, and all is to be forgotten")
         for digest in self._unused:
@@ -148,7 +151,7 @@ class Pictures:
         self._unused.clear()
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raise InvariantError unless the books agree with `sequences`: all there are."""
+        """Raise InvariantError unless the accounts agree with `sequences`: all there are."""
         users: Counter[Picture] = Counter()
         readers: Counter[Picture] = Counter()
         for sequence in sequences:
@@ -178,7 +181,7 @@ class Pictures:
             raise InvariantError(f"{picture} has tiles, and no reader")
         is_unused = picture.is_complete and picture.num_users == 0
         if is_unused is not (picture.digest in self._unused):
-            raise InvariantError(f"{picture} has {picture.num_users} users, and the encoder cache says otherwise")
+            raise InvariantError(f"{picture} has {picture.num_users} users, and the encoder cache disagrees")
         if picture.num_users == 0 and not is_unused and status is not PictureStatus.DECODING:
             raise InvariantError(f"{picture} is kept for no sequence")
 
@@ -228,7 +231,7 @@ class Payloads:
         self._awaited: dict[int, ImageInput] = {}  # announced, and not here
         self._early: dict[int, PayloadSource] = {}  # here, and not announced
         self._here: set[int] = set()  # both
-        self._consumed: list[int] = []  # and not reported
+        self.consumed: list[int] = []  # and not reported
 
     @property
     def outstanding(self) -> tuple[int, ...]:
@@ -265,11 +268,11 @@ class Payloads:
         """Close its source; `take_consumed` reports it."""
         self._here.remove(payload.id)
         payload.source.close()
-        self._consumed.append(payload.id)
+        self.consumed.append(payload.id)
 
     def take_consumed(self) -> list[int]:
         """Those that were consumed since the last call, in order."""
-        consumed, self._consumed = self._consumed, []
+        consumed, self.consumed = self.consumed, []
         return consumed
 
     def check_integrity(self, held: list[int]) -> None:

@@ -7,8 +7,8 @@ cache salt: requests with different salts find none of each other's blocks, neit
 The tokens of an image stand for its content: the cache is given `image_token_ids` in their places, which are no ids of
 the vocabulary, so that different images never match.
 
-Where prefixes part within a block, as after a chat template's first words, what they share is found by the parent and
-the first token: of several blocks with these, the latest.
+Where prefixes part within a block, as after a chat template's first words, their common tokens are found by the parent
+and the first token: of several blocks with these, the latest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 ROOT_DIGEST = b""  # of requests without a cache salt
 _SALTED = b"cache salt"  # keeps the roots apart from the digests of blocks
 _WITH_IMAGES = b"images"  # the same for blocks whose ids take 8 bytes
-_FIRST_IMAGE_TOKEN_ID = -(1 << 63)  # they end at -(1 << 62), beyond what 4 bytes hold
+_FIRST_IMAGE_TOKEN_ID = -(1 << 63)  # they end at -(1 << 62), too large for 4 bytes
 
 
 def root_digest(cache_salt: str) -> bytes:
@@ -59,7 +59,7 @@ class PartialBlock(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """What a registered block holds."""
+    """The content of a registered block."""
 
     branch: tuple[bytes, int]  # the parent's digest and the first token
     token_ids: array[int]
@@ -135,7 +135,7 @@ class PrefixCache:
                 del self._branches[entry.branch]
 
     def find_disagreement(self) -> str | None:
-        """What does not agree among the maps, or None."""
+        """Return a disagreement among the maps, or None."""
         entries = self._entries
         found = [self._blocks.get(entry.digest) for entry in entries.values()]
         if found != list(entries) or len(self._blocks) != len(entries):

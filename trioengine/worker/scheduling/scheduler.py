@@ -7,14 +7,14 @@ in the cache, decode and recomputation after a preemption are this one rule.
 Of prompts a step takes no more than `chunked_prefill_size` tokens, so that first tokens leave early. While these fill
 steps, decodes, which cost as much for a few sequences as for many, are left out of some: of no more than MAX_SKIPS in a
 row, and so that between two tokens of a sequence that is not preempted no more than `max_num_batched_tokens` tokens of
-prompts are computed. A prompt is begun when the one before it is scheduled to its end, so that of the running sequences
-only the latest can be in the middle of its prefill.
+prompts are computed. A prompt is begun when the one before it is scheduled to its end, so that only the latest running
+sequence can be in the middle of its prefill.
 
 Order, and why nothing starves: the waiting are sorted by arrival, always, the running by admission. Only the first of
 the waiting is admitted, and it gets blocks for all the tokens it has; only decodes need more blocks later, and when
 there are none the running sequence that was admitted last is preempted and takes its place among the waiting. So, while
 it is in the line, nothing is admitted before the oldest sequence, and it is only preempted for those that already ran;
-these end, and alone it fits, because `add` refuses what does not. Without images running and waiting sequences
+these end, and alone it fits, because `add` refuses longer ones. Without images running and waiting sequences
 together are sorted by arrival, and the oldest is never preempted for another.
 
 A sequence with images is out of the line, and can be overtaken, until their payloads have come, and whenever it would
@@ -34,7 +34,6 @@ from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from operator import attrgetter
-from typing import NamedTuple
 
 from trioengine.core.errors import InvariantError
 from trioengine.core.messages import ImageInput, WorkerStatistics
@@ -43,17 +42,11 @@ from trioengine.worker.scheduling.block_manager import BlockManager
 from trioengine.worker.scheduling.image_queue import Decoder, ImageWaiters, NoDecoder, PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived, PictureStatus
 from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
-from trioengine.worker.scheduling.step import Limits, SampledToken, ScheduledSequence, SchedulerOutput, StepPlan
+from trioengine.worker.scheduling.step import Limits, SampledRow, ScheduledSequence, SchedulerOutput, StepPlan
 
 MAX_SKIPS = 3  # steps in a row without decodes
-
-
-class SampledRow(NamedTuple):
-    """What a step did for one sequence: a token, which is appended already, or the end without one (ERROR)."""
-
-    sequence: Sequence
-    sampled: SampledToken
-    finish_reason: FinishReason | None
+_IN_LINE = frozenset({SequenceStatus.WAITING, SequenceStatus.PREEMPTED})
+_OUT_OF_LINE = frozenset({SequenceStatus.WAITING_FOR_PAYLOAD, SequenceStatus.DECODING})
 
 
 class Scheduler:
@@ -86,7 +79,7 @@ class Scheduler:
 
     @property
     def requests(self) -> tuple[int, ...]:
-        """The requests in flight, in no order that means anything."""
+        """The requests in flight, in any order."""
         return tuple(self._sequences)
 
     def add(self, sequence: Sequence) -> None:
@@ -101,7 +94,7 @@ class Scheduler:
         self._sequences[sequence.request] = sequence
         self._last_place += 1
         sequence.place = self._last_place
-        self._join(self._waiters.add(sequence))
+        self._join([sequence] if sequence.images is None else self._waiters.add(sequence))
 
     def announce(self, images: tuple[ImageInput, ...]) -> None:
         """Expect the payloads of these; after `add`, whether that has taken or refused the request."""
@@ -126,7 +119,8 @@ class Scheduler:
         sequence = self._sequences.get(request)
         if sequence is not None:
             self._drop(sequence)
-            self._join(self._waiters.advance())
+            if self._has_waiters:
+                self._join(self._waiters.advance())
         return sequence
 
     def schedule(self) -> SchedulerOutput | None:
@@ -152,46 +146,44 @@ class Scheduler:
             return None  # they have left the line for their images
         self._in_step = output = plan.output(self.blocks.take_copies())
         self._num_steps += 1
-        self._num_tokens += output.num_tokens
+        self._num_tokens += sum(entry.num_new_tokens for entry in plan.scheduled)
         return output
 
-    def update(self, output: SchedulerOutput, sampled: Items[SampledToken]) -> list[SampledRow]:
-        """Take in what the step computed: a row for each sequence that sampled; finished ones are dropped."""
+    def update(self, output: SchedulerOutput, sampled: list[SampledRow]) -> list[SampledRow]:
+        """Apply the results of a step: append each token, drop the sequences that end, and return their rows."""
         if output is not self._in_step:
             raise InvariantError("this is not the step that was scheduled")
         self._in_step = None
-        self.pictures.take_in(output.encode)
-        rows: list[SampledRow] = []
-        tokens = iter(sampled)
+        if output.encode:
+            self.pictures.take_in(output.encode)
+        rows = iter(sampled)
         block_size = self.limits.block_size
         for sequence, num_new_tokens in [(entry.sequence, entry.num_new_tokens) for entry in output.scheduled]:
             before = sequence.num_computed_tokens
             computed = before + num_new_tokens
-            token = next(tokens, None) if computed == len(sequence.token_ids) else None
-            if token is not None and token.error is not None:
-                rows.append(self._take_in(sequence, token))
-                continue
-            sequence.num_computed_tokens = computed
-            if before // block_size != computed // block_size:
-                self.blocks.register(sequence, before)
-            if computed == len(sequence.token_ids):
-                if sequence.reading:
-                    self.pictures.stop_reading(sequence)
-                rows.append(self._take_in(sequence, token))
-        self._join(self._waiters.advance())
-        if next(tokens, None) is not None:
+            samples = computed == len(sequence.token_ids)
+            row = next(rows, None) if samples else None
+            if row is None or row.error is None:
+                sequence.num_computed_tokens = computed
+                if before // block_size != computed // block_size:
+                    self.blocks.register(sequence, before)
+            if samples:
+                self._take_in(sequence, row)
+        if self._has_waiters:
+            self._join(self._waiters.advance())
+        if next(rows, None) is not None:
             raise InvariantError("the runner sampled more tokens than were asked for")
-        return rows
+        return sampled
 
     def forget_all(self) -> None:
-        """Drop whatever was computed; InvariantError while there is a sequence."""
+        """Drop all computed blocks and features. Raises InvariantError while there is a sequence."""
         if self._sequences:
             raise InvariantError(f"{len(self._sequences)} sequences are there, and all is to be forgotten")
         self.blocks.forget_all()
         self.pictures.forget_all()
 
     def statistics(self, num_sessions: int) -> WorkerStatistics:
-        """The counts now."""
+        """The current counts."""
         return WorkerStatistics(
             num_sessions=num_sessions,
             num_waiting=len(self._sequences) - len(self._running),
@@ -212,12 +204,17 @@ class Scheduler:
         """Raise InvariantError unless lists, states, block tables and reference counts agree."""
         out = self._waiters.sequences
         listed = [*self._running, *self._waiting, *out]
-        check_known(listed, self._sequences)
+        _check_known(listed, self._sequences)
         if self._in_step is None:
-            check_prefills(self._running)
-        check_order(self._running, self._waiting, out)
+            _check_prefills(self._running)
+        _check_order(self._running, self._waiting, out)
         self._waiters.check_integrity(listed)
         self.blocks.check_integrity(listed)
+
+    @property
+    def _has_waiters(self) -> bool:
+        """Whether sequences are out of the line for their images."""
+        return len(self._sequences) > len(self._running) + len(self._waiting)
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
@@ -227,7 +224,7 @@ class Scheduler:
         return self._running[-1] if self._running and not self._running[-1].is_decoding else None
 
     def _has_full_chunk(self) -> bool:
-        """Whether what is left of the prompts that run, or can be admitted now, fills a step without decodes.
+        """Whether the rest of the prompts that run, or can be admitted now, fills a step without decodes.
 
         Not if they have tiles to encode, which takes long.
         """
@@ -263,7 +260,7 @@ class Scheduler:
             scheduled.append(ScheduledSequence(sequence, 1))
 
     def _schedule_prompts(self, plan: StepPlan) -> None:
-        """What is left of the one that runs, then of those that wait, in order of arrival."""
+        """Schedule the rest of the prompt that runs, then the waiting ones, in order of arrival."""
         prefilling = self._prefilling
         if prefilling is not None:
             num_new_tokens = plan.fit(prefilling, prefilling.num_computed_tokens)
@@ -315,22 +312,24 @@ class Scheduler:
             if num_cached_tokens + num_new_tokens < sequence.num_tokens:
                 break
 
-    def _take_in(self, sequence: Sequence, token: SampledToken | None) -> SampledRow:
-        if token is None or token.request != sequence.request:
-            raise InvariantError(f"the runner sampled {token} for request {sequence.request}")
-        if token.error is not None:
+    def _take_in(self, sequence: Sequence, row: SampledRow | None) -> None:
+        if row is None or row.sequence is not sequence:
+            raise InvariantError(f"the runner sampled {row} for request {sequence.request}")
+        if row.error is not None:
+            row.finish_reason = FinishReason.ERROR
             self._drop(sequence, discard=True)
-            return SampledRow(sequence, token, FinishReason.ERROR)
-        sequence.token_ids.append(token.token_id)
-        finish_reason = sequence.finish_reason(self.limits.max_sequence_len)
-        if finish_reason is not None:
+            return
+        if sequence.reading:
+            self.pictures.stop_reading(sequence)
+        sequence.token_ids.append(row.token_id)
+        row.finish_reason = sequence.finish_reason(self.limits.max_sequence_len)
+        if row.finish_reason is not None:
             self._drop(sequence)
-        return SampledRow(sequence, token, finish_reason)
 
     # ---- coming and going -------------------------------------------------------------------------------------------
 
     def _join(self, sequences: Items[Sequence]) -> None:
-        """They take their places in the line, by arrival."""
+        """Insert them into the line, by arrival."""
         for sequence in sequences:
             insort(self._waiting, sequence, key=attrgetter("place"))
 
@@ -352,24 +351,20 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
 
 
-_IN_LINE = frozenset({SequenceStatus.WAITING, SequenceStatus.PREEMPTED})
-_OUT_OF_LINE = frozenset({SequenceStatus.WAITING_FOR_PAYLOAD, SequenceStatus.DECODING})
-
-
-def check_known(listed: Items[Sequence], known: Mapping[int, Sequence]) -> None:
-    """Raise InvariantError unless those that run or wait are the known ones, by request."""
+def _check_known(listed: Items[Sequence], known: Mapping[int, Sequence]) -> None:
+    """Raise InvariantError unless the listed sequences, running or waiting, are exactly the known ones."""
     if len(listed) != len(known) or any(known.get(sequence.request) is not sequence for sequence in listed):
         raise InvariantError(f"{len(listed)} sequences run or wait, {len(known)} are known")
 
 
-def check_prefills(running: Items[Sequence]) -> None:
+def _check_prefills(running: Items[Sequence]) -> None:
     """Raise InvariantError if any but the latest is in the middle of its prefill."""
     if not all(sequence.is_decoding for sequence in running[:-1]):
         raise InvariantError("a sequence is in the middle of its prefill, and a later one runs")
 
 
-def check_order(running: Items[Sequence], waiting: Items[Sequence], out: Items[Sequence]) -> None:
-    """Raise InvariantError unless those that wait hold nothing, and are in the order of arrival where they are in line.
+def _check_order(running: Items[Sequence], waiting: Items[Sequence], out: Items[Sequence]) -> None:
+    """Raise InvariantError unless waiting sequences hold nothing, and are in order of arrival while in line.
 
     `out`: out of the line.
     """

@@ -49,7 +49,7 @@ class Sequence:
         self.root = root_digest(self.params.cache_salt)
 
     def content(self, start: int, end: int) -> list[int]:
-        """What the prefix cache compares: the token ids, but for those of images, which stand for their content."""
+        """The token ids that the prefix cache compares: for images, ids that stand for their content."""
         if self.images is None:
             return self.token_ids[start:end]
         return self.images.content(self.token_ids, start, end)
@@ -84,7 +84,7 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     def usage(self, now: float) -> Usage:
-        """What it has taken so far."""
+        """The usage so far."""
         started = now if self.started_at is None else self.started_at
         first_token = now if self.first_token_at is None else self.first_token_at
         return Usage(

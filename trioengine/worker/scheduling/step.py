@@ -1,110 +1,26 @@
-"""What the scheduler asks of a step, and what the model runner answers: all that the two know of each other."""
+"""The interface of the scheduler and the model runner: limits, a step's request, its sampled rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from trioengine.core.errors import RequestRejected
 from trioengine.core.messages import SAMPLING_FAILED
 from trioengine.core.power import Tag
-from trioengine.core.types import Logprobs
-from trioengine.worker.scheduling.images import Tile, TilePiece, TileShape
+from trioengine.core.types import FinishReason, Logprobs
+from trioengine.worker.scheduling.images import Tile, TilePiece, TileShape, Vision
 from trioengine.worker.scheduling.sequence import Sequence
 
-
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """Compute `num_new_tokens` tokens of the sequence, from `num_computed_tokens` on; read only for the runner."""
-
-    sequence: Sequence
-    num_new_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether the last of these tokens is the sequence's last, so that a new one is to be sampled."""
-        return self.sequence.num_computed_tokens + self.num_new_tokens == self.sequence.num_tokens
-
-    @property
-    def tile_pieces(self) -> list[TilePiece]:
-        """Which of these tokens are embedded by which features, in the order of the tokens."""
-        sequence = self.sequence
-        if sequence.images is None:
-            return []
-        start = sequence.num_computed_tokens
-        return sequence.images.pieces(start, start + self.num_new_tokens)
-
-
-class BlockCopy(NamedTuple):
-    """Keys and values of a block's first tokens, as they are before the step, go to another, which is 0 behind them.
-
-    What lies behind them in the source is another's, and may be not finite.
-    """
-
-    source: int
-    target: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """One step: never empty; every block that the tokens need is in the sequences' block tables.
-
-    First the `copies` are made, all from what lies in the blocks before the step, and the tiles of `encode` get their
-    features, `picture.features[number]`, from `picture.tiles`. Then all tiles of the scheduled tokens have features.
-    """
-
-    scheduled: tuple[ScheduledSequence, ...]
-    copies: tuple[BlockCopy, ...] = ()
-    encode: tuple[Tile, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(entry.num_new_tokens for entry in self.scheduled)
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """The next token of one sequence, or why there is none."""
-
-    request: int
-    token_id: int
-    logprobs: Logprobs | None = None  # {token_id: logprob}, the chosen token first; when asked for
-    error: str | None = None  # the request fails alone (logits that are not finite, say); token_id means nothing
-    code: str = SAMPLING_FAILED  # of the error; NO_TOKEN_LEFT: the request's parameters are the reason
-
-
-class ModelRunner(Protocol):
-    """Runs the forward pass and the sampler; the simulated worker has a toy one."""
-
-    def execute(self, output: SchedulerOutput) -> list[SampledToken]:
-        """Copy blocks, encode tiles, then compute: one entry for each scheduled sequence with `samples`, in order."""
-        ...
-
-    def sleep(self) -> None:
-        """Give memory back to the system: the KV cache, and the weights, which are kept in host memory."""
-        ...
-
-    def wake(self, tags: frozenset[Tag]) -> None:
-        """Take memory for these tags again, which sleep. ModelError: it could not be had, and they still sleep."""
-        ...
-
-    def update_weights(self, path: str) -> None:
-        """Load these weights; where the weights sleep, check them, drop the old ones, and load them at `wake`.
-
-        ModelError: they do not fit the model or cannot be read, and the old ones are still there. Any other exception:
-        these neither.
-        """
-        ...
-
-
+OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes of weights
 DEFAULT_ENCODER_CACHE_MEMORY = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Raises ValueError when nothing could ever be scheduled."""
+    """Limits by the configuration, the model and the KV cache. Raises ValueError if nothing could be scheduled."""
 
     vocab_size: int
     max_model_len: int  # tokens of prompt and answer together
@@ -152,8 +68,109 @@ class Limits:
             raise RequestRejected("invalid_value", f"token ids must be from 0 to {self.vocab_size - 1}")
 
 
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Compute `num_new_tokens` tokens of the sequence, from `num_computed_tokens` on; read only for the runner."""
+
+    sequence: Sequence
+    num_new_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the last of these tokens is the sequence's last, so that a new one is to be sampled."""
+        return self.sequence.num_computed_tokens + self.num_new_tokens == self.sequence.num_tokens
+
+    @property
+    def tile_pieces(self) -> list[TilePiece]:
+        """Which of these tokens are embedded by which features, in the order of the tokens."""
+        sequence = self.sequence
+        if sequence.images is None:
+            return []
+        start = sequence.num_computed_tokens
+        return sequence.images.pieces(start, start + self.num_new_tokens)
+
+
+class BlockCopy(NamedTuple):
+    """Keys and values of a block's first tokens, as they are before the step, go to another, which is 0 behind them.
+
+    The rest of the source belongs to another sequence, and may be not finite.
+    """
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step: never empty; every block that the tokens need is in the sequences' block tables.
+
+    First the `copies` are made, all from the blocks' content before the step, and the tiles of `encode` get their
+    features, `picture.features[number]`, from `picture.tiles`. Then all tiles of the scheduled tokens have features.
+    """
+
+    scheduled: tuple[ScheduledSequence, ...]
+    copies: tuple[BlockCopy, ...] = ()
+    encode: tuple[Tile, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(entry.num_new_tokens for entry in self.scheduled)
+
+
+@dataclass(slots=True)
+class SampledRow:
+    """The next token of a sequence, or the error that ends it; the scheduler adds `finish_reason`."""
+
+    sequence: Sequence
+    token_id: int  # meaningless with an error
+    logprobs: Logprobs | None = None  # {token_id: logprob}, the chosen token first; if requested
+    error: str | None = None  # this request alone fails, for logits that are not finite, say
+    code: str = SAMPLING_FAILED  # of the error; NO_TOKEN_LEFT if the request's parameters are the reason
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A loaded model, and the size of its KV cache: READY's fields, and the limits of scheduling."""
+
+    model_type: str
+    device: str
+    dtype: str
+    kernels: str
+    vocab_size: int
+    max_model_len: int  # tokens; never more than the KV cache holds
+    kv_blocks_total: int
+    block_size: int
+    vision: Vision | None = None  # None: the model takes no images
+
+
+class ModelRunner(Protocol):
+    """Runs the forward pass and the sampler; the simulated worker has a toy one."""
+
+    def execute(self, output: SchedulerOutput) -> list[SampledRow]:
+        """Copy blocks, encode tiles, then compute: one entry for each scheduled sequence with `samples`, in order."""
+        ...
+
+    def sleep(self) -> None:
+        """Give memory back to the system: the KV cache, and the weights, which are kept in host memory."""
+        ...
+
+    def wake(self, tags: frozenset[Tag]) -> None:
+        """Take memory for these sleeping tags again. Raises ModelError if it cannot be had, and they still sleep."""
+        ...
+
+    def update_weights(self, path: str) -> None:
+        """Load these weights; while the weights sleep, check them, drop the old ones, and load them at `wake`.
+
+        Raises ModelError if they do not fit or cannot be read, and the old ones stay. After any other exception neither
+        are there.
+        """
+        ...
+
+
 class StepPlan:
-    """`prompt_tokens` and `tiles` are left for prompts."""
+    """A step being planned; it has room for `prompt_tokens` and `tiles` more."""
 
     def __init__(self, prompt_tokens: int, tiles: int) -> None:
         self.prompt_tokens = prompt_tokens
@@ -175,7 +192,7 @@ class StepPlan:
         return num_new_tokens
 
     def add_prompt(self, sequence: Sequence, num_new_tokens: int) -> None:
-        """Compute what `fit` has found to fit."""
+        """Schedule as many tokens as `fit` has returned."""
         entry = ScheduledSequence(sequence, num_new_tokens)
         self.scheduled.append(entry)
         self.prompt_tokens -= num_new_tokens

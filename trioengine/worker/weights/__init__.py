@@ -6,8 +6,7 @@ from pathlib import Path
 
 from trioengine.core.errors import ModelError
 from trioengine.worker.weights.checkpoint import Checkpoint
-from trioengine.worker.weights.gguf import GGUFCheckpoint
-from trioengine.worker.weights.safetensors import SafetensorsCheckpoint
+from trioengine.worker.weights.files import GGUFCheckpoint, SafetensorsCheckpoint
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 

@@ -1,4 +1,4 @@
-"""A checkpoint: named tensors under Hugging Face names, and the model's configuration."""
+"""A checkpoint, named tensors and a configuration, and the WeightReader by which a model takes its weights from it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,21 @@ from torch import Tensor
 
 from trioengine.core.errors import ModelError
 from trioengine.hub.model_config import ModelConfig
-from trioengine.worker.kernels.four_bit import FourBitWeight, join_four_bit, joined
-from trioengine.worker.kernels.linear import InvariantLinears, Linear, make_linear, wants_four_bit
-from trioengine.worker.loop import OnProgress
+from trioengine.worker.kernels.linear import (
+    FourBitWeight,
+    InvariantLinears,
+    Linear,
+    join_four_bit,
+    joined,
+    make_linear,
+    wants_four_bit,
+)
+from trioengine.worker.scheduling.step import OnProgress
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """What a header says of one tensor."""
+    """The header's entry of one tensor."""
 
     shape: tuple[int, ...]
     nbytes: int  # in the file
@@ -40,7 +47,7 @@ class Checkpoint(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorShape]:
-        """What there is, by name."""
+        """The tensors by name."""
         ...
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -57,7 +64,7 @@ class Checkpoint(Protocol):
 
 
 class WeightReader:
-    """Reads tensors and makes layers of them; models know nothing of files, dtypes or quantization."""
+    """Reads tensors and makes layers of them: files, dtypes and quantization stay outside of the models."""
 
     def __init__(
         self,
@@ -79,7 +86,7 @@ class WeightReader:
         self._check_memory()
         self._on_progress = on_progress
         self._linears = linears
-        self._given: list[weakref.ref[Tensor]] = []  # weakly: a layer may pack what it is given, and drop it
+        self._given: list[weakref.ref[Tensor]] = []  # weakly: a layer may pack a tensor, and drop it
         on_progress(0, self._total)
 
     def has(self, name: str) -> bool:
@@ -111,7 +118,7 @@ class WeightReader:
         return make_linear(weight) if self._linears is None else self._linears.make(weight, None)
 
     def in_use(self) -> list[Tensor]:
-        """Those of the tensors given out that somebody still holds."""
+        """The tensors given out that are still referenced."""
         return [tensor for tensor in (given() for given in self._given) if tensor is not None]
 
     def _check_memory(self) -> None:

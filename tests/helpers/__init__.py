@@ -1,0 +1,1 @@
+"""Helpers of the tests: servers and clients in memory, reference answers, models and images."""

@@ -1,0 +1,54 @@
+"""Run prompts through the real scheduler and the torch runner, without a worker around them."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from trioengine.core.config import WorkerConfig
+from trioengine.core.sampling_params import SamplingParams
+from trioengine.worker.kernels.compiler import find_compiler
+from trioengine.worker.runner.model_runner import TorchModelRunner
+from trioengine.worker.scheduling.scheduler import Scheduler
+from trioengine.worker.scheduling.sequence import Sequence
+from trioengine.worker.scheduling.step import Limits
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+def reference(name):
+    return json.loads((DATA / name).read_text())
+
+
+def needs_compiler():
+    """Skip the test where there is no C++ compiler; in CI there must be one."""
+    if find_compiler() is None and os.environ.get("CI") != "true":
+        pytest.skip("no C++ compiler")
+
+
+def load(path, dtype="float32", on_progress=lambda done, total: None, **config):
+    config = {"kv_cache_memory": 64 << 20, **config}
+    return TorchModelRunner.load(WorkerConfig(str(path), dtype=dtype, **config), on_progress)
+
+
+def generate(runner, prompts, max_tokens, params=None, **limits):
+    """Greedy answers of all prompts at once, and the scheduler's statistics."""
+    limits = {
+        "vocab_size": runner.info.vocab_size,
+        "max_model_len": runner.info.max_model_len,
+        "kv_blocks_total": runner.info.kv_blocks_total,
+        "block_size": runner.info.block_size,
+        **limits,
+    }
+    params = params or SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=0, ignore_eos=True)
+    scheduler = Scheduler(Limits(**limits))
+    sequences = [Sequence(i, i, list(prompt), len(prompt), params, frozenset()) for i, prompt in enumerate(prompts)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    while scheduler.has_work:
+        output = scheduler.schedule()
+        assert output is not None, "it has work"
+        scheduler.update(output, runner.execute(output))
+    scheduler.check_integrity()
+    return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences], scheduler.statistics(0)

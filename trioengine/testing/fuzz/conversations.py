@@ -1,0 +1,360 @@
+"""The conversations of fuzzed programs: texts and pictures, their prompts, and the answers of the toy model."""
+
+from __future__ import annotations
+
+import base64
+import re
+from array import array
+from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
+
+from trioengine.actors.generation import Generation
+from trioengine.actors.session import Session
+from trioengine.core.errors import EngineError, RequestRejected
+from trioengine.core.image import is_image_part
+from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.types import Cause, Completion, FinishReason
+from trioengine.testing.fuzz import inside
+from trioengine.testing.toy_model import (
+    IM_END,
+    TOY_PROCESSING,
+    TOY_TILE,
+    DamagedPicture,
+    ToyImage,
+    ToyPicture,
+    toy_answer,
+    toy_embeddings,
+    toy_file,
+    toy_model,
+    toy_next,
+    toy_value,
+    toy_weights,
+)
+from trioengine.testing.toy_model import UNREADABLE as UNREADABLE_BYTES
+from trioengine.text.chat_tokenizer import ChatTokenizer
+
+PAYLOAD_MEMORY = 500  # bytes: two pictures, and not three
+MAX_PAYLOADS = 3  # descriptors
+UNREADABLE, HUGE, DAMAGED, GARBAGE = "unreadable", "huge", "damaged", "garbage"
+FILE = ".file"  # the end of the name of a picture that is sent as a file
+_SHAPES = {
+    "one": (8, 8, 1),
+    "two": (8, 8, 2),  # of the same size
+    "wide": (16, 4, 3),  # two tiles
+    "dot": (4, 4, 5),  # so small that descriptors run out first
+    UNREADABLE: (8, 4, 255),  # by the worker
+    HUGE: (16, 11, 4),  # larger than the whole budget
+}
+
+
+@dataclass(frozen=True)
+class PictureFile:
+    """An encoded picture with this size in its header."""
+
+    size: tuple[int, int]
+    data: bytes
+
+    @property
+    def url(self) -> str:
+        """As clients of a server send it."""
+        kind = "jpeg" if self.data.startswith(b"\xff") else "png"
+        return f"data:image/{kind};base64,{base64.b64encode(self.data).decode()}"
+
+
+Picture: TypeAlias = ToyPicture | PictureFile
+PICTURES: Mapping[str, Picture] = {
+    **{name: ToyPicture(*shape) for name, shape in _SHAPES.items()},
+    DAMAGED: DamagedPicture(8, 8),
+    **{f"{name}{FILE}": PictureFile(shape[:2], toy_file(*shape)) for name, shape in _SHAPES.items()},
+    f"{GARBAGE}{FILE}": PictureFile((8, 8), b"this is no image"),
+}
+MEDIA = (
+    *("one", "one", "two", "two one", "one one"),
+    *("wide", "wide two", "dot", "dot one", "dot dot"),
+    *(UNREADABLE, f"one {UNREADABLE}", HUGE, DAMAGED, f"two {GARBAGE}{FILE}", f"one{FILE} two"),
+)
+FILES = tuple(  # pictures that clients of a server send
+    " ".join(f"{name}{FILE}" for name in media.split())
+    for media in (
+        *("one", "one", "two", "two one", "one one", "wide", "dot", "dot one"),
+        *(UNREADABLE, f"one {UNREADABLE}", HUGE, GARBAGE, f"two {GARBAGE}"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The content of a message with pictures, by their names; its text is behind them."""
+
+    pictures: tuple[str, ...]
+    text: str
+
+
+Content: TypeAlias = str | Shown
+Turn: TypeAlias = tuple[str, Content]  # role and content
+
+
+def content_of(media: str, text: str) -> Content:
+    """A message's content with these pictures, named one after the other."""
+    return Shown(tuple(media.split()), text) if media else text
+
+
+def text_of(content: Content) -> str:
+    """Its text."""
+    return content.text if isinstance(content, Shown) else content
+
+
+def pictures_of(content: Content) -> list[Picture]:
+    """Its pictures."""
+    return [PICTURES[name] for name in content.pictures] if isinstance(content, Shown) else []
+
+
+def has(content: Content, kind: str) -> bool:
+    """Whether one of its pictures is of this kind, whether or not it is sent as a file."""
+    return isinstance(content, Shown) and any(name.removesuffix(FILE) == kind for name in content.pictures)
+
+
+def media_of(content: Content) -> list[ToyPicture | bytes]:
+    """Its pictures as a program hands them to the engine, as `media`."""
+    return [_medium(picture) for picture in pictures_of(content)]
+
+
+def _medium(picture: Picture) -> ToyPicture | bytes:
+    return picture.data if isinstance(picture, PictureFile) else picture
+
+
+def messages_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """These turns as chat messages."""
+    return [{"role": role, "content": _parts(content)} for role, content in turns]
+
+
+def _parts(content: Content) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    images: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in media_of(content)]
+    return [*images, {"type": "text", "text": content.text}]
+
+
+def chat_content(content: Content) -> str | list[dict[str, Any]]:
+    """The content of a message, as clients of chat completions send it."""
+    if isinstance(content, str):
+        return content
+    images: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in _urls(content)]
+    return [*images, {"type": "text", "text": content.text}]
+
+
+def item_content(content: Content) -> list[dict[str, Any]]:
+    """The content of an item, as clients of Realtime send it."""
+    images: list[dict[str, Any]] = [{"type": "input_image", "image_url": url} for url in _urls(content)]
+    return [*images, {"type": "input_text", "text": text_of(content)}]
+
+
+def _urls(content: Content) -> list[str]:
+    return [picture.url for picture in pictures_of(content) if isinstance(picture, PictureFile)]
+
+
+def outline(content: Content) -> object:
+    """The content as far as a history shows it: of a picture its size."""
+    if isinstance(content, str):
+        return content
+    return tuple(picture.size for picture in pictures_of(content)), content.text
+
+
+def outline_of(message: Mapping[str, Any]) -> object:
+    """The same of a message of a history."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    infos = [part["image"].info for part in content if is_image_part(part)]
+    text = "".join(part["text"] for part in content if not is_image_part(part))
+    return tuple((info.width, info.height) for info in infos), text
+
+
+_IN_THE_HISTORY = re.compile(r"history\[(\d+)\]\.content\[(\d+)\]")
+_REFUSALS = {  # codes, and the pictures that they are for
+    "too_large": HUGE,
+    "image_parse_error": DAMAGED,
+    "invalid_image_format": GARBAGE,
+}
+
+
+def check_dropped(error: EngineError, session: Session) -> None:
+    """Right after a refusal: the image that it names was dropped."""
+    if not isinstance(error, RequestRejected) or error.code != "image_dropped":
+        return
+    found = _IN_THE_HISTORY.fullmatch(error.param or "")
+    assert found, f"only kept images are dropped: {error!r} of {error.param}"
+    message, part = map(int, found.groups())
+    payload = inside.payload(session.history[message]["content"][part]["image"])
+    assert payload.is_dropped, f"{payload} is there, and {error!r}"
+
+
+def is_refused(code: str, content: Content) -> bool:
+    """Whether a prompt with this content is refused with this code, before it comes to the worker."""
+    return code in _REFUSALS and has(content, _REFUSALS[code])
+
+
+def is_failed(code: str, turns: Iterable[Turn], dropped: Container[bytes]) -> bool:
+    """Whether a request with these turns fails with this code; `dropped` are the bytes of images that are not kept."""
+    contents = [content for _, content in turns]
+    if code == "image_dropped":
+        return any(picture.data in dropped for content in contents for picture in pictures_of(content))
+    return code == "invalid_image" and any(has(content, UNREADABLE) for content in contents)
+
+
+def check_seen(images: Iterable[ToyImage]) -> None:
+    """There is an answer to these images: the worker could read each of them."""
+    assert not any(data[:1] == UNREADABLE_BYTES for _, data in images), "it is answered, and an image cannot be read"
+
+
+def check_failed_image(error: RequestRejected, generation: Generation, turns: tuple[Turn, ...]) -> bool:
+    """Whether a request with this prompt, which was entered, had to fail with the error of an image."""
+    if error.code == "image_dropped":
+        return any(payload.is_dropped for payload in inside.prompt_payloads(generation))
+    return is_failed(error.code, turns, ())
+
+
+_PLACES = dict(enumerate(PICTURES.values(), 14))  # by a byte that no text has
+_BYTES = {name: chr(place) for place, name in zip(_PLACES, PICTURES, strict=True)}
+
+
+class FuzzPrompt(NamedTuple):
+    """A prompt's token ids, and its images: where their tiles begin, and their bytes."""
+
+    token_ids: tuple[int, ...]
+    images: tuple[ToyImage, ...]
+
+
+@lru_cache(maxsize=1 << 14)
+def prompt_of(turns: tuple[Turn, ...]) -> FuzzPrompt:
+    """The whole conversation rendered and tokenized at once, which the engine never does."""
+    model = toy_model()
+    tokenizer = ChatTokenizer(model.tokenizer, model.chat_template)
+    messages = [{"role": role, "content": _marked(content)} for role, content in turns]
+    ids: list[int] = []
+    images: list[ToyImage] = []
+    for token_id in tokenizer.apply_chat_template(messages):
+        if token_id not in _PLACES:
+            ids.append(token_id)
+            continue
+        starts = []
+        for _ in range(TOY_PROCESSING.num_tiles(*_PLACES[token_id].size)):
+            starts.append(len(ids) + 1)
+            ids += [ord("["), *[TOY_PROCESSING.image_token_id] * TOY_PROCESSING.tokens_per_tile]
+        ids.append(ord("]"))
+        images.append((tuple(starts), _PLACES[token_id].data))
+    return FuzzPrompt(tuple(ids), tuple(images))
+
+
+def _marked(content: Content) -> str:
+    """A byte in the place of each picture."""
+    if isinstance(content, Shown):
+        return "".join(_BYTES[name] for name in content.pictures) + content.text
+    return content
+
+
+def prompt_ids(turns: tuple[Turn, ...]) -> tuple[int, ...]:
+    """The token ids of `prompt_of`."""
+    return prompt_of(turns).token_ids
+
+
+def shortened(turns: tuple[Turn, ...], max_model_len: int, max_tokens: int) -> tuple[tuple[Turn, ...], int]:
+    """The messages without the fewest oldest turns, so that there is room for the answer; and how many these are.
+
+    If that is not enough, all but the newest turn are left out.
+    """
+    first = next((index for index, (role, _) in enumerate(turns) if role != "system"), len(turns))
+    starts = [index for index, (role, _) in enumerate(turns) if index == first or (index > first and role == "user")]
+    kept = [(*turns[:first], *turns[start:]) for start in starts] or [turns]
+    room = min(max_tokens, max_model_len // 2)
+    fitting = (count for count, each in enumerate(kept) if len(prompt_ids(each)) + room <= max_model_len)
+    count = next(fitting, len(kept) - 1)
+    return kept[count], count
+
+
+def check_answer(
+    completion: Completion,
+    prompt: tuple[int, ...],
+    params: SamplingParams,
+    max_model_len: int,
+    causes: AbstractSet[Cause],
+    paths: Sequence[str],
+    images: tuple[ToyImage, ...] = (),
+) -> None:
+    """It is the model's; or an abort, by one of the causes that there were, with a part of the model's."""
+    room = max_model_len - len(prompt)
+    versions, ids, text = completion.weight_versions, completion.token_ids, completion.text
+    assert bool(versions) == bool(ids) and list(versions) == sorted(set(versions)), f"{ids} of the weights {versions}"
+    weights = [toy_weights(paths[version]) for version in versions]
+    if len(set(weights)) > 1:
+        check_mixed(ids, prompt, weights, images)
+        return
+    if ids:
+        check_seen(images)
+    length = min(room, params.max_tokens or room)
+    expected = reference(prompt, length, params.stop, *weights[:1], ignore_eos=params.ignore_eos, images=images)
+    if completion.finish_reason is FinishReason.ABORT:
+        assert completion.cause in causes, f"aborted by {completion.cause}, there were {causes or 'no causes'}"
+        assert not ids or ids != expected.token_ids, f"the whole answer {text!r} came, and is an abort"
+        assert expected.token_ids[: len(ids)] == ids, f"{ids} is not part of the model's answer {expected.token_ids}"
+        assert expected.text.startswith(text), f"{text!r} is not part of the model's answer {expected.text!r}"
+        return
+    assert ids == expected.token_ids, f"the answer is {ids}, the model's is {expected.token_ids}"
+    assert text == expected.text, f"the answer is {text!r}, the model's is {expected.text!r}"
+    assert completion.finish_reason is expected.finish_reason, f"{completion.finish_reason}, not {expected}"
+    assert completion.cause is None, "only an abort has a cause"
+    usage = completion.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(ids)), f"counted wrongly: {usage}"
+
+
+class Answer:
+    """The model's answer."""
+
+    def __init__(self, token_ids: tuple[int, ...], text: str, finish_reason: FinishReason) -> None:
+        self.token_ids, self.text, self.finish_reason = token_ids, text, finish_reason
+
+
+def check_mixed(
+    ids: tuple[int, ...], prompt: tuple[int, ...], weights: Sequence[int], images: tuple[ToyImage, ...]
+) -> None:
+    """Check that each token comes from the weights of its time; these changed on the way, in this order."""
+    possible = {0}  # which of the weights the latest token may be of
+    for at, token in enumerate(ids):
+        history = (*prompt, *ids[:at])
+        fits = [index for index, each in enumerate(weights) if _next(history, each, images) == token]
+        possible = {index for index in fits if index >= min(possible)}
+        assert possible, f"{ids[at:]} after {at} tokens is of none of the weights that there were"
+
+
+@lru_cache(maxsize=1 << 12)
+def _next(history: tuple[int, ...], weights: int, images: tuple[ToyImage, ...]) -> int:
+    values = array("L")
+    embedded = toy_embeddings(images, TOY_TILE.num_tokens, weights)
+    for position, token_id in enumerate(history):
+        values.append(toy_value(embedded.get(position, token_id), values[-1] if values else weights))
+    return toy_next(values)
+
+
+@lru_cache(maxsize=1 << 14)
+def reference(
+    prompt: tuple[int, ...],
+    max_tokens: int,
+    stop: tuple[str, ...],
+    weights: int = 0,
+    *,
+    ignore_eos: bool = False,
+    images: tuple[ToyImage, ...] = (),
+) -> Answer:
+    length = max(max_tokens, 0)  # a prompt may be longer than the context
+    ids = tuple(toy_answer(prompt, length, ignore_eos=ignore_eos, weights=weights, images=images))
+    ended = ids[-1:] == (IM_END,) and not ignore_eos
+    shown = [at for at, token in enumerate(ids) if token != IM_END]
+    text = bytes(ids[at] for at in shown).decode("ascii")  # a token is a character, or hidden
+    found = [(shown[text.index(string) + len(string) - 1] + 1, text.index(string)) for string in stop if string in text]
+    if found:
+        taken, cut = min(found)
+        return Answer(ids[:taken], text[:cut], FinishReason.STOP)
+    return Answer(ids, text, FinishReason.STOP if ended else FinishReason.LENGTH)

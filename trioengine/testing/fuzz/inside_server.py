@@ -1,0 +1,219 @@
+"""The one room from which the fuzzer looks into the server: only this module knows its parts and private attributes.
+
+Functions read its state; `ServerEvents` has the methods that are called while a machine runs within `tapped`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from trioengine.actors.generation import Generation
+from trioengine.actors.payload import Payload
+from trioengine.serve.errors import OverBudget
+from trioengine.serve.limits import ByteBudget, ConnectionSlot, InFlight
+from trioengine.serve.realtime import outbox
+from trioengine.serve.realtime.connection import RealtimeConnection as RealtimeConnection
+from trioengine.serve.realtime.events import ClientEvent, ResponseCancel
+from trioengine.serve.realtime.outbox import Outbox
+from trioengine.serve.realtime.response import Response as Response
+from trioengine.serve.realtime.response import ResponseStatus
+from trioengine.serve.server import Server
+from trioengine.testing.fuzz import inside
+from trioengine.text.chat_tokenizer import image_parts
+
+BETWEEN = 1024  # characters of other events, at most, between a check for room and a text
+
+# ---- the server -----------------------------------------------------------------------------------------------------
+
+
+def set_max_buffered_bytes(server: Server, num_bytes: int) -> None:
+    """Change the budget of bytes that the server keeps for its clients."""
+    server.budget._max_bytes = num_bytes
+
+
+def num_buffered_bytes(server: Server) -> int:
+    """Bytes that the server keeps for its clients."""
+    return server.budget.num_bytes
+
+
+def connection_slots(server: Server) -> list[tuple[int, int]]:
+    """How many connections fit, and how many more do now: of those that are served, and of those that are refused."""
+    places = (server.connections._slots, server.connections._beyond)
+    return [(each.count, each.left) for each in places]
+
+
+def has_cut_connections(server: Server) -> bool:
+    """Whether all connections were cancelled, because the time for their ends has passed."""
+    return server._serving.cancel_called
+
+
+def request_ids(server: Server) -> list[str]:
+    """The ids by which clients know requests in flight."""
+    return list(server.in_flight._generations)
+
+
+# ---- Realtime connections -------------------------------------------------------------------------------------------
+
+
+def has_gone(connection: RealtimeConnection) -> bool:
+    """Whether the client of a connection has gone."""
+    return connection._is_gone
+
+
+def item_payloads(connection: RealtimeConnection) -> Iterator[Payload]:
+    """The payloads of the images in a conversation."""
+    return _payloads_in(item.message for item in connection._items._items.values())
+
+
+def response_payloads(connection: RealtimeConnection) -> Iterator[Payload]:
+    """The payloads of the images in the prompts of responses in progress."""
+    for response in connection._active:
+        if response.status is ResponseStatus.IN_PROGRESS:
+            yield from _payloads_in(response.spec.messages)
+
+
+def _payloads_in(messages: Iterable[Mapping[str, Any]]) -> Iterator[Payload]:
+    return (inside.payload(part.image) for part in image_parts(messages))
+
+
+def goes_on(response: Response) -> bool:
+    """Whether the request of a response has a slot and was not aborted."""
+    generation = response.generation
+    return generation is not None and inside.phase(inside.session_of(generation)) in inside.GOING
+
+
+def is_in_progress(response: Response) -> bool:
+    return response.status is ResponseStatus.IN_PROGRESS
+
+
+def _to_cancel(connection: RealtimeConnection, event: ResponseCancel) -> Response | None:
+    """The response that the event is for; without an id it is the conversation's."""
+    running = connection._in_conversation.active
+    if event.response_id is None:
+        return running[0] if running else None
+    found = (response for response in (*running, *connection._out_of_band.active) if response.id == event.response_id)
+    return next(found, None)
+
+
+# ---- taps -----------------------------------------------------------------------------------------------------------
+
+
+class ServerEvents:
+    """Base class: each method is called when something happens in the server, and does nothing unless overridden."""
+
+    def error_logged(self, error: Exception) -> None:
+        """The server logs a bug of its own."""
+
+    def connection_displaced(self) -> None:
+        """A connection is closed because a newcomer needs its slot."""
+
+    def bytes_refused(self) -> None:
+        """Bytes of a client exceed the budget."""
+
+    def aborted_by_id(self, generations: list[Generation], due: int, aborted: int) -> None:
+        """An operator has aborted these; `due` of them had no outcome and were not aborted, `aborted` is the answer."""
+
+    def connection_opened(self, connection: RealtimeConnection) -> None:
+        """A Realtime connection begins."""
+
+    def connection_closed(self, connection: RealtimeConnection) -> None:
+        """A Realtime connection has ended."""
+
+    def response_cancelled(self, response: Response) -> None:
+        """The server has handled a response.cancel for this response."""
+
+    def message_dropped(self) -> None:
+        """A message of a client is dropped, because it exceeds the budget."""
+
+    def event_put(self, size: int) -> None:
+        """An event is about to be put into an outbox with so many characters."""
+
+    def delta_put(self, size: int) -> None:
+        """Text is about to be put into an outbox with so many characters."""
+
+
+@contextmanager
+def tapped(events: ServerEvents, *, room: int, at_once: int) -> Iterator[None]:
+    """Within, report events of servers; outboxes have room for so many characters, and send so many at once."""
+    taps: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
+        (ConnectionSlot, "displace", inside.before(lambda _: events.connection_displaced())),
+        (ByteBudget, "check_room", lambda check: _check_room(events, check)),
+        (InFlight, "abort", lambda abort: _abort(events, abort)),
+        (RealtimeConnection, "run", lambda run: _run(events, run)),
+        (RealtimeConnection, "_act", lambda act: _act(events, act)),
+        (RealtimeConnection, "_give_up", inside.before(lambda *_: events.message_dropped())),
+        (Outbox, "put", inside.before(lambda outbox, *_, **__: events.event_put(outbox._size))),
+        (Outbox, "put_delta", inside.before(lambda outbox, *_: events.delta_put(outbox._size))),
+        (outbox, "ROOM", lambda _: room),
+        (outbox, "AT_ONCE", lambda _: at_once),
+    )
+    handler = _ErrorHandler(events)
+    logger = logging.getLogger("trioengine")
+    with ExitStack() as stack:
+        for owner, name, mutate in taps:
+            stack.enter_context(inside.replaced(owner, name, mutate))
+        logger.addHandler(handler)
+        stack.callback(logger.removeHandler, handler)
+        yield
+
+
+class _ErrorHandler(logging.Handler):
+    """Reports the exceptions that the server logs as errors."""
+
+    def __init__(self, events: ServerEvents) -> None:
+        super().__init__(logging.ERROR)
+        self._events = events
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if "/serve/" in record.pathname and isinstance(error, Exception):
+            self._events.error_logged(error)
+
+
+def _check_room(events: ServerEvents, check: Any) -> Any:
+    def tap(budget: ByteBudget, key: bytes | None, size: int) -> None:
+        try:
+            check(budget, key, size)
+        except OverBudget:
+            events.bytes_refused()
+            raise
+
+    return tap
+
+
+def _abort(events: ServerEvents, abort: Any) -> Any:
+    def tap(in_flight: InFlight, id: str) -> int:
+        generations = list(in_flight._generations.get(id, ()))
+        due = sum(
+            generation.outcome is None and (not inside.is_in_flight(generation) or inside.is_going(generation))
+            for generation in generations
+        )
+        aborted: int = abort(in_flight, id)
+        events.aborted_by_id(generations, due, aborted)
+        return aborted
+
+    return tap
+
+
+def _run(events: ServerEvents, run: Any) -> Any:
+    async def tap(connection: RealtimeConnection) -> None:
+        events.connection_opened(connection)
+        try:
+            await run(connection)
+        finally:
+            events.connection_closed(connection)
+
+    return tap
+
+
+def _act(events: ServerEvents, act: Any) -> Any:
+    def tap(connection: RealtimeConnection, event: ClientEvent, event_id: str | None) -> None:
+        response = _to_cancel(connection, event) if isinstance(event, ResponseCancel) else None
+        act(connection, event, event_id)
+        if response is not None:
+            events.response_cancelled(response)
+
+    return tap

@@ -1,0 +1,143 @@
+"""The two kinds of Checkpoint: a directory with safetensors, and a GGUF file.
+
+GGUF tensors are dequantized one at a time, in pieces, so that none is ever whole in float32: Q4_0 and Q4_1 here, which
+kernels also read as they are stored, the others by the gguf package. A block of Q4_0 or Q4_1 (ggml-common.h) is 32
+columns of a row: the scale in float16, for Q4_1 the minimum in float16, then 16 bytes whose low halves are the first
+16 codes and whose high halves are the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from safetensors import SafetensorError, safe_open
+
+from trioengine.core.bounds import excerpt
+from trioengine.core.errors import ModelError
+from trioengine.core.gguf import GGUFTensor
+from trioengine.hub.checkpoint import map_file, read_gguf, read_safetensors
+from trioengine.worker.kernels.linear import GROUP, FourBitWeight
+from trioengine.worker.weights.checkpoint import TensorShape
+
+_PIECE = 1 << 19  # elements: 2 MiB in float32, which the caches hold
+_ZERO_CODE = 8  # of Q4_0, whose blocks have no minimum
+
+
+class SafetensorsCheckpoint:
+    """Tensors of a Hugging Face directory."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ModelError."""
+        self.path = path
+        header = read_safetensors(path)
+        self.config, self._stored = header.config, header.tensors
+        self.tensors = {name: TensorShape(info.shape, info.nbytes) for name, info in header.tensors.items()}
+        self._files: dict[Path, Any] = {}  # those that are open
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        file = self._stored[name].file
+        try:
+            if file not in self._files:
+                self._files[file] = safe_open(str(file), framework="pt", device="cpu")
+            tensor: torch.Tensor = self._files[file].get_tensor(name)
+        except (SafetensorError, OSError) as exc:  # it has changed since its header was read
+            raise ModelError(f"{file} is damaged: {excerpt(str(exc))}") from exc
+        return tensor.to(dtype, copy=True)
+
+    def read_four_bit(self, name: str) -> FourBitWeight | None:
+        return None
+
+    def close(self) -> None:
+        self._files.clear()
+
+
+class GGUFCheckpoint:
+    """Tensors of a GGUF file under their Hugging Face names, in the Hugging Face layout."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ModelError."""
+        self.path = path
+        self._mapped = map_file(path)
+        self._buffer = memoryview(self._mapped)
+        self._executor = ThreadPoolExecutor(max_workers=max(1, torch.get_num_threads()))
+        try:
+            header = read_gguf(self._buffer, path)
+        except ModelError:
+            self.close()
+            raise
+        self.config, self._stored, self._interleaved = header.config, header.tensors, header.interleaved_heads
+        self.tensors = {name: TensorShape(info.shape, info.nbytes) for name, info in header.tensors.items()}
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        info = self._stored[name]
+        four_bit = read_four_bit(self._bytes(info), info.type.name, info.shape)
+        if four_bit is not None:
+            values = four_bit.dequantize(dtype)  # six times as fast as the gguf package, and the same to the bit
+        else:
+            values = dequantize_gguf(self._bytes(info), info.type.name, info.shape, dtype, self._executor)
+        return self._in_halves(name, values)
+
+    def read_four_bit(self, name: str) -> FourBitWeight | None:
+        info = self._stored[name]
+        weight = read_four_bit(self._bytes(info), info.type.name, info.shape)
+        return weight and weight.map_rows(lambda rows: self._in_halves(name, rows))
+
+    def _in_halves(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """Undo llama.cpp's order of a tensor's rows: in each head, rows 2i and 2i + 1 become i and i + head_dim / 2."""
+        heads = self._interleaved.get(name)
+        if heads is None:
+            return rows
+        return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+    def _bytes(self, info: GGUFTensor) -> memoryview:
+        return self._buffer[info.offset : info.offset + info.nbytes]
+
+    def close(self) -> None:
+        self._executor.shutdown()
+        with contextlib.suppress(BufferError):  # a traceback still holds a view: the last one unmaps the file
+            self._buffer.release()
+            self._mapped.close()
+
+
+def read_four_bit(data: memoryview, kind: str, shape: tuple[int, ...]) -> FourBitWeight | None:
+    """Read the matrix of `shape` in its stored form; None for another type, or another rank than 2."""
+    if kind not in ("Q4_0", "Q4_1") or len(shape) != 2:
+        return None
+    numbers = 1 if kind == "Q4_0" else 2  # before a block's codes
+    blocks = np.frombuffer(data, dtype=np.uint8).reshape(shape[0], shape[1] // GROUP, 2 * numbers + GROUP // 2)
+    halves = blocks[..., 2 * numbers :]
+    codes = np.concatenate((halves & 15, halves >> 4), axis=-1).reshape(shape)
+    head = blocks[..., : 2 * numbers].copy().view(np.float16).astype(np.float32)  # [rows, blocks, numbers]
+    scales, minima = head[..., 0], head[..., 0] * -_ZERO_CODE if kind == "Q4_0" else head[..., 1]
+    return FourBitWeight(*(torch.from_numpy(np.ascontiguousarray(part)) for part in (codes, scales, minima)))
+
+
+def dequantize_gguf(
+    data: memoryview, kind: str, shape: tuple[int, ...], dtype: torch.dtype, executor: Executor
+) -> torch.Tensor:
+    """The tensor of `shape` (row-major: the last dimension varies fastest) in `dtype`, on the CPU.
+
+    `kind` is ggml's name of a type; `core.gguf` has refused those that the gguf package cannot dequantize.
+    """
+    quantization = GGMLQuantizationType[kind]
+    elements, size = GGML_QUANT_SIZES[quantization]
+    columns = shape[-1]
+    stored = np.frombuffer(data, dtype=np.uint8).reshape(-1, columns // elements * size)
+    tensor = torch.empty((len(stored), columns), dtype=dtype)
+
+    def convert(start: int) -> None:
+        piece = dequantize(stored[start : start + step], quantization).astype(np.float32, copy=True)
+        with torch.inference_mode():  # the mode is the thread's
+            tensor[start : start + step].copy_(torch.from_numpy(piece).view(-1, columns))
+
+    step = max(1, _PIECE // columns)
+    for _ in executor.map(convert, range(0, len(stored), step)):
+        pass
+    return tensor.view(shape)
