@@ -21,13 +21,13 @@ from trioengine.core.types import Cause, FinishReason
 def _reuse_ids(init: Any) -> Any:
     def mutant(self: Engine, *args: Any, **more: Any) -> None:
         init(self, *args, **more)
-        self.gate.mint = partial(_smallest_free_id, self)  # type: ignore[method-assign]
+        self.runtime.gate.mint = partial(_smallest_free_id, self)  # type: ignore[method-assign]
 
     return mutant
 
 
 def _smallest_free_id(engine: Engine) -> int:
-    requests = [session.generation.request_id for session in engine.runtime.sessions if session.generation is not None]
+    requests = [session.request.id for session in engine.runtime.sessions if session.request is not None]
     used = {*(session.id for session in engine.runtime.sessions), *requests, *engine.runtime.auditor._pending}
     return next(id for id in itertools.count(1) if id not in used)
 
@@ -74,7 +74,7 @@ _LOCKED = _Locked()
 
 def _open_under_the_lock(aenter: Any) -> Any:
     async def mutant(self: Session) -> Any:
-        async with _LOCKED.of(self._gate):
+        async with _LOCKED.of(self._runtime.gate):
             return await aenter(self)
 
     return mutant
@@ -82,7 +82,7 @@ def _open_under_the_lock(aenter: Any) -> Any:
 
 def _leave_under_the_lock(aexit: Any) -> Any:
     async def mutant(self: Session, *exc: Any) -> None:
-        lock = _LOCKED.of(self._gate)
+        lock = _LOCKED.of(self._runtime.gate)
         with trio.CancelScope(shield=True):  # else it is F10
             await lock.acquire()
         try:

@@ -9,14 +9,13 @@ from hashlib import blake2b
 from typing import Any
 
 from mutant import Mutant, replaced
-from trioengine.actors.worker_session import Posting
 
 from trioengine.actors import images
 from trioengine.actors.images import RequestImages
 from trioengine.actors.link import Link
 from trioengine.actors.payload import PayloadBudget, Reservation
-from trioengine.client.session import SessionState
-from trioengine.core.messages import AddMessage, ImageInput, PayloadConsumed
+from trioengine.actors.session_actor import SessionActor
+from trioengine.core.messages import ImageInput, PayloadConsumed
 from trioengine.serve.realtime.items import Item
 from trioengine.serve.realtime.response import Response
 from trioengine.worker.scheduling.engine_core import EngineCore
@@ -33,10 +32,10 @@ def _keep_the_pin(on_consumed: Any) -> Any:
 
 
 def _release_nothing(hold_payloads: Any) -> Any:
-    def mutant(self: SessionState) -> None:
+    def mutant(self: SessionActor) -> None:
         before = self._payloads
         hold_payloads(self)
-        if self.generation is None:  # it is over: whatever it held is held on
+        if self.request is None:  # it is over: whatever it held is held on
             gone = [payload for payload in before if payload not in self._payloads and not payload.is_dropped]
             for payload in gone:
                 payload.hold()
@@ -114,18 +113,22 @@ def _overlook_the_content(content: Any) -> Any:
 
 
 def _without_images(resume: Any) -> Any:
-    def text_alone(_: Any) -> Any:
-        return staticmethod(lambda link, message, _: Posting(link, text := _stripped(message), link.encode(text)))
-
-    def mutant(self: SessionState, link: Link) -> None:
-        with replaced(Posting, "of", text_alone)():
-            resume(self, link)
+    def mutant(self: SessionActor, link: Link) -> None:
+        request = self._in_flight()
+        prepared = request.prepared
+        assert prepared is not None, "it was committed"
+        payloads = [images.payload_of(placed.image) for placed in prepared.images]
+        payloads = [payload for payload in payloads if not payload.is_dropped]
+        for payload in payloads:
+            payload.hold()
+        request.prepared = replace(prepared, images=())
+        resume(self, link)
+        request.prepared = prepared
+        self.hold_payloads()
+        for payload in payloads:
+            payload.release()
 
     return mutant
-
-
-def _stripped(message: AddMessage) -> AddMessage:
-    return replace(message, images=())
 
 
 def _release_no_item(release: Any) -> Any:
@@ -154,7 +157,7 @@ IMAGE_MUTANTS = (
     Mutant(
         "F22b",
         "the image of a turn that was taken back is kept",
-        replaced(SessionState, "hold_payloads", _release_nothing),
+        replaced(SessionActor, "hold_payloads", _release_nothing),
         shows="its conversation has|pins and holders|in the end",
     ),
     Mutant(
@@ -217,7 +220,7 @@ IMAGE_MUTANTS = (
     Mutant(
         "F23c",
         "a request goes on with the next worker without its images",
-        replaced(SessionState, "resume", _without_images),
+        replaced(SessionActor, "resume", _without_images),
         shows="the model's|of none of the weights|an image cannot be read",
         machine="PowerMachine",
     ),

@@ -8,25 +8,25 @@ import trio
 from mutant import Mutant, replaced
 
 from trioengine.actors.link import Link
+from trioengine.actors.session_actor import SessionActor
 from trioengine.actors.sessions import Sessions
 from trioengine.actors.supervisor import Supervisor
-from trioengine.client.session import SessionState
 from trioengine.core.lifecycle import Phase
 
 _WRITE_TIMEOUT = 0.1  # seconds
 
 
 def _tell_nobody_who_runs(on_worker_lost: Any) -> Any:
-    def mutant(self: SessionState) -> None:
+    def mutant(self: SessionActor) -> None:
         if self.phase is not Phase.RUNNING:
             on_worker_lost(self)
 
     return mutant
 
 
-def _tell_the_oldest(tell: Any) -> Any:
-    def mutant(self: Sessions, session_id: int, *rest: Any) -> None:
-        tell(self, min(session.id or session_id for session in self), *rest)
+def _find_the_oldest(find: Any) -> Any:
+    def mutant(self: Sessions, session_id: int) -> Any:
+        return find(self, min(session.id or session_id for session in self))
 
     return mutant
 
@@ -59,8 +59,8 @@ class _Leftovers:
 
 
 def _unshielded(init: Any) -> Any:
-    def mutant(self: Supervisor, *args: Any) -> None:
-        init(self, *args)
+    def mutant(self: Supervisor, *args: Any, **more: Any) -> None:
+        init(self, *args, **more)
         self._scope.shield = False
 
     return mutant
@@ -70,13 +70,13 @@ LINK_MUTANTS = (
     Mutant(
         "F18",
         "the worker dies, and its readers are not told",
-        replaced(SessionState, "on_worker_lost", _tell_nobody_who_runs),
+        replaced(SessionActor, "on_worker_lost", _tell_nobody_who_runs),
         shows="wait forever|the worker holds sessions|still on the worker|in flight, the worker has none",
     ),
     Mutant(
         "F27",
         "what was said for one session reaches another",
-        replaced(Sessions, "_tell", _tell_the_oldest),
+        replaced(Sessions, "__getitem__", _find_the_oldest),
         shows="wait forever|in flight|the model's|ended by error|the worker holds sessions|LocalProtocolError"
         "|only while attached",
     ),

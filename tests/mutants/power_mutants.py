@@ -7,13 +7,14 @@ from weakref import WeakKeyDictionary
 
 from mutant import Mutant, replaced, together
 
+from trioengine.actors import session
 from trioengine.actors.engine import Engine
 from trioengine.actors.gate import Gate
-from trioengine.actors.generation import Generation
 from trioengine.actors.power import PowerActor
 from trioengine.actors.power_change import Leniency, Mode
-from trioengine.actors.session import Session
-from trioengine.client.session import SessionState
+from trioengine.actors.request import Request
+from trioengine.actors.runtime import Runtime
+from trioengine.actors.session_actor import SessionActor
 from trioengine.core.errors import Outcome
 from trioengine.core.lifecycle import Power
 from trioengine.core.power import ALL_TAGS, SleepState, Tag
@@ -81,27 +82,27 @@ def _keep_the_slots(sleep: Any) -> Any:
 async def _sleep_in_the_callers_task(
     self: Engine, level: int = 1, *, mode: str = "abort", timeout: float | None = None, keep_waiting: bool = False
 ) -> None:
-    self.gate.begin_pending()
-    change = self._power.sleep(level, mode, timeout, keep_waiting=keep_waiting)
+    self.runtime.gate.begin_pending()
+    change = self.runtime.power.sleep(level, mode, timeout, keep_waiting=keep_waiting)
     await self._changed(change)
-    self.gate.end_pending()
+    self.runtime.gate.end_pending()
 
 
-_LATEST: WeakKeyDictionary[Session, Generation] = WeakKeyDictionary()
+_LATEST: WeakKeyDictionary[SessionActor, Request] = WeakKeyDictionary()
 
 
-def _note_the_latest(start: Any) -> Any:
-    async def mutant(self: Session, generation: Generation) -> None:
-        _LATEST[self] = generation
-        await start(self, generation)
+def _note_the_latest(admit: Any) -> Any:
+    async def mutant(runtime: Runtime, session: SessionActor, request: Request) -> None:
+        _LATEST[session] = request
+        await admit(runtime, session, request)
 
     return mutant
 
 
 def _overwrite_the_unread(detach: Any) -> Any:
-    def mutant(self: Session) -> None:
+    def mutant(self: SessionActor) -> None:
         latest = _LATEST.get(self)
-        if latest is not None and latest._has_unread:
+        if latest is not None and latest.has_unread:
             latest.outcome = Outcome(FinishReason.ABORT, Cause.SLEEP)
         detach(self)
 
@@ -175,7 +176,7 @@ POWER_MUTANTS = (
     Mutant(
         "F43",
         "a sleep overwrites an answer that is finished and not read",
-        together(replaced(Session, "start", _note_the_latest), replaced(SessionState, "detach", _overwrite_the_unread)),
+        together(replaced(session, "admit", _note_the_latest), replaced(SessionActor, "detach", _overwrite_the_unread)),
         shows="the whole answer|became|is an abort|the books say|aborted by|has its outcome, and goes on",
         machine="PowerMachine",
     ),

@@ -8,7 +8,9 @@ import trio
 from mutant import Mutant, not_ignored, replaced, rewritten
 
 from trioengine.actors.generation import Generation
+from trioengine.actors.request import Request
 from trioengine.actors.session import Session
+from trioengine.actors.session_actor import SessionActor
 from trioengine.core.lifecycle import Action, Attachment, Event, Phase, Transition
 from trioengine.core.types import Cause
 
@@ -16,14 +18,14 @@ _A, _D, _X = Attachment.ATTACHED, Attachment.DETACHED, Attachment.DETACHING
 
 
 def _forget_cancelled_preparation(abort_request: Any) -> Any:
-    def mutant(self: Session, generation: Generation, cause: Cause) -> bool:
-        return self.phase is not Phase.PREPARING and bool(abort_request(self, generation, cause))
+    def mutant(self: SessionActor, request: Request, cause: Cause) -> bool:
+        return self.phase is not Phase.PREPARING and bool(abort_request(self, request, cause))
 
     return mutant
 
 
 def _swallow_cancellation(read: Any) -> Any:
-    async def mutant(self: Generation[Any]) -> Any:
+    async def mutant(self: Generation) -> Any:
         while True:
             try:
                 return await read(self)
@@ -42,9 +44,9 @@ def _await_before_the_end(aexit: Any) -> Any:
 
 
 def _keep_what_was_not_read(leave: Any) -> Any:
-    def mutant(self: Session, generation: Generation) -> None:
-        generation.keep_partial = True
-        leave(self, generation)
+    def mutant(self: SessionActor, request: Request) -> None:
+        request.keep_partial = True
+        leave(self, request)
 
     return mutant
 
@@ -53,7 +55,7 @@ SESSION_MUTANTS = (
     Mutant(
         "F1",
         "a request whose caller is cancelled while it is prepared is never removed",
-        replaced(Session, "abort_request", _forget_cancelled_preparation),
+        replaced(SessionActor, "abort_request", _forget_cancelled_preparation),
         shows=r"requests are in flight, the worker has none|goes on|abort(_all)?\(\) said",
     ),
     Mutant(
@@ -95,7 +97,7 @@ SESSION_MUTANTS = (
     Mutant(
         "F26",
         "the turn after a disconnect sees the answer that was taken back",
-        replaced(Session, "leave", _keep_what_was_not_read),
+        replaced(SessionActor, "leave", _keep_what_was_not_read),
         shows="committed was|the model's|the prompt has",
     ),
     Mutant(

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import TYPE_CHECKING
 
-from trioengine.core.config import WorkerConfig
-from trioengine.worker.process import run
-from trioengine.worker.scheduling.step import ModelInfo, ModelRunner, OnProgress
+if TYPE_CHECKING:
+    from trioengine.core.config import WorkerConfig
+    from trioengine.worker.scheduling.step import ModelInfo, ModelRunner, OnProgress
 
 MARK = "probe: "  # before the JSON, because libraries also print
 
@@ -71,8 +72,15 @@ def probe() -> None:
     sys.stdout.write(f"\n{MARK}{json.dumps(found)}\n")
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Run a worker, or report for doctor; only a worker needs the other packages. Returns the exit status."""
     if sys.argv[1:] == ["--probe"]:
         probe()
-    else:
-        sys.exit(run(sys.argv[1:], load))
+        return 0
+    from trioengine.worker.process import run
+
+    return run(sys.argv[1:], load)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -39,7 +39,6 @@ CPU_TILES, CUDA_TILES = 1, 16  # encoded in one step
 QUIET_SECONDS = 0.2  # of idleness before the accounts are checked, which may take some 10 ms
 _NICE = 10  # so that a step that runs meanwhile keeps its cores
 
-
 Load: TypeAlias = Callable[[WorkerConfig, OnProgress], tuple[ModelInfo, ModelRunner]]
 
 
