@@ -183,8 +183,8 @@ class Runtime:
 
     def adopt(self, session: SessionActor) -> None:
         """Take a session slot for a session, and start its task."""
-        assert self.nursery is not None, "sessions are admitted while the nursery is open"
         session.id = self.gate.admit_session()
+        assert self.nursery is not None, "sessions are admitted while the nursery is open"
         self.sessions.add(session)
         self.nursery.start_soon(session.run, name=f"session-{session.id}")
 

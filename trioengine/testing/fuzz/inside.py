@@ -25,7 +25,7 @@ from trioengine.actors.payload import PayloadBudget, Reservation
 from trioengine.actors.power import DO_NOT_WAKE as DO_NOT_WAKE
 from trioengine.actors.power_change import PowerChange as PowerChange
 from trioengine.actors.recovery import MAX_RESUMES as MAX_RESUMES
-from trioengine.actors.request import Request
+from trioengine.actors.request import Request as Request
 from trioengine.actors.session import Session
 from trioengine.actors.session_actor import SessionActor as SessionActor
 from trioengine.actors.waiting_line import WaitingLine

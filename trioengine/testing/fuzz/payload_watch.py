@@ -10,7 +10,6 @@ import trio
 
 from trioengine.actors.engine import Engine
 from trioengine.actors.observer import Observer
-from trioengine.actors.session import Session
 from trioengine.core.errors import EngineOverloaded, RequestRejected
 from trioengine.core.lifecycle import Attachment, Event, Phase
 from trioengine.core.messages import AddMessage, EndSession, FromWorker, RequestFailed, StopSession
@@ -291,7 +290,7 @@ class ImageStates(Observer, WorkerObserver):
         self._saw = saw
 
     def session_moved(self, session: object, phase: Phase, attachment: Attachment, event: Event) -> None:
-        assert isinstance(session, Session), "an engine's sessions are Sessions"
+        assert isinstance(session, inside.SessionActor), "sessions move as actors"
         generation = inside.request_of(session)
         if generation is None:
             return

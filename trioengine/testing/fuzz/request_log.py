@@ -91,7 +91,7 @@ class RequestLog(Observer):
         self._by_task[trio.lowlevel.current_task()] = generation
 
     def request_refused(self, generation: object, error: Exception) -> None:
-        assert isinstance(generation, Generation), "an engine's requests are Generations"
+        assert isinstance(generation, inside.Request), "requests are refused by their records"
         self._num_refused += generation.outcome is None
 
     def session_entering(self, session: object) -> None:
