@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import trio
 
+from trioengine.actors.attachment import Post
 from trioengine.actors.audit import Auditor
 from trioengine.actors.effects import Effects
 from trioengine.actors.gate import Gate, PowerChanged
@@ -27,7 +28,6 @@ from trioengine.actors.power import PowerActor
 from trioengine.actors.recovery import Recovery
 from trioengine.actors.session_actor import (
     AnswerBegan,
-    Post,
     RequestSettled,
     SessionActor,
     SessionDetached,
@@ -193,8 +193,11 @@ class Runtime:
     def _carry_out(self, effect: object) -> None:
         """Carry out one effect. The books are balanced already: first recovery learns of it, then callers in line."""
         match effect:
-            case Post(session, link, message, payloads):
-                session.attempt(link.post_with, message, payloads)
+            case Post(link, message, payloads, crash):
+                try:
+                    link.post_with(message, payloads)
+                except Exception as exc:
+                    crash(exc)
             case AnswerBegan(session, request, has_tokens):
                 if has_tokens:
                     request.add_weights(self.power.weights.version)

@@ -18,6 +18,7 @@ from typing import Any
 
 import trio
 
+from trioengine.actors.attachment import WorkerAttachment
 from trioengine.actors.effects import Effects
 from trioengine.actors.gate import Gate
 from trioengine.actors.images import ImageStore, RequestImages, find_dropped, payload_of
@@ -41,29 +42,15 @@ from trioengine.core.lifecycle import Action, Attachment, Event, Phase, SessionL
 from trioengine.core.messages import (
     SAMPLING_FAILED,
     AddMessage,
-    AddSession,
-    EndSession,
-    Message,
     RequestFailed,
-    StopSession,
     TokensRow,
 )
 from trioengine.core.sampling_params import Overflow, check_overflow
-from trioengine.core.types import Cause, FinishReason, TokenIds, token_ids
+from trioengine.core.types import Cause, FinishReason
 from trioengine.text.conversation import Conversation
 
 logger = logging.getLogger("trioengine")
 _NOT_ENTERED = "the session was not entered: use `async with engine.open_session()`"
-
-
-@dataclass(frozen=True, slots=True)
-class Post:
-    """Effect: post a message to the worker that holds the session, and pass the payloads of its images, each pinned."""
-
-    session: SessionActor
-    link: Link
-    message: Message
-    payloads: tuple[Payload, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +89,13 @@ class SessionActor:
 
     __slots__ = (
         "__weakref__",
+        "_attachment",
         "_conversation",
         "_effects",
         "_gate",
-        "_held",
         "_lifecycle",
-        "_link",
         "_observers",
         "_payloads",
-        "_stop_posted_at",
         "_suspended_images",
         "_wake",
         "deadline",
@@ -157,14 +142,12 @@ class SessionActor:
         self.waiting: dict[Request, None] = {}  # requests on their way in, in their order
         self.end_cause: Cause | None = None
         self.released = trio.Event()
+        self._attachment = WorkerAttachment(effects, observers, self.crash)
         self._gate = gate
         self._effects = effects
         self._observers = observers
         self._lifecycle = SessionLifecycle()
         self._conversation: Conversation | None = None
-        self._link: Link | None = None  # to the worker that holds the session
-        self._held: TokenIds = token_ids()  # known to be held there
-        self._stop_posted_at: float | None = None  # STOP or END, on trio's clock, until the worker has followed
         self._payloads: tuple[Payload, ...] = ()  # held: of the conversation, and of the request in flight
         self._suspended_images = RequestImages(images)  # pinned while the request is suspended
         self._wake = trio.Event()  # for the task: a request has a deadline, or the end has come
@@ -317,7 +300,7 @@ class SessionActor:
     def commit(self, request: Request, link: Link) -> None:
         """Hand the prepared request to the worker."""
         assert request.prepared is not None, "commit follows prepare"
-        self._attach(Event.COMMIT, request, link, _common_prefix(self._held, request.prepared.token_ids))
+        self._attach(Event.COMMIT, request, link, self._attachment.num_held(request.prepared.token_ids))
 
     def refuse(self, request: Request, error: Exception) -> None:
         """The request gets no slot, or its preparation failed."""
@@ -372,7 +355,7 @@ class SessionActor:
 
     def on_row(self, row: TokensRow, now: float) -> None:
         """A row of a step, received at `now`."""
-        self._held.extend(row.token_ids)
+        self._attachment.receive(row.token_ids)
         request = self._in_flight()
         is_first = request.state is not RequestState.RUNNING  # of this attachment
         if is_first:
@@ -402,19 +385,19 @@ class SessionActor:
     def _finish(self) -> None:
         """The worker has finished with the request; after an END_SESSION, SESSION_ENDED follows."""
         if self.is_open_on_worker:
-            self._report_stop()
+            self._attachment.report_stop()
         self._apply(Event.FINISH)
 
     def on_ended(self) -> None:
         """SESSION_ENDED: the worker has dropped everything of the session."""
-        self._drop_attachment()
+        self._attachment.drop()
         self._apply(Event.SESSION_ENDED)
         self._effects.add(SessionDetached(self))
 
     def on_worker_lost(self) -> None:
         """The incarnation is dead. A request in flight is suspended, unless it was being aborted; the history stays."""
         self._apply(Event.WORKER_LOST)
-        self._drop_attachment()
+        self._attachment.drop()
 
     # ---- requests that outlive an attachment ------------------------------------------------------------------------
 
@@ -444,7 +427,7 @@ class SessionActor:
 
     def _attach(self, event: Event, request: Request, link: Link, num_held: int) -> None:
         assert self.id is not None, "only a session with a slot has transitions"
-        self._link = link
+        self._attachment.begin(link)
         self._apply(event, request.message(self.id, num_held, self._gate.mint))
         self.hold_payloads()
         self._move(request, RequestState.WAITING)
@@ -458,17 +441,16 @@ class SessionActor:
         for action in actions:
             match action:
                 case Action.POST_ADD_SESSION:
-                    self._post(AddSession(self.id))
-                    self._held = token_ids()
+                    self._attachment.add_session(self.id)
                 case Action.POST_ADD_MESSAGE:
                     assert message is not None, "only a commit and a resumption post a message"
                     self._post_message(message)
                 case Action.POST_STOP_SESSION:
                     request_id = self._in_flight().id
                     assert request_id is not None, "a request in flight has its id"
-                    self._post_stop(StopSession(self.id, request_id))
+                    self._attachment.stop(self.id, request_id)
                 case Action.POST_END_SESSION:
-                    self._post_stop(EndSession(self.id))
+                    self._attachment.end(self.id)
                 case Action.FREE_SESSION:
                     self._effects.add(SessionFreed(self))
                 case Action.SUSPEND:
@@ -476,37 +458,13 @@ class SessionActor:
                 case _:
                     self._settle()
 
-    def _post(self, message: Message, payloads: tuple[Payload, ...] = ()) -> None:
-        assert self._link is not None, "the table posts only while attached"
-        self._effects.add(Post(self, self._link, message, payloads))
-
     def _post_message(self, message: AddMessage) -> None:
         prepared = self._in_flight().prepared
         assert prepared is not None, "commit follows prepare"
         payloads = tuple(payload_of(placed.image) for placed in prepared.images)
         for payload in payloads:
             payload.pin()
-        self._post(message, payloads)
-        self._held = self._held[: message.base]
-        self._held.extend(message.token_ids)
-
-    def _post_stop(self, message: Message) -> None:
-        self._post(message)
-        if self._stop_posted_at is None:  # an END after a STOP does not begin anew
-            self._stop_posted_at = trio.current_time()
-
-    def _drop_attachment(self) -> None:
-        self._report_stop()
-        self._link = None
-        self._held = token_ids()
-
-    def _report_stop(self) -> None:
-        """Report to the observers how long the worker took to follow a STOP_SESSION or END_SESSION."""
-        if self._stop_posted_at is not None:
-            seconds = trio.current_time() - self._stop_posted_at
-            self._stop_posted_at = None
-            for observer in self._observers:
-                observer.session_stopped(seconds)
+        self._attachment.add_message(message, payloads)
 
     def _suspend(self) -> None:
         """The request waits for a worker, and its images with it: they are not dropped to make room for others."""
@@ -571,15 +529,3 @@ class SessionActor:
             payload.hold()
         for payload in before:
             payload.release()
-
-
-def _common_prefix(left: TokenIds, right: TokenIds) -> int:
-    """How many tokens the two begin with in common."""
-    length = min(len(left), len(right))
-    if left[:length] == right[:length]:
-        return length
-    low, high = 0, length  # left[:low] is common, left[:high] is not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if left[low:middle] == right[low:middle] else (low, middle)
-    return low
