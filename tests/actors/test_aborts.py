@@ -7,88 +7,9 @@ import trio
 from helpers.expectations import GREEDY, LONG, everything_is_given_back, reference
 from trio.testing import wait_all_tasks_blocked
 
-from trioengine import SessionBusy, SessionEnded, TimedOut
-from trioengine.cli.app import chat
-from trioengine.core.messages import StopSession
+from trioengine import SessionBusy, TimedOut
 from trioengine.core.types import Cause, FinishReason
-from trioengine.testing import simulated_engine, toy_answer
-
-
-@pytest.mark.parametrize("passes", range(12))
-async def test_cancelled_after_some_passes(autojump_clock, passes):
-    """The caller is cancelled at any point of entering, streaming and leaving: everything is given back, and the turn
-    is either there as a whole or not at all."""
-    async with simulated_engine(thread_passes=3) as (engine, simulation):
-        async with engine.open_session() as session:
-            with trio.CancelScope() as scope:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(use_session, session, "x" * 30)
-                    for _ in range(passes):
-                        await wait_all_tasks_blocked() if passes % 2 else await trio.lowlevel.checkpoint()
-                    scope.cancel()
-            assert session.history in ([], session.history[:2])
-            async with session.generate("again", GREEDY) as generation:
-                await generation.result()
-            assert session.history[-2] == chat("again")[0]
-        await everything_is_given_back(engine, simulation)
-
-
-async def use_session(session, prompt):
-    async with session.generate(prompt, LONG) as generation:
-        async for _ in generation:
-            pass
-
-
-async def test_leaving_early_takes_the_turn_back_and_waits(autojump_clock, simulated):
-    engine, simulation = simulated
-    async with engine.open_session() as session:
-        async with session.generate("one", GREEDY) as generation:
-            await generation.result()
-        committed = session.history
-        async with session.generate("two", LONG) as generation:
-            async for _ in generation:
-                break
-        assert generation._state.settled.is_set()
-        assert generation.completion.cause is Cause.CLIENT
-        assert session.history == committed
-        stops = [message for message in simulation.worker.received if isinstance(message, StopSession)]
-        assert len(stops) == 1
-        async with session.generate("three", GREEDY) as generation:
-            third = await generation.result()
-        prompt = engine.tokenizer.apply_chat_template([*committed, *chat("three")])
-        assert list(third.token_ids) == toy_answer(prompt, 40)
-
-
-async def test_keep_partial_keeps_what_was_read(autojump_clock, simulated):
-    engine, _ = simulated
-    async with engine.open_session() as session:
-        async with session.generate("one", LONG, keep_partial=True) as generation:
-            text = (await anext(generation)).text + (await anext(generation)).text
-        assert session.history[-1]["content"].startswith(text)
-        assert generation.completion.finish_reason is FinishReason.ABORT
-        async with session.generate("two", GREEDY) as generation:
-            await generation.result()
-
-
-async def test_abort_twice_and_after_the_end(autojump_clock, simulated):
-    engine, _ = simulated
-    async with engine.open_session() as session:
-        async with session.generate("one", LONG) as generation:
-            await anext(generation)
-            generation.abort()
-            generation.abort()
-            completion = await generation.result()
-            assert (completion.finish_reason, completion.cause) == (FinishReason.ABORT, Cause.CLIENT)
-            generation.abort()
-        generation.abort()
-        assert not engine.abort(generation.request_id)
-        session.end()
-        session.end()
-        with pytest.raises(SessionEnded) as caught:
-            async with session.generate("two"):
-                pass
-        assert caught.value.cause == "client"
-        await session.ended()
+from trioengine.testing import simulated_engine
 
 
 async def test_abort_never_downgrades_a_finish_on_its_way(autojump_clock, simulated):

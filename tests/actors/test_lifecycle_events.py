@@ -1,7 +1,7 @@
 """The lifecycle events of an engine's observers, in their order."""
 
 import pytest
-from expectations import everything_is_given_back
+from helpers.expectations import everything_is_given_back
 
 from trioengine import EngineOverloaded, RequestRejected
 from trioengine.actors.observer import Observer

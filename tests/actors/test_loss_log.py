@@ -89,7 +89,7 @@ async def test_the_last_attempt(autojump_clock, losses):
         (None, "starting the next worker (death 2 of at most 3 in a row)"),
         (1002, "giving up after 3 deaths in a row"),
     ]
-    assert losses()[1].getMessage().startswith("told not to start; requests")
+    assert losses()[1].getMessage().startswith("made not to start; requests")
 
 
 async def test_requests_at_the_last_attempt_fail(autojump_clock, losses):

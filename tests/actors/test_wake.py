@@ -56,7 +56,7 @@ async def test_a_wake_that_fails_leaves_it_asleep(autojump_clock, simulated, tag
     engine, simulation = simulated
     await engine.sleep(2)
     simulation.worker.runner.fail_wakes = 1
-    with pytest.raises(TransitionFailed, match="told not to wake"):
+    with pytest.raises(TransitionFailed, match="made not to wake"):
         await engine.wake(tags)
     assert (engine.state, len(engine.power.asleep)) == (Power.ASLEEP, 2)
     with pytest.raises(EngineAsleep):
@@ -87,7 +87,7 @@ async def test_a_worker_that_dies_waking_is_no_wake(autojump_clock, simulated):
     while engine.statistics().worker_pid is not None:
         await engine.runtime.gate.changed()
     simulation.failing_starts = 1
-    with pytest.raises(TransitionFailed, match="told not to start"):
+    with pytest.raises(TransitionFailed, match="made not to start"):
         await engine.wake()
     assert engine.state is Power.ASLEEP
     await engine.wake()
@@ -123,6 +123,6 @@ async def test_the_log_tells_what_was_done_and_what_was_not(autojump_clock, simu
         "sleep at level 2 (keep): requests aborted: 0, suspended: 0; sessions detached: 0",
         "sleep at level 2 (keep): the engine is asleep, with weights 1",
         "a worker has started (asleep): toy on cpu, simulated kernels",
-        "wake of weights failed: told not to wake",
+        "wake of weights failed: made not to wake",
         "wake of kv_cache and weights: the engine is awake, with weights 1",
     ]

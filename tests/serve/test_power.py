@@ -159,7 +159,7 @@ async def test_a_wake_that_fails_changes_nothing(autojump_clock, clients):
     clients.simulation.worker.runner.fail_wakes = 1
     answer = await post(clients, "/wake_up")
     assert (answer.status, answer.error["code"], answer.error["type"]) == (409, "transition_failed", "server_error")
-    assert "told not to wake" in answer.error["message"]
+    assert "made not to wake" in answer.error["message"]
     assert await state(clients) == asleep(2)
     answer = await post(clients, "/sleep?level=1")
     assert (answer.status, answer.error["code"]) == (409, "transition_failed")
