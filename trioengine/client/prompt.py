@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from trioengine.actors.image_file import file_size, unreadable
+from trioengine.actors.media import file_size, unreadable
 from trioengine.core.arguments import check_content, check_role, kind_of
 from trioengine.core.bounds import brief
 from trioengine.core.errors import RequestRejected
