@@ -13,9 +13,8 @@ from trioengine.aio.deadline import deadline_after
 from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.client.address import Address, Endpoint
 from trioengine.client.connection import Connections
-from trioengine.client.generation import Generation
+from trioengine.client.generation import Generation, Request, Requests
 from trioengine.client.prompt import Media
-from trioengine.client.request import Request, Requests
 from trioengine.client.session import Session, SessionState
 from trioengine.core.arguments import check_callback, check_request, names_checked
 from trioengine.core.bounds import brief, counted, is_key

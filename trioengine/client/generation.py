@@ -1,150 +1,350 @@
-"""A generation over a connection: one request as its reader sees it, with the surface of the engine's."""
+"""The state of a request over a connection.
+
+A Request goes through the stages NONE, ASKED, CREATED, ADMITTED and back to NONE. Every change is one synchronous
+method: the session and the reader call some, the server's events others. Events for the server are put into the posts
+in the same step. `outcome` is decided once, by whichever comes first: the server's response.done, the reader who
+leaves, the deadline, or the end of the session. From then on the turn is committed or taken back. The request is
+settled when the server has finished the response, or never began it; then the session takes its next request.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import enum
+import itertools
+import math
+from collections.abc import Sequence
 from copy import copy
-from types import TracebackType
-from typing import Self
+from typing import Any
 
 import trio
 
-from trioengine.aio.calls import AsyncOnly
-from trioengine.client.request import Request
+from trioengine.actors import generation
+from trioengine.actors.waiting_line import NOT_NOW, waits_for
+from trioengine.aio.deadline import Deadline
+from trioengine.client.conversation import Conversation
+from trioengine.client.problems import length_of, outcome_of, placed, usage_of
+from trioengine.client.prompt import Media, Message, rendered
+from trioengine.core.arguments import PromptPlaces
+from trioengine.core.errors import EngineError, Outcome, RequestRejected, TimedOut
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.types import Cause, Chunk, Completion
-
-_NOT_ENTERED = "the generation was not entered: use `async with session.generate(...)`"
+from trioengine.core.types import Cause, Chunk, Completion, FinishReason, Usage
 
 
-class Generation(AsyncOnly, refuses=("for",)):
-    """One request: `async with session.generate(...) as generation: async for chunk in generation`.
+class Stage(enum.Enum):
+    """The stage of a request at the server."""
 
-    Entering asks the server. It raises the server's refusal, and TimedOut if the timeout passes first. Iterating ends
-    normally for stop, length and abort; after the last delta it raises the typed error of a failed request, and
-    TimedOut for a request that its timeout has aborted. Leaving before the outcome aborts the request: its turn is
-    taken back at once (`keep_partial` keeps the text received so far), and leaving waits until the server has released
-    the request, or the timeout passes. When the scope is cancelled, leaving does the same but does not wait. Cancelling
-    a read loses nothing: the next read continues. Reading before entering raises RuntimeError, unless the request has
-    an outcome; while another task enters, reading waits. Chunks and completion have no token ids and no logprobs,
-    because the server does not send them.
-    """
+    NONE = "none"  # not asked, or over
+    ASKED = "asked"
+    CREATED = "created"
+    ADMITTED = "admitted"  # the engine has taken the request
 
-    _noun = "a generation"
-    _usage = (
-        "use `async with session.generate(...) as generation` to read it in chunks by `async for`, "
-        "or `await session.ask(...)` for the whole answer"
-    )
 
-    def __init__(self, state: Request, enter: Callable[[], Awaitable[None]]) -> None:
-        self._state = state
-        self._enter = enter  # asks the server; raises the refusal
-        self._entered = False
-        self._may_have_more = False  # True from entering on, unless that fails
-        self._is_being_read = False
+class Generation(generation.Generation):
+    """A generation over a connection: one request of a client's session."""
 
-    def __repr__(self) -> str:
-        state = self._state
-        id = f" {state.id}" if state.id is not None else ""
-        label = f" {state.label!r}" if state.label is not None else ""
-        return f"<Generation{id}{label} {self._progress}>"
-
-    @property
-    def _progress(self) -> str:
-        if self._state.outcome is not None:
-            return self._state.outcome.finish_reason.value
-        if not self._entered:
-            return "not entered"
-        if not self._may_have_more:
-            return "refused"
-        if self._state.id is None:
-            return "in line"
-        return self._state.progress
-
-    @property
-    def label(self) -> str | None:
-        """The caller's name for the request."""
-        return self._state.label
-
-    @property
-    def params(self) -> SamplingParams:
-        """The sampling parameters."""
-        return self._state.params
-
-    @property
-    def request_id(self) -> int:
-        """The client's number of the request. Raises RuntimeError before the request is entered or aborted."""
-        if self._state.id is None:
-            raise RuntimeError(_NOT_ENTERED)
-        return self._state.id
+    _state: Request
 
     @property
     def response_id(self) -> str | None:
         """The server's id of the response; None until the server has begun it."""
         return self._state.response_id
 
-    @property
-    def completion(self) -> Completion:
-        """The answer, once there is an outcome; partial if it was aborted. Raises the error of a failed request."""
-        return self._state.result()
 
-    def abort(self) -> bool:
-        """Abort the request; a finish that is on its way wins. Harmless once there is an outcome.
+class Request(generation.ReadableRequest):
+    """The state of one request."""
 
-        Returns whether this call aborts it: False if it has an outcome, or was aborted before.
-        """
-        return self._state.abort(Cause.CLIENT)
-
-    async def result(self) -> Completion:
-        """Read to the end and return the whole answer. Raises the typed error of a failed request, and TimedOut."""
-        async for _ in self:
-            pass
-        return self.completion
-
-    async def __aenter__(self) -> Self:
-        if self._entered:
-            raise RuntimeError("a generation is entered once")
-        self._entered = self._may_have_more = True
-        try:
-            await self._enter()
-            if self._state.is_timed_out:
-                raise self._state.timed_out()
-        except BaseException:
-            self._may_have_more = False
-            self._state.changed.notify()
-            raise
-        return self
-
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    def __init__(
+        self,
+        prompt: object,
+        params: SamplingParams,
+        *,
+        media: Sequence[Media] = (),
+        keep_partial: bool = False,
+        deadline: Deadline,
+        wait: bool | None,
+        label: str | None,
+        conversation: Conversation,
+        requests: Requests,
+        opening: trio.CancelScope | None = None,
     ) -> None:
-        state = self._state
-        state.leave()
-        if not state.settled.is_set() and (exc is None or isinstance(exc, Exception)):
-            with trio.move_on_at(state.deadline.at):
-                await state.settled.wait()
+        super().__init__(params, keep_partial=keep_partial, deadline=deadline, wait=wait, label=label)
+        self.prompt: Any = prompt  # None after preparation, as the media
+        self.media = media
+        self.stage = Stage.NONE
+        self.response_id: str | None = None  # the server's
+        self.is_kept = False  # whether its turn is committed
+        self._places = PromptPlaces.of(prompt, media)
+        self._conversation = conversation
+        self._posts = conversation.posts
+        self._requests = requests
+        self._opening = opening  # of a session that is opened for this request only
+        self._messages: list[Message] = []
+        self._item_ids: list[str] = []  # of the messages
+        self._answer_id: str | None = None  # the item of the answer
+        self._ask_id = ""  # the event that asked for the response
+        self._problem: EngineError | None = None  # in an error event about the response
+        self._refusal: EngineError | None = None  # the engine has not taken the request
+        self._bad_message: EngineError | None = None  # the first refusal of a message of the prompt
+        self._abort_cause: Cause | None = None
+        self._cancel_sent = False
+        self._usage = Usage(0, 0, 0)
+        self._dropped_turns = 0
+        self._pieces: list[str] = []  # of the answer
+        self._num_read = 0  # of the pieces
 
-    def __aiter__(self) -> Self:
-        return self
+    # ---- read by the handle and the session -----------------------------------------------------------------------
 
-    async def __anext__(self) -> Chunk:
-        if self._is_being_read:
-            raise trio.BusyResourceError("another task reads this generation")
-        state = self._state
-        self._is_being_read = True
-        try:
-            if state.has_unread or state.outcome is not None:
-                await trio.lowlevel.checkpoint()
-            while not state.has_unread and state.outcome is None:
-                if not self._may_have_more:
-                    raise RuntimeError(_NOT_ENTERED)
-                await state.changed.wait()
-        finally:
-            self._is_being_read = False
-        if state.has_unread:
-            return state.read_nowait()
-        if state.outcome is not None and state.outcome.error is not None:
-            raise copy(state.outcome.error)
-        if state.is_timed_out:
-            raise state.timed_out()
-        raise StopAsyncIteration
+    @property
+    def progress(self) -> str:
+        """The state of a request without an outcome, in a word."""
+        return "waiting" if self.stage is Stage.NONE else self.stage.value
+
+    @property
+    def has_unread(self) -> bool:
+        return self._num_read < len(self._pieces)
+
+    def read_nowait(self) -> Chunk:
+        """Take the unread text as one chunk."""
+        return Chunk(self.read_text_nowait(), ())
+
+    def read_text_nowait(self) -> str:
+        """Take the unread text."""
+        text, self._num_read = "".join(self._pieces[self._num_read :]), len(self._pieces)
+        return text
+
+    @property
+    def text(self) -> str:
+        """The text received so far, read or not."""
+        return "".join(self._pieces)
+
+    def completion(self, outcome: Outcome) -> Completion:
+        """The answer with this outcome."""
+        assert self.id is not None, "aborting and entering take an id"
+        reason, cause = outcome.finish_reason, outcome.cause
+        return Completion(self.id, self.text, (), None, reason, cause, self._usage, dropped_turns=self._dropped_turns)
+
+    def timed_out(self) -> TimedOut:
+        """The error of a request that its timeout has aborted."""
+        if self._refusal is None:
+            return super().timed_out()
+        error = self.deadline.passed(f"while waiting: {self._refusal}", self.result())
+        error.__cause__ = self._refusal
+        return error
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it was aborted or has an outcome; the server may not know yet."""
+        return self.outcome is not None or self._abort_cause is not None
+
+    # ---- the session's calls --------------------------------------------------------------------------------------
+
+    def register(self) -> None:
+        """Give the request an id, and let the client's `abort` find it until it is settled."""
+        self._take_id()
+        if not self.settled.is_set():
+            self._requests.add(self)
+
+    def post_prompt(self, messages: list[Message], events: dict[str, str]) -> None:
+        """Post the prepared items of the prompt."""
+        self._messages, self._item_ids = messages, list(events)
+        self._conversation.create(events)
+
+    async def ask(self, fields: dict[str, Any], events: dict[str, str]) -> None:
+        """Post the request, and wait until the engine takes or refuses it, or it is aborted."""
+        while True:
+            self._ask_id, self.response_id = self._posts.mint("ask"), None
+            self._problem = self._refusal = self._bad_message = None
+            self.stage, self._cancel_sent = Stage.ASKED, False
+            self._posts.put(rendered("response.create", self._ask_id, {"response": fields}))
+            while self.stage is not Stage.NONE and (self.stage is not Stage.ADMITTED or self._bad_message is not None):
+                await self.changed.wait()
+            refusal = self._refusal
+            if refusal is None:
+                return
+            if not (isinstance(refusal, NOT_NOW) and waits_for(refusal, self.wait)):
+                self._finish(Outcome(FinishReason.ERROR, error=refusal))
+                return
+            if self._bad_message is None:
+                await trio.sleep(refusal.retry_after)
+            else:  # post the whole prompt again, to keep its order
+                self._conversation.delete(self._item_ids)
+                await trio.sleep(refusal.retry_after)
+                self._conversation.create(events)
+
+    def abort(self, cause: Cause) -> bool:
+        """Abort the request if it has no outcome yet; the first cause counts. Returns whether this call aborts it."""
+        self._take_id()
+        if self.is_stopping:
+            return False
+        self._abort_cause = cause
+        self._cancel()
+        return True
+
+    def reject(self) -> None:
+        """Settle without an outcome: the request was refused before it was posted."""
+        self._settle()
+
+    def check_refusal(self) -> None:
+        """Raise the error of a request that failed before the engine took it."""
+        if self.outcome is not None and self.outcome.error is not None and self._answer_id is None:
+            raise copy(self.outcome.error)
+
+    def leave(self) -> None:
+        """Decide the outcome now, as aborted, without the server: the turn is taken back, or kept in part."""
+        if not self.settled.is_set():
+            self._decide(Outcome(FinishReason.ABORT, self._abort_cause or Cause.CLIENT))
+            self._cancel()
+
+    def end(self, outcome: Outcome) -> None:
+        """Finish with this outcome, or as aborted if it was aborted before: the session is over."""
+        self._finish(outcome if self._abort_cause is None else Outcome(FinishReason.ABORT, self._abort_cause))
+
+    def drop_turn(self) -> None:
+        """Delete the answer when the server has finished it; the session deletes the rest of the turn."""
+        self.is_kept = False
+
+    async def expire(self) -> None:
+        """Abort and withdraw the request at its deadline. Returns when it is settled."""
+        if self.deadline.at == math.inf:
+            return
+        with trio.move_on_at(self.deadline.at):
+            await self.settled.wait()
+            return
+        self.abort(Cause.TIMEOUT)
+        self.leave()  # without the server, which may not answer; a finish on its way is too late
+        self.entering.cancel()
+
+    def _take_id(self) -> None:
+        if self.id is None:
+            self.id = self._requests.mint()
+
+    def _cancel(self) -> None:
+        """Cancel the request at the server, or finish it here if it was not posted."""
+        if self.stage is Stage.NONE:
+            self._finish(Outcome(FinishReason.ABORT, self._abort_cause or Cause.CLIENT))
+        elif not self._cancel_sent:
+            self._cancel_sent = True
+            self._posts.put(rendered("response.cancel", self._posts.mint("cancel"), {}))
+
+    # ---- the server's events --------------------------------------------------------------------------------------
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        """Process an event about the response."""
+        match event["type"]:
+            case "response.output_text.delta":
+                if self.outcome is None and self._bad_message is None and event["delta"]:
+                    self._pieces.append(event["delta"])
+                    self.notify_reader()
+            case "response.created":
+                self.stage, self.response_id = Stage.CREATED, event["response"]["id"]
+            case "response.output_item.added":
+                self.stage, self._answer_id = Stage.ADMITTED, event["item"]["id"]
+                self.changed.notify()
+            case "response.done":
+                self._on_done(event["response"])
+
+    def on_error(self, event_id: object, error: EngineError, item_id: object) -> None:
+        """Process an error about the event with this id, and perhaps about the item `item_id`."""
+        if event_id == self._ask_id:
+            self._problem = self._with_place(error, item_id)
+            if self.stage is Stage.ASKED:  # the response was not created
+                self._on_refusal(self._bad_message or self._problem)
+        elif self.outcome is not None or self._bad_message is not None:
+            return  # over, or an earlier message was refused
+        elif event_id in {f"create_{id}" for id in self._item_ids}:
+            self._bad_message = self._with_place(error, str(event_id).removeprefix("create_"))
+            self._cancel()
+
+    def _with_place(self, error: EngineError, item_id: object) -> EngineError:
+        """The error about this item, with its place in the call's arguments or in the history."""
+        if item_id not in self._item_ids:
+            return self._conversation.with_place(error, item_id) if isinstance(item_id, str) else error
+        index = self._item_ids.index(item_id)
+        named = placed(error, f"prompt[{index}]", self._messages[index])
+        return self._places.rejection(named) if isinstance(named, RequestRejected) else named
+
+    def _on_done(self, response: dict[str, Any]) -> None:
+        if self._bad_message is not None:
+            self._on_refusal(self._bad_message)
+            return
+        if not self.is_timed_out:  # TimedOut holds its completion already
+            self._usage, self._dropped_turns = usage_of(response), response.get("dropped_turns", 0)
+        outcome = outcome_of(response, self._abort_cause, self._problem)
+        if outcome.error is not None:
+            self._on_refusal(outcome.error)
+            return
+        self._on_over(outcome)
+        if self.is_kept:
+            if self._answer_id is not None and length_of(response) > len(self.text):
+                self._conversation.truncate(self._answer_id, len(self.text))
+            self._conversation.drop(response.get("dropped_item_ids", ()))
+
+    def _on_refusal(self, error: EngineError) -> None:
+        """The server has ended the response with this error: a refusal if the engine has not taken the request."""
+        if self._bad_message is not None and self._answer_id is not None:
+            self._conversation.delete([self._answer_id])
+            self._answer_id = None
+        if self._answer_id is None and not self.is_stopping:
+            self.stage, self._refusal = Stage.NONE, error
+            self.changed.notify()
+        elif self._abort_cause is not None:
+            self._on_over(Outcome(FinishReason.ABORT, self._abort_cause))
+        else:
+            self._on_over(Outcome(FinishReason.ERROR, error=error))
+
+    def _on_over(self, outcome: Outcome) -> None:
+        """The server has finished the response."""
+        self.stage = Stage.NONE
+        self._decide(outcome)
+        if self._answer_id is not None and not self.is_kept:
+            self._conversation.delete([self._answer_id])
+        self._settle()
+
+    # ---- the outcome ----------------------------------------------------------------------------------------------
+
+    def _finish(self, outcome: Outcome) -> None:
+        self._decide(outcome)
+        self._settle()
+
+    def _decide(self, outcome: Outcome) -> None:
+        """Set the outcome unless one is set, and commit the turn or take it back."""
+        if self.outcome is not None:
+            return
+        text = self.text
+        is_partial = outcome.finish_reason is FinishReason.ABORT and self.keep_partial and text != ""
+        self.is_kept = is_partial or outcome.is_complete
+        if self.is_kept and self._answer_id is not None:
+            messages = [*self._messages, {"role": "assistant", "content": text}]
+            self._conversation.commit(messages, [*self._item_ids, self._answer_id])
+        else:
+            self._conversation.delete(self._item_ids)
+        self.set_outcome(outcome)
+
+    def _settle(self) -> None:
+        """The server has released the request, or never had it."""
+        self._requests.discard(self)
+        if self._opening is not None:
+            self._opening.cancel()
+        self.set_settled()
+
+
+class Requests:
+    """All unsettled requests of one client, in the order in which they were entered; mints their ids."""
+
+    def __init__(self) -> None:
+        self._ids = itertools.count(1)
+        self._unsettled: dict[Request, None] = {}
+
+    def mint(self) -> int:
+        return next(self._ids)
+
+    def add(self, request: Request) -> None:
+        self._unsettled[request] = None
+
+    def discard(self, request: Request) -> None:
+        self._unsettled.pop(request, None)
+
+    def abort(self, name: int | str) -> int:
+        """Abort the request with this id, or every request with this label. Returns how many this call aborts."""
+        named = [each for each in self._unsettled if each.is_called(name)]
+        return sum(request.abort(Cause.CLIENT) for request in named)

@@ -17,10 +17,9 @@ from trioengine.aio.calls import AsyncOnly, whole_answer
 from trioengine.aio.deadline import NEVER, Deadline, deadline_after
 from trioengine.client.connection import Connection, Connections
 from trioengine.client.conversation import Conversation
-from trioengine.client.generation import Generation
+from trioengine.client.generation import Generation, Request, Requests
 from trioengine.client.problems import error_of
 from trioengine.client.prompt import Media, Message, chat_messages, check_sizes, is_long, response_fields
-from trioengine.client.request import Request, Requests
 from trioengine.core.arguments import check_history, check_label, check_wait
 from trioengine.core.errors import EngineError, Outcome, SessionBusy, SessionEnded, TimedOut
 from trioengine.core.sampling_params import (
