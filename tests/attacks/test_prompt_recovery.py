@@ -12,7 +12,8 @@ import trio
 from trio.testing import memory_stream_pair
 
 from trioengine.core.messages import AddMessage
-from trioengine.serve import ServeConfig, Server
+from trioengine.serve.config import ServeConfig
+from trioengine.serve.server import Server
 from trioengine.testing import simulated_engine
 from trioengine.testing.toy_model import VOCAB_SIZE
 from trioengine.worker.scheduling.step import Limits

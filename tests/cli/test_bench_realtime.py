@@ -12,8 +12,8 @@ from trioengine.cli.bench.config import BenchConfig
 from trioengine.cli.bench.load import End, LengthUnit, Prompts, run_load
 from trioengine.cli.bench.serve import measure
 from trioengine.client.address import Endpoint
-from trioengine.serve import Server
 from trioengine.serve.config import ServeConfig
+from trioengine.serve.server import Server
 from trioengine.testing import simulated_engine
 
 PROMPTS = Prompts([" a", " b"], LengthUnit.WORDS)
@@ -37,7 +37,7 @@ async def our_server(**options):
             return ours
 
         yield engine, Endpoint("localhost", "/", [], open_stream), served
-        server.front_door.close_idle()
+        server.connections.close_idle()
 
 
 async def test_sessions_that_are_idle_meanwhile(autojump_clock, monkeypatch):

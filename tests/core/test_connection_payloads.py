@@ -14,13 +14,13 @@ from trioengine.core.messages import AddSession, EndSession, PayloadConsumed, Se
 def test_payloads_are_announced_and_consumed_once_each():
     pair = Pair()
     pair.down(AddSession(1), add_message(payloads=(3, 5)))
-    assert pair.engine.runtime.images.budget == pair.worker.payloads == {3, 5}
+    assert pair.engine.payloads == pair.worker.payloads == {3, 5}
     pair.up(PayloadConsumed(5))
-    assert pair.engine.runtime.images.budget == pair.worker.payloads == {3}
+    assert pair.engine.payloads == pair.worker.payloads == {3}
     pair.up(Tokens((row(last=True),), STATISTICS))
     pair.down(add_message(request=2, payloads=(6,)))
     pair.up(PayloadConsumed(3), PayloadConsumed(6))
-    assert pair.engine.runtime.images.budget == frozenset()
+    assert pair.engine.payloads == frozenset()
 
 
 def test_a_payload_outlives_its_request_and_its_session():
@@ -39,7 +39,7 @@ def test_payloads_that_do_not_ascend_are_announced_by_nobody(payloads):
     wrong = add_message(2, 2, payloads=payloads)
     with pytest.raises(LocalProtocolError, match="do not ascend from 4"):
         pair.engine.send(wrong)
-    assert pair.engine.runtime.images.budget == {4}
+    assert pair.engine.payloads == {4}
     pair.worker.receive_data(unchecked(wrong))
     with pytest.raises(RemoteProtocolError, match="do not ascend from 4"):
         pair.worker.next_message()

@@ -14,7 +14,8 @@ from helpers.pictures import PICTURE
 
 from trioengine import EngineConfig, blocking, connect, open_engine
 from trioengine.aio.nursery import open_unwrapped_nursery
-from trioengine.serve import ServeConfig, serve
+from trioengine.serve.config import ServeConfig
+from trioengine.serve.server import serve
 from trioengine.testing import Simulation
 from trioengine.testing.simulation import IMAGE_LIMITS
 

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from trioengine import EngineConfig
 from trioengine.actors.engine import Engine
-from trioengine.serve import Server
+from trioengine.serve.server import Server
 
 DOCS = Path(__file__).parents[2] / "docs"
 PREFIX = "trioengine_"

@@ -13,8 +13,9 @@ from trio_websocket import wrap_client_stream
 
 from trioengine import Engine, EngineConfig
 from trioengine.actors.observer import Observer
-from trioengine.serve import ServeConfig, Server
+from trioengine.serve.config import ServeConfig
 from trioengine.serve.limits import ByteBudget, Held
+from trioengine.serve.server import Server
 from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulation import DEFAULT_LIMITS
 

@@ -8,7 +8,8 @@ import trio
 
 from trioengine import EngineConfig
 from trioengine.aio.nursery import open_unwrapped_nursery
-from trioengine.serve import ServeConfig, serve
+from trioengine.serve.config import ServeConfig
+from trioengine.serve.server import serve
 from trioengine.testing import Simulation
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.simulation import DEFAULT_LIMITS

@@ -7,7 +7,8 @@ from typing import Any
 import trio
 
 from trioengine import EngineConfig
-from trioengine.serve import ServeConfig, serve
+from trioengine.serve.config import ServeConfig
+from trioengine.serve.server import serve
 from trioengine.testing import Simulation
 from trioengine.testing.simulated_worker import Behaviour
 

@@ -15,7 +15,8 @@ from trioengine import Client as AsyncClient
 from trioengine import Engine as AsyncEngine
 from trioengine import EngineConfig, RequestRejected, TimedOut, blocking
 from trioengine import Session as AsyncSession
-from trioengine.serve import ServeConfig, serve
+from trioengine.serve.config import ServeConfig
+from trioengine.serve.server import serve
 from trioengine.testing import Simulation
 
 # ---- answers ------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from trio.testing import lockstep_stream_pair, memory_stream_pair, wait_all_task
 from trio_websocket import ConnectionClosed, wrap_client_stream
 
 from trioengine.core.lifecycle import Power
-from trioengine.serve import ServeConfig, Server
-from trioengine.serve.server import ABORT_TIMEOUT
+from trioengine.serve.config import ServeConfig
+from trioengine.serve.server import ABORT_TIMEOUT, Server
 from trioengine.testing import simulated_engine
 
 LONG = {"temperature": 0, "max_output_tokens": 400, "ignore_eos": True}

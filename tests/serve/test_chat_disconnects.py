@@ -13,8 +13,8 @@ from trio.testing import lockstep_stream_pair, wait_all_tasks_blocked
 from trioengine import EngineConfig
 from trioengine.core.messages import AddMessage
 from trioengine.core.types import Cause
-from trioengine.serve import ServeConfig
 from trioengine.serve.body import KEEP_ALIVE
+from trioengine.serve.config import ServeConfig
 from trioengine.testing import simulated_engine, toy_answer
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.testing.simulation import DEFAULT_LIMITS
@@ -69,7 +69,7 @@ async def test_while_it_is_queued(autojump_clock, leave, stream):
             generation = session.request
             assert (engine.statistics().running, engine.statistics().waiting) == (1, 1)
             await leave(client.stream)
-            await generation.wait_settled()
+            await generation.settled.wait()
             assert generation.outcome.cause is Cause.DISCONNECT
             assert not generation.output.token_ids
             assert (engine.statistics().running, engine.statistics().waiting) == (1, 0)

@@ -79,8 +79,8 @@ def only_session(clients):
 async def ended_by_disconnect(clients, session, generation):
     """At once, for this reason, and with nothing left."""
     before = trio.current_time()
-    await generation.wait_settled()
-    await session.ended()
+    await generation.settled.wait()
+    await session.released.wait()
     assert trio.current_time() - before < 0.1
     await clients.all_closed()
     assert (generation.outcome.cause, session.end_cause) == (Cause.DISCONNECT, Cause.DISCONNECT)

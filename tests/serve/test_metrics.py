@@ -12,8 +12,8 @@ from trio_websocket import ConnectionClosed
 from trioengine import EngineConfig, SamplingParams, TimedOut, WorkerLost
 from trioengine.actors.engine import Engine
 from trioengine.core.types import Cause, FinishReason
-from trioengine.serve import Server
 from trioengine.serve.metrics import HISTOGRAMS, Histogram
+from trioengine.serve.server import Server
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 from trioengine.worker.scheduling.step import Limits

@@ -219,7 +219,7 @@ async def test_a_conversation_beyond_the_context_is_refused_before_it_is_taken_o
         await client.send("conversation.item.create", previous_item_id="root", item=item)
         refused = await client.respond(truncation="disabled", **GREEDY)
         assert refused["status_details"]["error"]["code"] == "context_length_exceeded"
-        assert session.history == [user("hello"), assistant(text_of(first))]
+        assert session.conversation.history == [user("hello"), assistant(text_of(first))]
         await client.send("conversation.item.delete", item_id="long")
         second = await client.ask("and then?", **GREEDY)
         messages = [user("hello"), assistant(text_of(first)), user("and then?")]

@@ -46,7 +46,7 @@ async def test_models_are_known_before_the_engine_is_ready(autojump_clock):
     config = EngineConfig(model="toy", max_num_seqs=8)
     async with simulated_engine(config) as (engine, simulation), trio.open_nursery() as nursery:
         clients = Clients(engine, simulation, nursery)
-        engine._limits = None
+        engine.runtime._limits = None
         assert (await clients.request("GET", "/v1/models")).json["data"][0]["max_model_len"] is None
         answer = await clients.request("POST", "/tokenize", {"prompt": "x"})
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")

@@ -19,8 +19,9 @@ from trioengine import EngineConfig, EngineError, InvalidConfig, WorkerLost
 from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.cli.process import obey_signals
 from trioengine.core.messages import Fatal, FatalCode
-from trioengine.serve import ServeConfig, Server, serve
+from trioengine.serve.config import ServeConfig
 from trioengine.serve.connection import enable_keepalive, format_address
+from trioengine.serve.server import Server, serve
 from trioengine.testing import Simulation, simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
 

@@ -1,5 +1,1 @@
-"""The network front: one port for HTTP and WebSocket."""
-
-from trioengine.serve.config import ServeConfig as ServeConfig
-from trioengine.serve.server import Server as Server
-from trioengine.serve.server import serve as serve
+"""The network front: one port for HTTP and WebSocket. `server.serve` runs it, `config.ServeConfig` configures it."""

@@ -31,7 +31,7 @@ from trioengine.hub.known_models import KNOWN_MODELS, SMOLLM2, KnownModel, trioe
 from trioengine.worker.__main__ import MARK
 
 PACKAGES = ("trio", "trio-websocket", "h11", "msgpack", "tokenizers", "jinja2", "gguf", "safetensors", "numpy", "torch")
-PROBE = (sys.executable, "-P", "-m", "trioengine.worker.probe")
+PROBE = (sys.executable, "-P", "-m", "trioengine.worker", "--probe")
 PROBE_TIMEOUT = 300.0  # seconds; importing torch from a cold disk is slow
 NEEDED_MEMORY = 1 << 30  # bytes; a worker with the default model in float32 takes 0.9 GB, before its KV cache
 FEW_DESCRIPTORS = 1024
