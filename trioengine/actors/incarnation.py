@@ -29,7 +29,7 @@ class Incarnation:
     """A worker process, and the link to it."""
 
     def __init__(self, config: EngineConfig, process: WorkerProcess, dispatch: Dispatch) -> None:
-        """`dispatch` handles every message of the worker. It calls `on_pong`, `on_loading`, `on_ready` and `on_fatal`."""
+        """`dispatch` handles every message of the worker, and hands those about the process to `on_pong` and the like."""
         self.link = Link(process)
         self.process = process
         self.ready_at = math.inf  # on trio's clock

@@ -46,7 +46,7 @@ class Link:
         self._posted.set()
 
     def post_with(self, message: Message, payloads: Sequence[Payload]) -> None:
-        """Post a message, and pass the payloads of its images, if it has any: each with a pin, which the link gives back."""
+        """Post a message, and pass the payloads of its images: each with a pin, which the link gives back."""
         try:
             self.post(message)
         except BaseException:
@@ -58,7 +58,7 @@ class Link:
                 self._hand_over(image.payload, payload)
 
     async def ask(self, change: ControlRequest) -> ControlReply | None:
-        """Post the message and wait for the reply; None when the worker is lost. One at a time; cancelled, it stays posted."""
+        """Post it and wait for the reply; None when the worker is lost. One at a time; cancelled, it stays posted."""
         self.post(change)
         self._reply, self._replied = None, trio.Event()
         await self._replied.wait()

@@ -12,7 +12,6 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from trioengine.actors.ports import SealedBytes
 from trioengine.core.bounds import brief
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image import BytesLike, ImageFormat, ImageInfo, parse_data_url
@@ -20,6 +19,17 @@ from trioengine.core.image_header import check_size, read_header
 
 CHUNK_SIZE = 1 << 20  # bytes
 Seal: TypeAlias = "Callable[[Iterator[BytesLike]], SealedBytes]"
+
+
+class SealedBytes(Protocol):
+    """Bytes outside of this process's memory, which nobody can change any more."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def close(self) -> None:
+        """Give them back, once."""
+        ...
 
 
 class PillowImage(Protocol):

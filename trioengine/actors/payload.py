@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from trioengine.actors.media import SealedBytes
 from trioengine.actors.observer import Observer
-from trioengine.actors.ports import SealedBytes
 from trioengine.actors.waiting_line import WaitingLine
 from trioengine.core.errors import EngineOverloaded, InvariantError, RequestRejected
 from trioengine.core.image import ImageInfo

@@ -25,6 +25,7 @@ from typing import Any, Protocol, TypeVar
 import trio
 
 import trioengine
+from trioengine.actors.media import SealedBytes
 from trioengine.core.config import child_environment
 from trioengine.core.errors import EngineError, WorkerLost
 from trioengine.core.image import BytesLike
@@ -37,17 +38,6 @@ PIPE_SIZE = 1 << 20  # bytes; what an unprivileged process may ask for by defaul
 PAYLOAD_ID = struct.Struct("<Q")
 MAX_PAYLOADS = 4096  # at once, so that AUDITED, with up to 9 bytes for each, fits a frame
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-class SealedBytes(Protocol):
-    """Bytes outside of this process's memory, which nobody can change any more."""
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    def close(self) -> None:
-        """Give them back, once."""
-        ...
 
 
 class WorkerProcess(Protocol):
