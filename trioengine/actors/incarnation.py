@@ -29,7 +29,7 @@ class Incarnation:
     """A worker process, and the link to it."""
 
     def __init__(self, config: EngineConfig, process: WorkerProcess, dispatch: Dispatch) -> None:
-        """`dispatch` handles every message of the worker, and hands those about the process to `on_pong` and the like."""
+        """`dispatch` handles every message of the worker; it hands those about the process back, to `on_pong` etc."""
         self.link = Link(process)
         self.process = process
         self.ready_at = math.inf  # on trio's clock
