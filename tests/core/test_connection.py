@@ -13,6 +13,7 @@ from trioengine.core.codec import LENGTH, decode, encode, frame
 from trioengine.core.config import MAX_SESSIONS, WorkerConfig
 from trioengine.core.connection import MIN_FRAME_LIMIT, RULES, Connection, Role
 from trioengine.core.errors import FrameTooLarge, LocalProtocolError, RemoteProtocolError
+from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.core.messages import (
     WIRE_NAMES,
     Activity,
@@ -24,6 +25,7 @@ from trioengine.core.messages import (
     Fatal,
     FatalCode,
     FromWorker,
+    ImageInput,
     Loading,
     Ping,
     Pong,
@@ -249,20 +251,31 @@ def test_a_frame_over_the_limit_is_refused_before_anything_changes():
     with pytest.raises(FrameTooLarge, match="ADD_MESSAGE"):
         pair.engine.send(too_long)
     pair.down(add_message())
-    pair.worker.receive_data(LENGTH.pack(MIN_FRAME_LIMIT + 1))
+    pair.worker.receive_data(LENGTH.pack(pair.worker.max_frame_bytes + 1))
     with pytest.raises(RemoteProtocolError, match="limit"):
         pair.worker.next_message()
 
 
-def test_encoding_changes_nothing_and_its_result_can_be_sent():
-    pair = Pair()
-    payload = pair.engine.encode(add_message())
-    with pytest.raises(LocalProtocolError):
-        pair.engine.send(add_message(), payload)
+def test_the_longest_prompt_with_the_most_images_fits_a_frame():
+    """So an engine need not ask before it posts a request that it has admitted."""
+    max_model_len, num_images = 8192, 4096
+    tiles = max_model_len // num_images
+    images = tuple(
+        ImageInput(
+            payload=number + 1,
+            name=f"messages[{2**31}].content[{number}].image_url.url",
+            digest=bytes(32),
+            info=ImageInfo(ImageFormat.PNG, 16384, 16384, 8),
+            num_bytes=2**40,
+            tiles=token_ids(range(number * tiles, (number + 1) * tiles)),
+        )
+        for number in range(num_images)
+    )
+    pair = Pair(max_model_len=max_model_len)
     pair.down(AddSession(1))
-    assert pair.engine.send(add_message(), payload) == frame(payload)
-    pair.worker.receive_data(frame(payload))
-    assert pair.worker.next_message() == add_message()
+    message = dataclasses.replace(add_message(ids=range(max_model_len - 1)), images=images)
+    pair.worker.receive_data(pair.engine.send(message))
+    assert pair.worker.next_message() == message
 
 
 def test_a_long_context_has_longer_frames():
@@ -276,7 +289,7 @@ def test_an_audit_of_every_session_request_and_payload_fits_a_frame():
     greatest = range(2**63 - MAX_SESSIONS, 2**63)
     payloads = tuple(range(2**63 - 4096, 2**63))
     audited = Audited(2**63, tuple(greatest), tuple(greatest), 2**63, 2**63, 2**63, 2**63, payloads)
-    assert len(Connection(Role.WORKER).encode(audited)) <= MIN_FRAME_LIMIT
+    assert len(encode(audited)) <= MIN_FRAME_LIMIT
 
 
 def test_a_torn_frame_shows():

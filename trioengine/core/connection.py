@@ -68,7 +68,8 @@ from trioengine.core.messages import (
 from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.core.types import FinishReason
 
-MIN_FRAME_LIMIT = 1 << 20  # bytes
+MIN_FRAME_LIMIT = 1 << 20  # bytes: room for everything in a message but its token ids
+BYTES_PER_TOKEN = 16  # of the context: each may be a token id, and the first one of an image's tile
 
 
 class Role(enum.Enum):
@@ -139,23 +140,18 @@ class Connection:
         """Whether bytes of an incomplete frame are left: at the end of the stream, a torn frame."""
         return bool(self._frames)
 
-    def send(self, message: Message, payload: bytes | None = None) -> bytes:
-        """Return the frame to write; `payload` is the result of `encode` for the message, if that was called before.
+    def send(self, message: Message) -> bytes:
+        """Return the frame to write.
 
         Raises LocalProtocolError for a message that is not legal now, FrameTooLarge for one that does not fit a frame;
         nothing is changed then.
         """
-        payload = self.encode(message) if payload is None else payload
-        self._apply(message, self.role, LocalProtocolError)
-        return frame(payload)
-
-    def encode(self, message: Message) -> bytes:
-        """Return the message's payload, whether or not it is legal now. Raises FrameTooLarge if no frame holds it."""
         payload = encode(message)
         if len(payload) > self.max_frame_bytes:
             name = WIRE_NAMES[type(message)]
             raise FrameTooLarge(f"{name} takes {len(payload)} bytes; a frame holds at most {self.max_frame_bytes}")
-        return payload
+        self._apply(message, self.role, LocalProtocolError)
+        return frame(payload)
 
     def receive_data(self, data: bytes | bytearray) -> None:
         """Add bytes that came from the pipe, in portions of any size."""
@@ -202,7 +198,7 @@ class Connection:
 
     def _ready(self, message: Ready) -> None:
         self.stage = Stage.READY
-        self.max_frame_bytes = max(MIN_FRAME_LIMIT, 8 * message.max_model_len)
+        self.max_frame_bytes = MIN_FRAME_LIMIT + BYTES_PER_TOKEN * message.max_model_len
         self._vocab_size = message.vocab_size
 
     def _fatal(self, message: Fatal) -> None:
