@@ -164,7 +164,7 @@ def test_an_interrupt_while_nothing_comes(engine):
 
     def interrupt():
         told.wait()
-        engine.loop.call(somebody_waits, engine.loop.resource.gate.requests)
+        engine.loop.call(somebody_waits, engine.loop.resource.runtime.gate.requests)
         os.kill(pid, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)

@@ -52,7 +52,7 @@ def test_closing_ends_a_call_in_another_thread():
 
     thread = threading.Thread(target=ask)
     thread.start()
-    engine.loop.call(somebody_waits, engine.loop.resource.gate.sessions)
+    engine.loop.call(somebody_waits, engine.loop.resource.runtime.gate.sessions)
     engine.close()
     thread.join()
     assert len(ended) == 1
