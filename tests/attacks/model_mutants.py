@@ -15,8 +15,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from helpers.small_models import gguf_bytes, metadata, write_directory
-
 from trioengine.core.bounds import printable
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
@@ -28,6 +26,7 @@ from trioengine.worker.runner.model_runner import TorchModelRunner
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import tiny_smolvlm
 from helpers.lying_models import LIES
+from helpers.small_models import gguf_bytes, metadata, write_directory
 
 MEMORY = 64_000_000  # bytes that reading a mutant may add
 CPU_SECONDS = 30  # that it may take

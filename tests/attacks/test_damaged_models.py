@@ -57,7 +57,7 @@ async def test_a_file_that_lies_is_refused_before_a_worker_starts(tmp_path):
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number above 0 and at most 3.4e+38, got '1e-5'"),
         (
             {"model_type": "mamba", "vocab_size": None},
-            "model_type 'mamba' is not supported; supported: llama, idefics3, smolvlm",
+            "model_type 'mamba' is not supported; supported: idefics3, llama, qwen2, smolvlm",
         ),
     ):
         (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG | changes))

@@ -11,7 +11,7 @@ POISON = 666
 
 
 def load_poisoned(config, on_progress):
-    runner = load(config, on_progress)
+    info, runner = load(config, on_progress)
     cls = type(runner)
     execute = cls.execute
 
@@ -21,7 +21,7 @@ def load_poisoned(config, on_progress):
         return execute(self, output)
 
     cls.execute = deadly
-    return runner
+    return info, runner
 
 
 if __name__ == "__main__":
