@@ -252,7 +252,7 @@ def test_what_is_no_payload_is_fatal(model_path: str | None) -> None:
     with started() as process:
         if model_path is not None:
             process.engine.configure(model_path)
-        process.engine.runtime.images.budget.send(b"nothing")
+        process.engine.payloads.send(b"nothing")
         message = process.engine.receive()
         assert isinstance(message, Fatal)
         assert message.message == "RemoteProtocolError: a payload came with 7 bytes and 0 descriptors"
