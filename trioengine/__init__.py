@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from trioengine.actors.engine import Engine as Engine
     from trioengine.actors.engine import open_engine as open_engine
     from trioengine.actors.generation import Generation as Generation
+    from trioengine.actors.power_change import PowerState as PowerState
     from trioengine.actors.session import Session as Session
-    from trioengine.actors.states import PowerState as PowerState
     from trioengine.actors.statistics import Statistics as Statistics
     from trioengine.client.client import Client as Client
     from trioengine.client.client import connect as connect
@@ -47,7 +47,7 @@ _HOMES = {
     "open_engine": "trioengine.actors.engine",
     "Generation": "trioengine.actors.generation",
     "Session": "trioengine.actors.session",
-    "PowerState": "trioengine.actors.states",
+    "PowerState": "trioengine.actors.power_change",
     "Statistics": "trioengine.actors.statistics",
     "Client": "trioengine.client.client",
     "connect": "trioengine.client.client",

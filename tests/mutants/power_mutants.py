@@ -11,7 +11,7 @@ from trioengine.actors import session
 from trioengine.actors.engine import Engine
 from trioengine.actors.gate import Gate
 from trioengine.actors.power import PowerActor
-from trioengine.actors.power_change import Leniency, Mode
+from trioengine.actors.power_change import InFlightPolicy, Mode
 from trioengine.actors.request import Request
 from trioengine.actors.runtime import Runtime
 from trioengine.actors.session_actor import SessionActor
@@ -23,8 +23,8 @@ from trioengine.testing.toy_model import ToyRunner
 from trioengine.worker.scheduling.scheduler import Scheduler
 
 
-async def _do_not_wait(self: PowerActor, leniency: Leniency) -> None:
-    if leniency.mode is not Mode.KEEP:
+async def _do_not_wait(self: PowerActor, policy: InFlightPolicy) -> None:
+    if policy.mode is not Mode.KEEP:
         self._sessions.abort_all(Cause.SLEEP)
     self._sessions.detach_all()
 

@@ -14,10 +14,9 @@ from trioengine.actors.audit import check_books
 from trioengine.actors.images import KeptImages, RequestImages, put_images
 from trioengine.actors.media import Media
 from trioengine.actors.ports import Ports
-from trioengine.actors.power_change import Level, ModeName, PowerChange, Weights
+from trioengine.actors.power_change import Level, ModeName, PowerChange, PowerState, StateSubscription, Weights
 from trioengine.actors.runtime import Runtime
 from trioengine.actors.session import Session
-from trioengine.actors.states import PowerState, States
 from trioengine.actors.statistics import Statistics, statistics_of
 from trioengine.aio.calls import opens, whole_answer
 from trioengine.aio.deadline import deadline_after
@@ -356,7 +355,7 @@ class Engine:
             observer.change_requested(change)
         await change.wait()
 
-    def states(self) -> States:
+    def states(self) -> StateSubscription:
         """`with engine.states() as states: async for state in states`: the state now, then each that follows."""
         return self.runtime.power.states()
 

@@ -16,15 +16,25 @@ from pathlib import Path
 
 import trio
 
-from trioengine.actors.closure import Closure
 from trioengine.actors.gate import Gate
 from trioengine.actors.link import Link
-from trioengine.actors.power_change import Leniency, Mode, PowerChange, Weights, leniency_of, level_of, path_of, tags_of
+from trioengine.actors.power_change import (
+    InFlightPolicy,
+    Mode,
+    PowerChange,
+    PowerState,
+    StateSubscription,
+    Weights,
+    check_policy,
+    level_of,
+    path_of,
+    tags_of,
+)
 from trioengine.actors.recovery import Recovery
 from trioengine.actors.sessions import Sessions
-from trioengine.actors.states import PowerState, States
 from trioengine.actors.supervisor import Supervisor
 from trioengine.core.errors import ModelError, TransitionFailed
+from trioengine.core.ledger import Ledger
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
 from trioengine.core.messages import ControlReply, Sleep, Slept, UpdateWeights, Wake
 from trioengine.core.power import DesiredWorker, SleepState, Tag, WeightsState, desired_worker, sorted_tags
@@ -61,7 +71,7 @@ class PowerActor:
         self._finishing = False  # requests in flight, before a sleep or an update
         self._waits_for_worker = False  # for a change that is made asleep, or in place of one that retires
         self._is_over = False
-        self._listeners: set[States] = set()
+        self._listeners: set[StateSubscription] = set()
         self._published = self.state
 
     @property
@@ -80,9 +90,9 @@ class PowerActor:
             is_changing=self._waits_for_worker,
         )
 
-    def states(self) -> States:
+    def states(self) -> StateSubscription:
         """For a listener that hears of each change."""
-        return States(self._listeners, lambda: self.state)
+        return StateSubscription(self._listeners, lambda: self.state)
 
     def publish(self) -> None:
         """Put the state to every listener, if it has changed."""
@@ -95,26 +105,26 @@ class PowerActor:
     # ---- what users ask; the first step of each is the whole of it ------------------------------------------------
 
     def sleep(self, level: int, mode: str, timeout: float | None, *, keep_waiting: bool) -> PowerChange:
-        level, leniency = level_of(level), leniency_of(mode, timeout, keep_waiting=keep_waiting)
-        return self._ask_to_close(f"sleep at level {level}", leniency, lambda: self._sleep(level, leniency))
+        level, policy = level_of(level), check_policy(mode, timeout, keep_waiting=keep_waiting)
+        return self._ask_to_close(f"sleep at level {level}", policy, lambda: self._sleep(level, policy))
 
     def wake(self, tags: Collection[str] | None, *, reload: bool) -> PowerChange:
         wanted = tags_of(tags)
         name = f"wake of {' and '.join(tag.value for tag in sorted_tags(wanted))}"
-        return self._ask(PowerChange(name, lambda: self._wake(wanted, reload=reload), closes_gate=False))
+        return self._ask(PowerChange(name, lambda: self._wake(wanted, reload=reload), blocks_admission=False))
 
     def update_weights(self, path: str | Path, mode: str, timeout: float | None) -> PowerChange:
-        checked, leniency = path_of(path), leniency_of(mode, timeout)
-        return self._ask_to_close(f"update to {checked}", leniency, lambda: self._update(checked, leniency))
+        checked, policy = path_of(path), check_policy(mode, timeout)
+        return self._ask_to_close(f"update to {checked}", policy, lambda: self._update(checked, policy))
 
-    def _ask_to_close(self, name: str, leniency: Leniency, make: Callable[[], Awaitable[None]]) -> PowerChange:
-        change = self._ask(PowerChange(f"{name} ({leniency.mode.value})", make, closes_gate=True))
+    def _ask_to_close(self, name: str, policy: InFlightPolicy, make: Callable[[], Awaitable[None]]) -> PowerChange:
+        change = self._ask(PowerChange(f"{name} ({policy.mode.value})", make, blocks_admission=True))
         self._closure.begin()
-        if leniency.aborts_waiting:  # before the gate closes, which refuses those that wait for a slot only
+        if policy.aborts_waiting:  # before the gate closes, which refuses those that wait for a slot only
             change.num_aborted += self._sessions.abort_waiting(Cause.SLEEP)
         self._gate.begin_pending()
         change.num_aborted += self._sessions.abort_phase(Phase.PREPARING, Cause.SLEEP)
-        if leniency.mode is Mode.ABORT and self._gate.power in (Power.FALLING_ASLEEP, Power.UPDATING):
+        if policy.mode is Mode.ABORT and self._gate.power in (Power.FALLING_ASLEEP, Power.UPDATING):
             change.num_aborted += self._sessions.abort_all(Cause.SLEEP)  # nor does one before it wait for them
         return change
 
@@ -161,22 +171,22 @@ class PowerActor:
             change.log("the engine is %s, with weights %d", state, self.weights.version)
         else:
             logger.warning("%s failed: %s", change.name, failure)
-        if change.closes_gate:
+        if change.blocks_admission:
             self._gate.end_pending()
         if not (self.memory.asleep or self._gate.num_pending):
             self._closure.end()
 
     # ---- the changes ----------------------------------------------------------------------------------------------
 
-    async def _sleep(self, level: int, leniency: Leniency) -> None:
+    async def _sleep(self, level: int, policy: InFlightPolicy) -> None:
         self.memory.check_sleep(level)
-        if self.memory.asleep and leniency.mode is Mode.ABORT:
+        if self.memory.asleep and policy.mode is Mode.ABORT:
             self._queue[0].num_aborted += self._sessions.abort_phase(Phase.SUSPENDED, Cause.SLEEP)
         if self.memory.sleeps_at(level):
             self.memory = self.memory.slept(level)
             return
-        self._begin(PowerEvent.SLEEP, leniency)
-        await self._quiesce(leniency)
+        self._begin(PowerEvent.SLEEP, policy)
+        await self._quiesce(policy)
         while self._gate.link is None and self._supervisor.current is not None:  # one starts
             await self._wait(Power.FALLING_ASLEEP)
         if self._gate.link is None:
@@ -216,14 +226,14 @@ class PowerActor:
         else:
             self._go_on(PowerEvent.WOKEN)
 
-    async def _update(self, path: str, leniency: Leniency) -> None:
+    async def _update(self, path: str, policy: InFlightPolicy) -> None:
         if self.memory.asleep:
-            await self._update_asleep(path, leniency)
+            await self._update_asleep(path, policy)
             return
-        self._begin(PowerEvent.UPDATE, leniency)
+        self._begin(PowerEvent.UPDATE, policy)
         try:
             await self._check_files(path, Power.UPDATING)
-            await self._quiesce(leniency)
+            await self._quiesce(policy)
             await self._load(path, Power.UPDATING)
         except TransitionFailed:
             if self._gate.power is Power.UPDATING:
@@ -231,12 +241,12 @@ class PowerActor:
             raise
         self._go_on(PowerEvent.UPDATED)
 
-    async def _update_asleep(self, path: str, leniency: Leniency) -> None:
+    async def _update_asleep(self, path: str, policy: InFlightPolicy) -> None:
         self._waits_for_worker = True
         self._gate.change_power(PowerEvent.UPDATE)
         try:
             await self._check_files(path, Power.ASLEEP)
-            if leniency.mode is Mode.ABORT:
+            if policy.mode is Mode.ABORT:
                 self._queue[0].num_aborted += self._sessions.abort_phase(Phase.SUSPENDED, Cause.SLEEP)
             await self._load(path, Power.ASLEEP)
         except TransitionFailed:
@@ -257,22 +267,22 @@ class PowerActor:
 
     # ---- steps of them --------------------------------------------------------------------------------------------
 
-    def _begin(self, event: PowerEvent, leniency: Leniency) -> None:
-        self._finishing = leniency.mode is Mode.WAIT and not self.memory.asleep
+    def _begin(self, event: PowerEvent, policy: InFlightPolicy) -> None:
+        self._finishing = policy.mode is Mode.WAIT and not self.memory.asleep
         self._gate.change_power(event)
         ledger = self._gate.ledger
         self._queue[0].log("begins; requests in flight: %d, sessions: %d", ledger.in_flight, ledger.sessions)
 
-    async def _quiesce(self, leniency: Leniency) -> None:
+    async def _quiesce(self, policy: InFlightPolicy) -> None:
         """Until the worker holds no session; requests in flight have ended by then, or are suspended."""
         expected, ledger = self._gate.power, self._gate.ledger
         if self._finishing:
-            self._queue[0].log("waits for requests in flight: %d, timeout: %s", ledger.in_flight, leniency.timeout)
-            with trio.move_on_after(float("inf") if leniency.timeout is None else leniency.timeout):
+            self._queue[0].log("waits for requests in flight: %d, timeout: %s", ledger.in_flight, policy.timeout)
+            with trio.move_on_after(float("inf") if policy.timeout is None else policy.timeout):
                 while ledger.in_flight:
                     await self._wait(expected)
             self._finishing = False
-        if leniency.mode is not Mode.KEEP and not self.memory.asleep:
+        if policy.mode is not Mode.KEEP and not self.memory.asleep:
             self._queue[0].num_aborted += self._sessions.abort_all(Cause.SLEEP)
         num_detached = self._sessions.detach_all()
         self._recovery.forget_suspects()
@@ -340,3 +350,24 @@ class PowerActor:
 
     def _lost(self) -> TransitionFailed:
         return TransitionFailed(str(self._supervisor.last_loss))
+
+
+class Closure:
+    """Counts the refusals of one engine between `begin` and `end`; each is harmless when repeated."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._rejected_before: int | None = None  # None: the gate is open
+
+    def begin(self) -> None:
+        if self._rejected_before is None:
+            self._rejected_before = self._ledger.rejected
+
+    def end(self) -> None:
+        """Log how many sessions and requests were refused, if any were."""
+        if self._rejected_before is None:
+            return
+        refused = self._ledger.rejected - self._rejected_before
+        self._rejected_before = None
+        if refused:
+            logger.info("sessions and requests refused while the engine slept or was updated: %d", refused)

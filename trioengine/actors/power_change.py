@@ -1,21 +1,25 @@
-"""What is asked of the power actor: a change, and the checks of its arguments, which name what is wrong."""
+"""A sleep, wake or update as it is requested, and the states that the engine goes through."""
 
 from __future__ import annotations
 
 import enum
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from types import TracebackType
+from typing import Literal, NamedTuple, Self, TypeAlias
 
 import trio
 
+from trioengine.aio.nursery import Notifier
 from trioengine.core.arguments import check_flag, rejected
 from trioengine.core.bounds import brief, integer, number
 from trioengine.core.config import MAX_SECONDS
 from trioengine.core.errors import TransitionFailed
+from trioengine.core.lifecycle import Power
 from trioengine.core.power import ALL_TAGS, Tag
 
 logger = logging.getLogger("trioengine")
@@ -34,7 +38,7 @@ Level: TypeAlias = Literal[1, 2]
 ModeName: TypeAlias = Literal["abort", "wait", "keep"]
 
 
-class Leniency(NamedTuple):
+class InFlightPolicy(NamedTuple):
     """How long requests in flight may still run: `timeout` seconds at most, where the mode is WAIT."""
 
     mode: Mode
@@ -55,7 +59,7 @@ class PowerChange:
 
     name: str
     make: Callable[[], Awaitable[None]]
-    closes_gate: bool
+    blocks_admission: bool
     done: trio.Event = field(default_factory=trio.Event)
     failure: TransitionFailed | None = None
     num_aborted: int = 0  # requests
@@ -78,16 +82,16 @@ def level_of(level: object) -> int:
         raise rejected("level", str(exc)) from None
 
 
-def leniency_of(mode: object, timeout: object, *, keep_waiting: object = True) -> Leniency:
+def check_policy(mode: object, timeout: object, *, keep_waiting: object = True) -> InFlightPolicy:
     if mode not in [each.value for each in Mode]:
         raise rejected("mode", f"must be abort, wait or keep, got {brief(mode)}")
     keeps = check_flag("keep_waiting", keep_waiting)
     if timeout is None:
-        return Leniency(Mode(mode), None, aborts_waiting=mode == Mode.ABORT.value and not keeps)
+        return InFlightPolicy(Mode(mode), None, aborts_waiting=mode == Mode.ABORT.value and not keeps)
     if mode != Mode.WAIT.value:
         raise rejected("timeout", f"is for mode wait, not {mode}")
     try:
-        return Leniency(Mode.WAIT, number(timeout, 0, MAX_SECONDS))
+        return InFlightPolicy(Mode.WAIT, number(timeout, 0, MAX_SECONDS))
     except ValueError as exc:
         raise rejected("timeout", str(exc)) from None
 
@@ -111,3 +115,57 @@ def path_of(path: object) -> str:
     if not text or len(text) > MAX_PATH or not text.isprintable():  # lone surrogates are not
         raise rejected("path", f"must be a file or directory, got {brief(path)}")
     return text
+
+
+MAX_UNREAD = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PowerState:
+    """The state of an engine: what sleeps of it, at which level, and which weights it has."""
+
+    power: Power
+    level: int | None  # None: nothing sleeps
+    asleep: frozenset[Tag]
+    weight_version: int
+
+
+class StateSubscription:
+    """`with engine.states() as states: async for state in states`: the state now, then each that follows.
+
+    It ends when the engine is closed. Of more than 64 that were not read the oldest are dropped. Cancelling a read
+    loses nothing.
+    """
+
+    def __init__(self, listeners: set[StateSubscription], now: Callable[[], PowerState]) -> None:
+        self._unread: deque[PowerState] = deque(maxlen=MAX_UNREAD)
+        self._changes = Notifier()
+        self._listeners = listeners
+        self._now = now
+        self._is_over = False
+
+    def __enter__(self) -> Self:
+        self._listeners.add(self)
+        self.put(self._now())
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._listeners.discard(self)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> PowerState:
+        while not self._unread:
+            if self._is_over:
+                raise StopAsyncIteration
+            await self._changes.wait()
+        return self._unread.popleft()
+
+    def put(self, state: PowerState) -> None:
+        """The engine has changed."""
+        self._unread.append(state)
+        self._is_over = state.power is Power.CLOSED
+        self._changes.notify()

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import trio
+
 from trioengine.actors.generation import ReadableRequest
 from trioengine.actors.images import image_inputs
 from trioengine.actors.media import Media
-from trioengine.actors.request_times import RequestTimes
+from trioengine.actors.observer import FinishedRequest, Observer
 from trioengine.aio.deadline import Deadline
 from trioengine.core.errors import Outcome
 from trioengine.core.ledger import RequestState
@@ -199,3 +201,39 @@ class Request(ReadableRequest):
     def finish_times(self) -> None:
         """Report a request that ran to its own end to the observers."""
         self.times.finish(self.num_prompt_tokens, self.num_tokens)
+
+
+class RequestTimes:
+    """When a request began, and got its first and its latest token."""
+
+    __slots__ = ("_began", "_first", "_latest", "_observers")
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = observers
+        self._began = self._first = self._latest = 0.0
+
+    def begin(self) -> None:
+        self._began = trio.current_time()
+
+    def on_tokens(self, now: float, usage: Usage | None, *, are_first: bool) -> None:
+        """A part of the answer came."""
+        if are_first:
+            self._first = now
+            for observer in self._observers:
+                observer.first_token(now - self._began, usage)
+        else:
+            for observer in self._observers:
+                observer.next_tokens(now - self._latest)
+        self._latest = now
+
+    def resume(self) -> None:
+        """The request goes on after its worker was lost."""
+        for observer in self._observers:
+            observer.request_resumed()
+
+    def finish(self, prompt_tokens: int, generation_tokens: int) -> None:
+        """The request ran to its end, with its latest token."""
+        seconds, decode_seconds = self._latest - self._began, self._latest - self._first
+        finished = FinishedRequest(seconds, decode_seconds, prompt_tokens, generation_tokens)
+        for observer in self._observers:
+            observer.request_finished(finished)
