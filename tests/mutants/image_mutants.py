@@ -33,13 +33,14 @@ def _keep_the_pin(on_consumed: Any) -> Any:
 
 def _release_nothing(hold_payloads: Any) -> Any:
     def mutant(self: SessionActor) -> None:
-        before = self._payloads
+        held = self._held_payloads
+        before = held.payloads
         hold_payloads(self)
         if self.request is None:  # it is over: whatever it held is held on
-            gone = [payload for payload in before if payload not in self._payloads and not payload.is_dropped]
+            gone = [payload for payload in before if payload not in held.payloads and not payload.is_dropped]
             for payload in gone:
                 payload.hold()
-            self._payloads = (*self._payloads, *gone)
+            held.payloads = (*held.payloads, *gone)
 
     return mutant
 

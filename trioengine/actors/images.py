@@ -150,6 +150,23 @@ def payload_of(image: Image) -> Payload:
     return image.handle
 
 
+class HeldPayloads:
+    """The payloads that a session holds for its images. Held ones are kept while there is room for them."""
+
+    __slots__ = ("payloads",)
+
+    def __init__(self) -> None:
+        self.payloads: tuple[Payload, ...] = ()
+
+    def replace(self, images: Iterable[Image]) -> None:
+        """Hold the payloads of these images, and no others."""
+        before, self.payloads = self.payloads, tuple(dict.fromkeys(map(payload_of, images)))
+        for payload in self.payloads:
+            payload.hold()
+        for payload in before:
+            payload.release()
+
+
 def find_dropped(images: Iterable[PlacedImage]) -> RequestRejected | None:
     """The error, which names the part, of the first image that was dropped; None if all are there."""
     placed = next((each for each in images if payload_of(each.image).is_dropped), None)

@@ -40,26 +40,6 @@ class Request(ReadableRequest):
     finished with the request (`settled`).
     """
 
-    __slots__ = (
-        "_abort",
-        "_leave",
-        "_logprobs",
-        "_num_texts_read",
-        "_num_tokens_read",
-        "abort_cause",
-        "eos_token_ids",
-        "media",
-        "output",
-        "prepared",
-        "prompt",
-        "recovery",
-        "resolved",
-        "state",
-        "times",
-        "usage",
-        "weight_versions",
-    )
-
     def __init__(
         self,
         prompt: Prompt,

@@ -21,10 +21,9 @@ import trio
 from trioengine.actors.attachment import WorkerAttachment
 from trioengine.actors.effects import Effects
 from trioengine.actors.gate import Gate
-from trioengine.actors.images import ImageStore, RequestImages, find_dropped, payload_of
+from trioengine.actors.images import HeldPayloads, ImageStore, RequestImages, find_dropped, payload_of
 from trioengine.actors.link import Link
 from trioengine.actors.observer import Observer
-from trioengine.actors.payload import Payload
 from trioengine.actors.request import Request
 from trioengine.aio.deadline import NEVER, Deadline
 from trioengine.core.arguments import check_history, check_label, check_wait
@@ -87,33 +86,6 @@ class SessionFreed:
 class SessionActor:
     """The state of one session, its transitions, and its task."""
 
-    __slots__ = (
-        "__weakref__",
-        "_attachment",
-        "_conversation",
-        "_effects",
-        "_gate",
-        "_lifecycle",
-        "_observers",
-        "_payloads",
-        "_suspended_images",
-        "_wake",
-        "deadline",
-        "end_cause",
-        "entered",
-        "history",
-        "id",
-        "label",
-        "opening",
-        "opens_with_request",
-        "overflow",
-        "released",
-        "request",
-        "retention_ratio",
-        "wait",
-        "waiting",
-    )
-
     def __init__(
         self,
         gate: Gate,
@@ -148,7 +120,7 @@ class SessionActor:
         self._observers = observers
         self._lifecycle = SessionLifecycle()
         self._conversation: Conversation | None = None
-        self._payloads: tuple[Payload, ...] = ()  # held: of the conversation, and of the request in flight
+        self._held_payloads = HeldPayloads()
         self._suspended_images = RequestImages(images)  # pinned while the request is suspended
         self._wake = trio.Event()  # for the task: a request has a deadline, or the end has come
 
@@ -461,7 +433,7 @@ class SessionActor:
     def _post_message(self, message: AddMessage) -> None:
         prepared = self._in_flight().prepared
         assert prepared is not None, "commit follows prepare"
-        payloads = tuple(payload_of(placed.image) for placed in prepared.images)
+        payloads = [payload_of(placed.image) for placed in prepared.images]
         for payload in payloads:
             payload.pin()
         self._attachment.add_message(message, payloads)
@@ -513,19 +485,10 @@ class SessionActor:
             self.conversation.commit(prepared, output.token_ids, output.text)
         request.set_outcome(outcome)
 
-    # ---- images -----------------------------------------------------------------------------------------------------
-
     def hold_payloads(self) -> None:
         """Hold the payloads of the conversation and of the request in flight, and no others; none after the end."""
         prepared = self.request.prepared if self.request is not None else None
         in_flight = prepared.images if prepared is not None else ()
         committed = self._conversation.images if self._conversation is not None else ()
-        if not (self._payloads or in_flight or committed):
-            return
         is_over = self.phase is Phase.ENDED
-        images = () if is_over else (*committed, *(placed.image for placed in in_flight))
-        before, self._payloads = self._payloads, tuple(dict.fromkeys(map(payload_of, images)))
-        for payload in self._payloads:
-            payload.hold()
-        for payload in before:
-            payload.release()
+        self._held_payloads.replace(() if is_over else (*committed, *(placed.image for placed in in_flight)))

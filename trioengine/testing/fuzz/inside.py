@@ -248,7 +248,7 @@ def reserved(engine: Engine) -> tuple[int, int, int]:
 
 def held_by(session: Session | SessionActor) -> tuple[Payload, ...]:
     """The payloads that a session holds."""
-    return actor(session)._payloads
+    return actor(session)._held_payloads.payloads
 
 
 def held_by_suspended(session: Session | SessionActor) -> list[Payload]:
