@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import trio
 
 from trioengine.actors.effects import Effects
+from trioengine.actors.images import payload_of
 from trioengine.actors.link import Link
 from trioengine.actors.observer import Observer
 from trioengine.actors.payload import Payload
 from trioengine.core.messages import AddMessage, AddSession, EndSession, Message, StopSession
 from trioengine.core.types import TokenIds, token_ids
+from trioengine.text.chat_tokenizer import PlacedImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +55,12 @@ class WorkerAttachment:
         self._post(AddSession(session))
         self._held = token_ids()
 
-    def add_message(self, message: AddMessage, payloads: Iterable[Payload]) -> None:
-        """`payloads` are those of the message's images, pinned; the link gives the pins back."""
-        self._post(message, tuple(payloads))
+    def add_message(self, message: AddMessage, images: Iterable[PlacedImage]) -> None:
+        """Pin the payloads of the message's images; the link gives the pins back."""
+        payloads = tuple(payload_of(placed.image) for placed in images)
+        for payload in payloads:
+            payload.pin()
+        self._post(message, payloads)
         self._held = self._held[: message.base]
         self._held.extend(message.token_ids)
 

@@ -122,7 +122,7 @@ class Recovery:
             return
         if session.phase is Phase.RUNNING:
             session.attempt(session.detach)
-        elif session.request is not request and not session.is_detaching:  # it is over
+        elif session.request is not request and not session.lifecycle.is_detaching:  # it is over
             self._probe_next()
 
     def on_detached(self, session: SessionActor) -> None:

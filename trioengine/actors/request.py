@@ -18,7 +18,8 @@ from trioengine.core.ledger import RequestState
 from trioengine.core.messages import AddMessage, TokensRow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause, Chunk, Completion, FinishReason, Logprobs, Usage
-from trioengine.text.conversation import Prepared, Prompt
+from trioengine.text.chat_tokenizer import PlacedImage
+from trioengine.text.conversation import Conversation, Prepared, Prompt
 from trioengine.text.output import OutputText
 
 
@@ -133,6 +134,11 @@ class Request(ReadableRequest):
         return len(self.prepared.token_ids) if self.prepared is not None else 0
 
     @property
+    def images(self) -> tuple[PlacedImage, ...]:
+        """The images of the prompt; () before it is prepared."""
+        return self.prepared.images if self.prepared is not None else ()
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the answer."""
         return len(self.output.token_ids) if self.output is not None else 0
@@ -151,7 +157,7 @@ class Request(ReadableRequest):
             params=params,
             eos_token_ids=self.eos_token_ids,
             num_output=len(output.token_ids),
-            images=image_inputs(prepared.images, params.cache_salt, mint),
+            images=image_inputs(self.images, params.cache_salt, mint),
         )
 
     def receive(self, row: TokensRow, now: float) -> Outcome | None:
@@ -172,6 +178,28 @@ class Request(ReadableRequest):
         if finish_reason is None:
             return None
         return Outcome(finish_reason, self.abort_cause if finish_reason is FinishReason.ABORT else None)
+
+    def cut_short(self, cause: Cause, conversation: Conversation | None) -> None:
+        """Abort the request now, with the part of the answer that was received; nothing if it has an outcome."""
+        if self.outcome is not None:
+            return
+        if self.output is not None:
+            self.output.flush()  # a stop string or a character held text back that belongs to tokens that came
+        self.conclude(Outcome(FinishReason.ABORT, cause), conversation)
+
+    def conclude(self, outcome: Outcome, conversation: Conversation | None) -> None:
+        """Set the outcome, and commit the turn to the conversation unless it is taken back."""
+        is_kept = outcome.finish_reason is not FinishReason.ABORT or self.keep_partial
+        output = self.output
+        if (
+            is_kept
+            and conversation is not None
+            and self.prepared is not None
+            and output is not None
+            and output.token_ids
+        ):
+            conversation.commit(self.prepared, output.token_ids, output.text)
+        self.set_outcome(outcome)
 
     def add_weights(self, version: int) -> None:
         """Record the version of the weights that computed the tokens from here on."""

@@ -21,7 +21,7 @@ import trio
 from trioengine.actors.attachment import WorkerAttachment
 from trioengine.actors.effects import Effects
 from trioengine.actors.gate import Gate
-from trioengine.actors.images import HeldPayloads, ImageStore, RequestImages, find_dropped, payload_of
+from trioengine.actors.images import HeldPayloads, ImageStore, RequestImages, find_dropped
 from trioengine.actors.link import Link
 from trioengine.actors.observer import Observer
 from trioengine.actors.request import Request
@@ -37,13 +37,8 @@ from trioengine.core.errors import (
     SessionEnded,
 )
 from trioengine.core.ledger import RequestState
-from trioengine.core.lifecycle import Action, Attachment, Event, Phase, SessionLifecycle
-from trioengine.core.messages import (
-    SAMPLING_FAILED,
-    AddMessage,
-    RequestFailed,
-    TokensRow,
-)
+from trioengine.core.lifecycle import Action, Event, Phase, SessionLifecycle
+from trioengine.core.messages import SAMPLING_FAILED, AddMessage, RequestFailed, TokensRow
 from trioengine.core.sampling_params import Overflow, check_overflow
 from trioengine.core.types import Cause, FinishReason
 from trioengine.text.conversation import Conversation
@@ -118,7 +113,7 @@ class SessionActor:
         self._gate = gate
         self._effects = effects
         self._observers = observers
-        self._lifecycle = SessionLifecycle()
+        self.lifecycle = SessionLifecycle()
         self._conversation: Conversation | None = None
         self._held_payloads = HeldPayloads()
         self._suspended_images = RequestImages(images)  # pinned while the request is suspended
@@ -128,28 +123,13 @@ class SessionActor:
         label = f" {self.label!r}" if self.label is not None else ""
         if self.id is None:
             return f"<Session{label} {'without a slot' if self.entered else 'not entered'}>"
-        return f"<Session {self.id}{label} {self.phase.value} {self._lifecycle.attachment.value}>"
+        return f"<Session {self.id}{label} {self.phase.value} {self.lifecycle.attachment.value}>"
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> Phase:
-        return self._lifecycle.phase
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether the worker holds the session; END_SESSION may be on its way."""
-        return self._lifecycle.attachment is not Attachment.DETACHED
-
-    @property
-    def is_open_on_worker(self) -> bool:
-        """Whether the worker holds the session, and no END_SESSION was posted."""
-        return self._lifecycle.attachment is Attachment.ATTACHED
-
-    @property
-    def is_detaching(self) -> bool:
-        """Whether END_SESSION is posted and not answered: the session takes no request meanwhile."""
-        return self._lifecycle.attachment is Attachment.DETACHING
+        return self.lifecycle.phase
 
     @property
     def is_open(self) -> bool:
@@ -184,11 +164,9 @@ class SessionActor:
 
     def ended_error(self) -> EngineError:
         """The error of a session that has ended."""
-        cause = self.end_cause
-        assert cause is not None, "it has ended"
-        if cause is Cause.SHUTDOWN:
-            return EngineClosed("the engine is closed")
-        return SessionEnded(f"the session has ended ({cause.value}): open another one", cause=cause.value)
+        assert self.end_cause is not None, "it has ended"
+        is_shutdown = self.end_cause is Cause.SHUTDOWN
+        return EngineClosed("the engine is closed") if is_shutdown else SessionEnded.by(self.end_cause.value)
 
     # ---- its beginning, its task and its end ------------------------------------------------------------------------
 
@@ -226,7 +204,7 @@ class SessionActor:
         if self.end_cause is None:
             self.end_cause = cause
         if self.request is not None:
-            self._cut_short(self.request, cause)
+            self.request.cut_short(cause, self._conversation)
         self._apply(Event.END)
         self.hold_payloads()
         self._wake.set()
@@ -319,7 +297,7 @@ class SessionActor:
         """The reader goes: without an outcome the turn is taken back (or kept in part) at once."""
         if self.request is not request or request.outcome is not None:
             return
-        self._cut_short(request, request.abort_cause)
+        request.cut_short(request.abort_cause, self._conversation)
         self._apply(Event.ABORT)
         self._effects.drain()
 
@@ -336,7 +314,7 @@ class SessionActor:
             if request.usage is None:
                 request.usage = row.usage
             if (outcome := request.receive(row, now)) is not None:
-                self._conclude(request, outcome)
+                request.conclude(outcome, self._conversation)
                 if row.finish_reason is None and self.phase in (Phase.RUNNING, Phase.SUSPENDED):
                     self._apply(Event.ABORT)
         if row.finish_reason is not None:
@@ -356,7 +334,7 @@ class SessionActor:
 
     def _finish(self) -> None:
         """The worker has finished with the request; after an END_SESSION, SESSION_ENDED follows."""
-        if self.is_open_on_worker:
+        if self.lifecycle.is_open_on_worker:
             self._attachment.report_stop()
         self._apply(Event.FINISH)
 
@@ -383,8 +361,7 @@ class SessionActor:
         The request fails if an image of its prompt was dropped meanwhile.
         """
         request = self._in_flight()
-        assert request.prepared is not None, "it was committed"
-        if (dropped := find_dropped(request.prepared.images)) is not None:
+        if (dropped := find_dropped(request.images)) is not None:
             self.give_up(dropped)
             return
         self._attach(Event.RESUME, request, link, 0)
@@ -406,8 +383,8 @@ class SessionActor:
 
     def _apply(self, event: Event, message: AddMessage | None = None) -> None:
         assert self.id is not None, "only a session with a slot has transitions"
-        phase, attachment = self._lifecycle.phase, self._lifecycle.attachment
-        actions = self._lifecycle.apply(event)
+        phase, attachment = self.lifecycle.phase, self.lifecycle.attachment
+        actions = self.lifecycle.apply(event)
         for observer in self._observers:
             observer.session_moved(self, phase, attachment, event)
         for action in actions:
@@ -416,7 +393,7 @@ class SessionActor:
                     self._attachment.add_session(self.id)
                 case Action.POST_ADD_MESSAGE:
                     assert message is not None, "only a commit and a resumption post a message"
-                    self._post_message(message)
+                    self._attachment.add_message(message, self._in_flight().images)
                 case Action.POST_STOP_SESSION:
                     request_id = self._in_flight().id
                     assert request_id is not None, "a request in flight has its id"
@@ -430,27 +407,18 @@ class SessionActor:
                 case _:
                     self._settle()
 
-    def _post_message(self, message: AddMessage) -> None:
-        prepared = self._in_flight().prepared
-        assert prepared is not None, "commit follows prepare"
-        payloads = [payload_of(placed.image) for placed in prepared.images]
-        for payload in payloads:
-            payload.pin()
-        self._attachment.add_message(message, payloads)
-
     def _suspend(self) -> None:
         """The request waits for a worker, and its images with it: they are not dropped to make room for others."""
         request = self._in_flight()
         self._move(request, RequestState.SUSPENDED)
-        assert request.prepared is not None, "it was committed"
         with suppress(RequestRejected):  # one was dropped before: refused when the request would go on
-            self._suspended_images.pin(request.prepared.images)
+            self._suspended_images.pin(request.images)
 
     def _settle(self) -> None:
         """The request is over for the worker as well; without an outcome it was aborted."""
         request = self._in_flight()
         self._suspended_images.unpin()
-        self._cut_short(request, request.abort_cause)
+        request.cut_short(request.abort_cause, self._conversation)
         outcome = request.outcome
         assert outcome is not None, "just decided"
         if outcome.is_complete:
@@ -469,26 +437,9 @@ class SessionActor:
         assert self.request is not None, "every state with a request in the table has its request"
         return self.request
 
-    def _cut_short(self, request: Request, cause: Cause) -> None:
-        """Abort a request without an outcome now, with the part of the answer that was received."""
-        if request.outcome is not None:
-            return
-        if request.output is not None:
-            request.output.flush()  # a stop string or a character held text back that belongs to tokens that came
-        self._conclude(request, Outcome(FinishReason.ABORT, cause))
-
-    def _conclude(self, request: Request, outcome: Outcome) -> None:
-        """Set the outcome, and commit the turn unless it is taken back."""
-        prepared, output = request.prepared, request.output
-        is_kept = outcome.finish_reason is not FinishReason.ABORT or request.keep_partial
-        if is_kept and prepared is not None and output is not None and output.token_ids:
-            self.conversation.commit(prepared, output.token_ids, output.text)
-        request.set_outcome(outcome)
-
     def hold_payloads(self) -> None:
         """Hold the payloads of the conversation and of the request in flight, and no others; none after the end."""
-        prepared = self.request.prepared if self.request is not None else None
-        in_flight = prepared.images if prepared is not None else ()
+        in_flight = self.request.images if self.request is not None else ()
         committed = self._conversation.images if self._conversation is not None else ()
         is_over = self.phase is Phase.ENDED
         self._held_payloads.replace(() if is_over else (*committed, *(placed.image for placed in in_flight)))

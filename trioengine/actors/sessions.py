@@ -60,17 +60,17 @@ class Sessions:
     @property
     def attached(self) -> frozenset[int]:
         """The ids of the sessions that were added to the worker, and no END_SESSION posted."""
-        return frozenset(id for id, session in self._by_id.items() if session.is_open_on_worker)
+        return frozenset(id for id, session in self._by_id.items() if session.lifecycle.is_open_on_worker)
 
     @property
     def any_on_worker(self) -> bool:
         """Whether the worker holds a session; END_SESSION may be on its way."""
-        return any(session.is_attached for session in self._by_id.values())
+        return any(session.lifecycle.is_attached for session in self._by_id.values())
 
     @property
     def suspended(self) -> list[SessionActor]:
         """The sessions whose request waits for a worker, in the order of its admission."""
-        return _by_request(each for each in self if each.phase is Phase.SUSPENDED and not each.is_attached)
+        return _by_request(each for each in self if each.phase is Phase.SUSPENDED and not each.lifecycle.is_attached)
 
     @property
     def running(self) -> list[SessionActor]:

@@ -317,8 +317,7 @@ class SessionState:
 
     def _check_alive(self) -> None:
         if self.end_cause is not None:
-            cause = self.end_cause.value
-            raise SessionEnded(f"the session has ended ({cause}): open another one", cause=cause)
+            raise SessionEnded.by(self.end_cause.value)
         if self._loss is not None:
             raise copy(self._loss)
 

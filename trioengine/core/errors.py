@@ -128,6 +128,11 @@ class SessionEnded(EngineError):
         super().__init__(message)
         self.cause = cause
 
+    @classmethod
+    def by(cls, cause: str) -> Self:
+        """The error of a session that has ended for this reason."""
+        return cls(f"the session has ended ({cause}): open another one", cause=cause)
+
 
 class WorkerLost(EngineError):
     """The worker process died, hung or could not start.

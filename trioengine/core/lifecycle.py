@@ -202,6 +202,21 @@ class SessionLifecycle:
         self.phase = Phase.IDLE
         self.attachment = Attachment.DETACHED
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether the worker holds the session; END_SESSION may be on its way."""
+        return self.attachment is not Attachment.DETACHED
+
+    @property
+    def is_open_on_worker(self) -> bool:
+        """Whether the worker holds the session, and no END_SESSION was posted."""
+        return self.attachment is Attachment.ATTACHED
+
+    @property
+    def is_detaching(self) -> bool:
+        """Whether END_SESSION is posted and not answered: the session takes no request meanwhile."""
+        return self.attachment is Attachment.DETACHING
+
     def apply(self, event: Event) -> tuple[Action, ...]:
         """Take the transition and return the actions to do now; none if the event is ignored.
 

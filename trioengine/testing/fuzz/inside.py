@@ -168,7 +168,7 @@ def end_cause(session: Session | SessionActor) -> Cause | None:
 
 def is_attached(session: Session | SessionActor) -> bool:
     """Whether the worker holds the session; END_SESSION may be on its way."""
-    return actor(session).is_attached
+    return actor(session).lifecycle.is_attached
 
 
 def session_of(generation: Generation | Request) -> SessionActor:
