@@ -11,7 +11,7 @@ from trioengine.actors.observer import FinishedRequest, Observer
 from trioengine.core.types import Cause, FinishReason
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
-from trioengine.worker.scheduling.step import Limits
+from trioengine.worker.scheduling.sequence import Limits
 
 STEP = 0.02
 TEN = SamplingParams(max_tokens=10, ignore_eos=True)

@@ -16,7 +16,7 @@ from trioengine.serve.config import ServeConfig
 from trioengine.serve.server import Server
 from trioengine.testing import simulated_engine
 from trioengine.testing.toy_model import VOCAB_SIZE
-from trioengine.worker.scheduling.step import Limits
+from trioengine.worker.scheduling.sequence import Limits
 
 VICTIM, ATTACKER, ADMIN = "sk-victim", "sk-attacker", "sk-admin"
 PIN = "4711"

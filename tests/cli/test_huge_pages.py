@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from trioengine.cli.process import full_mappings
+from trioengine.cli.serve import full_mappings
 
 SMAPS = """\
 55d2ea800000-55d2eb400000 rw-p 00000000 00:00 0                          [heap]
@@ -25,7 +25,7 @@ Rss:               16384 kB
 """
 
 MOVE = """
-from trioengine.cli.process import use_huge_pages
+from trioengine.cli.serve import use_huge_pages
 def in_memory(name):
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/smaps_rollup") if line.startswith(name))
 kept = [bytes([index % 256]) * 100 for index in range(400_000)]

@@ -13,8 +13,7 @@ import trio
 import trio.testing
 
 from trioengine import EngineConfig
-from trioengine.cli.process import COLLECT_AFTER
-from trioengine.cli.serve import _serve
+from trioengine.cli.serve import COLLECT_AFTER, _serve
 from trioengine.core.errors import InvalidConfig
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.server import serve

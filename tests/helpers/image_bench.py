@@ -34,7 +34,7 @@ from trioengine.testing.toy_model import (
 from trioengine.worker.scheduling.engine_core import EngineCore
 from trioengine.worker.scheduling.image_queue import PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived
-from trioengine.worker.scheduling.step import Limits, SampledRow, SchedulerOutput
+from trioengine.worker.scheduling.sequence import Limits, SampledRow, SchedulerOutput
 
 BAD = UNREADABLE + b"bad"
 IMAGE_TOKEN = 7

@@ -25,7 +25,7 @@ from contextlib import asynccontextmanager
 from trioengine.cli import chat_session, main
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
-from trioengine.worker.scheduling.step import Limits
+from trioengine.worker.scheduling.sequence import Limits
 
 LIMITS = Limits(vocab_size=259, max_model_len=100_000, kv_blocks_total=20_000, block_size=16, max_num_seqs=8,
                 max_num_batched_tokens=64)

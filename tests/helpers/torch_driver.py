@@ -8,11 +8,10 @@ import pytest
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.worker.kernels.compiler import find_compiler
+from trioengine.worker.kernels.native_kernels import find_compiler
 from trioengine.worker.runner.model_runner import TorchModelRunner
 from trioengine.worker.scheduling.scheduler import Scheduler
-from trioengine.worker.scheduling.sequence import Sequence
-from trioengine.worker.scheduling.step import Limits
+from trioengine.worker.scheduling.sequence import Limits, Sequence
 
 DATA = Path(__file__).parents[1] / "data"
 

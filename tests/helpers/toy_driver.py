@@ -10,8 +10,7 @@ from trioengine.core.types import FinishReason
 from trioengine.testing.toy_model import IM_END as EOS
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner, toy_answer
 from trioengine.worker.scheduling.scheduler import Scheduler
-from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
-from trioengine.worker.scheduling.step import Limits, SampledRow
+from trioengine.worker.scheduling.sequence import Limits, SampledRow, Sequence, SequenceStatus
 
 
 def make(**changes: int) -> tuple[Scheduler, ToyRunner]:

@@ -16,7 +16,7 @@ from trioengine.serve.metrics import HISTOGRAMS, Histogram
 from trioengine.serve.server import Server
 from trioengine.testing import simulated_engine
 from trioengine.testing.simulated_worker import Behaviour
-from trioengine.worker.scheduling.step import Limits
+from trioengine.worker.scheduling.sequence import Limits
 
 STEP = 0.03
 TEN = SamplingParams(max_tokens=10, ignore_eos=True)

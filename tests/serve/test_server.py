@@ -17,7 +17,7 @@ from trio_websocket import ConnectionClosed, wrap_client_stream
 
 from trioengine import EngineConfig, EngineError, InvalidConfig, WorkerLost
 from trioengine.aio.nursery import open_unwrapped_nursery
-from trioengine.cli.process import obey_signals
+from trioengine.cli.serve import obey_signals
 from trioengine.core.messages import Fatal, FatalCode
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.connection import enable_keepalive, format_address
@@ -172,7 +172,7 @@ async def test_the_first_signal_drains_and_the_second_aborts():
 STUBBORN = """
 import trio
 import trio.testing
-from trioengine.cli.process import obey_signals
+from trioengine.cli.serve import obey_signals
 
 class Stubborn:
     async def drain(self, timeout):

@@ -14,8 +14,7 @@ from trioengine.worker.kernels.batch import make_batch
 from trioengine.worker.kernels.linear import InvariantLinears, RowPlan, find_plan, row_plans
 from trioengine.worker.runner.sampling import sample
 from trioengine.worker.scheduling.scheduler import Scheduler
-from trioengine.worker.scheduling.sequence import Sequence
-from trioengine.worker.scheduling.step import Limits
+from trioengine.worker.scheduling.sequence import Limits, Sequence
 
 
 @pytest.fixture(autouse=True)

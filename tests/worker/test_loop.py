@@ -34,7 +34,7 @@ from trioengine.core.messages import (
 )
 from trioengine.core.types import FinishReason
 from trioengine.worker.loop import serve
-from trioengine.worker.scheduling.step import ModelInfo, OnProgress, SampledRow, SchedulerOutput
+from trioengine.worker.scheduling.sequence import ModelInfo, OnProgress, SampledRow, SchedulerOutput
 from trioengine.worker.transport import Progress, Transport
 
 

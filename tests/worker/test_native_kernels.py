@@ -10,12 +10,11 @@ import torch
 from helpers.torch_driver import needs_compiler
 
 from trioengine.core.errors import InvariantError, ModelError
-from trioengine.worker.kernels.batch import ForwardBatch
+from trioengine.worker.kernels.batch import ForwardBatch, KVCache
 from trioengine.worker.kernels.interface import RMSNorm, RotaryTable
-from trioengine.worker.kernels.kv_cache import KVCache
 from trioengine.worker.kernels.native_kernels import NativeKernels
 from trioengine.worker.kernels.torch_kernels import TorchKernels
-from trioengine.worker.runner.model_spec import choose_kernels
+from trioengine.worker.runner.model_weights import choose_kernels
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 SHAPES = [  # heads, heads of keys and values, head_dim, block_size

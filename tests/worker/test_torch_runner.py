@@ -11,11 +11,10 @@ from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.worker.kernels import torch_kernels
-from trioengine.worker.kernels.kv_cache import KVCache
+from trioengine.worker.kernels.batch import KVCache
 from trioengine.worker.runner.model_runner import TorchModelRunner
-from trioengine.worker.runner.model_spec import choose_device, choose_dtype
-from trioengine.worker.scheduling.sequence import Sequence
-from trioengine.worker.scheduling.step import BlockCopy, ScheduledSequence, SchedulerOutput
+from trioengine.worker.runner.model_weights import choose_device, choose_dtype
+from trioengine.worker.scheduling.sequence import BlockCopy, ScheduledSequence, SchedulerOutput, Sequence
 
 VARIANTS = reference("tiny_reference.json")
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=48, ignore_eos=True)

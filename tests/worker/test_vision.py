@@ -15,8 +15,7 @@ from trioengine.core.sampling_params import SamplingParams
 from trioengine.hub.model_info import read_model
 from trioengine.worker.image_decoding import read_tiles
 from trioengine.worker.kernels.batch import EmbeddedRows, make_batch
-from trioengine.worker.scheduling.sequence import Sequence
-from trioengine.worker.scheduling.step import ScheduledSequence, SchedulerOutput
+from trioengine.worker.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 
 REFERENCE = reference("vision_reference.json")
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=64, ignore_eos=True)

@@ -12,7 +12,7 @@ from trioengine.core.types import token_ids
 from trioengine.testing.simulated_process import SimulatedDecoder, SimulatedPayload
 from trioengine.worker.scheduling.engine_core import EngineCore
 from trioengine.worker.scheduling.images import PayloadArrived
-from trioengine.worker.scheduling.step import Limits
+from trioengine.worker.scheduling.sequence import Limits
 
 REFERENCE = reference("vision_reference.json")
 

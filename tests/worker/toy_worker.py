@@ -25,8 +25,7 @@ from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import token_ids
 from trioengine.worker.process import run
 from trioengine.worker.scheduling.images import DecodedImage, ImageError, TileShape, Vision
-from trioengine.worker.scheduling.sequence import Sequence
-from trioengine.worker.scheduling.step import ModelInfo, OnProgress, SampledRow, SchedulerOutput
+from trioengine.worker.scheduling.sequence import ModelInfo, OnProgress, SampledRow, SchedulerOutput, Sequence
 from trioengine.worker.transport import PAYLOAD_ID, SEALS
 
 VOCAB_SIZE = 1000

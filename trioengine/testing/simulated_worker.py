@@ -36,7 +36,7 @@ from trioengine.testing.simulated_process import Health as Health
 from trioengine.testing.toy_model import Crash, ToyRunner, toy_decode
 from trioengine.worker.scheduling.engine_core import EngineCore, Event
 from trioengine.worker.scheduling.images import PayloadArrived
-from trioengine.worker.scheduling.step import Limits
+from trioengine.worker.scheduling.sequence import Limits
 
 Handled: TypeAlias = Event
 

@@ -25,7 +25,7 @@ from trioengine.hub.model_info import ModelInfo
 from trioengine.testing.simulated_process import SimulatedMemfd
 from trioengine.testing.simulated_worker import Behaviour, SimulatedWorker, WorkerObserver
 from trioengine.testing.toy_model import TOY_TILE, VOCAB_SIZE, read_toy_model
-from trioengine.worker.scheduling.step import Limits
+from trioengine.worker.scheduling.sequence import Limits
 
 DEFAULT_LIMITS = Limits(
     vocab_size=VOCAB_SIZE,

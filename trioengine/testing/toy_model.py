@@ -21,7 +21,7 @@ from trioengine.hub.model_info import ModelFormat, ModelInfo
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
 from trioengine.worker.scheduling.images import DecodedImage, ImageError, Tile, TileShape
-from trioengine.worker.scheduling.step import BlockCopy, SampledRow, ScheduledSequence, SchedulerOutput
+from trioengine.worker.scheduling.sequence import BlockCopy, SampledRow, ScheduledSequence, SchedulerOutput
 
 ToyImage: TypeAlias = tuple[Iterable[int], bytes]  # where its tiles begin in a prompt, and its bytes
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trioengine.core.config import WorkerConfig
-    from trioengine.worker.scheduling.step import ModelInfo, ModelRunner, OnProgress
+    from trioengine.worker.scheduling.sequence import ModelInfo, ModelRunner, OnProgress
 
 MARK = "probe: "  # before the JSON, because libraries also print
 
@@ -42,9 +42,8 @@ def probe() -> None:
     """Print torch's view of this machine, and a worker's choices of device, dtype and kernels, as JSON after MARK."""
     import torch
 
-    from trioengine.worker.kernels.compiler import KernelsUnavailable
-    from trioengine.worker.kernels.native_kernels import NativeKernels
-    from trioengine.worker.runner.model_spec import choose_device, choose_dtype
+    from trioengine.worker.kernels.native_kernels import KernelsUnavailable, NativeKernels
+    from trioengine.worker.runner.model_weights import choose_device, choose_dtype
 
     device = choose_device("auto")
     no_native_kernels: str | None = "they are for the CPU"

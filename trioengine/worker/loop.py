@@ -31,7 +31,7 @@ from trioengine.core.messages import (
 from trioengine.worker.scheduling.engine_core import EngineCore, Event
 from trioengine.worker.scheduling.image_queue import PictureDecoded, decode_picture
 from trioengine.worker.scheduling.images import Decode, Picture
-from trioengine.worker.scheduling.step import Limits, ModelInfo, ModelRunner, OnProgress
+from trioengine.worker.scheduling.sequence import Limits, ModelInfo, ModelRunner, OnProgress
 from trioengine.worker.transport import Transport
 
 CPU_PREFILL_SIZE = 512  # tokens, some 0.3 s on two cores

@@ -15,8 +15,7 @@ from trioengine.worker.scheduling.prefix_cache import (
     block_digest,
     root_digest,
 )
-from trioengine.worker.scheduling.sequence import Sequence
-from trioengine.worker.scheduling.step import BlockCopy
+from trioengine.worker.scheduling.sequence import BlockCopy, Sequence
 
 BLOCK_SIZE = 4
 

@@ -27,7 +27,7 @@ from trioengine.core.types import FinishReason, token_ids
 from trioengine.testing.toy_model import IM_END as EOS
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner
 from trioengine.worker.scheduling.engine_core import EngineCore
-from trioengine.worker.scheduling.step import Limits, SampledRow, SchedulerOutput
+from trioengine.worker.scheduling.sequence import Limits, SampledRow, SchedulerOutput
 
 LIMITS = Limits(
     vocab_size=VOCAB_SIZE, max_model_len=64, kv_blocks_total=32, block_size=4, max_num_seqs=4, max_num_batched_tokens=16

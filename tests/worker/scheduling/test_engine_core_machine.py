@@ -32,8 +32,7 @@ from trioengine.core.types import FinishReason, token_ids
 from trioengine.testing.toy_model import IM_END as EOS
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner
 from trioengine.worker.scheduling.engine_core import EngineCore
-from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
-from trioengine.worker.scheduling.step import Limits, SampledRow, SchedulerOutput
+from trioengine.worker.scheduling.sequence import Limits, SampledRow, SchedulerOutput, Sequence, SequenceStatus
 
 
 @dataclass

@@ -36,8 +36,7 @@ from trioengine.testing.toy_model import TOY_TILE_EDGE, UNREADABLE, VOCAB_SIZE, 
 from trioengine.worker.scheduling.engine_core import INVALID_IMAGE, EngineCore
 from trioengine.worker.scheduling.image_queue import DECODED_MEMORY, PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived, Picture, TileShape
-from trioengine.worker.scheduling.sequence import Sequence
-from trioengine.worker.scheduling.step import Limits, SampledRow, SchedulerOutput
+from trioengine.worker.scheduling.sequence import Limits, SampledRow, SchedulerOutput, Sequence
 
 IMAGE_TOKEN = 7
 BAD = UNREADABLE + b"bad"

@@ -11,7 +11,7 @@ from trioengine.core.errors import InvariantError
 from trioengine.worker.scheduling.images import Picture, PictureStatus, Tile
 from trioengine.worker.scheduling.pictures import Pictures
 from trioengine.worker.scheduling.prefix_cache import ROOT_DIGEST, block_digest, image_token_ids
-from trioengine.worker.scheduling.step import SchedulerOutput
+from trioengine.worker.scheduling.sequence import SchedulerOutput
 
 
 def test_ids_of_images_are_none_of_the_vocabulary_and_do_not_repeat() -> None:

@@ -8,8 +8,7 @@ from helpers.toy_driver import answer, finish, make, params, run_all, run_step, 
 from trioengine.core.errors import InvariantError, RequestRejected
 from trioengine.core.types import FinishReason
 from trioengine.testing.toy_model import VOCAB_SIZE
-from trioengine.worker.scheduling.sequence import SequenceStatus
-from trioengine.worker.scheduling.step import SampledRow
+from trioengine.worker.scheduling.sequence import SampledRow, SequenceStatus
 
 # ---- refusals, failures, aborts -------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from trioengine.testing.simulated_process import SIGSEGV
 from trioengine.testing.simulated_worker import Health, SimulatedWorker
 from trioengine.testing.simulation import Simulation
 from trioengine.testing.toy_model import TOY_TILE, VOCAB_SIZE
-from trioengine.worker.scheduling.step import Limits
+from trioengine.worker.scheduling.sequence import Limits
 
 EngineFactory: TypeAlias = Callable[[EngineConfig, Ports], Engine]
 CONFIG = EngineConfig(

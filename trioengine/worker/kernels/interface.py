@@ -8,8 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trioengine.worker.kernels.batch import ForwardBatch
-from trioengine.worker.kernels.kv_cache import KVCache
+from trioengine.worker.kernels.batch import ForwardBatch, KVCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,24 +1,159 @@
-"""The model, and its weights: on the device, in host memory, or only in the checkpoint.
-
-Memory that is freed goes back to the system, where the allocators would keep it for later.
-"""
+"""The weights of a model: what is to be loaded, and its loading, sleep, wake and update."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, UntypedStorage
 
+from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
+from trioengine.hub.model_config import ModelConfig, TextConfig
+from trioengine.worker.kernels.batch import KVCache, count_blocks
+from trioengine.worker.kernels.interface import Kernels
+from trioengine.worker.kernels.linear import InvariantLinears
+from trioengine.worker.kernels.native_kernels import CompilerMissing, KernelsUnavailable, NativeKernels
+from trioengine.worker.kernels.torch_kernels import TorchKernels
 from trioengine.worker.models.base import Model, load_model
-from trioengine.worker.runner.model_spec import ModelSpec
-from trioengine.worker.scheduling.step import OnProgress
-from trioengine.worker.weights.checkpoint import WeightReader
+from trioengine.worker.scheduling.sequence import OnProgress
+from trioengine.worker.weights import open_checkpoint
+from trioengine.worker.weights.checkpoint import Checkpoint, WeightReader
+
+_PRECISION = 1e-6  # GGUF files hold float32
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The model's shape, where and how it runs, and the size of its KV cache."""
+
+    model: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int  # tokens; never more than the KV cache holds
+    num_blocks: int
+    block_size: int
+    kernels: Kernels
+    linears: InvariantLinears | None  # None: a row's results may depend on the batch
+
+    @staticmethod
+    def read(config: WorkerConfig) -> ModelSpec:
+        """Decide by the configuration and the checkpoint's header. Raises ModelError, with the file or the reason."""
+        device = choose_device(config.device)
+        dtype = choose_dtype(config.dtype, device)
+        with contextlib.closing(open_checkpoint(config.model_path)) as checkpoint:
+            model = checkpoint.config
+        _check_pillow(config.model_path, model)
+        num_blocks = count_blocks(config, model.text, dtype, device)
+        limits = (model.text.max_position_embeddings, num_blocks * config.block_size, config.max_model_len)
+        max_model_len = min(limit for limit in limits if limit is not None)
+        kernels = choose_kernels(config.kernels, model.text, dtype, device, config.block_size)
+        linears = _choose_linears(config, dtype, kernels)
+        return ModelSpec(model, device, dtype, max_model_len, num_blocks, config.block_size, kernels, linears)
+
+    @contextlib.contextmanager
+    def opened(self, path: str) -> Iterator[Checkpoint]:
+        """Open a checkpoint that fits. Raises ModelError if it does not, by its headers alone."""
+        with contextlib.closing(open_checkpoint(path)) as checkpoint:
+            model = checkpoint.config
+            differences = list(_differences(self.model, model))
+            if differences:
+                raise ModelError(f"{path} is another model: {', '.join(differences)}")
+            if model.text.max_position_embeddings < self.max_model_len:
+                context = f"a context of {model.text.max_position_embeddings} tokens"
+                raise ModelError(f"{path} has {context}, and {self.max_model_len} are in use")
+            yield checkpoint
+
+    def allocate_cache(self) -> KVCache:
+        """The KV cache; ModelError where the memory cannot be had."""
+        return KVCache.allocate(self.model.text, self.num_blocks, self.block_size, self.dtype, self.device)
+
+
+def _check_pillow(path: str, model: ModelConfig) -> None:
+    if model.images is not None and importlib.util.find_spec("PIL") is None:
+        raise ModelError(f"{path}: images need Pillow (the extra `vision`), which is not installed: pip install pillow")
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto`: CUDA where there is one. ModelError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        message = f"device {name}: there are {torch.cuda.device_count()} CUDA devices"
+        raise ModelError(f"{message}; choose the device cpu or auto")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto`: bfloat16 on CUDA and where the CPU multiplies it (AVX512-BF16, AMX), else float32."""
+    if name == "auto":
+        fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return torch.bfloat16 if fast else torch.float32
+    return torch.float32 if name == "float32" else torch.bfloat16
+
+
+def choose_kernels(name: str, model: TextConfig, dtype: torch.dtype, device: torch.device, block_size: int) -> Kernels:
+    """`auto`: native on a CPU with a compiler, else torch. ModelError: `native` is asked for, and cannot be had."""
+    if name == "torch" or (name == "auto" and device.type != "cpu"):
+        return TorchKernels(model.num_heads)
+    try:
+        if device.type != "cpu":
+            raise KernelsUnavailable(f"they are for the CPU, not for {device}")
+        return NativeKernels(model.num_heads, model.num_kv_heads, model.head_dim, dtype, block_size)
+    except KernelsUnavailable as exc:
+        if name == "native":
+            raise ModelError(f"there are no native kernels: {exc}; choose kernels auto or torch") from exc
+        if not isinstance(exc, CompilerMissing):  # a missing compiler is common, and reported by doctor
+            sys.stderr.write(f"trioengine: no native kernels, torch's are slower: {exc}\n")
+        return TorchKernels(model.num_heads)
+
+
+def _choose_linears(config: WorkerConfig, dtype: torch.dtype, kernels: Kernels) -> InvariantLinears | None:
+    """Invariant in float32 where possible. Raises ModelError for `batch_invariant` without kernels that allow it."""
+    if config.batch_invariant and not kernels.is_batch_invariant:
+        raise ModelError(
+            f"batch_invariant needs the native kernels, and the {kernels.name} kernels are in use: "
+            "run on a CPU with g++ installed and with kernels auto or native, or without batch_invariant"
+        )
+    if kernels.is_batch_invariant and (config.batch_invariant or dtype == torch.float32):
+        return InvariantLinears(is_required=config.batch_invariant)
+    return None
+
+
+def _differences(ours: ModelConfig, theirs: ModelConfig) -> Iterator[str]:
+    if ours.model_type != theirs.model_type:
+        yield f"model_type is {theirs.model_type}, not {ours.model_type}"
+        return
+    others = dict(_forward_fields(asdict(theirs)))
+    for name, value in _forward_fields(asdict(ours)):
+        if not _is_same(value, others[name]):
+            yield f"{name} is {others[name]}, not {value}"
+
+
+def _forward_fields(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """All fields but the length of the context, which the forward pass does not depend on."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _forward_fields(value, f"{prefix}{name}.")
+        elif name != "max_position_embeddings":
+            yield prefix + name, value
+
+
+def _is_same(ours: object, theirs: object) -> bool:
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return math.isclose(ours, theirs, rel_tol=_PRECISION)
+    return ours == theirs
+
 
 _LIBC = ctypes.CDLL(None)
 _HAS_GLIBC_MALLOC = hasattr(_LIBC, "malloc_trim")

@@ -20,8 +20,7 @@ from torch import Tensor
 from trioengine.core.messages import NO_TOKEN_LEFT, SAMPLING_FAILED
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Logprobs
-from trioengine.worker.scheduling.sequence import Sequence
-from trioengine.worker.scheduling.step import SampledRow
+from trioengine.worker.scheduling.sequence import SampledRow, Sequence
 
 GREEDY_BELOW = 1e-5  # temperatures below are greedy, as in vLLM
 NOT_FINITE = "logits are not finite"

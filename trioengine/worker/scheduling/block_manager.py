@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from trioengine.core.errors import InvariantError
 from trioengine.worker.scheduling.prefix_cache import PartialBlock, PrefixCache, block_digest
-from trioengine.worker.scheduling.sequence import Sequence
-from trioengine.worker.scheduling.step import BlockCopy
+from trioengine.worker.scheduling.sequence import BlockCopy, Sequence
 
 
 class Prefix(NamedTuple):

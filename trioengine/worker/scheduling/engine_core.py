@@ -46,8 +46,7 @@ from trioengine.core.types import FinishReason, TokenIds, token_ids
 from trioengine.worker.scheduling.image_queue import Decoder, PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived, place_images
 from trioengine.worker.scheduling.scheduler import Scheduler
-from trioengine.worker.scheduling.sequence import Sequence
-from trioengine.worker.scheduling.step import Limits, ModelRunner, SampledRow
+from trioengine.worker.scheduling.sequence import Limits, ModelRunner, SampledRow, Sequence
 
 Event: TypeAlias = ToWorker | PayloadArrived | PictureDecoded
 INVALID_IMAGE = "invalid_image"  # the code of a request with an image that cannot be decoded

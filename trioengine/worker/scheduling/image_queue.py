@@ -17,8 +17,7 @@ from trioengine.core.errors import InvariantError
 from trioengine.core.messages import ImageInput
 from trioengine.worker.scheduling.images import Decode, ImageError, PayloadArrived, Picture, PictureStatus
 from trioengine.worker.scheduling.pictures import Payloads, Pictures
-from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
-from trioengine.worker.scheduling.step import Limits
+from trioengine.worker.scheduling.sequence import Limits, Sequence, SequenceStatus
 
 DECODED_MEMORY = 256 << 20  # bytes of decoded tiles; more only for one sequence that needs them
 

@@ -41,8 +41,15 @@ from trioengine.core.types import FinishReason
 from trioengine.worker.scheduling.block_manager import BlockManager
 from trioengine.worker.scheduling.image_queue import Decoder, ImageWaiters, NoDecoder, PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived, PictureStatus
-from trioengine.worker.scheduling.sequence import Sequence, SequenceStatus
-from trioengine.worker.scheduling.step import Limits, SampledRow, ScheduledSequence, SchedulerOutput, StepPlan
+from trioengine.worker.scheduling.sequence import (
+    Limits,
+    SampledRow,
+    ScheduledSequence,
+    SchedulerOutput,
+    Sequence,
+    SequenceStatus,
+    StepPlan,
+)
 
 MAX_SKIPS = 3  # steps in a row without decodes
 _IN_LINE = frozenset({SequenceStatus.WAITING, SequenceStatus.PREEMPTED})

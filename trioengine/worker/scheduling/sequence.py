@@ -1,13 +1,19 @@
-"""A sequence: the tokens of one request, how far they are computed, and the KV blocks that hold them."""
+"""A sequence, and one step over sequences: limits, plan, output and sampled rows."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeAlias
 
+from trioengine.core.errors import RequestRejected
+from trioengine.core.messages import SAMPLING_FAILED
+from trioengine.core.power import Tag
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.types import FinishReason, Usage
-from trioengine.worker.scheduling.images import Picture, PromptImages
+from trioengine.core.types import FinishReason, Logprobs, Usage
+from trioengine.worker.scheduling.images import Picture, PromptImages, Tile, TilePiece, TileShape, Vision
 from trioengine.worker.scheduling.prefix_cache import root_digest
 
 
@@ -94,3 +100,194 @@ class Sequence:
             queue_time=started - self.arrived_at,
             prefill_time=first_token - started,
         )
+
+
+OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes of weights
+DEFAULT_ENCODER_CACHE_MEMORY = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits by the configuration, the model and the KV cache. Raises ValueError if nothing could be scheduled."""
+
+    vocab_size: int
+    max_model_len: int  # tokens of prompt and answer together
+    kv_blocks_total: int
+    block_size: int
+    max_num_seqs: int = 128  # sequences in one step
+    max_num_batched_tokens: int = 2048  # tokens in one step
+    chunked_prefill_size: int = 2048  # tokens of prompts in one step
+    enable_prefix_caching: bool = True
+    tile: TileShape | None = None  # None: the model takes no images
+    max_tiles_per_step: int = 1  # that are encoded
+    encoder_cache_memory: int = DEFAULT_ENCODER_CACHE_MEMORY  # bytes of features that no sequence uses
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "kv_blocks_total",
+            "block_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "chunked_prefill_size",
+            "max_tiles_per_step",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_model_len < 2:
+            raise ValueError(f"max_model_len must hold a prompt and a token, got {self.max_model_len}")
+
+    @property
+    def max_sequence_len(self) -> int:
+        """`max_model_len`, or less where the whole KV cache holds less: so any sequence can always run alone."""
+        return min(self.max_model_len, self.kv_blocks_total * self.block_size)
+
+    def check_prompt(self, token_ids: Items[int]) -> None:
+        """Raise RequestRejected for a prompt that cannot run."""
+        limit = self.max_sequence_len
+        if not token_ids:
+            raise RequestRejected("empty_prompt", "the prompt has no tokens")
+        if len(token_ids) >= limit:
+            raise RequestRejected(
+                "context_length_exceeded",
+                f"the prompt has {len(token_ids)} tokens, and prompt and answer together at most {limit}",
+            )
+        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
+            raise RequestRejected("invalid_value", f"token ids must be from 0 to {self.vocab_size - 1}")
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Compute `num_new_tokens` tokens of the sequence, from `num_computed_tokens` on; read only for the runner."""
+
+    sequence: Sequence
+    num_new_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the last of these tokens is the sequence's last, so that a new one is to be sampled."""
+        return self.sequence.num_computed_tokens + self.num_new_tokens == self.sequence.num_tokens
+
+    @property
+    def tile_pieces(self) -> list[TilePiece]:
+        """Which of these tokens are embedded by which features, in the order of the tokens."""
+        sequence = self.sequence
+        if sequence.images is None:
+            return []
+        start = sequence.num_computed_tokens
+        return sequence.images.pieces(start, start + self.num_new_tokens)
+
+
+class BlockCopy(NamedTuple):
+    """Keys and values of a block's first tokens, as they are before the step, go to another, which is 0 behind them.
+
+    The rest of the source belongs to another sequence, and may be not finite.
+    """
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step: never empty; every block that the tokens need is in the sequences' block tables.
+
+    First the `copies` are made, all from the blocks' content before the step, and the tiles of `encode` get their
+    features, `picture.features[number]`, from `picture.tiles`. Then all tiles of the scheduled tokens have features.
+    """
+
+    scheduled: tuple[ScheduledSequence, ...]
+    copies: tuple[BlockCopy, ...] = ()
+    encode: tuple[Tile, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(entry.num_new_tokens for entry in self.scheduled)
+
+
+@dataclass(slots=True)
+class SampledRow:
+    """The next token of a sequence, or the error that ends it; the scheduler adds `finish_reason`."""
+
+    sequence: Sequence
+    token_id: int  # meaningless with an error
+    logprobs: Logprobs | None = None  # {token_id: logprob}, the chosen token first; if requested
+    error: str | None = None  # this request alone fails, for logits that are not finite, say
+    code: str = SAMPLING_FAILED  # of the error; NO_TOKEN_LEFT if the request's parameters are the reason
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A loaded model, and the size of its KV cache: READY's fields, and the limits of scheduling."""
+
+    model_type: str
+    device: str
+    dtype: str
+    kernels: str
+    vocab_size: int
+    max_model_len: int  # tokens; never more than the KV cache holds
+    kv_blocks_total: int
+    block_size: int
+    vision: Vision | None = None  # None: the model takes no images
+
+
+class ModelRunner(Protocol):
+    """Runs the forward pass and the sampler; the simulated worker has a toy one."""
+
+    def execute(self, output: SchedulerOutput) -> list[SampledRow]:
+        """Copy blocks, encode tiles, then compute: one entry for each scheduled sequence with `samples`, in order."""
+        ...
+
+    def sleep(self) -> None:
+        """Give memory back to the system: the KV cache, and the weights, which are kept in host memory."""
+        ...
+
+    def wake(self, tags: frozenset[Tag]) -> None:
+        """Take memory for these sleeping tags again. Raises ModelError if it cannot be had, and they still sleep."""
+        ...
+
+    def update_weights(self, path: str) -> None:
+        """Load these weights; while the weights sleep, check them, drop the old ones, and load them at `wake`.
+
+        Raises ModelError if they do not fit or cannot be read, and the old ones stay. After any other exception neither
+        are there.
+        """
+        ...
+
+
+class StepPlan:
+    """A step being planned; it has room for `prompt_tokens` and `tiles` more."""
+
+    def __init__(self, prompt_tokens: int, tiles: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.tiles = tiles
+        self.scheduled: list[ScheduledSequence] = []
+        self._encode: dict[Tile, None] = {}
+
+    def fit(self, sequence: Sequence, start: int) -> int:
+        """How many tokens of the prompt from `start` on: up to the first tile that cannot be encoded in this step."""
+        num_new_tokens = min(sequence.num_tokens - start, self.prompt_tokens)
+        if sequence.images is None:
+            return num_new_tokens
+        tiles = self.tiles
+        for tile, _, _, offset in sequence.images.pieces(start, start + num_new_tokens):
+            if not tile.is_encoded and tile not in self._encode:
+                if tiles == 0:
+                    return offset
+                tiles -= 1
+        return num_new_tokens
+
+    def add_prompt(self, sequence: Sequence, num_new_tokens: int) -> None:
+        """Schedule as many tokens as `fit` has returned."""
+        entry = ScheduledSequence(sequence, num_new_tokens)
+        self.scheduled.append(entry)
+        self.prompt_tokens -= num_new_tokens
+        for tile, _, _, _ in entry.tile_pieces:
+            if not tile.is_encoded and tile not in self._encode:
+                self._encode[tile] = None
+                self.tiles -= 1
+
+    def output(self, copies: tuple[BlockCopy, ...]) -> SchedulerOutput:
+        return SchedulerOutput(tuple(self.scheduled), copies, tuple(self._encode))

@@ -24,7 +24,7 @@ from trioengine.worker.kernels.linear import (
     make_linear,
     wants_four_bit,
 )
-from trioengine.worker.scheduling.step import OnProgress
+from trioengine.worker.scheduling.sequence import OnProgress
 
 
 @dataclass(frozen=True, slots=True)
