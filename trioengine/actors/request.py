@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import trio
 
@@ -34,6 +34,18 @@ class RecoveryRecord:
     is_new: bool = False  # it has not gone on since the last one
 
 
+class Owner(Protocol):
+    """A request's session, as far as its reader needs it; the session's own module imports this one."""
+
+    def abort_request(self, request: Request, cause: Cause) -> bool:
+        """Abort the request if it has no outcome. Returns whether this call aborts it."""
+        ...
+
+    def leave(self, request: Request) -> None:
+        """The reader goes: without an outcome the request is aborted now."""
+        ...
+
+
 class Request(ReadableRequest):
     """A request of a session. Its session alone changes it; its reader, the Generation, only takes the unread part.
 
@@ -46,9 +58,8 @@ class Request(ReadableRequest):
         prompt: Prompt,
         params: SamplingParams,
         *,
+        session: Owner,
         times: RequestTimes,
-        abort: Callable[[Request, Cause], bool],
-        leave: Callable[[Request], None],
         media: Sequence[Media] = (),
         keep_partial: bool = False,
         deadline: Deadline,
@@ -68,8 +79,7 @@ class Request(ReadableRequest):
         self.recovery = RecoveryRecord()
         self.abort_cause = Cause.CLIENT
         self.times = times
-        self._abort = abort
-        self._leave = leave
+        self.session = session
         self._logprobs: list[Logprobs] = []  # one a token, if asked for
         self._num_tokens_read = 0
         self._num_texts_read = 0
@@ -102,10 +112,10 @@ class Request(ReadableRequest):
         return "".join(texts)
 
     def abort(self, cause: Cause) -> bool:
-        return self._abort(self, cause)
+        return self.session.abort_request(self, cause)
 
     def leave(self) -> None:
-        self._leave(self)
+        self.session.leave(self)
 
     def completion(self, outcome: Outcome) -> Completion:
         assert self.id is not None, "a request with an outcome has its id"

@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, cast
 
 from trioengine.core.arguments import kind_of
 from trioengine.core.errors import RequestRejected
@@ -100,8 +100,10 @@ class Conversation:
                 check_unicode(prompt, "prompt[0].content")
             return self._prepare_chat(({"role": "user", "content": prompt},), limit, retention_ratio)
         if isinstance(prompt[0], Mapping):
-            return self._prepare_chat(self._checked(prompt, "prompt"), limit, retention_ratio)  # type: ignore[arg-type]
-        return self._prepare_raw(prompt)  # type: ignore[arg-type]
+            return self._prepare_chat(
+                self._checked(cast("Sequence[Message]", prompt), "prompt"), limit, retention_ratio
+            )
+        return self._prepare_raw(cast("Sequence[int]", prompt))
 
     def commit(self, prepared: Prepared, output: TokenIds, text: str) -> None:
         """Add a turn: the prompt, and the output of these ids, of which the reader saw this text."""

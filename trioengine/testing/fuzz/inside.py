@@ -173,7 +173,7 @@ def is_attached(session: Session | SessionActor) -> bool:
 
 def session_of(generation: Generation | Request) -> SessionActor:
     """The session of a request."""
-    session = record(generation)._abort.__self__  # type: ignore[attr-defined]  # a method of the actor
+    session = record(generation).session
     assert isinstance(session, SessionActor), "a request belongs to a session"
     return session
 
