@@ -19,8 +19,8 @@ from trioengine.actors.runtime import Runtime
 from trioengine.actors.session import Session
 from trioengine.actors.statistics import Statistics, statistics_of
 from trioengine.aio.calls import opens, whole_answer
-from trioengine.aio.deadline import deadline_after
 from trioengine.aio.nursery import open_unwrapped_nursery
+from trioengine.aio.waiting import deadline_after
 from trioengine.core.arguments import (
     check_callback,
     check_cause,

@@ -19,8 +19,7 @@ from trioengine.actors.effects import Effects
 from trioengine.actors.link import Link
 from trioengine.actors.observer import Observer, Slot
 from trioengine.actors.waiting_line import NOT_NOW, WaitingLine, waits_for
-from trioengine.aio.deadline import NEVER, Deadline
-from trioengine.aio.nursery import Notifier
+from trioengine.aio.waiting import NEVER, Deadline, Notifier
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, InvariantError
 from trioengine.core.ledger import Ledger

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Self, TypeAlias
 
 import trio
 
-from trioengine.aio.nursery import Notifier
+from trioengine.aio.waiting import Notifier
 from trioengine.core.arguments import check_flag, rejected
 from trioengine.core.bounds import brief, integer, number
 from trioengine.core.config import MAX_SECONDS

@@ -1,4 +1,4 @@
-"""Nurseries that raise one exception as it is, and a broadcast wake-up."""
+"""Nurseries that raise one exception as it is."""
 
 from __future__ import annotations
 
@@ -36,22 +36,3 @@ async def open_unwrapped_nursery() -> AsyncIterator[trio.Nursery]:
         finally:
             error.__context__ = context
             del error, failures, group  # no cycle through this frame
-
-
-class Notifier:
-    """A broadcast wake-up: `while not condition: await changed.wait()`; a change calls `notify` in the same step."""
-
-    __slots__ = ("_next",)
-
-    def __init__(self) -> None:
-        self._next = trio.Event()
-
-    def notify(self) -> None:
-        """Wake every task that waits."""
-        self._next.set()
-
-    async def wait(self) -> None:
-        """Wait until the next `notify`."""
-        if self._next.is_set():
-            self._next = trio.Event()
-        await self._next.wait()

@@ -1,4 +1,4 @@
-"""The deadline of a call."""
+"""Waiting: the deadline of a call, and a broadcast wake-up."""
 
 from __future__ import annotations
 
@@ -44,3 +44,22 @@ def deadline_after(timeout: float | None) -> Deadline:
     except ValueError:
         raise rejected("timeout", f"must be positive seconds, got {brief(timeout)}") from None
     return Deadline(trio.current_time() + seconds, seconds)
+
+
+class Notifier:
+    """A broadcast wake-up: `while not condition: await changed.wait()`; a change calls `notify` in the same step."""
+
+    __slots__ = ("_next",)
+
+    def __init__(self) -> None:
+        self._next = trio.Event()
+
+    def notify(self) -> None:
+        """Wake every task that waits."""
+        self._next.set()
+
+    async def wait(self) -> None:
+        """Wait until the next `notify`."""
+        if self._next.is_set():
+            self._next = trio.Event()
+        await self._next.wait()
