@@ -6,9 +6,8 @@ which changes nothing: a caller that leaves there gives its slot back, and the w
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import trio
 
@@ -54,13 +53,20 @@ async def open_session(runtime: Runtime, session: SessionActor) -> None:
 # ---- a request ------------------------------------------------------------------------------------------------------
 
 
-class _Entry(NamedTuple):
+@dataclass(slots=True)
+class _Entry:
     """One request on its way in."""
 
     runtime: Runtime
     session: SessionActor
     request: Request
-    images: RequestImages
+    images: RequestImages | None = None  # None for a prompt without images
+
+    def open_images(self) -> RequestImages:
+        if self.images is None:
+            request = self.request
+            self.images = RequestImages(self.runtime.images, wait=request.wait, deadline=request.deadline)
+        return self.images
 
     @property
     def is_over(self) -> bool:
@@ -76,11 +82,7 @@ async def admit(runtime: Runtime, session: SessionActor, request: Request) -> No
     request.times.begin()
     session.waiting[request] = None
     try:
-        await _admit(
-            _Entry(
-                runtime, session, request, RequestImages(runtime.images, wait=request.wait, deadline=request.deadline)
-            )
-        )
+        await _admit(_Entry(runtime, session, request))
     except EngineError as exc:
         for observer in runtime.observers:
             observer.request_refused(request, exc)
@@ -111,7 +113,8 @@ async def _admit(entry: _Entry) -> None:
             session.abort_request(request, session.end_cause or Cause.CLIENT)
             raise
         finally:
-            entry.images.unpin()
+            if entry.images is not None:
+                entry.images.unpin()
     if has_ended:
         session.check_idle()
 
@@ -139,13 +142,15 @@ async def _prepare(entry: _Entry) -> None:
         prompt, sources = runtime.take_images(prompt, media)
         del media
         if sources:
-            prompt = put_images(prompt, await entry.images.admit(sources))
+            prompt = put_images(prompt, await entry.open_images().admit(sources))
             _check_length(entry, prompt)
         prepared = await _prepared(entry, prompt)
         _check(runtime, prepared, request.params)
-    images = [dataclasses.replace(image, name=places.name(image.name)) for image in prepared.images]
-    entry.images.pin(images)
-    request.prepared = dataclasses.replace(prepared, images=tuple(images))
+    if prepared.images:
+        images = tuple(replace(image, name=places.name(image.name)) for image in prepared.images)
+        entry.open_images().pin(images)
+        prepared = replace(prepared, images=images)
+    request.prepared = prepared
     model = runtime.model
     request.eos_token_ids = tuple(model.eos_token_ids)
     request.output = OutputText(model.tokenizer, request.params, model.eos_token_ids)
@@ -212,6 +217,4 @@ def _resolved(runtime: Runtime, request: Request) -> SamplingParams:
     room = runtime.limits.max_model_len - request.num_prompt_tokens
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     seed = runtime.ports.mint_seed() if params.seed is None else params.seed
-    return dataclasses.replace(
-        params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens), seed=seed, stop=()
-    )
+    return replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens), seed=seed, stop=())

@@ -90,7 +90,7 @@ class WorkerAttachment:
 
     def _post(self, message: Message, payloads: tuple[Payload, ...] = ()) -> None:
         assert self._link is not None, "the table posts only while attached"
-        self._effects.add(Post(self._link, message, payloads, self._crash))
+        self._effects.append(Post(self._link, message, payloads, self._crash))
 
     def _post_stop(self, message: Message) -> None:
         self._post(message)

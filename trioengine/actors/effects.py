@@ -12,31 +12,24 @@ from collections import deque
 from collections.abc import Callable
 
 
-class Effects:
+class Effects(deque[object]):
     """The queue of effects of one engine, and the loop that carries them out. Synchronous; the step of the stimulus."""
 
-    __slots__ = ("_carry_out", "_is_draining", "_queue")
+    __slots__ = ("_carry_out", "_is_draining")
 
     def __init__(self, carry_out: Callable[[object], None]) -> None:
         """`carry_out` handles one effect; it must not raise."""
+        super().__init__()
         self._carry_out = carry_out
-        self._queue: deque[object] = deque()
         self._is_draining = False
-
-    def add(self, effect: object) -> None:
-        self._queue.append(effect)
 
     def drain(self) -> None:
         """Carry out every effect, those that arise meanwhile included; nothing if that is going on already."""
-        if self._is_draining or not self._queue:
+        if self._is_draining:
             return
         self._is_draining = True
         try:
-            while self._queue:
-                self._carry_out(self._queue.popleft())
+            while self:
+                self._carry_out(self.popleft())
         finally:
             self._is_draining = False
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._queue

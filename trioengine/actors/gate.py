@@ -77,7 +77,7 @@ class Gate:
 
     def _change(self, pending: int) -> None:
         self.num_pending += pending
-        self._effects.add(PowerChanged())
+        self._effects.append(PowerChanged())
         self._effects.drain()
 
     def serve(self) -> None:

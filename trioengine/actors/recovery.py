@@ -10,8 +10,6 @@ second one ends it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from trioengine.actors.gate import Gate
 from trioengine.actors.link import Link
 from trioengine.actors.request import RecoveryRecord, Request
@@ -25,13 +23,6 @@ MAX_RESUMES = 3
 MAX_DEATHS_ALONE = 2
 
 
-class _Probe(NamedTuple):
-    """A suspect that runs alone: until it has got a token, or is over, and the worker has let go of it again."""
-
-    session: SessionActor
-    request: Request
-
-
 class Recovery:
     """Decides about the requests of one engine. A death is settled, and a READY followed up, in one step."""
 
@@ -40,12 +31,13 @@ class Recovery:
         self._gate = gate
         self._sessions = sessions
         self._suspects: list[Request] = []
-        self._probe: _Probe | None = None
+        # the suspect that runs alone, until it has got a token, or is over, and the worker has let go of it again
+        self.probed: Request | None = None
 
     @property
     def has_suspects(self) -> bool:
         """Whether a suspect is being probed, or waits to be."""
-        return self._probe is not None or bool(self._suspects)
+        return self.probed is not None or bool(self._suspects)
 
     # ---- deaths ---------------------------------------------------------------------------------------------------
 
@@ -58,15 +50,15 @@ class Recovery:
         for session in lost:
             record = _record(session)
             record.is_new, record.num_tokens = True, _request(session).num_tokens
-        probe, self._probe = self._probe, None
-        if probe is not None:
-            self._blame(probe.request, error)
+        probed, self.probed = self.probed, None
+        if probed is not None:
+            self._blame(probed, error)
         elif without_token:
             self._suspects = [_request(session) for session in without_token] + self._suspects
         else:
             self._count(lost, error)
         self._update_quarantine()
-        return probe is None
+        return probed is None
 
     def give_up_all(self, error: EngineError) -> None:
         """No worker will come."""
@@ -98,13 +90,13 @@ class Recovery:
 
     def resume(self, link: Link) -> None:
         """There is a worker: let everything suspended go on or, while there are suspects, one of them alone."""
-        if self._probe is not None:
+        if self.probed is not None:
             return
         while self._suspects:
             suspect = self._suspects.pop(0)
             session = self._suspended(suspect)
             if session is not None and self._resume(session, link):
-                self._probe = _Probe(session, suspect)
+                self.probed = suspect
                 return
         self._update_quarantine()
         for session in self._sessions.suspended:
@@ -113,13 +105,11 @@ class Recovery:
     def forget_suspects(self) -> None:
         """All requests are suspended for another reason, and will go on together."""
         self._suspects.clear()
-        self._probe = None
+        self.probed = None
         self._update_quarantine()
 
     def on_progress(self, session: SessionActor, request: Request) -> None:
-        """A request got a token, or is over: if it was probed, it is cleared."""
-        if self._probe is None or request is not self._probe.request:
-            return
+        """The probed request got a token, or is over: it is cleared."""
         if session.phase is Phase.RUNNING:
             session.attempt(session.detach)
         elif session.request is not request and not session.lifecycle.is_detaching:  # it is over
@@ -127,11 +117,11 @@ class Recovery:
 
     def on_detached(self, session: SessionActor) -> None:
         """The worker has let go of a session: if its request was cleared, probe the next one."""
-        if self._probe is not None and session is self._probe.session:
+        if self.probed is not None and session is self.probed.session:
             self._probe_next()
 
     def _probe_next(self) -> None:
-        self._probe = None
+        self.probed = None
         if self._gate.link is not None:
             self.resume(self._gate.link)
             if not self.has_suspects:

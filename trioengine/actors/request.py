@@ -167,7 +167,7 @@ class Request(ReadableRequest):
             params=params,
             eos_token_ids=self.eos_token_ids,
             num_output=len(output.token_ids),
-            images=image_inputs(self.images, params.cache_salt, mint),
+            images=image_inputs(self.images, params.cache_salt, mint) if self.images else (),
         )
 
     def receive(self, row: TokensRow, now: float) -> Outcome | None:

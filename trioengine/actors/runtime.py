@@ -142,6 +142,8 @@ class Runtime:
 
         Raises RequestRejected for a value that cannot be an image, and where the model takes none.
         """
+        if isinstance(prompt, str) and media == ():
+            return prompt, []
         prompt, sources = take_images(prompt, media, max_bytes=self.images.max_bytes, where=where)
         if sources and (refusal := self.tokenizer.image_refusal):
             raise RequestRejected.at(sources[0].where, "images_not_supported", refusal)
@@ -201,10 +203,12 @@ class Runtime:
             case AnswerBegan(session, request, has_tokens):
                 if has_tokens:
                     request.add_weights(self.power.weights.version)
-                    self.supervisor.reset_deaths()
-                self.recovery.on_progress(session, request)
+                    self.supervisor.deaths = 0
+                if request is self.recovery.probed:
+                    self.recovery.on_progress(session, request)
             case RequestSettled(session, request):
-                self.recovery.on_progress(session, request)
+                if request is self.recovery.probed:
+                    self.recovery.on_progress(session, request)
                 self.gate.serve_requests()
             case SessionDetached(session):
                 self.recovery.on_detached(session)
@@ -243,11 +247,11 @@ class Runtime:
             case Tokens():
                 self._on_tokens(message)
             case RequestFailed():
-                session = self.sessions[message.session]
+                session = self.sessions.by_id[message.session]
                 session.attempt(session.on_failed, message)
             case SessionEnded():
                 self.worker_counts.on_statistics(message.statistics)
-                session = self.sessions[message.session]
+                session = self.sessions.by_id[message.session]
                 session.attempt(session.on_ended)
             case PayloadConsumed():
                 incarnation.link.on_consumed(message)
@@ -269,7 +273,8 @@ class Runtime:
                 incarnation.on_fatal(message)
             case _:
                 raise AssertionError(f"no handler for {type(message).__name__}")
-        self.effects.drain()
+        if self.effects:
+            self.effects.drain()
 
     def _on_tokens(self, message: Tokens) -> None:
         """The rows of a step: first all of them, then their consequences, then the readers, who may take a while."""
@@ -277,14 +282,15 @@ class Runtime:
             for observer in self.observers:
                 observer.step(num_tokens)
         now = trio.current_time()
-        rows = [(self.sessions[row.session], row) for row in message.rows]
+        rows = [(self.sessions.by_id[row.session], row) for row in message.rows]
         requests = [session.request for session, _ in rows]
         for session, row in rows:
             try:
                 session.on_row(row, now)
             except Exception as exc:
                 session.crash(exc)
-        self.effects.drain()
+        if self.effects:
+            self.effects.drain()
         for (session, _), request in zip(rows, requests, strict=True):
             if request is not None:
                 try:

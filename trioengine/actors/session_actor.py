@@ -323,7 +323,7 @@ class SessionActor:
     def _begin_answer(self, request: Request, row: TokensRow) -> None:
         if request.state is RequestState.WAITING:
             self._move(request, RequestState.RUNNING)
-        self._effects.add(AnswerBegan(self, request, len(row.token_ids) > 0 and request.outcome is None))
+        self._effects.append(AnswerBegan(self, request, len(row.token_ids) > 0 and request.outcome is None))
 
     def on_failed(self, message: RequestFailed) -> None:
         """REQUEST_FAILED."""
@@ -342,7 +342,7 @@ class SessionActor:
         """SESSION_ENDED: the worker has dropped everything of the session."""
         self._attachment.drop()
         self._apply(Event.SESSION_ENDED)
-        self._effects.add(SessionDetached(self))
+        self._effects.append(SessionDetached(self))
 
     def on_worker_lost(self) -> None:
         """The incarnation is dead. A request in flight is suspended, unless it was being aborted; the history stays."""
@@ -401,7 +401,7 @@ class SessionActor:
                 case Action.POST_END_SESSION:
                     self._attachment.end(self.id)
                 case Action.FREE_SESSION:
-                    self._effects.add(SessionFreed(self))
+                    self._effects.append(SessionFreed(self))
                 case Action.SUSPEND:
                     self._suspend()
                 case _:
@@ -427,7 +427,7 @@ class SessionActor:
         self.hold_payloads()
         self._gate.ledger.settle(request.state, outcome.finish_reason, outcome.cause)
         request.set_settled()
-        self._effects.add(RequestSettled(self, request))
+        self._effects.append(RequestSettled(self, request))
 
     def _move(self, request: Request, state: RequestState) -> None:
         self._gate.ledger.move(request.state, state)
@@ -441,5 +441,7 @@ class SessionActor:
         """Hold the payloads of the conversation and of the request in flight, and no others; none after the end."""
         in_flight = self.request.images if self.request is not None else ()
         committed = self._conversation.images if self._conversation is not None else ()
-        is_over = self.phase is Phase.ENDED
-        self._held_payloads.replace(() if is_over else (*committed, *(placed.image for placed in in_flight)))
+        if self.phase is Phase.ENDED:
+            in_flight, committed = (), ()
+        if in_flight or committed or self._held_payloads.payloads:
+            self._held_payloads.replace([*committed, *(placed.image for placed in in_flight)])

@@ -19,19 +19,16 @@ class Sessions:
     """
 
     def __init__(self, effects: Effects) -> None:
-        self._by_id: dict[int, SessionActor] = {}
+        self.by_id: dict[int, SessionActor] = {}
         self._opening: dict[SessionActor, None] = {}  # without a slot, and so without an id, in the order of arrival
         self._effects = effects
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self.by_id)
 
     def __iter__(self) -> Iterator[SessionActor]:
         """The sessions with a slot at this moment, in the order of their ids."""
-        return iter(list(self._by_id.values()))
-
-    def __getitem__(self, session_id: int) -> SessionActor:
-        return self._by_id[session_id]
+        return iter(list(self.by_id.values()))
 
     @contextmanager
     def opening(self, session: SessionActor) -> Iterator[None]:
@@ -44,11 +41,11 @@ class Sessions:
 
     def add(self, session: SessionActor) -> None:
         assert session.id is not None, "only a session with a slot is added"
-        self._by_id[session.id] = session
+        self.by_id[session.id] = session
 
     def remove(self, session: SessionActor) -> None:
         assert session.id is not None, "only an added session is removed"
-        del self._by_id[session.id]
+        del self.by_id[session.id]
 
     # ---- queries ----------------------------------------------------------------------------------------------------
 
@@ -60,12 +57,12 @@ class Sessions:
     @property
     def attached(self) -> frozenset[int]:
         """The ids of the sessions that were added to the worker, and no END_SESSION posted."""
-        return frozenset(id for id, session in self._by_id.items() if session.lifecycle.is_open_on_worker)
+        return frozenset(id for id, session in self.by_id.items() if session.lifecycle.is_open_on_worker)
 
     @property
     def any_on_worker(self) -> bool:
         """Whether the worker holds a session; END_SESSION may be on its way."""
-        return any(session.lifecycle.is_attached for session in self._by_id.values())
+        return any(session.lifecycle.is_attached for session in self.by_id.values())
 
     @property
     def suspended(self) -> list[SessionActor]:

@@ -61,7 +61,7 @@ class Supervisor:
         self._dispatch = dispatch
         self._on_lost = on_lost
         self._observers = observers
-        self._deaths = 0  # in a row, of workers that delivered no token
+        self.deaths = 0  # in a row, of workers that delivered no token; the dispatcher of tokens sets it to 0
         self._shutdown = trio.Event()
         self._scope = trio.CancelScope(shield=True)
 
@@ -92,10 +92,6 @@ class Supervisor:
         """Whether a worker that was told to retire is still there."""
         return self.current is not None and self.current.is_retiring
 
-    def reset_deaths(self) -> None:
-        """Forget the deaths so far: the worker is worth restarting."""
-        self._deaths = 0
-
     async def run(self) -> None:
         """Service: raises ModelError or WorkerLost when no worker can be had."""
         with self._scope:
@@ -120,7 +116,7 @@ class Supervisor:
         self.last_loss = error
         settlement = self._on_lost(error)
         counts = settlement.counts_against_worker and self._desired().is_indispensable
-        self._deaths += counts
+        self.deaths += counts
         return settlement._replace(counts_against_worker=counts)
 
     def _log_loss(self, error: EngineError, settlement: Settlement, pid: int | None) -> None:
@@ -129,23 +125,23 @@ class Supervisor:
         if self._gives_up:  # no worker will come for those that would go on
             settlement = settlement._replace(num_resumed=0, num_failed=settlement.num_failed + settlement.num_resumed)
         counts = settlement.num_resumed, settlement.num_failed
-        fields = dict(zip(LOSS_FIELDS, (pid, *counts, self._deaths, self._config.max_restarts), strict=True))
+        fields = dict(zip(LOSS_FIELDS, (pid, *counts, self.deaths, self._config.max_restarts), strict=True))
         line = "%s%s; requests that go on: %d, that fail: %d; %s"
         logger.warning(line, error, process, *counts, self._next_step(settlement), extra=fields)
 
     @property
     def _gives_up(self) -> bool:
         """Whether too many workers have died in a row for another one to be started."""
-        return self._desired().should_run and self._deaths >= self._config.max_restarts
+        return self._desired().should_run and self.deaths >= self._config.max_restarts
 
     def _next_step(self, settlement: Settlement) -> str:
         if not self._desired().should_run:
             return "the next worker starts when it is needed"
         if self._gives_up:
-            return f"giving up after {self._deaths} deaths in a row"
+            return f"giving up after {self.deaths} deaths in a row"
         if not settlement.counts_against_worker:
             return "starting the next worker"
-        return f"starting the next worker (death {self._deaths} of at most {self._config.max_restarts} in a row)"
+        return f"starting the next worker (death {self.deaths} of at most {self._config.max_restarts} in a row)"
 
     async def _run_incarnation(self) -> bool:
         """Whether the worker was told to retire."""
@@ -160,7 +156,7 @@ class Supervisor:
             error = incarnation.loss(process.reap())
             self.retired += incarnation.is_retiring
             if incarnation.has_lived:
-                self._deaths = 0
+                self.deaths = 0
             settlement = self._on_worker_lost(error)
             incarnation.link.lose()  # not before: its payloads are those of the requests that go on
         if incarnation.is_retiring or self._shutdown.is_set():
@@ -172,11 +168,11 @@ class Supervisor:
         return False
 
     async def _back_off(self) -> None:
-        if self._deaths >= self._config.max_restarts:
+        if self.deaths >= self._config.max_restarts:
             last = self.last_loss
-            raise WorkerLost(f"the worker died {self._deaths} times without delivering a token; {last}") from last
+            raise WorkerLost(f"the worker died {self.deaths} times without delivering a token; {last}") from last
         delays = self._config.restart_delays
-        delay = delays[min(max(self._deaths - 1, 0), len(delays) - 1)]
+        delay = delays[min(max(self.deaths - 1, 0), len(delays) - 1)]
         self._gate.retry_after = delay + 1.0
         with trio.move_on_after(delay):
             await self._shutdown.wait()
