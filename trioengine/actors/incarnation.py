@@ -14,7 +14,7 @@ import trio
 from trioengine.actors.link import Link
 from trioengine.actors.ports import WorkerProcess
 from trioengine.core.config import EngineConfig, WorkerConfig
-from trioengine.core.errors import EngineError, ModelError, RemoteProtocolError, WorkerLost
+from trioengine.core.errors import EngineError, ModelError, WorkerLost
 from trioengine.core.messages import Activity, Configure, Fatal, FatalCode, Message, Ping, Pong, Shutdown
 
 logger = logging.getLogger("trioengine")
@@ -43,7 +43,6 @@ class Incarnation:
         self._is_loading = True
         self._pong: trio.Event | None = None  # set: the PING was answered
         self._pinged = math.inf  # when the PING was posted that is not answered
-        self._end_of_stream = trio.Event()
         self._dead = trio.Event()
         self._told_to_end = trio.Event()
 
@@ -53,14 +52,16 @@ class Incarnation:
             self.link.post(Configure(config))
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.link.write)
-                nursery.start_soon(self._read)
+                nursery.start_soon(self.link.read, partial(self._dispatch, self))
+                nursery.start_soon(self._follow_stream)
                 nursery.start_soon(self._send_payloads)
                 nursery.start_soon(self._watch)
                 nursery.start_soon(self._shut_down)
                 await self.process.wait()
                 self._dead.set()
                 with trio.move_on_after(LAST_FRAMES_TIMEOUT):
-                    await self._end_of_stream.wait()
+                    await self.link.end_of_stream.wait()
+                self._check_protocol()
                 nursery.cancel_scope.cancel()
         finally:
             if not self._dead.is_set():
@@ -127,13 +128,14 @@ class Incarnation:
             return
         self.kill("it did not end when told to")
 
-    async def _read(self) -> None:
-        try:
-            await self.link.read(partial(self._dispatch, self))
-        except RemoteProtocolError as exc:
-            self.kill(f"it broke the protocol: {exc}")
-        self._end_of_stream.set()
+    async def _follow_stream(self) -> None:
+        await self.link.end_of_stream.wait()
+        self._check_protocol()
         await self._kill_unless_dead("it closed its pipe")
+
+    def _check_protocol(self) -> None:
+        if self.link.violation is not None:
+            self.kill(f"it broke the protocol: {self.link.violation}")
 
     async def _send_payloads(self) -> None:
         try:

@@ -32,6 +32,8 @@ class Link:
     def __init__(self, process: WorkerProcess) -> None:
         self.process = process
         self.connection = Connection(Role.ENGINE)
+        self.end_of_stream = trio.Event()
+        self.violation: RemoteProtocolError | None = None  # of the protocol, which ended the reading
         self._outbox: list[bytes] = []
         self._posted = trio.Event()
         self._payloads: dict[int, Payload] = {}  # handed over, and not consumed
@@ -119,14 +121,14 @@ class Link:
                 return  # the worker is dead or about to be; the supervisor learns it by the pidfd
 
     async def read(self, dispatch: Callable[[Message], None]) -> None:
-        """Service: hand every message to `dispatch` until the end of the stream. Raises RemoteProtocolError."""
-        while True:
-            try:
-                data = await self.process.receive_stream.receive_some(READ_SIZE)
-            except (trio.BrokenResourceError, trio.ClosedResourceError):
-                return
-            if not data:
-                return
-            self.connection.receive_data(data)
-            while (message := self.connection.next_message()) is not None:
-                dispatch(message)
+        """Service: hand every message to `dispatch` until the end of the stream, or a violation of the protocol."""
+        try:
+            while data := await self.process.receive_stream.receive_some(READ_SIZE):
+                self.connection.receive_data(data)
+                while (message := self.connection.next_message()) is not None:
+                    dispatch(message)
+        except RemoteProtocolError as exc:
+            self.violation = exc
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass  # the stream has ended
+        self.end_of_stream.set()
