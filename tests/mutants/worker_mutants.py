@@ -9,9 +9,9 @@ from mutant import Mutant, replaced
 from trioengine.core.messages import AddSession, EndSession, StopSession
 from trioengine.core.types import FinishReason
 from trioengine.testing.simulated_worker import SimulatedWorker
+from trioengine.worker.scheduling import block_manager
 from trioengine.worker.scheduling.block_manager import BlockManager
 from trioengine.worker.scheduling.engine_core import EngineCore
-from trioengine.worker.scheduling.prefix_cache import ROOT_DIGEST
 from trioengine.worker.scheduling.sequence import Sequence
 
 
@@ -91,11 +91,8 @@ def _by_type(turn: Any) -> Any:
     return mutant
 
 
-def _forget_the_salt(post_init: Any) -> Any:
-    def mutant(self: Sequence) -> None:
-        self.root = ROOT_DIGEST
-
-    return mutant
+def _forget_the_salt(root_digest: Any) -> Any:
+    return lambda cache_salt: root_digest("")
 
 
 WORKER_MUTANTS = (
@@ -150,7 +147,7 @@ WORKER_MUTANTS = (
     Mutant(
         "F48",
         "requests with different cache salts share blocks of the prefix cache",
-        replaced(Sequence, "__post_init__", _forget_the_salt),
+        replaced(block_manager, "root_digest", _forget_the_salt),
         shows="computed under another cache salt",
     ),
 )

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from trioengine.core.errors import InvariantError
-from trioengine.worker.scheduling.prefix_cache import PartialBlock, PrefixCache, block_digest
+from trioengine.worker.scheduling.prefix_cache import PartialBlock, PrefixCache, block_digest, root_digest
 from trioengine.worker.scheduling.sequence import BlockCopy, Sequence
 
 
@@ -60,13 +60,13 @@ class BlockManager:
             return Prefix()
         found: list[int] = []
         for index in range((sequence.num_tokens - 1) // self.block_size):
-            block = self._cache.find(self._digest(sequence, index))
+            block = self._cache.find(self._digest(sequence, index + 1))
             if block is None:
                 break
             found.append(block)
         start = len(found) * self.block_size
         rest = sequence.content(start, min(start + self.block_size, sequence.num_tokens - 1))
-        return Prefix(tuple(found), self._cache.find_partial(self._parent(sequence, len(found)), rest))
+        return Prefix(tuple(found), self._cache.find_partial(self._digest(sequence, len(found)), rest))
 
     def num_tokens_of(self, prefix: Prefix) -> int:
         return len(prefix.blocks) * self.block_size + (prefix.partial.num_tokens if prefix.partial else 0)
@@ -112,7 +112,7 @@ class BlockManager:
         """Make the blocks findable that were filled by computing the tokens from `num_computed_before` on."""
         if self.enable_prefix_caching:
             for index in range(num_computed_before // self.block_size, sequence.num_computed_tokens // self.block_size):
-                digest, parent = self._digest(sequence, index), self._parent(sequence, index)
+                parent, digest = self._digest(sequence, index), self._digest(sequence, index + 1)
                 token_ids = sequence.content(index * self.block_size, (index + 1) * self.block_size)
                 self._cache.register(sequence.block_table[index], parent, token_ids, digest)
 
@@ -169,13 +169,12 @@ class BlockManager:
         self._ref_counts[block] = 1
         return block
 
-    def _digest(self, sequence: Sequence, index: int) -> bytes:
+    def _digest(self, sequence: Sequence, num_blocks: int) -> bytes:
+        """The digest of the sequence's first full blocks; of none, the root of its cache salt."""
         digests = sequence.block_digests
-        for later in range(len(digests), index + 1):
-            start = later * self.block_size
-            parent = self._parent(sequence, later)
-            digests.append(block_digest(parent, sequence.content(start, start + self.block_size)))
-        return digests[index]
-
-    def _parent(self, sequence: Sequence, index: int) -> bytes:
-        return sequence.block_digests[index - 1] if index else sequence.root
+        if not digests:
+            digests.append(root_digest(sequence.params.cache_salt))
+        while len(digests) <= num_blocks:
+            end = len(digests) * self.block_size
+            digests.append(block_digest(digests[-1], sequence.content(end - self.block_size, end)))
+        return digests[num_blocks]

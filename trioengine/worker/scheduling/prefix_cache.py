@@ -16,13 +16,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import KeysView
 from collections.abc import Sequence as Items
-from hashlib import blake2b, shake_256
+from hashlib import blake2b
 from typing import NamedTuple
 
 ROOT_DIGEST = b""  # of requests without a cache salt
 _SALTED = b"cache salt"  # keeps the roots apart from the digests of blocks
 _WITH_IMAGES = b"images"  # the same for blocks whose ids take 8 bytes
-_FIRST_IMAGE_TOKEN_ID = -(1 << 63)  # they end at -(1 << 62), too large for 4 bytes
 
 
 def root_digest(cache_salt: str) -> bytes:
@@ -35,12 +34,6 @@ def block_digest(parent: bytes, token_ids: Items[int]) -> bytes:
     packed = _packed(token_ids)
     kind = b"" if packed.typecode == "i" else _WITH_IMAGES
     return blake2b(parent + packed.tobytes(), digest_size=32, person=kind).digest()
-
-
-def image_token_ids(digest: bytes, count: int) -> array[int]:
-    """Ids, negative, for the tokens of an image with this digest: 62 bits of its hash each."""
-    ids = array("q", shake_256(digest).digest(8 * count))
-    return array("q", [_FIRST_IMAGE_TOKEN_ID | (value & (1 << 62) - 1) for value in ids])
 
 
 def _packed(token_ids: Items[int]) -> array[int]:

@@ -14,7 +14,6 @@ from trioengine.core.power import Tag
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import FinishReason, Logprobs, Usage
 from trioengine.worker.scheduling.images import Picture, PromptImages, Tile, TilePiece, TileShape, Vision
-from trioengine.worker.scheduling.prefix_cache import root_digest
 
 
 class SequenceStatus(enum.Enum):
@@ -42,17 +41,13 @@ class Sequence:
     num_computed_tokens: int = 0  # tokens whose keys and values lie in the KV cache
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
     block_table: list[int] = field(default_factory=list)  # token i lies in block_table[i // block_size]
-    block_digests: list[bytes] = field(default_factory=list)  # of its first full blocks, see PrefixCache
+    block_digests: list[bytes] = field(default_factory=list)  # of none, one, two… of its first blocks
     arrived_at: float = 0.0  # by the engine core's clock, as the next two
     started_at: float | None = None  # its first step began
     first_token_at: float | None = None
     images: PromptImages | None = None
     reading: tuple[Picture, ...] = ()  # whose decoded tiles are kept for it
     place: int = 0  # in the order of arrival
-    root: bytes = field(init=False)  # of the chain of block digests, by the cache salt
-
-    def __post_init__(self) -> None:
-        self.root = root_digest(self.params.cache_salt)
 
     def content(self, start: int, end: int) -> list[int]:
         """The token ids that the prefix cache compares: for images, ids that stand for their content."""
