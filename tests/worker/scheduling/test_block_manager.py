@@ -7,10 +7,11 @@ from helpers.toy_driver import sequence_of
 
 from trioengine.core.errors import InvariantError
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.worker.scheduling.block_manager import BlockManager, Prefix
-from trioengine.worker.scheduling.prefix_cache import (
+from trioengine.worker.scheduling.block_manager import (
     ROOT_DIGEST,
+    BlockManager,
     PartialBlock,
+    Prefix,
     PrefixCache,
     block_digest,
     root_digest,
