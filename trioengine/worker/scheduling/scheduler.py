@@ -244,10 +244,10 @@ class Scheduler:
             left -= prefilling.num_tokens - prefilling.num_computed_tokens
         num_blocks = blocks.num_free + blocks.num_cached
         for num_running, sequence in enumerate(self._waiting, len(self._running)):
-            num_blocks -= blocks.num_blocks_for(sequence.num_tokens)
+            num_blocks -= -(-sequence.num_tokens // limits.block_size)
             if left <= 0 or num_running == limits.max_num_seqs or num_blocks < num_running:
                 break
-            num_cached_tokens = blocks.num_tokens_of(blocks.find_prefix(sequence))
+            num_cached_tokens = blocks.find_prefix(sequence).num_tokens
             if sequence.to_encode(num_cached_tokens):
                 break
             left -= sequence.num_tokens - num_cached_tokens
@@ -297,7 +297,7 @@ class Scheduler:
         while self._waiting and plan.prompt_tokens > 0 and len(self._running) < self.limits.max_num_seqs:
             sequence = self._waiting[0]
             prefix = self.blocks.find_prefix(sequence)
-            num_cached_tokens = self.blocks.num_tokens_of(prefix)
+            num_cached_tokens = prefix.num_tokens
             to_encode = sequence.to_encode(num_cached_tokens)
             if any(picture.status is not PictureStatus.DECODED for picture in to_encode):
                 self._waiting.popleft()
