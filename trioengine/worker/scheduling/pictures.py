@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from hashlib import shake_256
 
 from trioengine.core.errors import InvariantError, RemoteProtocolError
-from trioengine.core.messages import ImageInput
+from trioengine.core.messages import ImageInput, PayloadConsumed
 from trioengine.worker.scheduling.images import Payload, PayloadSource, Picture, PictureStatus, Tile, TileShape
 from trioengine.worker.scheduling.sequence import Sequence
 
@@ -240,7 +240,7 @@ class Payloads:
         self._awaited: dict[int, ImageInput] = {}  # announced, and not here
         self._early: dict[int, PayloadSource] = {}  # here, and not announced
         self._here: set[int] = set()  # both
-        self.consumed: list[int] = []  # and not reported
+        self._consumed: list[PayloadConsumed] = []  # and not reported
 
     @property
     def outstanding(self) -> tuple[int, ...]:
@@ -277,11 +277,11 @@ class Payloads:
         """Close its source; `take_consumed` reports it."""
         self._here.remove(payload.id)
         payload.source.close()
-        self.consumed.append(payload.id)
+        self._consumed.append(PayloadConsumed(payload.id))
 
-    def take_consumed(self) -> list[int]:
-        """Those that were consumed since the last call, in order."""
-        consumed, self.consumed = self.consumed, []
+    def take_consumed(self) -> list[PayloadConsumed]:
+        """The reports of those that were consumed since the last call, in order."""
+        consumed, self._consumed = self._consumed, []
         return consumed
 
     def check_integrity(self, held: list[int]) -> None:

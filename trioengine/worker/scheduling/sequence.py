@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
 from trioengine.core.errors import RequestRejected
-from trioengine.core.messages import SAMPLING_FAILED
+from trioengine.core.messages import RequestFailed, TokensRow
 from trioengine.core.power import Tag
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.types import FinishReason, Logprobs, Usage
+from trioengine.core.types import FinishReason, Logprobs, Usage, token_ids
 from trioengine.worker.scheduling.images import Picture, PromptImages, Tile, TilePiece, TileShape, Vision
 
 
@@ -84,6 +84,14 @@ class Sequence:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
+    def row(self, token_id: int, logprobs: Logprobs | None = None) -> TokensRow:
+        """The row of a step with its next token; `logprobs` have the chosen token first."""
+        return TokensRow(self.session, self.request, token_ids((token_id,)), None if logprobs is None else (logprobs,))
+
+    def failure(self, code: str, message: str) -> RequestFailed:
+        """The error that ends this request alone."""
+        return RequestFailed(self.session, self.request, code, message)
+
     def usage(self, now: float) -> Usage:
         """The usage so far."""
         started = now if self.started_at is None else self.started_at
@@ -97,6 +105,7 @@ class Sequence:
         )
 
 
+Sampled: TypeAlias = TokensRow | RequestFailed  # a row with one token, without its finish reason and usage; or an error
 OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes of weights
 DEFAULT_ENCODER_CACHE_MEMORY = 256 << 20
 
@@ -201,18 +210,6 @@ class SchedulerOutput:
         return sum(entry.num_new_tokens for entry in self.scheduled)
 
 
-@dataclass(slots=True)
-class SampledRow:
-    """The next token of a sequence, or the error that ends it; the scheduler adds `finish_reason`."""
-
-    sequence: Sequence
-    token_id: int  # meaningless with an error
-    logprobs: Logprobs | None = None  # {token_id: logprob}, the chosen token first; if requested
-    error: str | None = None  # this request alone fails, for logits that are not finite, say
-    code: str = SAMPLING_FAILED  # of the error; NO_TOKEN_LEFT if the request's parameters are the reason
-    finish_reason: FinishReason | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A loaded model, and the size of its KV cache: READY's fields, and the limits of scheduling."""
@@ -231,7 +228,7 @@ class ModelInfo:
 class ModelRunner(Protocol):
     """Runs the forward pass and the sampler; the simulated worker has a toy one."""
 
-    def execute(self, output: SchedulerOutput) -> list[SampledRow]:
+    def execute(self, output: SchedulerOutput) -> list[Sampled]:
         """Copy blocks, encode tiles, then compute: one entry for each scheduled sequence with `samples`, in order."""
         ...
 
@@ -259,7 +256,7 @@ class StepPlan:
         self.prompt_tokens = prompt_tokens
         self.tiles = tiles
         self.scheduled: list[ScheduledSequence] = []
-        self._encode: dict[Tile, None] = {}
+        self.encode: dict[Tile, None] = {}  # an ordered set
 
     def fit(self, sequence: Sequence, start: int) -> int:
         """How many tokens of the prompt from `start` on: up to the first tile that cannot be encoded in this step."""
@@ -268,7 +265,7 @@ class StepPlan:
             return num_new_tokens
         tiles = self.tiles
         for tile, _, _, offset in sequence.images.pieces(start, start + num_new_tokens):
-            if not tile.is_encoded and tile not in self._encode:
+            if not tile.is_encoded and tile not in self.encode:
                 if tiles == 0:
                     return offset
                 tiles -= 1
@@ -280,9 +277,6 @@ class StepPlan:
         self.scheduled.append(entry)
         self.prompt_tokens -= num_new_tokens
         for tile, _, _, _ in entry.tile_pieces:
-            if not tile.is_encoded and tile not in self._encode:
-                self._encode[tile] = None
+            if not tile.is_encoded and tile not in self.encode:
+                self.encode[tile] = None
                 self.tiles -= 1
-
-    def output(self, copies: tuple[BlockCopy, ...]) -> SchedulerOutput:
-        return SchedulerOutput(tuple(self.scheduled), copies, tuple(self._encode))
