@@ -142,7 +142,8 @@ class EngineCore:
                 replies += self._take_decoded(event)
             case _:
                 raise RemoteProtocolError(f"{WIRE_NAMES[type(event)]} is about neither sessions nor memory")
-        replies += self._scheduler.payloads.take_consumed()
+        if self._scheduler.payloads.consumed:
+            replies += self._scheduler.payloads.take_consumed()
         return replies
 
     def step(self) -> list[FromWorker]:
@@ -163,7 +164,7 @@ class EngineCore:
         sampled = self._runner.execute(output)
         now = self._clock()
         rows: list[TokensRow] = []
-        failures: list[RequestFailed] = []
+        failures: list[FromWorker] = []
         for sequence, row in zip(self._scheduler.update(output, sampled), sampled, strict=True):
             if sequence.first_token_at is None:
                 sequence.first_token_at = now
@@ -175,7 +176,10 @@ class EngineCore:
                     row.usage = sequence.usage(now)
             if sequence.status is SequenceStatus.FINISHED:
                 self._take_back(sequence)
-        return [Tokens(tuple(rows), self.statistics()), *failures, *self._scheduler.payloads.take_consumed()]
+        replies = [Tokens(tuple(rows), self.statistics()), *failures]
+        if self._scheduler.payloads.consumed:
+            replies += self._scheduler.payloads.take_consumed()
+        return replies
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless the accounts of the scheduler, the blocks and the images agree."""

@@ -240,7 +240,7 @@ class Payloads:
         self._awaited: dict[int, ImageInput] = {}  # announced, and not here
         self._early: dict[int, PayloadSource] = {}  # here, and not announced
         self._here: set[int] = set()  # both
-        self._consumed: list[PayloadConsumed] = []  # and not reported
+        self.consumed: list[PayloadConsumed] = []  # the reports to be sent
 
     @property
     def outstanding(self) -> tuple[int, ...]:
@@ -277,11 +277,11 @@ class Payloads:
         """Close its source; `take_consumed` reports it."""
         self._here.remove(payload.id)
         payload.source.close()
-        self._consumed.append(PayloadConsumed(payload.id))
+        self.consumed.append(PayloadConsumed(payload.id))
 
     def take_consumed(self) -> list[PayloadConsumed]:
         """The reports of those that were consumed since the last call, in order."""
-        consumed, self._consumed = self._consumed, []
+        consumed, self.consumed = self.consumed, []
         return consumed
 
     def check_integrity(self, held: list[int]) -> None:
