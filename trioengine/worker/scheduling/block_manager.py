@@ -36,7 +36,7 @@ class Prefix(NamedTuple):
     """The cached part of a sequence: whole blocks, and perhaps the first tokens of one more."""
 
     blocks: tuple[int, ...] = ()
-    partial: int | None = None  # the block of which the tokens after those of `blocks` are copied
+    partial: int | None = None  # the one more, to be copied as far as it matches
     num_tokens: int = 0  # of `blocks` and of the copy
 
 

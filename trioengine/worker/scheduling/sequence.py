@@ -1,4 +1,8 @@
-"""A sequence, and one step over sequences: limits, plan, output and sampled rows."""
+"""A sequence, and one step over sequences: its limits, its plan, and the interface to the model runner.
+
+A step is planned (`StepPlan`) and given to the runner (`SchedulerOutput`), which returns a `Sampled` for each sequence
+whose last token it has computed.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,9 @@ from trioengine.core.power import Tag
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import FinishReason, Logprobs, Usage, token_ids
 from trioengine.worker.scheduling.images import Picture, PromptImages, Tile, TilePiece, TileShape, Vision
+
+OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes of weights
+DEFAULT_ENCODER_CACHE_MEMORY = 256 << 20
 
 
 class SequenceStatus(enum.Enum):
@@ -103,11 +110,6 @@ class Sequence:
             queue_time=started - self.arrived_at,
             prefill_time=first_token - started,
         )
-
-
-Sampled: TypeAlias = TokensRow | RequestFailed  # a row with one token, without its finish reason and usage; or an error
-OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes of weights
-DEFAULT_ENCODER_CACHE_MEMORY = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,45 +212,6 @@ class SchedulerOutput:
         return sum(entry.num_new_tokens for entry in self.scheduled)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """A loaded model, and the size of its KV cache: READY's fields, and the limits of scheduling."""
-
-    model_type: str
-    device: str
-    dtype: str
-    kernels: str
-    vocab_size: int
-    max_model_len: int  # tokens; never more than the KV cache holds
-    kv_blocks_total: int
-    block_size: int
-    vision: Vision | None = None  # None: the model takes no images
-
-
-class ModelRunner(Protocol):
-    """Runs the forward pass and the sampler; the simulated worker has a toy one."""
-
-    def execute(self, output: SchedulerOutput) -> list[Sampled]:
-        """Copy blocks, encode tiles, then compute: one entry for each scheduled sequence with `samples`, in order."""
-        ...
-
-    def sleep(self) -> None:
-        """Give memory back to the system: the KV cache, and the weights, which are kept in host memory."""
-        ...
-
-    def wake(self, tags: frozenset[Tag]) -> None:
-        """Take memory for these sleeping tags again. Raises ModelError if it cannot be had, and they still sleep."""
-        ...
-
-    def update_weights(self, path: str) -> None:
-        """Load these weights; while the weights sleep, check them, drop the old ones, and load them at `wake`.
-
-        Raises ModelError if they do not fit or cannot be read, and the old ones stay. After any other exception neither
-        are there.
-        """
-        ...
-
-
 class StepPlan:
     """A step being planned; it has room for `prompt_tokens` and `tiles` more."""
 
@@ -280,3 +243,45 @@ class StepPlan:
             if not tile.is_encoded and tile not in self.encode:
                 self.encode[tile] = None
                 self.tiles -= 1
+
+
+Sampled: TypeAlias = TokensRow | RequestFailed  # a row of one token, still without finish reason and usage; or an error
+
+
+class ModelRunner(Protocol):
+    """Runs the forward pass and the sampler; the simulated worker has a toy one."""
+
+    def execute(self, output: SchedulerOutput) -> list[Sampled]:
+        """Copy blocks, encode tiles, then compute: one entry for each scheduled sequence with `samples`, in order."""
+        ...
+
+    def sleep(self) -> None:
+        """Give memory back to the system: the KV cache, and the weights, which are kept in host memory."""
+        ...
+
+    def wake(self, tags: frozenset[Tag]) -> None:
+        """Take memory for these sleeping tags again. Raises ModelError if it cannot be had, and they still sleep."""
+        ...
+
+    def update_weights(self, path: str) -> None:
+        """Load these weights; while the weights sleep, check them, drop the old ones, and load them at `wake`.
+
+        Raises ModelError if they do not fit or cannot be read, and the old ones stay. After any other exception neither
+        are there.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A loaded model, and the size of its KV cache: READY's fields, and the limits of scheduling."""
+
+    model_type: str
+    device: str
+    dtype: str
+    kernels: str
+    vocab_size: int
+    max_model_len: int  # tokens; never more than the KV cache holds
+    kv_blocks_total: int
+    block_size: int
+    vision: Vision | None = None  # None: the model takes no images
