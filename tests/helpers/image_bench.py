@@ -34,7 +34,7 @@ from trioengine.testing.toy_model import (
 from trioengine.worker.scheduling.engine_core import EngineCore
 from trioengine.worker.scheduling.image_queue import PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived
-from trioengine.worker.scheduling.sequence import Limits, SampledRow, SchedulerOutput
+from trioengine.worker.scheduling.sequence import Limits, Sampled, SchedulerOutput
 
 BAD = UNREADABLE + b"bad"
 IMAGE_TOKEN = 7
@@ -48,7 +48,7 @@ class RecordingRunner(ToyRunner):
         super().__init__(limits.block_size, limits.tile)
         self.steps: list[tuple[list[tuple[int, int]], list[int]]] = []
 
-    def execute(self, output: SchedulerOutput) -> list[SampledRow]:
+    def execute(self, output: SchedulerOutput) -> list[Sampled]:
         scheduled = [(entry.sequence.request, entry.num_new_tokens) for entry in output.scheduled]
         self.steps.append((scheduled, [tile.number for tile in output.encode]))
         return super().execute(output)

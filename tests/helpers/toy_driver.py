@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from trioengine.core.messages import RequestFailed, TokensRow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import FinishReason
 from trioengine.testing.toy_model import IM_END as EOS
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner, toy_answer
 from trioengine.worker.scheduling.scheduler import Scheduler
-from trioengine.worker.scheduling.sequence import Limits, SampledRow, Sequence, SequenceStatus
+from trioengine.worker.scheduling.sequence import Limits, Sampled, Sequence, SequenceStatus
 
 
 def make(**changes: int) -> tuple[Scheduler, ToyRunner]:
@@ -55,7 +56,7 @@ def sequence_of(request: int, prompt: list[int], params: SamplingParams | None =
     return Sequence(request, request, list(prompt), len(prompt), params, frozenset({EOS}))
 
 
-def run_step(scheduler: Scheduler, runner: ToyRunner) -> list[SampledRow]:
+def run_step(scheduler: Scheduler, runner: ToyRunner) -> list[Sampled]:
     """One step; its rows."""
     return _step(scheduler, runner)[1]
 
@@ -65,7 +66,7 @@ def shape(scheduler: Scheduler, runner: ToyRunner) -> list[tuple[int, int]]:
     return _step(scheduler, runner)[0]
 
 
-def _step(scheduler: Scheduler, runner: ToyRunner) -> tuple[list[tuple[int, int]], list[SampledRow]]:
+def _step(scheduler: Scheduler, runner: ToyRunner) -> tuple[list[tuple[int, int]], list[Sampled]]:
     """With a check of its limits, and of the books before and after its update."""
     output = scheduler.schedule()
     assert output is not None
@@ -75,16 +76,19 @@ def _step(scheduler: Scheduler, runner: ToyRunner) -> tuple[list[tuple[int, int]
     assert prompts <= scheduler.limits.chunked_prefill_size
     computed = [(entry.sequence.request, entry.num_new_tokens) for entry in output.scheduled]
     scheduler.check_integrity()
-    rows = scheduler.update(output, runner.execute(output))
+    rows = runner.execute(output)
+    sequences = scheduler.update(output, rows)
+    assert [sequence.request for sequence in sequences] == [row.request for row in rows]
     scheduler.check_integrity()
     return computed, rows
 
 
-def run_all(scheduler: Scheduler, runner: ToyRunner) -> list[SampledRow]:
+def run_all(scheduler: Scheduler, runner: ToyRunner) -> list[Sampled]:
     """Steps until nothing is left; the rows of the sequences' ends."""
-    ends: list[SampledRow] = []
+    ends: list[Sampled] = []
     while scheduler.has_work:
-        ends += [row for row in run_step(scheduler, runner) if row.finish_reason is not None]
+        rows = run_step(scheduler, runner)
+        ends += [row for row in rows if isinstance(row, RequestFailed) or row.finish_reason is not None]
     return ends
 
 
@@ -97,4 +101,5 @@ def finish(prompt: list[int], sampling: SamplingParams, **limits: int) -> tuple[
     assert sequence.status is SequenceStatus.FINISHED
     assert scheduler.blocks.num_held == 0
     assert sequence.token_ids[len(prompt) :] == answer(prompt, sampling, scheduler.limits.max_sequence_len)
+    assert isinstance(end, TokensRow)
     return end.finish_reason, sequence.token_ids[len(prompt) :]

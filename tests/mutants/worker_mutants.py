@@ -6,13 +6,14 @@ from typing import Any
 
 from mutant import Mutant, replaced
 
-from trioengine.core.messages import AddSession, EndSession, StopSession
+from trioengine.core.messages import AddSession, EndSession, RequestFailed, StopSession
 from trioengine.core.types import FinishReason
 from trioengine.testing.simulated_worker import SimulatedWorker
+from trioengine.worker.scheduling import block_manager
 from trioengine.worker.scheduling.block_manager import BlockManager
 from trioengine.worker.scheduling.engine_core import EngineCore
-from trioengine.worker.scheduling.prefix_cache import ROOT_DIGEST
-from trioengine.worker.scheduling.sequence import Sequence
+from trioengine.worker.scheduling.scheduler import Scheduler
+from trioengine.worker.scheduling.sequence import Sampled, SchedulerOutput, Sequence
 
 
 def _lose_aborts_of_the_waiting(stop_session: Any) -> Any:
@@ -63,9 +64,12 @@ def _pin_the_blocks(release: Any) -> Any:
     return mutant
 
 
-def _fail_for_all(failed: Any) -> Any:
-    def mutant(self: EngineCore, row: Any) -> Any:
-        raise RuntimeError(row.error)
+def _fail_for_all(update: Any) -> Any:
+    def mutant(self: Scheduler, output: SchedulerOutput, sampled: list[Sampled]) -> Any:
+        for row in sampled:
+            if isinstance(row, RequestFailed):
+                raise RuntimeError(row.message)
+        return update(self, output, sampled)
 
     return mutant
 
@@ -91,11 +95,8 @@ def _by_type(turn: Any) -> Any:
     return mutant
 
 
-def _forget_the_salt(post_init: Any) -> Any:
-    def mutant(self: Sequence) -> None:
-        self.root = ROOT_DIGEST
-
-    return mutant
+def _forget_the_salt(root_digest: Any) -> Any:
+    return lambda cache_salt: root_digest("")
 
 
 WORKER_MUTANTS = (
@@ -126,7 +127,7 @@ WORKER_MUTANTS = (
     Mutant(
         "F29",
         "one bad request ends the step for all",
-        replaced(EngineCore, "_failed", _fail_for_all),
+        replaced(Scheduler, "update", _fail_for_all),
         shows="a worker failed: .*told to fail",
     ),
     Mutant(
@@ -150,7 +151,7 @@ WORKER_MUTANTS = (
     Mutant(
         "F48",
         "requests with different cache salts share blocks of the prefix cache",
-        replaced(Sequence, "__post_init__", _forget_the_salt),
+        replaced(block_manager, "root_digest", _forget_the_salt),
         shows="computed under another cache salt",
     ),
 )

@@ -79,9 +79,9 @@ def step(runner, output, found):
         logits = runner.model.forward(batch, runner._spec.kernels.attention(batch, runner.cache))
         sampled = sample(logits, [entry.sequence for entry in output.scheduled if entry.samples])
     for row, token in zip(logits, sampled, strict=True):
-        answer = found[token.sequence.request]
+        answer = found[token.request]
         answer.logits.append(row.view(torch.uint8).numpy().tobytes())
-        answer.tokens.append(token.token_id)
+        answer.tokens += token.token_ids
         answer.logprobs.append(token.logprobs)
     return sampled
 

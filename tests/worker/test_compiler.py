@@ -133,7 +133,7 @@ def test_no_user(source, monkeypatch):
 
 def test_no_compiler(source, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(CompilerMissing, match=r"there is no C\+\+ compiler; install g\+\+"):
+    with pytest.raises(CompilerMissing, match=r"no C\+\+ compiler found; install g\+\+"):
         load_library(source, {"ANSWER": 1})
 
 

@@ -14,6 +14,7 @@ from toy_worker import CountingRunner, EngineEnd, request
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.core.messages import (
+    SAMPLING_FAILED,
     Activity,
     AddSession,
     Audit,
@@ -34,7 +35,7 @@ from trioengine.core.messages import (
 )
 from trioengine.core.types import FinishReason
 from trioengine.worker.loop import serve
-from trioengine.worker.scheduling.sequence import ModelInfo, OnProgress, SampledRow, SchedulerOutput
+from trioengine.worker.scheduling.sequence import ModelInfo, OnProgress, SchedulerOutput
 from trioengine.worker.transport import Progress, Transport
 
 
@@ -266,7 +267,7 @@ def test_books_that_do_not_balance_are_fatal_when_idle(worker: Worker) -> None:
 
 def test_rows_that_do_not_fit_a_frame_are_split(worker: Worker) -> None:
     logprobs = dict.fromkeys(range(100000, 104000), -1.0)
-    worker.runner.describe = lambda sequence, token: SampledRow(sequence, token, logprobs)
+    worker.runner.describe = lambda sequence, token: sequence.row(token, logprobs)
     engine = worker.engine
     engine.configure()
     for number in range(1, 33):
@@ -283,7 +284,7 @@ def test_rows_that_do_not_fit_a_frame_are_split(worker: Worker) -> None:
 
 
 def test_texts_that_do_not_fit_a_frame_are_truncated(worker: Worker) -> None:
-    worker.runner.describe = lambda sequence, token: SampledRow(sequence, token, error="x" * (3 << 20))
+    worker.runner.describe = lambda sequence, token: sequence.failure(SAMPLING_FAILED, "x" * (3 << 20))
     engine = worker.engine
     engine.configure()
     engine.send(AddSession(1), request(1, 1, [1]))

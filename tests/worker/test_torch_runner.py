@@ -9,6 +9,7 @@ from helpers.torch_driver import generate, load, needs_compiler, reference
 
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
+from trioengine.core.messages import RequestFailed, TokensRow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.worker.kernels import torch_kernels
 from trioengine.worker.kernels.batch import KVCache
@@ -53,7 +54,7 @@ def test_logprob_is_that_of_transformers(tiny_llama, runner, variant):
     )
     sequence.block_table = [3, 1, 4, 2, 9, 6]
     (token,) = runner.execute(SchedulerOutput((ScheduledSequence(sequence, 90),)))
-    assert token.logprobs == pytest.approx({VARIANTS[variant]["output"][0]: VARIANTS[variant]["logprob"]}, abs=1e-4)
+    assert token.logprobs[0] == pytest.approx({VARIANTS[variant]["output"][0]: VARIANTS[variant]["logprob"]}, abs=1e-4)
 
 
 def test_batches_of_every_kind(tiny_llama, tmp_path, kernels):
@@ -107,9 +108,9 @@ def test_a_bad_row_fails_alone(tiny_llama, tmp_path, kernels):
     good = Sequence(0, 10, list(tiny_llama.PROMPT), 90, GREEDY, frozenset(), block_table=[0, 1, 2, 3, 4, 5])
     bad = Sequence(1, 11, [198, 3], 2, GREEDY, frozenset(), block_table=[6])
     good_token, bad_token = runner.execute(SchedulerOutput((ScheduledSequence(good, 90), ScheduledSequence(bad, 2))))
-    assert (good_token.sequence.request, good_token.error) == (10, None)
-    assert good_token.token_id == VARIANTS["plain"]["output"][0]
-    assert (bad_token.sequence.request, bad_token.error) == (11, "logits are not finite")
+    assert isinstance(good_token, TokensRow)
+    assert (good_token.request, good_token.token_ids[0]) == (10, VARIANTS["plain"]["output"][0])
+    assert bad_token == RequestFailed(1, 11, "sampling_failed", "logits are not finite")
 
 
 def test_a_block_is_copied_as_far_as_it_is_shared():

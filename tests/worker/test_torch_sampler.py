@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from trioengine.core.messages import RequestFailed, TokensRow
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.worker.runner.sampling import _first_above, best_tokens, process_row, sample, uniform
 from trioengine.worker.scheduling.sequence import Sequence
@@ -32,14 +33,18 @@ def logits(*rows):
 
 def chosen(row, **params):
     (token,) = sample(logits(row), [sequence(**params)])
-    assert token.error is None
-    return token.token_id
+    assert isinstance(token, TokensRow)
+    return token.token_ids[0]
+
+
+def errors(rows):
+    return [row.message if isinstance(row, RequestFailed) else None for row in rows]
 
 
 def drawn(row, draws=400, **params):
     """How often each token is drawn, over as many seeds."""
     sequences = [sequence(seed=seed, **{"temperature": 1.0, **params}) for seed in range(draws)]
-    return Counter(token.token_id for token in sample(logits(row).expand(draws, -1), sequences))
+    return Counter(token.token_ids[0] for token in sample(logits(row).expand(draws, -1), sequences))
 
 
 def peaked(*probabilities):
@@ -228,13 +233,13 @@ def test_logprobs_are_of_the_raw_logits():
     """Before temperature, bias and penalties; the chosen token first, even where it is not among the best."""
     row = peaked(0.5, 0.3, 0.2)
     (token,) = sample(logits(row), [sequence(logprobs=2, logit_bias={12: 50.0}, temperature=0.5)])
-    assert token.token_id == 12
-    assert list(token.logprobs) == [12, 10, 11]
-    assert list(token.logprobs.values()) == pytest.approx([math.log(0.2), math.log(0.5), math.log(0.3)], abs=1e-5)
+    assert token.token_ids[0] == 12
+    assert list(token.logprobs[0]) == [12, 10, 11]
+    assert list(token.logprobs[0].values()) == pytest.approx([math.log(0.2), math.log(0.5), math.log(0.3)], abs=1e-5)
     (token,) = sample(logits(row), [sequence(logprobs=0)])
-    assert list(token.logprobs) == [10]
+    assert list(token.logprobs[0]) == [10]
     (token,) = sample(logits(row), [sequence(logprobs=2)])
-    assert list(token.logprobs) == [10, 11]
+    assert list(token.logprobs[0]) == [10, 11]
 
 
 @pytest.mark.parametrize("bias", [{}, {3: 1.0}])
@@ -243,7 +248,7 @@ def test_a_row_of_nothing_but_infinities_is_not_the_parameters_fault(bias):
     rows = torch.full((1, VOCAB), -math.inf)
     for params in ({}, {"temperature": 1.0}):
         (token,) = sample(rows.clone(), [sequence(logit_bias=bias, **params)])
-        assert (token.error, token.code) == ("logits are not finite", "sampling_failed")
+        assert (token.message, token.code) == ("logits are not finite", "sampling_failed")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -251,10 +256,10 @@ def test_a_row_of_nothing_but_infinities_is_not_the_parameters_fault(bias):
 def test_rows_that_are_not_finite_fail_alone(bad, params):
     rows = logits({5: 50.0}, {5: 50.0, 6: bad}, {8: 50.0})
     tokens = sample(rows, [sequence(request=request, **params) for request in range(3)])
-    assert [token.error for token in tokens] == [None, "logits are not finite", None]
+    assert errors(tokens) == [None, "logits are not finite", None]
     assert tokens[1].code == "sampling_failed"
-    assert [token.sequence.request for token in tokens] == [0, 1, 2]
-    assert (tokens[0].token_id, tokens[2].token_id) == (5, 8)
+    assert [token.request for token in tokens] == [0, 1, 2]
+    assert (tokens[0].token_ids[0], tokens[2].token_ids[0]) == (5, 8)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -273,10 +278,10 @@ def test_rows_that_overflow_or_have_every_token_banned_fail_alone(temperature, f
         ],
     )
     no_token = "the parameters leave no token to choose"
-    assert [token.error for token in tokens] == [None, no_token, no_token, no_token, None]
-    assert {token.code for token in tokens if token.error} == {"no_token_left"}
-    assert [token.sequence.request for token in tokens] == list(range(5))
-    assert (tokens[0].token_id, tokens[4].token_id) == (5, 8)
+    assert errors(tokens) == [None, no_token, no_token, no_token, None]
+    assert {token.code for token in tokens if isinstance(token, RequestFailed)} == {"no_token_left"}
+    assert [token.request for token in tokens] == list(range(5))
+    assert (tokens[0].token_ids[0], tokens[4].token_ids[0]) == (5, 8)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e4, 1e30])
@@ -301,8 +306,8 @@ def test_parameters_at_their_bounds_overflow_nothing(scale):
     ]
     rows = torch.randn(len(sequences), VOCAB, generator=torch.Generator().manual_seed(2)) * scale
     tokens = sample(rows, sequences)
-    assert [token.error for token in tokens] == [None] * len(sequences)
-    assert all(0 <= token.token_id < VOCAB and token.token_id != EOS for token in tokens)
+    assert errors(tokens) == [None] * len(sequences)
+    assert all(0 <= token.token_ids[0] < VOCAB and token.token_ids[0] != EOS for token in tokens)
 
 
 @pytest.mark.parametrize("place", [math.nan, 2.0])

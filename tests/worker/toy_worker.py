@@ -25,7 +25,7 @@ from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import token_ids
 from trioengine.worker.process import run
 from trioengine.worker.scheduling.images import DecodedImage, ImageError, TileShape, Vision
-from trioengine.worker.scheduling.sequence import ModelInfo, OnProgress, SampledRow, SchedulerOutput, Sequence
+from trioengine.worker.scheduling.sequence import ModelInfo, OnProgress, Sampled, SchedulerOutput, Sequence
 from trioengine.worker.transport import PAYLOAD_ID, SEALS
 
 VOCAB_SIZE = 1000
@@ -40,9 +40,9 @@ class CountingRunner:
     def __init__(self) -> None:
         self.info = ModelInfo("toy", "cpu", "float32", "torch", VOCAB_SIZE, 512, kv_blocks_total=128, block_size=16)
         self.before_step: Callable[[SchedulerOutput], None] = lambda output: None
-        self.describe: Callable[[Sequence, int], SampledRow] = SampledRow
+        self.describe: Callable[[Sequence, int], Sampled] = Sequence.row
 
-    def execute(self, output: SchedulerOutput) -> list[SampledRow]:
+    def execute(self, output: SchedulerOutput) -> list[Sampled]:
         self.before_step(output)
         return [
             self.describe(entry.sequence, (entry.sequence.token_ids[-1] + 1) % VOCAB_SIZE)
@@ -135,13 +135,13 @@ class SeeingRunner(CountingRunner):
         super().__init__()
         self.info = replace(self.info, vision=Vision(TileShape(2, 1, 1), self._decode))
 
-    def execute(self, output: SchedulerOutput) -> list[SampledRow]:
+    def execute(self, output: SchedulerOutput) -> list[Sampled]:
         for picture, number in output.encode:
             assert isinstance(picture.tiles, list)
             picture.features[number] = picture.tiles[number]
         sampled = super().execute(output)
         seen = [piece.tile.picture.features[0] for entry in output.scheduled for piece in entry.tile_pieces]
-        return [SampledRow(token.sequence, sum(seen)) for token in sampled] if seen else sampled
+        return [replace(row, token_ids=token_ids((sum(seen),))) for row in sampled] if seen else sampled
 
     @staticmethod
     def _decode(data: memoryview, info: ImageInfo) -> DecodedImage:

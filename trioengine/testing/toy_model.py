@@ -15,13 +15,14 @@ from typing import TypeAlias
 
 from trioengine.core.errors import ModelError
 from trioengine.core.image import ImageInfo, ImageProcessing
+from trioengine.core.messages import SAMPLING_FAILED
 from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.core.types import TokenIds
 from trioengine.hub.model_info import ModelFormat, ModelInfo
 from trioengine.text.chat_template import ChatTemplate
 from trioengine.text.tokenizer import Tokenizer
 from trioengine.worker.scheduling.images import DecodedImage, ImageError, Tile, TileShape
-from trioengine.worker.scheduling.sequence import BlockCopy, SampledRow, ScheduledSequence, SchedulerOutput
+from trioengine.worker.scheduling.sequence import BlockCopy, Sampled, ScheduledSequence, SchedulerOutput
 
 ToyImage: TypeAlias = tuple[Iterable[int], bytes]  # where its tiles begin in a prompt, and its bytes
 
@@ -245,7 +246,7 @@ class ToyRunner:
         self.path = path
         self._weights = None if Tag.WEIGHTS in self.asleep else toy_weights(path)
 
-    def execute(self, output: SchedulerOutput) -> list[SampledRow]:
+    def execute(self, output: SchedulerOutput) -> list[Sampled]:
         assert not self.asleep, f"a forward pass while {self.asleep} sleep"
         for entry in output.scheduled:
             if entry.sequence.num_output_tokens >= self.poisoned.get(entry.sequence.request, math.inf):
@@ -255,7 +256,7 @@ class ToyRunner:
         self._copy(output.copies)
         for tile in output.encode:
             self._encode(tile, weights)
-        sampled = []
+        sampled: list[Sampled] = []
         for entry in output.scheduled:
             sequence = entry.sequence
             slots = [self._slot(sequence.block_table, position) for position in range(sequence.num_tokens)]
@@ -269,11 +270,12 @@ class ToyRunner:
                 self._salts[slots[position]] = salt
             if not entry.samples:
                 continue
-            error = "told to fail" if sequence.request in self.fail_requests else None
+            if sequence.request in self.fail_requests:
+                sampled.append(sequence.failure(SAMPLING_FAILED, "told to fail"))
+                continue
             values = array("L", [self._slots[slot] for slot in slots])
             token_id, top = toy_next(values), sequence.params.logprobs
-            logprobs = None if top is None else toy_logprobs(token_id, top)
-            sampled.append(SampledRow(sequence, token_id, logprobs, error))
+            sampled.append(sequence.row(token_id, None if top is None else toy_logprobs(token_id, top)))
         return sampled
 
     def _encode(self, tile: Tile, weights: int) -> None:

@@ -7,11 +7,10 @@ from helpers.toy_driver import sequence_of
 
 from trioengine.core.errors import InvariantError
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.worker.scheduling.block_manager import BlockManager, Prefix
-from trioengine.worker.scheduling.prefix_cache import (
+from trioengine.worker.scheduling.block_manager import (
     ROOT_DIGEST,
-    PartialBlock,
-    PrefixCache,
+    BlockManager,
+    Prefix,
     block_digest,
     root_digest,
 )
@@ -83,7 +82,7 @@ def test_what_prefixes_share_within_a_block_is_copied() -> None:
     first = computed(blocks, 1, [*range(6), 10, 11, 12])
     second = sequence_of(2, [*range(6), 20, 21])
     prefix = blocks.find_prefix(second)
-    assert prefix == Prefix((first.block_table[0],), PartialBlock(first.block_table[1], 2))
+    assert prefix == Prefix((first.block_table[0],), first.block_table[1], num_tokens=6)
     assert blocks.allocate(second, prefix)
     assert second.num_computed_tokens == 6
     assert second.block_table[0] == first.block_table[0]
@@ -97,10 +96,10 @@ def test_what_prefixes_share_within_a_block_is_copied() -> None:
 def test_the_latest_of_blocks_that_begin_alike_is_copied_from() -> None:
     blocks = BlockManager(8, BLOCK_SIZE)
     first, second = computed(blocks, 1, [1, 2, 3, 4]), computed(blocks, 2, [1, 2, 5, 6])
-    assert blocks.find_prefix(sequence_of(3, [1, 2, 3, 7])) == Prefix((), PartialBlock(second.block_table[0], 2))
+    assert blocks.find_prefix(sequence_of(3, [1, 2, 3, 7])) == Prefix((), second.block_table[0], num_tokens=2)
     blocks.discard(second)
     assert blocks.find_prefix(sequence_of(3, [1, 2, 3, 7])) == Prefix()
-    assert blocks.find_prefix(sequence_of(4, [1, 2, 3, 4, 7])) == Prefix((first.block_table[0],))
+    assert blocks.find_prefix(sequence_of(4, [1, 2, 3, 4, 7])) == Prefix((first.block_table[0],), num_tokens=4)
     blocks.discard(first)
     assert counts(blocks) == (8, 0, 0)
 
@@ -109,7 +108,7 @@ def test_a_prompt_of_whole_blocks_is_copied_but_for_its_last_token() -> None:
     blocks = BlockManager(8, BLOCK_SIZE)
     first = computed(blocks, 1, list(range(8)))
     whole, copied = first.block_table
-    assert blocks.find_prefix(sequence_of(2, list(range(8)))) == Prefix((whole,), PartialBlock(copied, 3))
+    assert blocks.find_prefix(sequence_of(2, list(range(8)))) == Prefix((whole,), copied, num_tokens=7)
 
 
 def test_a_block_is_copied_that_is_evicted_for_the_copy() -> None:
@@ -190,11 +189,6 @@ def test_caching_can_be_off() -> None:
     assert blocks.find_prefix(sequence_of(2, [1] * 9)) == Prefix()
 
 
-def test_evicting_from_an_empty_cache_is_an_error() -> None:
-    with pytest.raises(KeyError, match="unused"):
-        PrefixCache().evict()
-
-
 def _leak(blocks: BlockManager, sequence: Sequence) -> None:
     sequence.block_table.pop()
 
@@ -212,15 +206,15 @@ def _share_without_counting(blocks: BlockManager, sequence: Sequence) -> None:
 
 
 def _lose_a_digest(blocks: BlockManager, sequence: Sequence) -> None:
-    blocks._cache._blocks.popitem()
+    blocks._by_digest.popitem()
 
 
 def _keep_what_holds_nothing(blocks: BlockManager, sequence: Sequence) -> None:
-    blocks._cache.mark_unused(blocks._free.pop())
+    blocks._cached[blocks._free.pop()] = None
 
 
 def _branch_to_a_block_that_holds_nothing(blocks: BlockManager, sequence: Sequence) -> None:
-    blocks._cache._branches[ROOT_DIGEST, 7] = blocks._free[0]
+    blocks._by_branch[ROOT_DIGEST, 7] = blocks._free[0]
 
 
 @pytest.mark.parametrize(
@@ -259,7 +253,7 @@ def test_a_salt_finds_only_its_own_blocks() -> None:
         assert blocks.find_prefix(salted(2, prompt, other)) == Prefix()
         assert blocks.find_prefix(salted(2, prompt[:3], other)) == Prefix()
     assert len(blocks.find_prefix(salted(3, prompt, "a")).blocks) == 2
-    assert blocks.find_prefix(salted(3, prompt[:3], "a")).partial == PartialBlock(first.block_table[0], 2)
+    assert blocks.find_prefix(salted(3, prompt[:3], "a")) == Prefix((), first.block_table[0], num_tokens=2)
 
 
 def test_roots_and_digests_of_blocks_are_of_different_kinds() -> None:

@@ -27,7 +27,7 @@ from trioengine.core.types import FinishReason, token_ids
 from trioengine.testing.toy_model import IM_END as EOS
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner
 from trioengine.worker.scheduling.engine_core import EngineCore
-from trioengine.worker.scheduling.sequence import Limits, SampledRow, SchedulerOutput
+from trioengine.worker.scheduling.sequence import Limits, Sampled, SchedulerOutput
 
 LIMITS = Limits(
     vocab_size=VOCAB_SIZE, max_model_len=64, kv_blocks_total=32, block_size=4, max_num_seqs=4, max_num_batched_tokens=16
@@ -258,8 +258,8 @@ def test_a_request_that_cannot_be_sampled_fails_alone() -> None:
 
 def test_a_failure_says_whose_fault_it_is() -> None:
     class Runner:
-        def execute(self, output: SchedulerOutput) -> list[SampledRow]:
-            return [SampledRow(output.scheduled[0].sequence, 0, error="none left", code=NO_TOKEN_LEFT)]
+        def execute(self, output: SchedulerOutput) -> list[Sampled]:
+            return [output.scheduled[0].sequence.failure(NO_TOKEN_LEFT, "none left")]
 
     core = EngineCore(Runner(), LIMITS, Clock())
     core.handle(AddSession(1))
@@ -269,8 +269,8 @@ def test_a_failure_says_whose_fault_it_is() -> None:
 
 def test_logprobs_travel_with_their_token() -> None:
     class Runner:
-        def execute(self, output: SchedulerOutput) -> list[SampledRow]:
-            return [SampledRow(output.scheduled[0].sequence, 5, logprobs={5: -0.5, 6: -1.0})]
+        def execute(self, output: SchedulerOutput) -> list[Sampled]:
+            return [output.scheduled[0].sequence.row(5, {5: -0.5, 6: -1.0})]
 
     core = EngineCore(Runner(), LIMITS, Clock())
     core.handle(AddSession(1))

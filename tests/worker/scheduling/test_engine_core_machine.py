@@ -32,7 +32,7 @@ from trioengine.core.types import FinishReason, token_ids
 from trioengine.testing.toy_model import IM_END as EOS
 from trioengine.testing.toy_model import VOCAB_SIZE, ToyRunner
 from trioengine.worker.scheduling.engine_core import EngineCore
-from trioengine.worker.scheduling.sequence import Limits, SampledRow, SchedulerOutput, Sequence, SequenceStatus
+from trioengine.worker.scheduling.sequence import Limits, Sampled, SchedulerOutput, Sequence, SequenceStatus
 
 
 @dataclass
@@ -56,7 +56,7 @@ class CheckingRunner(ToyRunner):
         self._limits = limits
         self._prompt_tokens: dict[Sequence, int] = {}  # since the latest token of each that decodes
 
-    def execute(self, output: SchedulerOutput) -> list[SampledRow]:
+    def execute(self, output: SchedulerOutput) -> list[Sampled]:
         limits = self._limits
         decoding = {entry.sequence for entry in output.scheduled if entry.sequence.is_decoding}
         prompt_tokens = sum(entry.num_new_tokens for entry in output.scheduled if entry.sequence not in decoding)

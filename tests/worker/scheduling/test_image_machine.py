@@ -36,7 +36,7 @@ from trioengine.testing.toy_model import TOY_TILE_EDGE, UNREADABLE, VOCAB_SIZE, 
 from trioengine.worker.scheduling.engine_core import INVALID_IMAGE, EngineCore
 from trioengine.worker.scheduling.image_queue import DECODED_MEMORY, PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived, Picture, TileShape
-from trioengine.worker.scheduling.sequence import Limits, SampledRow, SchedulerOutput, Sequence
+from trioengine.worker.scheduling.sequence import Limits, Sampled, SchedulerOutput, Sequence
 
 IMAGE_TOKEN = 7
 BAD = UNREADABLE + b"bad"
@@ -66,7 +66,7 @@ class CheckingRunner(ToyRunner):
         self._limits = limits
         self.core: EngineCore | None = None
 
-    def execute(self, output: SchedulerOutput) -> list[SampledRow]:
+    def execute(self, output: SchedulerOutput) -> list[Sampled]:
         assert self.core is not None
         assert len(output.encode) <= self._limits.max_tiles_per_step
         assert output.num_tokens <= self._limits.max_num_batched_tokens

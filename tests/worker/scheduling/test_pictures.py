@@ -8,9 +8,9 @@ import pytest
 from helpers.image_bench import ImageBench
 
 from trioengine.core.errors import InvariantError
+from trioengine.worker.scheduling.block_manager import ROOT_DIGEST, block_digest
 from trioengine.worker.scheduling.images import Picture, PictureStatus, Tile
-from trioengine.worker.scheduling.pictures import Pictures
-from trioengine.worker.scheduling.prefix_cache import ROOT_DIGEST, block_digest, image_token_ids
+from trioengine.worker.scheduling.pictures import Pictures, image_token_ids
 from trioengine.worker.scheduling.sequence import SchedulerOutput
 
 

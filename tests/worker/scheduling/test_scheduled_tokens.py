@@ -98,4 +98,4 @@ def test_decodes_beyond_the_token_budget_wait_a_step() -> None:
     scheduler, runner = make(max_num_batched_tokens=2)
     for request in (1, 2, 3):
         scheduler.add(sequence_of(request, [request], params(2)))
-    assert [row.sequence.request for row in run_all(scheduler, runner)] == [1, 2, 3]
+    assert [row.request for row in run_all(scheduler, runner)] == [1, 2, 3]

@@ -6,9 +6,10 @@ import pytest
 from helpers.toy_driver import answer, finish, make, params, run_all, run_step, sequence_of, shape
 
 from trioengine.core.errors import InvariantError, RequestRejected
+from trioengine.core.messages import RequestFailed
 from trioengine.core.types import FinishReason
 from trioengine.testing.toy_model import VOCAB_SIZE
-from trioengine.worker.scheduling.sequence import SampledRow, SequenceStatus
+from trioengine.worker.scheduling.sequence import SequenceStatus
 
 # ---- refusals, failures, aborts -------------------------------------------------------------------------------------
 
@@ -39,11 +40,12 @@ def test_a_prompt_that_leaves_one_token_is_accepted() -> None:
 def test_a_failed_sequence_fails_alone_and_its_blocks_are_not_cached() -> None:
     scheduler, runner = make()
     runner.fail_requests = {1}
-    scheduler.add(sequence_of(1, [1] * 20))
+    failed = sequence_of(1, [1] * 20)
+    scheduler.add(failed)
     scheduler.add(sequence_of(2, [2] * 5))
-    ends = {row.sequence.request: row for row in run_all(scheduler, runner)}
-    assert ends[1].finish_reason is FinishReason.ERROR
-    assert ends[1].sequence.token_ids == [1] * 20
+    ends = {row.request: row for row in run_all(scheduler, runner)}
+    assert ends[1] == RequestFailed(1, 1, "sampling_failed", "told to fail")
+    assert failed.token_ids == [1] * 20
     assert ends[2].finish_reason is FinishReason.LENGTH
     assert scheduler.blocks.num_cached == 2
     scheduler.add(sequence_of(3, [1] * 20))
@@ -92,7 +94,7 @@ def test_a_runner_that_answers_something_else_is_noticed(requests: list[int]) ->
     output = scheduler.schedule()
     assert output is not None
     with pytest.raises(InvariantError, match="sampled"):
-        scheduler.update(output, [SampledRow(sequences[request], 5) for request in requests])
+        scheduler.update(output, [sequences[request].row(5) for request in requests])
 
 
 def test_limits_that_allow_nothing_are_refused() -> None:
@@ -139,11 +141,12 @@ def test_the_next_turn_finds_the_turn_before() -> None:
 
 def test_sequences_admitted_together_do_not_share_what_is_not_computed() -> None:
     scheduler, runner = make(max_num_batched_tokens=64)
-    for request in (1, 2):
-        scheduler.add(sequence_of(request, [5] * 13))
-    ends = run_all(scheduler, runner)
-    assert [row.sequence.num_cached_tokens for row in ends] == [0, 0]
-    assert ends[0].sequence.token_ids == ends[1].sequence.token_ids
+    first, second = sequence_of(1, [5] * 13), sequence_of(2, [5] * 13)
+    for sequence in (first, second):
+        scheduler.add(sequence)
+    run_all(scheduler, runner)
+    assert [first.num_cached_tokens, second.num_cached_tokens] == [0, 0]
+    assert first.token_ids == second.token_ids
 
 
 # ---- preemption -----------------------------------------------------------------------------------------------------
@@ -151,13 +154,13 @@ def test_sequences_admitted_together_do_not_share_what_is_not_computed() -> None
 
 def test_the_latest_is_preempted_and_recomputed() -> None:
     scheduler, runner = make(kv_blocks_total=6)
-    for request in (1, 2):
-        scheduler.add(sequence_of(request, [request] * 8, params(12)))
-    ends = run_all(scheduler, runner)
-    assert [row.sequence.request for row in ends] == [1, 2]
+    sequences = [sequence_of(request, [request] * 8, params(12)) for request in (1, 2)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    assert [row.request for row in run_all(scheduler, runner)] == [1, 2]
     assert scheduler.statistics(0).num_preemptions == 1
-    for row in ends:
-        assert row.sequence.token_ids[8:] == answer([row.sequence.request] * 8, row.sequence.params, 64)
+    for sequence in sequences:
+        assert sequence.token_ids[8:] == answer([sequence.request] * 8, sequence.params, 64)
 
 
 def test_a_preempted_sequence_is_the_first_of_the_waiting() -> None:
@@ -169,7 +172,7 @@ def test_a_preempted_sequence_is_the_first_of_the_waiting() -> None:
     assert [sequence.request for sequence in scheduler._waiting] == [2, 3]
     assert scheduler._waiting[0].status is SequenceStatus.PREEMPTED
     assert scheduler._waiting[0].num_cached_tokens == 0
-    assert [row.sequence.request for row in run_all(scheduler, runner)] == [1, 2, 3]
+    assert [row.request for row in run_all(scheduler, runner)] == [1, 2, 3]
 
 
 def test_the_oldest_always_makes_progress() -> None:
@@ -180,7 +183,7 @@ def test_the_oldest_always_makes_progress() -> None:
     for length in range(4, 16):
         run_step(scheduler, runner)
         assert oldest.num_tokens == length
-    assert [row.sequence.request for row in run_all(scheduler, runner)] == [1, 2, 3, 4]
+    assert [row.request for row in run_all(scheduler, runner)] == [1, 2, 3, 4]
 
 
 def test_a_sequence_that_needs_every_block_runs() -> None:

@@ -18,6 +18,7 @@ from trioengine.core.errors import ModelError
 from trioengine.hub.model_config import TextConfig
 from trioengine.worker.scheduling.sequence import BlockCopy, ScheduledSequence, SchedulerOutput
 
+IntArray = npt.NDArray[np.int64]
 _CPU_SHARE = 4  # a quarter of the free memory,
 _CPU_LIMIT = 4 << 30  # and at most 4 GiB
 
@@ -77,21 +78,6 @@ def count_blocks(config: WorkerConfig, model: TextConfig, dtype: torch.dtype, de
     return memory // per_block
 
 
-def _free_on_cpu() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return min(int(line.split()[1]) * 1024 // _CPU_SHARE, _CPU_LIMIT)
-    return _CPU_LIMIT
-
-
-def _free_on_cuda(config: WorkerConfig, device: torch.device) -> int:
-    free, total = torch.cuda.mem_get_info(device)
-    return max(0, int(total * config.gpu_memory_utilization) - (total - free))
-
-
-IntArray = npt.NDArray[np.int64]
-
-
 @dataclass(frozen=True, slots=True)
 class EmbeddedRows:
     """Rows of a batch with embeddings of their own, such as an image's, in place of their tokens'."""
@@ -147,17 +133,6 @@ def make_batch(output: SchedulerOutput, block_size: int, device: torch.device) -
     )
 
 
-def _embeddings(entries: list[ScheduledSequence], starts: IntArray, device: torch.device) -> EmbeddedRows | None:
-    """The features of the images' tokens; `starts` are the sequences' first rows."""
-    rows: list[int] = []
-    values: list[Tensor] = []
-    for entry, first in zip(entries, starts.tolist(), strict=True):
-        for (picture, number), start, stop, offset in entry.tile_pieces:
-            rows += range(first + offset, first + offset + stop - start)
-            values.append(cast("Tensor", picture.features[number])[start:stop])
-    return EmbeddedRows(_tensor(rows, device), torch.cat(values)) if values else None
-
-
 def _layout_key(entry: ScheduledSequence) -> tuple[bool, int]:
     return entry.num_new_tokens > 1, -entry.sequence.num_computed_tokens
 
@@ -180,5 +155,28 @@ def _block_tables(entries: list[ScheduledSequence], context_lens: IntArray, bloc
     return tables
 
 
+def _embeddings(entries: list[ScheduledSequence], starts: IntArray, device: torch.device) -> EmbeddedRows | None:
+    """The features of the images' tokens; `starts` are the sequences' first rows."""
+    rows: list[int] = []
+    values: list[Tensor] = []
+    for entry, first in zip(entries, starts.tolist(), strict=True):
+        for (picture, number), start, stop, offset in entry.tile_pieces:
+            rows += range(first + offset, first + offset + stop - start)
+            values.append(cast("Tensor", picture.features[number])[start:stop])
+    return EmbeddedRows(_tensor(rows, device), torch.cat(values)) if values else None
+
+
 def _tensor(values: list[int], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int64).to(device)
+
+
+def _free_on_cpu() -> int:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return min(int(line.split()[1]) * 1024 // _CPU_SHARE, _CPU_LIMIT)
+    return _CPU_LIMIT
+
+
+def _free_on_cuda(config: WorkerConfig, device: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(total * config.gpu_memory_utilization) - (total - free))

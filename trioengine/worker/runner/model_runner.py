@@ -17,7 +17,7 @@ from trioengine.worker.models.base import Model, VisionModel
 from trioengine.worker.runner.model_weights import ModelSpec, ModelWeights, failure_of, give_back, share_one_arena
 from trioengine.worker.runner.sampling import sample
 from trioengine.worker.scheduling.images import DecodedImage, Tile, TileShape, Vision
-from trioengine.worker.scheduling.sequence import ModelInfo, OnProgress, SampledRow, SchedulerOutput
+from trioengine.worker.scheduling.sequence import ModelInfo, OnProgress, Sampled, SchedulerOutput
 
 
 class TorchModelRunner:
@@ -67,7 +67,7 @@ class TorchModelRunner:
             raise InvariantError("a forward pass while the KV cache sleeps")
         return self._cache
 
-    def execute(self, output: SchedulerOutput) -> list[SampledRow]:
+    def execute(self, output: SchedulerOutput) -> list[Sampled]:
         """Compute a step: one entry for each scheduled sequence with `samples`, in their order."""
         model, cache = self.model, self.cache
         with torch.inference_mode():

@@ -1,4 +1,9 @@
-"""The weights of a model: what is to be loaded, and its loading, sleep, wake and update."""
+"""The fixed properties of a loaded model, and its weights: loaded, asleep, awake and replaced.
+
+Weights are in one of three states: awake, on the device; kept, with their values in host memory and the device's memory
+given back; discarded, in the checkpoint only. An update discards the old ones before it loads the new ones, so that the
+device never needs room for both.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +35,9 @@ from trioengine.worker.weights import open_checkpoint
 from trioengine.worker.weights.checkpoint import Checkpoint, WeightReader
 
 _PRECISION = 1e-6  # GGUF files hold float32
+_LIBC = ctypes.CDLL(None)
+_HAS_GLIBC_MALLOC = hasattr(_LIBC, "malloc_trim")
+_M_ARENA_MAX = -8  # of malloc.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +84,6 @@ class ModelSpec:
     def allocate_cache(self) -> KVCache:
         """The KV cache; ModelError where the memory cannot be had."""
         return KVCache.allocate(self.model.text, self.num_blocks, self.block_size, self.dtype, self.device)
-
-
-def _check_pillow(path: str, model: ModelConfig) -> None:
-    if model.images is not None and importlib.util.find_spec("PIL") is None:
-        raise ModelError(f"{path}: images need Pillow (the extra `vision`), which is not installed: pip install pillow")
 
 
 def choose_device(name: str) -> torch.device:
@@ -130,6 +133,11 @@ def _choose_linears(config: WorkerConfig, dtype: torch.dtype, kernels: Kernels) 
     return None
 
 
+def _check_pillow(path: str, model: ModelConfig) -> None:
+    if model.images is not None and importlib.util.find_spec("PIL") is None:
+        raise ModelError(f"{path}: images need Pillow (the extra `vision`), which is not installed: pip install pillow")
+
+
 def _differences(ours: ModelConfig, theirs: ModelConfig) -> Iterator[str]:
     if ours.model_type != theirs.model_type:
         yield f"model_type is {theirs.model_type}, not {ours.model_type}"
@@ -153,11 +161,6 @@ def _is_same(ours: object, theirs: object) -> bool:
     if isinstance(ours, float) and isinstance(theirs, float):
         return math.isclose(ours, theirs, rel_tol=_PRECISION)
     return ours == theirs
-
-
-_LIBC = ctypes.CDLL(None)
-_HAS_GLIBC_MALLOC = hasattr(_LIBC, "malloc_trim")
-_M_ARENA_MAX = -8  # of malloc.h
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from trioengine.core.messages import NO_TOKEN_LEFT, SAMPLING_FAILED
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Logprobs
-from trioengine.worker.scheduling.sequence import SampledRow, Sequence
+from trioengine.worker.scheduling.sequence import Sampled, Sequence
 
 GREEDY_BELOW = 1e-5  # temperatures below are greedy, as in vLLM
 NOT_FINITE = "logits are not finite"
@@ -32,7 +32,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def sample(logits: Tensor, sequences: list[Sequence]) -> list[SampledRow]:
+def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
     """One token for each row of logits [num_rows, vocab_size]; a row without one, or not finite, fails alone.
 
     A row's token depends on the row, its parameters, its seed and its position, and on nothing else in the batch.
@@ -81,15 +81,15 @@ def _checked(best: Tensor, raw_best: Tensor) -> list[float]:
 
 def _rows(
     sequences: list[Sequence], token_ids: list[int], best: list[float], logprobs: list[Logprobs | None]
-) -> list[SampledRow]:
+) -> list[Sampled]:
     """`best` is the greatest logit of each row: nan is a fault of the model, an infinity of the parameters."""
-    rows = []
+    rows: list[Sampled] = []
     for sequence, token_id, logit, logprob in zip(sequences, token_ids, best, logprobs, strict=True):
         if math.isfinite(logit):
-            rows.append(SampledRow(sequence, token_id, logprob))
+            rows.append(sequence.row(token_id, logprob))
         else:
-            error, code = (NOT_FINITE, SAMPLING_FAILED) if math.isnan(logit) else (NOTHING_LEFT, NO_TOKEN_LEFT)
-            rows.append(SampledRow(sequence, 0, error=error, code=code))
+            failure = (SAMPLING_FAILED, NOT_FINITE) if math.isnan(logit) else (NO_TOKEN_LEFT, NOTHING_LEFT)
+            rows.append(sequence.failure(*failure))
     return rows
 
 

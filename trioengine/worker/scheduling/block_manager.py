@@ -1,25 +1,51 @@
-"""Paged KV memory: which blocks are free, cached or held, and which sequence's block table holds them.
+"""Blocks of the KV cache: which are free, cached or held, and which of them hold which prefix.
 
-A block is *held* (its reference count is above 0), *cached* (held by no sequence, kept by the prefix cache, evicted
-when needed) or *free* (holds nothing): `num_free + num_cached + num_held == num_blocks`, always.
+A block is *held* (in a sequence's block table; its reference count is above 0), *cached* (held by no sequence, its
+content findable, evicted when needed) or *free*: `num_free + num_cached + num_held == num_blocks`, always.
+
+The prefix cache is an index of computed full blocks, held or not. A block is found by a digest of its tokens and of the
+digest of the block before it, so that equal digests mean equal prefixes (the scheme of vLLM's automatic prefix
+caching). The first block's parent is the root of the request's cache salt: requests with different salts find none of
+each other's blocks, neither whole nor in part.
+
+Where prefixes part within a block, as after a chat template's first words, their common tokens are found by the parent
+and the first token: of several blocks with these, the latest. They are copied to a block of the new sequence.
+
+The tokens of an image stand for its content: the index compares `Sequence.content`, which has ids in their places that
+are not in the vocabulary (see `image_token_ids`), so that different images never match.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from hashlib import blake2b
 from typing import NamedTuple
 
 from trioengine.core.errors import InvariantError
-from trioengine.worker.scheduling.prefix_cache import PartialBlock, PrefixCache, block_digest
 from trioengine.worker.scheduling.sequence import BlockCopy, Sequence
+
+ROOT_DIGEST = b""  # of requests without a cache salt
+_SALTED = b"cache salt"  # keeps the roots apart from the digests of blocks
+_WITH_IMAGES = b"images"  # the same for blocks whose ids take 8 bytes
 
 
 class Prefix(NamedTuple):
-    """The cached part of a sequence: whole blocks, and perhaps the first tokens of the block after them."""
+    """The cached part of a sequence: whole blocks, and perhaps the first tokens of one more."""
 
     blocks: tuple[int, ...] = ()
-    partial: PartialBlock | None = None
+    partial: int | None = None  # the one more, to be copied as far as it matches
+    num_tokens: int = 0  # of `blocks` and of the copy
+
+
+class _Content(NamedTuple):
+    """The content of a findable block."""
+
+    digest: bytes
+    branch: tuple[bytes, int]  # the parent's digest and the first token
+    token_ids: array[int]
 
 
 class BlockManager:
@@ -31,7 +57,10 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self._ref_counts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block used last is used again first
-        self._cache = PrefixCache()
+        self._cached: dict[int, None] = {}  # an ordered set: the block to be evicted first comes first
+        self._contents: dict[int, _Content] = {}  # of the findable blocks, cached or held
+        self._by_digest: dict[bytes, int] = {}  # all of them
+        self._by_branch: dict[tuple[bytes, int], int] = {}  # the latest of each branch
         self._copies: list[BlockCopy] = []
 
     @property
@@ -42,34 +71,35 @@ class BlockManager:
     @property
     def num_cached(self) -> int:
         """Blocks that no sequence holds, kept for the prefix cache."""
-        return self._cache.num_unused
+        return len(self._cached)
 
     @property
     def num_held(self) -> int:
-        return self.num_blocks - self.num_free - self.num_cached
-
-    def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        return self.num_blocks - len(self._free) - len(self._cached)
 
     def find_prefix(self, sequence: Sequence) -> Prefix:
-        """The longest prefix of the sequence that is found in the cache, short of its last token; changes nothing.
+        """The longest prefix of the sequence that is found in the cache, short of its last token; takes no block.
 
         At least one token is left to compute, because the next token is sampled from its logits.
         """
         if not self.enable_prefix_caching:
             return Prefix()
+        last, size = sequence.num_tokens - 1, self.block_size
         found: list[int] = []
-        for index in range((sequence.num_tokens - 1) // self.block_size):
-            block = self._cache.find(self._digest(sequence, index))
+        for index in range(last // size):
+            block = self._by_digest.get(self._digest(sequence, index + 1))
             if block is None:
                 break
             found.append(block)
-        start = len(found) * self.block_size
-        rest = sequence.content(start, min(start + self.block_size, sequence.num_tokens - 1))
-        return Prefix(tuple(found), self._cache.find_partial(self._parent(sequence, len(found)), rest))
-
-    def num_tokens_of(self, prefix: Prefix) -> int:
-        return len(prefix.blocks) * self.block_size + (prefix.partial.num_tokens if prefix.partial else 0)
+        num_tokens = len(found) * size
+        rest = sequence.content(num_tokens, min(num_tokens + size, last))
+        partial = self._by_branch.get((self._digest(sequence, len(found)), rest[0])) if rest else None
+        if partial is not None:
+            for ours, theirs in zip(rest, self._contents[partial].token_ids, strict=False):
+                if ours != theirs:
+                    break
+                num_tokens += 1
+        return Prefix(tuple(found), partial, num_tokens)
 
     def allocate(self, sequence: Sequence, prefix: Prefix, *, reserve: int = 0) -> bool:
         """Give an empty sequence `prefix` (see `find_prefix`) and blocks for the rest of its tokens.
@@ -77,21 +107,19 @@ class BlockManager:
         False, and nothing changes, where that would leave fewer than `reserve` blocks for others. The tokens of
         `prefix` count as computed; in its partial block they are, once the step has made `take_copies`.
         """
-        num_new = self.num_blocks_for(sequence.num_tokens) - len(prefix.blocks)
-        num_revived = sum(1 for block in prefix.blocks if self._cache.is_unused(block))
-        if self.num_free + self.num_cached - num_revived - num_new < reserve:
+        num_new = -(-sequence.num_tokens // self.block_size) - len(prefix.blocks)
+        num_revived = len(self._cached.keys() & prefix.blocks)
+        if len(self._free) + len(self._cached) - num_revived - num_new < reserve:
             return False
         for block in prefix.blocks:
-            if self._cache.is_unused(block):
-                self._cache.mark_used(block)
+            self._cached.pop(block, None)
             self._ref_counts[block] += 1
         sequence.block_table.extend(prefix.blocks)
-        for _ in range(num_new):
-            sequence.block_table.append(self._take())
+        self.grow(sequence)
         if prefix.partial is not None:
-            source, num_tokens = prefix.partial
-            self._copies.append(BlockCopy(source, sequence.block_table[len(prefix.blocks)], num_tokens))
-        sequence.num_computed_tokens = self.num_tokens_of(prefix)
+            num_copied = prefix.num_tokens - len(prefix.blocks) * self.block_size
+            self._copies.append(BlockCopy(prefix.partial, sequence.block_table[len(prefix.blocks)], num_copied))
+        sequence.num_computed_tokens = prefix.num_tokens
         return True
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
@@ -100,29 +128,47 @@ class BlockManager:
         return copies
 
     def grow(self, sequence: Sequence) -> bool:
-        """Make the block table hold all tokens; False, and nothing changes, when there are too few blocks."""
-        num_new = self.num_blocks_for(sequence.num_tokens) - len(sequence.block_table)
-        if num_new > self.num_free + self.num_cached:
+        """Make the block table hold all tokens; False, and nothing changes, when there are too few blocks.
+
+        Free blocks are taken first; then cached ones are evicted, the one that is unused for the longest time first.
+        """
+        num_new = -(-sequence.num_tokens // self.block_size) - len(sequence.block_table)
+        if num_new > len(self._free) + len(self._cached):
             return False
         for _ in range(num_new):
-            sequence.block_table.append(self._take())
+            if self._free:
+                block = self._free.pop()
+            else:
+                block = next(iter(self._cached))
+                del self._cached[block]
+                self._forget(block)
+            self._ref_counts[block] = 1
+            sequence.block_table.append(block)
         return True
 
     def register(self, sequence: Sequence, num_computed_before: int) -> None:
-        """Make the blocks findable that were filled by computing the tokens from `num_computed_before` on."""
-        if self.enable_prefix_caching:
-            for index in range(num_computed_before // self.block_size, sequence.num_computed_tokens // self.block_size):
-                digest, parent = self._digest(sequence, index), self._parent(sequence, index)
-                token_ids = sequence.content(index * self.block_size, (index + 1) * self.block_size)
-                self._cache.register(sequence.block_table[index], parent, token_ids, digest)
+        """Make the blocks findable that were filled by computing the tokens from `num_computed_before` on.
+
+        Where another block holds the same prefix already, that one stays.
+        """
+        if not self.enable_prefix_caching:
+            return
+        size = self.block_size
+        for index in range(num_computed_before // size, sequence.num_computed_tokens // size):
+            block, digest = sequence.block_table[index], self._digest(sequence, index + 1)
+            if digest not in self._by_digest and block not in self._contents:
+                token_ids = _packed(sequence.content(index * size, (index + 1) * size))
+                content = _Content(digest, (self._digest(sequence, index), token_ids[0]), token_ids)
+                self._contents[block] = content
+                self._by_digest[digest] = self._by_branch[content.branch] = block
 
     def release(self, sequence: Sequence) -> None:
         """Take all blocks back; of those that stay cached, the later ones of the prefix are evicted first."""
         for block in reversed(sequence.block_table):
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
-                if self._cache.is_registered(block):
-                    self._cache.mark_unused(block)
+                if block in self._contents:
+                    self._cached[block] = None
                 else:
                     self._free.append(block)
         sequence.block_table.clear()
@@ -131,7 +177,7 @@ class BlockManager:
     def discard(self, sequence: Sequence) -> None:
         """Take all blocks back, and make them unfindable: their content may be wrong (not finite, say)."""
         for block in sequence.block_table:
-            self._cache.forget(block)
+            self._forget(block)
         self.release(sequence)
 
     def forget_all(self) -> None:
@@ -139,7 +185,8 @@ class BlockManager:
         if self.num_held:
             raise InvariantError(f"{self.num_held} blocks are held, and are to be forgotten")
         self._free = list(range(self.num_blocks - 1, -1, -1))
-        self._cache = PrefixCache()
+        for index in (self._cached, self._contents, self._by_digest, self._by_branch):
+            index.clear()
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raise InvariantError unless the accounts agree with the block tables of `sequences`: all there are.
@@ -152,30 +199,60 @@ class BlockManager:
                 raise InvariantError(f"block {block} is counted {self._ref_counts[block]} times and held {count} times")
         if sum(self._ref_counts) != held.total():
             raise InvariantError(f"blocks are counted {sum(self._ref_counts)} times and held {held.total()} times")
-        disagreement = self._cache.find_disagreement()
-        if disagreement is not None:
-            raise InvariantError(disagreement)
-        accounted = set(self._free)
-        accounted.update(self._cache.unused, held)
-        num_accounted = self.num_free + self.num_cached + len(held)
+        self._check_index()
+        accounted = {*self._free, *self._cached, *held}
+        num_accounted = len(self._free) + len(self._cached) + len(held)
         if len(accounted) != self.num_blocks or num_accounted != self.num_blocks:
             raise InvariantError(
                 f"of {self.num_blocks} blocks {len(accounted)} are accounted for: "
-                f"{self.num_free} free + {self.num_cached} cached + {len(held)} held"
+                f"{len(self._free)} free + {len(self._cached)} cached + {len(held)} held"
             )
 
-    def _take(self) -> int:
-        block = self._free.pop() if self._free else self._cache.evict()
-        self._ref_counts[block] = 1
-        return block
+    def _check_index(self) -> None:
+        contents = self._contents
+        found = [self._by_digest.get(content.digest) for content in contents.values()]
+        if found != list(contents) or len(self._by_digest) != len(contents):
+            raise InvariantError("the prefix cache's maps of blocks and digests are not each other's inverse")
+        for branch, block in self._by_branch.items():
+            if block not in contents or contents[block].branch != branch:
+                raise InvariantError("the prefix cache finds a block by tokens that it does not hold")
+        if not self._cached.keys() <= contents.keys():
+            raise InvariantError("the prefix cache keeps blocks that hold no prefix")
 
-    def _digest(self, sequence: Sequence, index: int) -> bytes:
+    def _forget(self, block: int) -> None:
+        """Make a block unfindable; nothing happens if it already is."""
+        content = self._contents.pop(block, None)
+        if content is not None:
+            del self._by_digest[content.digest]
+            if self._by_branch.get(content.branch) == block:
+                del self._by_branch[content.branch]
+
+    def _digest(self, sequence: Sequence, num_blocks: int) -> bytes:
+        """The digest of the sequence's first full blocks; of none, the root of its cache salt. Computed once each."""
         digests = sequence.block_digests
-        for later in range(len(digests), index + 1):
-            start = later * self.block_size
-            parent = self._parent(sequence, later)
-            digests.append(block_digest(parent, sequence.content(start, start + self.block_size)))
-        return digests[index]
+        if not digests:
+            digests.append(root_digest(sequence.params.cache_salt))
+        while len(digests) <= num_blocks:
+            end = len(digests) * self.block_size
+            digests.append(block_digest(digests[-1], sequence.content(end - self.block_size, end)))
+        return digests[num_blocks]
 
-    def _parent(self, sequence: Sequence, index: int) -> bytes:
-        return sequence.block_digests[index - 1] if index else sequence.root
+
+def root_digest(cache_salt: str) -> bytes:
+    """The parent of the first block of a request with this cache salt."""
+    return blake2b(cache_salt.encode(), digest_size=32, person=_SALTED).digest() if cache_salt else ROOT_DIGEST
+
+
+def block_digest(parent: bytes, token_ids: Items[int]) -> bytes:
+    """The digest of a full block after the prefix `parent`."""
+    packed = _packed(token_ids)
+    kind = b"" if packed.typecode == "i" else _WITH_IMAGES
+    return blake2b(parent + packed.tobytes(), digest_size=32, person=kind).digest()
+
+
+def _packed(token_ids: Items[int]) -> array[int]:
+    """4 bytes a token; 8, where there are an image's among them."""
+    try:
+        return array("i", token_ids)
+    except OverflowError:
+        return array("q", token_ids)

@@ -26,7 +26,6 @@ from trioengine.core.messages import (
     Audited,
     EndSession,
     FromWorker,
-    PayloadConsumed,
     RequestFailed,
     SessionEnded,
     Sleep,
@@ -46,7 +45,7 @@ from trioengine.core.types import FinishReason, TokenIds, token_ids
 from trioengine.worker.scheduling.image_queue import Decoder, PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived, place_images
 from trioengine.worker.scheduling.scheduler import Scheduler
-from trioengine.worker.scheduling.sequence import Limits, ModelRunner, SampledRow, Sequence
+from trioengine.worker.scheduling.sequence import Limits, ModelRunner, Sequence, SequenceStatus
 
 Event: TypeAlias = ToWorker | PayloadArrived | PictureDecoded
 INVALID_IMAGE = "invalid_image"  # the code of a request with an image that cannot be decoded
@@ -119,33 +118,33 @@ class EngineCore:
         sessions, or a message about neither. Payloads and images that differ from their announcement also raise it,
         and may leave changes. Exceptions of the runner's `sleep` pass through.
         """
-        replies = self._handle(event)
-        return [*replies, *self._consumed()]
-
-    def _handle(self, message: Event) -> list[FromWorker]:
-        match message:
+        replies: list[FromWorker] = []
+        match event:
             case AddSession():
-                return self._add_session(message)
+                self._add_session(event)
             case AddMessage():
-                return self._add_message(message)
+                replies += self._add_message(event)
             case StopSession():
-                return self._stop_session(message)
+                replies += self._stop_session(event)
             case EndSession():
-                return self._end_session(message)
+                replies.append(self._end_session(event))
             case Audit():
-                return [self._audit(message)]
+                replies.append(self._audit(event))
             case Sleep():
-                return [self._sleep()]
+                replies.append(self._sleep())
             case Wake():
-                return [self._wake(message)]
+                replies.append(self._wake(event))
             case UpdateWeights():
-                return [self._update_weights(message)]
+                replies.append(self._update_weights(event))
             case PayloadArrived():
-                self._scheduler.take_payload(message)
-                return []
+                self._scheduler.take_payload(event)
             case PictureDecoded():
-                return self._take_decoded(message)
-        raise RemoteProtocolError(f"{WIRE_NAMES[type(message)]} is about neither sessions nor memory")
+                replies += self._take_decoded(event)
+            case _:
+                raise RemoteProtocolError(f"{WIRE_NAMES[type(event)]} is about neither sessions nor memory")
+        if self._scheduler.payloads.consumed:
+            replies += self._scheduler.payloads.take_consumed()
+        return replies
 
     def step(self) -> list[FromWorker]:
         """Schedule, run and apply one step. An exception of the runner passes through and leaves the core unusable.
@@ -153,12 +152,12 @@ class EngineCore:
         One TOKENS with a row for each sequence that sampled, and a REQUEST_FAILED for each that the runner could not
         sample for, PAYLOAD_CONSUMED for images that are encoded; nothing when there is nothing to do.
         """
-        if self._asleep and self.has_work:
-            raise InvariantError(f"a step while {', '.join(sorted(tag.value for tag in self._asleep))} sleep")
         started = self._clock()
         output = self._scheduler.schedule()
         if output is None:
-            return self._consumed()
+            return [*self._scheduler.payloads.take_consumed()]
+        if self._asleep:
+            raise InvariantError(f"a step while {', '.join(sorted(tag.value for tag in self._asleep))} sleep")
         for entry in output.scheduled:
             if entry.sequence.started_at is None:
                 entry.sequence.started_at = started
@@ -166,14 +165,21 @@ class EngineCore:
         now = self._clock()
         rows: list[TokensRow] = []
         failures: list[FromWorker] = []
-        for row in self._scheduler.update(output, sampled):
-            if row.sequence.first_token_at is None:
-                row.sequence.first_token_at = now
-            if row.finish_reason is FinishReason.ERROR:
-                failures.append(self._failed(row))
+        for sequence, row in zip(self._scheduler.update(output, sampled), sampled, strict=True):
+            if sequence.first_token_at is None:
+                sequence.first_token_at = now
+            if isinstance(row, RequestFailed):
+                failures.append(row)
             else:
-                rows.append(self._row(row, now))
-        return [Tokens(tuple(rows), self.statistics()), *failures, *self._consumed()]
+                rows.append(row)
+                if row.finish_reason is not None or sequence.num_output_tokens == 1:
+                    row.usage = sequence.usage(now)
+            if sequence.status is SequenceStatus.FINISHED:
+                self._take_back(sequence)
+        replies = [Tokens(tuple(rows), self.statistics()), *failures]
+        if self._scheduler.payloads.consumed:
+            replies += self._scheduler.payloads.take_consumed()
+        return replies
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless the accounts of the scheduler, the blocks and the images agree."""
@@ -181,11 +187,10 @@ class EngineCore:
 
     # ---- messages ---------------------------------------------------------------------------------------------------
 
-    def _add_session(self, message: AddSession) -> list[FromWorker]:
+    def _add_session(self, message: AddSession) -> None:
         if message.session in self._sessions:
             raise RemoteProtocolError(f"ADD_SESSION: session {message.session} is there already")
         self._sessions[message.session] = _Session()
-        return []
 
     def _add_message(self, message: AddMessage) -> list[FromWorker]:
         session = self._session(message.session, "ADD_MESSAGE")
@@ -242,12 +247,12 @@ class EngineCore:
         )
         return [Tokens((row,), self.statistics())]
 
-    def _end_session(self, message: EndSession) -> list[FromWorker]:
+    def _end_session(self, message: EndSession) -> SessionEnded:
         session = self._session(message.session, "END_SESSION")
         if session.sequence is not None:
             self._scheduler.abort(session.sequence.request)
         del self._sessions[message.session]
-        return [SessionEnded(message.session, self.statistics())]
+        return SessionEnded(message.session, self.statistics())
 
     def _audit(self, message: Audit) -> Audited:
         blocks = self._scheduler.blocks
@@ -269,12 +274,7 @@ class EngineCore:
         if sequence is None or sequence.images is None:
             return []
         self._take_back(sequence)
-        message = f"{sequence.images.name(decoded.picture)}: {decoded.error}"
-        return [RequestFailed(sequence.session, sequence.request, INVALID_IMAGE, message)]
-
-    def _consumed(self) -> list[FromWorker]:
-        payloads = self._scheduler.payloads
-        return [PayloadConsumed(payload) for payload in payloads.take_consumed()] if payloads.consumed else []
+        return [sequence.failure(INVALID_IMAGE, f"{sequence.images.name(decoded.picture)}: {decoded.error}")]
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -311,29 +311,6 @@ class EngineCore:
         if state is None:
             raise RemoteProtocolError(f"{name}: session {session} is not there")
         return state
-
-    # ---- rows -------------------------------------------------------------------------------------------------------
-
-    def _row(self, row: SampledRow, now: float) -> TokensRow:
-        sequence = row.sequence
-        usage = None
-        if row.finish_reason is not None or sequence.num_output_tokens == 1:
-            usage = sequence.usage(now)
-        if row.finish_reason is not None:
-            self._take_back(sequence)
-        return TokensRow(
-            session=sequence.session,
-            request=sequence.request,
-            token_ids=token_ids((row.token_id,)),
-            logprobs=None if row.logprobs is None else (row.logprobs,),
-            finish_reason=row.finish_reason,
-            usage=usage,
-        )
-
-    def _failed(self, row: SampledRow) -> RequestFailed:
-        self._take_back(row.sequence)
-        message = row.error or "no token could be sampled"
-        return RequestFailed(row.sequence.session, row.sequence.request, row.code, message)
 
     def _take_back(self, sequence: Sequence) -> None:
         """Return the tokens of a finished request from its sequence to the session."""

@@ -14,14 +14,23 @@ its features, and there may be many such requests. What does not fit is decoded 
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable
+from hashlib import shake_256
 
 from trioengine.core.errors import InvariantError, RemoteProtocolError
-from trioengine.core.messages import ImageInput
+from trioengine.core.messages import ImageInput, PayloadConsumed
 from trioengine.worker.scheduling.images import Payload, PayloadSource, Picture, PictureStatus, Tile, TileShape
-from trioengine.worker.scheduling.prefix_cache import image_token_ids
 from trioengine.worker.scheduling.sequence import Sequence
+
+_FIRST_TOKEN_ID = -(1 << 63)  # ids end at -(1 << 62), too large for 4 bytes
+
+
+def image_token_ids(digest: bytes, count: int) -> array[int]:
+    """Ids, negative, for the tokens of an image with this digest: 62 bits of its hash each."""
+    ids = array("q", shake_256(digest).digest(8 * count))
+    return array("q", [_FIRST_TOKEN_ID | (value & (1 << 62) - 1) for value in ids])
 
 
 class Pictures:
@@ -231,7 +240,7 @@ class Payloads:
         self._awaited: dict[int, ImageInput] = {}  # announced, and not here
         self._early: dict[int, PayloadSource] = {}  # here, and not announced
         self._here: set[int] = set()  # both
-        self.consumed: list[int] = []  # and not reported
+        self.consumed: list[PayloadConsumed] = []  # the reports to be sent
 
     @property
     def outstanding(self) -> tuple[int, ...]:
@@ -268,10 +277,10 @@ class Payloads:
         """Close its source; `take_consumed` reports it."""
         self._here.remove(payload.id)
         payload.source.close()
-        self.consumed.append(payload.id)
+        self.consumed.append(PayloadConsumed(payload.id))
 
-    def take_consumed(self) -> list[int]:
-        """Those that were consumed since the last call, in order."""
+    def take_consumed(self) -> list[PayloadConsumed]:
+        """The reports of those that were consumed since the last call, in order."""
         consumed, self.consumed = self.consumed, []
         return consumed
 

@@ -36,14 +36,13 @@ from collections.abc import Sequence as Items
 from operator import attrgetter
 
 from trioengine.core.errors import InvariantError
-from trioengine.core.messages import ImageInput, WorkerStatistics
-from trioengine.core.types import FinishReason
+from trioengine.core.messages import ImageInput, RequestFailed, TokensRow, WorkerStatistics
 from trioengine.worker.scheduling.block_manager import BlockManager
 from trioengine.worker.scheduling.image_queue import Decoder, ImageWaiters, NoDecoder, PictureDecoded
 from trioengine.worker.scheduling.images import PayloadArrived, PictureStatus
 from trioengine.worker.scheduling.sequence import (
     Limits,
-    SampledRow,
+    Sampled,
     ScheduledSequence,
     SchedulerOutput,
     Sequence,
@@ -101,7 +100,10 @@ class Scheduler:
         self._sequences[sequence.request] = sequence
         self._last_place += 1
         sequence.place = self._last_place
-        self._join([sequence] if sequence.images is None else self._waiters.add(sequence))
+        if sequence.images is None:
+            self._waiting.append(sequence)
+        else:
+            self._join(self._waiters.add(sequence))
 
     def announce(self, images: tuple[ImageInput, ...]) -> None:
         """Expect the payloads of these; after `add`, whether that has taken or refused the request."""
@@ -126,15 +128,14 @@ class Scheduler:
         sequence = self._sequences.get(request)
         if sequence is not None:
             self._drop(sequence)
-            if self._has_waiters:
-                self._join(self._waiters.advance())
+            self._join(self._waiters.advance())
         return sequence
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, to be given to `update` when it is computed; None when there is nothing to do."""
         if self._in_step is not None:
             raise InvariantError("the step before has not been updated")
-        if not self.has_work:
+        if not self._running and not self._waiting:
             return None
         limits = self.limits
         plan = StepPlan(limits.chunked_prefill_size, tiles=0)
@@ -148,39 +149,48 @@ class Scheduler:
             plan.prompt_tokens = min(plan.prompt_tokens, limits.max_num_batched_tokens - len(plan.scheduled))
             self._schedule_prompts(plan)
         if not plan.scheduled:
-            if self.has_work:
+            if self._running or self._waiting:
                 raise InvariantError(f"{len(self._sequences)} sequences, and none of them can be scheduled")
             return None  # they have left the line for their images
-        self._in_step = output = plan.output(self.blocks.take_copies())
-        self._num_steps += 1
-        self._num_tokens += sum(entry.num_new_tokens for entry in plan.scheduled)
-        return output
+        self._in_step = SchedulerOutput(tuple(plan.scheduled), self.blocks.take_copies(), tuple(plan.encode))
+        return self._in_step
 
-    def update(self, output: SchedulerOutput, sampled: list[SampledRow]) -> list[SampledRow]:
-        """Apply the results of a step: append each token, drop the sequences that end, and return their rows."""
+    def update(self, output: SchedulerOutput, sampled: list[Sampled]) -> list[Sequence]:
+        """Apply the results of a step, and return the sequence of each.
+
+        Appends the tokens, sets the rows' finish reasons, and drops the sequences that end.
+        """
         if output is not self._in_step:
             raise InvariantError("this is not the step that was scheduled")
         self._in_step = None
+        self._num_steps += 1
         if output.encode:
             self.pictures.take_in(output.encode)
-        rows = iter(sampled)
+        results, sequences = iter(sampled), []
         block_size = self.limits.block_size
-        for sequence, num_new_tokens in [(entry.sequence, entry.num_new_tokens) for entry in output.scheduled]:
-            before = sequence.num_computed_tokens
-            computed = before + num_new_tokens
-            samples = computed == len(sequence.token_ids)
-            row = next(rows, None) if samples else None
-            if row is None or row.error is None:
-                sequence.num_computed_tokens = computed
-                if before // block_size != computed // block_size:
-                    self.blocks.register(sequence, before)
-            if samples:
-                self._take_in(sequence, row)
-        if self._has_waiters:
-            self._join(self._waiters.advance())
-        if next(rows, None) is not None:
+        for entry in output.scheduled:
+            sequence, before = entry.sequence, entry.sequence.num_computed_tokens
+            computed = before + entry.num_new_tokens
+            self._num_tokens += entry.num_new_tokens
+            row: Sampled | None = None
+            if computed == len(sequence.token_ids):
+                row = next(results, None)
+                if row is None or row.request != sequence.request:
+                    raise InvariantError(f"the runner sampled {row} for request {sequence.request}")
+                sequences.append(sequence)
+            if isinstance(row, RequestFailed):
+                self._drop(sequence, discard=True)
+                continue
+            sequence.num_computed_tokens = computed
+            if before // block_size != computed // block_size:
+                self.blocks.register(sequence, before)
+            if row is not None:
+                self._append(sequence, row)
+        if next(results, None) is not None:
             raise InvariantError("the runner sampled more tokens than were asked for")
-        return sampled
+        if len(self._sequences) > len(self._running) + len(self._waiting):  # some are out of the line for their images
+            self._join(self._waiters.advance())
+        return sequences
 
     def forget_all(self) -> None:
         """Drop all computed blocks and features. Raises InvariantError while there is a sequence."""
@@ -218,11 +228,6 @@ class Scheduler:
         self._waiters.check_integrity(listed)
         self.blocks.check_integrity(listed)
 
-    @property
-    def _has_waiters(self) -> bool:
-        """Whether sequences are out of the line for their images."""
-        return len(self._sequences) > len(self._running) + len(self._waiting)
-
     # ---- a step -----------------------------------------------------------------------------------------------------
 
     @property
@@ -244,10 +249,10 @@ class Scheduler:
             left -= prefilling.num_tokens - prefilling.num_computed_tokens
         num_blocks = blocks.num_free + blocks.num_cached
         for num_running, sequence in enumerate(self._waiting, len(self._running)):
-            num_blocks -= blocks.num_blocks_for(sequence.num_tokens)
+            num_blocks -= -(-sequence.num_tokens // limits.block_size)
             if left <= 0 or num_running == limits.max_num_seqs or num_blocks < num_running:
                 break
-            num_cached_tokens = blocks.num_tokens_of(blocks.find_prefix(sequence))
+            num_cached_tokens = blocks.find_prefix(sequence).num_tokens
             if sequence.to_encode(num_cached_tokens):
                 break
             left -= sequence.num_tokens - num_cached_tokens
@@ -297,7 +302,7 @@ class Scheduler:
         while self._waiting and plan.prompt_tokens > 0 and len(self._running) < self.limits.max_num_seqs:
             sequence = self._waiting[0]
             prefix = self.blocks.find_prefix(sequence)
-            num_cached_tokens = self.blocks.num_tokens_of(prefix)
+            num_cached_tokens = prefix.num_tokens
             to_encode = sequence.to_encode(num_cached_tokens)
             if any(picture.status is not PictureStatus.DECODED for picture in to_encode):
                 self._waiting.popleft()
@@ -319,16 +324,11 @@ class Scheduler:
             if num_cached_tokens + num_new_tokens < sequence.num_tokens:
                 break
 
-    def _take_in(self, sequence: Sequence, row: SampledRow | None) -> None:
-        if row is None or row.sequence is not sequence:
-            raise InvariantError(f"the runner sampled {row} for request {sequence.request}")
-        if row.error is not None:
-            row.finish_reason = FinishReason.ERROR
-            self._drop(sequence, discard=True)
-            return
+    def _append(self, sequence: Sequence, row: TokensRow) -> None:
+        """Append the row's token; drop the sequence if it ends with it."""
         if sequence.reading:
             self.pictures.stop_reading(sequence)
-        sequence.token_ids.append(row.token_id)
+        sequence.token_ids.extend(row.token_ids)
         row.finish_reason = sequence.finish_reason(self.limits.max_sequence_len)
         if row.finish_reason is not None:
             self._drop(sequence)

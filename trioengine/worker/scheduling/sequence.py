@@ -1,4 +1,8 @@
-"""A sequence, and one step over sequences: limits, plan, output and sampled rows."""
+"""A sequence, and one step over sequences: its limits, its plan, and the interface to the model runner.
+
+A step is planned (`StepPlan`) and given to the runner (`SchedulerOutput`), which returns a `Sampled` for each sequence
+whose last token it has computed.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
 from trioengine.core.errors import RequestRejected
-from trioengine.core.messages import SAMPLING_FAILED
+from trioengine.core.messages import RequestFailed, TokensRow
 from trioengine.core.power import Tag
 from trioengine.core.sampling_params import SamplingParams
-from trioengine.core.types import FinishReason, Logprobs, Usage
+from trioengine.core.types import FinishReason, Logprobs, Usage, token_ids
 from trioengine.worker.scheduling.images import Picture, PromptImages, Tile, TilePiece, TileShape, Vision
-from trioengine.worker.scheduling.prefix_cache import root_digest
+
+OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes of weights
+DEFAULT_ENCODER_CACHE_MEMORY = 256 << 20
 
 
 class SequenceStatus(enum.Enum):
@@ -42,17 +48,13 @@ class Sequence:
     num_computed_tokens: int = 0  # tokens whose keys and values lie in the KV cache
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
     block_table: list[int] = field(default_factory=list)  # token i lies in block_table[i // block_size]
-    block_digests: list[bytes] = field(default_factory=list)  # of its first full blocks, see PrefixCache
+    block_digests: list[bytes] = field(default_factory=list)  # of none, one, two… of its first blocks
     arrived_at: float = 0.0  # by the engine core's clock, as the next two
     started_at: float | None = None  # its first step began
     first_token_at: float | None = None
     images: PromptImages | None = None
     reading: tuple[Picture, ...] = ()  # whose decoded tiles are kept for it
     place: int = 0  # in the order of arrival
-    root: bytes = field(init=False)  # of the chain of block digests, by the cache salt
-
-    def __post_init__(self) -> None:
-        self.root = root_digest(self.params.cache_salt)
 
     def content(self, start: int, end: int) -> list[int]:
         """The token ids that the prefix cache compares: for images, ids that stand for their content."""
@@ -89,6 +91,14 @@ class Sequence:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
+    def row(self, token_id: int, logprobs: Logprobs | None = None) -> TokensRow:
+        """The row of a step with its next token; `logprobs` have the chosen token first."""
+        return TokensRow(self.session, self.request, token_ids((token_id,)), None if logprobs is None else (logprobs,))
+
+    def failure(self, code: str, message: str) -> RequestFailed:
+        """The error that ends this request alone."""
+        return RequestFailed(self.session, self.request, code, message)
+
     def usage(self, now: float) -> Usage:
         """The usage so far."""
         started = now if self.started_at is None else self.started_at
@@ -100,10 +110,6 @@ class Sequence:
             queue_time=started - self.arrived_at,
             prefill_time=first_token - started,
         )
-
-
-OnProgress: TypeAlias = Callable[[int, int], None]  # (done, total), in bytes of weights
-DEFAULT_ENCODER_CACHE_MEMORY = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,37 +212,46 @@ class SchedulerOutput:
         return sum(entry.num_new_tokens for entry in self.scheduled)
 
 
-@dataclass(slots=True)
-class SampledRow:
-    """The next token of a sequence, or the error that ends it; the scheduler adds `finish_reason`."""
+class StepPlan:
+    """A step being planned; it has room for `prompt_tokens` and `tiles` more."""
 
-    sequence: Sequence
-    token_id: int  # meaningless with an error
-    logprobs: Logprobs | None = None  # {token_id: logprob}, the chosen token first; if requested
-    error: str | None = None  # this request alone fails, for logits that are not finite, say
-    code: str = SAMPLING_FAILED  # of the error; NO_TOKEN_LEFT if the request's parameters are the reason
-    finish_reason: FinishReason | None = None
+    def __init__(self, prompt_tokens: int, tiles: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.tiles = tiles
+        self.scheduled: list[ScheduledSequence] = []
+        self.encode: dict[Tile, None] = {}  # an ordered set
+
+    def fit(self, sequence: Sequence, start: int) -> int:
+        """How many tokens of the prompt from `start` on: up to the first tile that cannot be encoded in this step."""
+        num_new_tokens = min(sequence.num_tokens - start, self.prompt_tokens)
+        if sequence.images is None:
+            return num_new_tokens
+        tiles = self.tiles
+        for tile, _, _, offset in sequence.images.pieces(start, start + num_new_tokens):
+            if not tile.is_encoded and tile not in self.encode:
+                if tiles == 0:
+                    return offset
+                tiles -= 1
+        return num_new_tokens
+
+    def add_prompt(self, sequence: Sequence, num_new_tokens: int) -> None:
+        """Schedule as many tokens as `fit` has returned."""
+        entry = ScheduledSequence(sequence, num_new_tokens)
+        self.scheduled.append(entry)
+        self.prompt_tokens -= num_new_tokens
+        for tile, _, _, _ in entry.tile_pieces:
+            if not tile.is_encoded and tile not in self.encode:
+                self.encode[tile] = None
+                self.tiles -= 1
 
 
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """A loaded model, and the size of its KV cache: READY's fields, and the limits of scheduling."""
-
-    model_type: str
-    device: str
-    dtype: str
-    kernels: str
-    vocab_size: int
-    max_model_len: int  # tokens; never more than the KV cache holds
-    kv_blocks_total: int
-    block_size: int
-    vision: Vision | None = None  # None: the model takes no images
+Sampled: TypeAlias = TokensRow | RequestFailed  # a row of one token, still without finish reason and usage; or an error
 
 
 class ModelRunner(Protocol):
     """Runs the forward pass and the sampler; the simulated worker has a toy one."""
 
-    def execute(self, output: SchedulerOutput) -> list[SampledRow]:
+    def execute(self, output: SchedulerOutput) -> list[Sampled]:
         """Copy blocks, encode tiles, then compute: one entry for each scheduled sequence with `samples`, in order."""
         ...
 
@@ -257,37 +272,16 @@ class ModelRunner(Protocol):
         ...
 
 
-class StepPlan:
-    """A step being planned; it has room for `prompt_tokens` and `tiles` more."""
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A loaded model, and the size of its KV cache: READY's fields, and the limits of scheduling."""
 
-    def __init__(self, prompt_tokens: int, tiles: int) -> None:
-        self.prompt_tokens = prompt_tokens
-        self.tiles = tiles
-        self.scheduled: list[ScheduledSequence] = []
-        self._encode: dict[Tile, None] = {}
-
-    def fit(self, sequence: Sequence, start: int) -> int:
-        """How many tokens of the prompt from `start` on: up to the first tile that cannot be encoded in this step."""
-        num_new_tokens = min(sequence.num_tokens - start, self.prompt_tokens)
-        if sequence.images is None:
-            return num_new_tokens
-        tiles = self.tiles
-        for tile, _, _, offset in sequence.images.pieces(start, start + num_new_tokens):
-            if not tile.is_encoded and tile not in self._encode:
-                if tiles == 0:
-                    return offset
-                tiles -= 1
-        return num_new_tokens
-
-    def add_prompt(self, sequence: Sequence, num_new_tokens: int) -> None:
-        """Schedule as many tokens as `fit` has returned."""
-        entry = ScheduledSequence(sequence, num_new_tokens)
-        self.scheduled.append(entry)
-        self.prompt_tokens -= num_new_tokens
-        for tile, _, _, _ in entry.tile_pieces:
-            if not tile.is_encoded and tile not in self._encode:
-                self._encode[tile] = None
-                self.tiles -= 1
-
-    def output(self, copies: tuple[BlockCopy, ...]) -> SchedulerOutput:
-        return SchedulerOutput(tuple(self.scheduled), copies, tuple(self._encode))
+    model_type: str
+    device: str
+    dtype: str
+    kernels: str
+    vocab_size: int
+    max_model_len: int  # tokens; never more than the KV cache holds
+    kv_blocks_total: int
+    block_size: int
+    vision: Vision | None = None  # None: the model takes no images
