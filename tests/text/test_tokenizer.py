@@ -15,8 +15,8 @@ from trioengine import ModelError
 from trioengine.hub.model_info import read_model
 from trioengine.testing import toy_model
 from trioengine.text.chat_tokenizer import ChatTokenizer
-from trioengine.text.output import StopMatcher
-from trioengine.text.tokenizer import Detokenizer, Tokenizer
+from trioengine.text.output import Detokenizer, StopMatcher
+from trioengine.text.tokenizer import Tokenizer
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "data" / "tokenizer_reference.json").read_text())
 

@@ -24,7 +24,7 @@ from trioengine.core.sampling_params import retained
 from trioengine.core.types import TokenIds, token_ids
 from trioengine.text.chat_tokenizer import ChatTokenizer, PlacedImage, image_parts, num_image_tokens, place_images
 from trioengine.text.messages import BYTES, Message, Turns, check_unicode, checked_messages, copied
-from trioengine.text.tokenizer import Detokenizer
+from trioengine.text.output import Detokenizer
 
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
 
