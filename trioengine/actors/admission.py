@@ -212,6 +212,5 @@ def _resolved(runtime: Runtime, request: Request) -> SamplingParams:
     room = runtime.limits.max_model_len - request.num_prompt_tokens
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     seed = runtime.ports.mint_seed() if params.seed is None else params.seed
-    return dataclasses.replace(
-        params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens), seed=seed, stop=()
-    )
+    min_tokens = min(params.min_tokens, max_tokens)
+    return params.replace_valid(max_tokens=max_tokens, min_tokens=min_tokens, seed=seed, stop=())
