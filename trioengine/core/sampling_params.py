@@ -159,9 +159,10 @@ class SamplingOptions(TypedDict, total=False):
 
 def merged_params(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
     """Return `params`, or the defaults, with these fields replaced. Raises RequestRejected for a bad value."""
-    if not (params is None or isinstance(params, SamplingParams)):
+    if params is None:
+        return SamplingParams(**options)
+    if not isinstance(params, SamplingParams):
         raise rejected("params", f"must be SamplingParams, got {type(params).__name__}")
-    params = SamplingParams() if params is None else params
     return dataclasses.replace(params, **options) if options else params
 
 
