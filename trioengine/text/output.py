@@ -83,7 +83,8 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._is_byte_level = tokenizer.is_byte_level
-        self._bytes_of = tokenizer.byte_table(skip_special_tokens=skip_special_tokens).__getitem__
+        table = tokenizer.ordinary_bytes if skip_special_tokens else tokenizer.token_bytes
+        self._bytes_of = table.__getitem__
         self._rest = b""  # byte-level tokenizers: the beginning of a character
         self._context: list[int] = []  # other tokenizers: the last ids with text, which the next text may depend on
         self._pending: list[int] = []  # and the ids whose text is not complete

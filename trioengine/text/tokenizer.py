@@ -46,7 +46,8 @@ class Tokenizer:
         self.vocab_size = min(max(vocabulary.values(), default=-1) + 1, vocab_size)
         # at least the UTF-8 length of the text of every token
         self.max_token_bytes = max((len(token.encode()) for token in vocabulary), default=1)
-        self._token_bytes, self._ordinary_bytes = self._byte_tables(vocabulary)
+        # the bytes of each token by id, b"" for unknown ids; in `ordinary_bytes` also for special tokens
+        self.token_bytes, self.ordinary_bytes = self._byte_tables(vocabulary)
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
 
@@ -142,11 +143,7 @@ class Tokenizer:
 
     def bytes_of(self, ids: Iterable[int]) -> bytes:
         """Return the bytes of these tokens, none for an unknown id; for byte-level tokenizers only."""
-        return b"".join(map(self._token_bytes.__getitem__, ids))
-
-    def byte_table(self, *, skip_special_tokens: bool) -> Mapping[int, bytes]:
-        """Return the bytes of each token by id: b"" for unknown ids and, if skipped, for special tokens."""
-        return self._ordinary_bytes if skip_special_tokens else self._token_bytes
+        return b"".join(map(self.token_bytes.__getitem__, ids))
 
     def _byte_tables(self, vocabulary: Mapping[str, int]) -> tuple[ByteTable, ByteTable]:
         """Both tables in advance, so that a streamed token costs one lookup; empty unless `is_byte_level`."""
