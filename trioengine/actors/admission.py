@@ -22,7 +22,7 @@ from trioengine.core.errors import EngineError, RequestRejected, TimedOut
 from trioengine.core.lifecycle import Phase
 from trioengine.core.sampling_params import SamplingParams, prompt_limit
 from trioengine.core.types import Cause
-from trioengine.text.conversation import Conversation, Prepared, Prompt, newest_turn, prompt_length
+from trioengine.text.conversation import Conversation, Prepared, Prompt, check_length, newest_turn
 from trioengine.text.output import OutputText
 
 # ---- a session ------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ async def _prepare(entry: _Entry) -> None:
 
 def _check_length(entry: _Entry, prompt: Prompt) -> None:
     least = newest_turn(prompt) if entry.session.overflow == "drop_oldest_turns" else prompt
-    entry.session.conversation.check_length(least, entry.runtime.limits.max_model_len)
+    check_length(least, entry.runtime.limits.max_model_len, entry.session.conversation.tokenizer)
 
 
 async def _prepared(entry: _Entry, prompt: Prompt) -> Prepared:
@@ -163,7 +163,7 @@ async def _prepared(entry: _Entry, prompt: Prompt) -> Prepared:
         limit = prompt_limit(entry.runtime.limits.max_model_len, entry.request.params.max_tokens)
     conversation = session.conversation
     prepare = partial(conversation.prepare, prompt, limit, session.retention_ratio)
-    if prompt_length(prompt) + conversation.size > ports.thread_threshold:
+    if conversation.work(prompt) > ports.thread_threshold:
         prepared: Prepared = await ports.run_in_thread(prepare)
         return prepared
     await trio.lowlevel.checkpoint()
