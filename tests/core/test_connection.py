@@ -92,8 +92,10 @@ def test_parameters_of_a_wrong_type_are_refused():
     """Their ranges are checked where they are made, in the engine."""
     packed = msgpack.unpackb(encode(add_message()), strict_map_key=False)
     packed["params"][1] = "hot"
-    with pytest.raises(RemoteProtocolError, match="ADD_MESSAGE: expected float, got str"):
+    with pytest.raises(RemoteProtocolError, match="ADD_MESSAGE: params: temperature: expected float, got str"):
         decode(msgpack.packb(packed))
+    packed["params"][1] = 1
+    assert type(decode(msgpack.packb(packed)).params.temperature) is float
     packed["params"][1] = 0.5
     assert decode(msgpack.packb(packed)).params == dataclasses.replace(PARAMS, temperature=0.5)
     packed["token_ids"] = b"odd"
@@ -114,6 +116,8 @@ def test_big_endian_machines_swap(monkeypatch):
 def test_what_cannot_be_packed_is_our_fault():
     with pytest.raises(LocalProtocolError, match="ADD_SESSION"):
         encode(AddSession(2**70))
+    with pytest.raises(LocalProtocolError, match="ADD_SESSION cannot be packed: msgpack has no type for object"):
+        encode(AddSession(object()))
 
 
 @given(st.binary(max_size=200))

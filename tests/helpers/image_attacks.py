@@ -16,7 +16,7 @@ from trioengine.actors.media import source_of_url
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image import MAX_IMAGE_BYTES, Image, image_url
 from trioengine.core.image_header import MAX_SEGMENTS
-from trioengine.text.conversation import Conversation
+from trioengine.text.conversation import Conversation, check_length
 
 MIB = 1 << 20
 CONTEXT = 8192  # tokens
@@ -103,9 +103,8 @@ def answer(part):
         assert url is not None, part
         info, _ = source_of_url(url, MAX_IMAGE_BYTES, WHERE).open()
         prompt = [{"role": "user", "content": [Image(info, handle=None).part]}]
-        conversation = Conversation(CHAT)
-        conversation.check_length(prompt, CONTEXT)
-        conversation.prepare(prompt)
+        check_length(prompt, CONTEXT, CHAT)
+        Conversation(CHAT).prepare(prompt)
     except RequestRejected as exc:
         return [exc.code, exc.message]
     return [info.width, info.height]

@@ -21,7 +21,7 @@ from trioengine.core.errors import ModelError, RequestRejected
 from trioengine.core.image import VISION_MODEL, ImageProcessing
 from trioengine.core.types import token_ids
 from trioengine.text.chat_tokenizer import TileSpan
-from trioengine.text.conversation import Conversation, prompt_length
+from trioengine.text.conversation import Conversation, check_length
 
 CHATS = {name: chat_tokenizer(template) for name, template in REFERENCE["templates"].items()}
 CHAT = CHATS["smolvlm"]
@@ -207,12 +207,11 @@ def test_large_images_are_refused_before_anything_is_tokenized(monkeypatch):
     monkeypatch.setattr(CHAT, "encode_rendering", None)
     num_tokens = PROCESSING.num_tiles(99, 99) * PROCESSING.tokens_per_tile
     prompt = [user(image(99, 99), image(99, 99))]
-    conversation = Conversation(CHAT)
-    conversation.check_length(prompt, 2 * num_tokens)
+    check_length(prompt, 2 * num_tokens, CHAT)
     message = f"prompt: at least {2 * num_tokens} tokens, the context is {2 * num_tokens - 1}"
     with pytest.raises(RequestRejected, match=message):
-        conversation.check_length(prompt, 2 * num_tokens - 1)
-    conversation.check_length([user("a"), "no message", {"content": [5, None]}, {}], 9)
+        check_length(prompt, 2 * num_tokens - 1, CHAT)
+    check_length([user("a"), "no message", {"content": [5, None]}, {}], 9, CHAT)
 
 
 def test_turns_with_images_that_cannot_fit_are_not_tokenized(monkeypatch):
@@ -226,8 +225,9 @@ def test_turns_with_images_that_cannot_fit_are_not_tokenized(monkeypatch):
 
 
 def test_images_are_work():
-    assert prompt_length([user(image())]) > 8192 > prompt_length([user("a")])
-    assert Conversation(CHAT, [user(image())]).size > 8192
+    empty = Conversation(CHAT)
+    assert empty.work([user(image())]) > 8192 > empty.work([user("a")])
+    assert Conversation(CHAT, [user(image())]).work("") > 8192
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def test_models_without_images(refusal, chat, part):
     if part.get("image"):
         with pytest.raises(RequestRejected, match=f"messages: {refusal}"):
             chat.apply_chat_template(messages)
-    Conversation(chat).check_length(messages, 3)
+    check_length(messages, 3, chat)
     assert "a" in chat.decode(Conversation(chat).prepare([user("a")]).token_ids)
 
 

@@ -15,8 +15,8 @@ from trioengine import ModelError
 from trioengine.hub.model_info import read_model
 from trioengine.testing import toy_model
 from trioengine.text.chat_tokenizer import ChatTokenizer
-from trioengine.text.output import StopMatcher
-from trioengine.text.tokenizer import Detokenizer, Tokenizer
+from trioengine.text.output import Detokenizer, StopMatcher
+from trioengine.text.tokenizer import Tokenizer
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "data" / "tokenizer_reference.json").read_text())
 
@@ -183,7 +183,7 @@ def test_a_tokenizer_json_without_a_tokenizer():
 
 
 def test_unknown_ids_have_no_text():
-    assert BYTES.bytes_of([10_000]) == BYTES.byte_table(skip_special_tokens=True)[10_000] == b""
+    assert BYTES.bytes_of([10_000]) == BYTES.ordinary_bytes[10_000] == b""
     assert BYTES.bytes_of([97, 10_000, 98]) == b"ab"
     assert BYTES.max_token_bytes >= len("<|endoftext|>")
 

@@ -21,7 +21,7 @@ from trioengine.core.errors import EngineError, RequestRejected, TimedOut
 from trioengine.core.lifecycle import Phase
 from trioengine.core.sampling_params import SamplingParams, prompt_limit
 from trioengine.core.types import Cause
-from trioengine.text.conversation import Conversation, Prepared, Prompt, newest_turn, prompt_length
+from trioengine.text.conversation import Conversation, Prepared, Prompt, check_length, newest_turn
 from trioengine.text.output import OutputText
 
 # ---- a session ------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ async def _prepare(entry: _Entry) -> None:
 
 def _check_length(entry: _Entry, prompt: Prompt) -> None:
     least = newest_turn(prompt) if entry.session.overflow == "drop_oldest_turns" else prompt
-    entry.session.conversation.check_length(least, entry.runtime.limits.max_model_len)
+    check_length(least, entry.runtime.limits.max_model_len, entry.session.conversation.tokenizer)
 
 
 async def _prepared(entry: _Entry, prompt: Prompt) -> Prepared:
@@ -168,7 +168,7 @@ async def _prepared(entry: _Entry, prompt: Prompt) -> Prepared:
         limit = prompt_limit(entry.runtime.limits.max_model_len, entry.request.params.max_tokens)
     conversation = session.conversation
     prepare = partial(conversation.prepare, prompt, limit, session.retention_ratio)
-    if prompt_length(prompt) + conversation.size > ports.thread_threshold:
+    if conversation.work(prompt) > ports.thread_threshold:
         prepared: Prepared = await ports.run_in_thread(prepare)
         return prepared
     await trio.lowlevel.checkpoint()
@@ -217,4 +217,5 @@ def _resolved(runtime: Runtime, request: Request) -> SamplingParams:
     room = runtime.limits.max_model_len - request.num_prompt_tokens
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     seed = runtime.ports.mint_seed() if params.seed is None else params.seed
-    return replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens), seed=seed, stop=())
+    min_tokens = min(params.min_tokens, max_tokens)
+    return params.replace_valid(max_tokens=max_tokens, min_tokens=min_tokens, seed=seed, stop=())

@@ -1,8 +1,9 @@
 """Messages to bytes and back: a frame is a little-endian u32 length and a payload, which is one msgpack map.
 
 The map holds the message's wire name under "type" and its fields by name. Dataclasses inside it are arrays of their
-fields, token ids are little-endian int32 bytes, Enum members their values. The converters are made once, from the
-dataclasses' annotations; `decode` raises RemoteProtocolError for a payload that does not fit them exactly.
+fields, token ids are little-endian int32 bytes, Enum members their values. Packing needs only the values; unpacking is
+driven by the dataclasses' annotations, and `decode` raises RemoteProtocolError for a payload that does not fit them
+exactly.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import types
 import typing
 from array import array
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgpack
@@ -25,16 +27,17 @@ from trioengine.core.sampling_params import SamplingParams
 
 LENGTH = struct.Struct("<I")
 _TYPE = "type"
+_CLASSES = {name: cls for cls, name in WIRE_NAMES.items()}
 
 
 def encode(message: Message) -> bytes:
     """Return the message's payload. Raises LocalProtocolError if a value cannot be packed."""
-    name, fields = _SCHEMAS[type(message)]
-    packed: dict[str, Any] = {_TYPE: name}
-    for field, converter in fields:
-        packed[field] = converter.pack(getattr(message, field))
+    name = WIRE_NAMES[type(message)]
+    packed = {_TYPE: name}
+    for field in _RECORDS[type(message)].names:
+        packed[field] = getattr(message, field)
     try:
-        return msgpack.packb(packed, use_bin_type=True)  # type: ignore[no-any-return]
+        return msgpack.packb(packed, default=_pack)  # type: ignore[no-any-return]
     except (TypeError, ValueError, OverflowError) as exc:
         raise LocalProtocolError(f"{name} cannot be packed: {exc}") from exc
 
@@ -48,14 +51,13 @@ def decode(payload: bytes | memoryview) -> Message:
     if not isinstance(packed, dict) or not isinstance(packed.get(_TYPE), str):
         raise RemoteProtocolError("a frame is not a map with a type")
     name = packed.pop(_TYPE)
-    cls = _CLASSES.get(name)
-    if cls is None:
+    if name not in _CLASSES:
         raise RemoteProtocolError(f"unknown message type {name[:40]!r}")
-    _, fields = _SCHEMAS[cls]
-    if len(packed) != len(fields) or any(field not in packed for field, _ in fields):
+    record = _RECORDS[_CLASSES[name]]
+    if packed.keys() != record.kinds.keys():
         raise RemoteProtocolError(f"{name}: unexpected or missing fields")
     try:
-        return cls(**{field: converter.unpack(packed[field]) for field, converter in fields})  # type: ignore[no-any-return]
+        return record.unpack([packed[field] for field in record.names])  # type: ignore[no-any-return]
     except _Mismatch as exc:
         raise RemoteProtocolError(f"{name}: {exc}") from exc
 
@@ -96,36 +98,104 @@ class FrameBuffer:
         return payload
 
 
-# ---- converters ---------------------------------------------------------------------------------------------------
+# ---- fields -------------------------------------------------------------------------------------------------------
+
+
+def _pack(value: Any) -> Any:
+    """Return a value as one that msgpack has a type for; msgpack calls this for each other value that it meets."""
+    if (record := _RECORDS.get(type(value))) is not None:
+        return [getattr(value, name) for name in record.names]
+    if type(value) is array:
+        return (value if sys.byteorder == "little" else _swapped(value)).tobytes()
+    if isinstance(value, enum.Enum):
+        return value.value
+    raise TypeError(f"msgpack has no type for {type(value).__name__}")
 
 
 class _Mismatch(Exception):
-    """A value does not have the type that the message's field wants."""
+    """A packed value does not have the type that its field wants."""
 
 
-class _Converter(NamedTuple):
-    pack: Callable[[Any], Any]
-    unpack: Callable[[Any], Any]
-    plain: frozenset[type] = frozenset()  # values of these types are packed and unpacked unchanged
+class _Kind(NamedTuple):
+    """The type of a field. Packed values of the `plain` types are its values; others are for `unpack` to convert."""
+
+    plain: frozenset[type]
+    unpack: Callable[[Any], Any]  # raises _Mismatch
 
 
-def _exactly(kind: type) -> _Converter:
-    def unpack(value: Any) -> Any:
-        if type(value) is not kind:
-            raise _Mismatch(f"expected {kind.__name__}, got {type(value).__name__}")
-        return value
+class _Record:
+    """A dataclass, packed as an array of its fields."""
 
-    return _Converter(lambda value: value, unpack, frozenset({kind}))
+    def __init__(self, cls: type) -> None:
+        hints = typing.get_type_hints(cls)
+        self.names = [field.name for field in dataclasses.fields(cls)]
+        self.kinds = {name: _kind(hints[name]) for name in self.names}
+        self._name, self._length = cls.__name__, len(self.names)
+        self._make = SamplingParams.of_valid if cls is SamplingParams else cls  # the engine has validated them
+        # The fields to convert, by the types of all packed fields: few combinations occur, and a row comes for each
+        # token, most of whose fields are plain.
+        self._conversions: dict[tuple[type, ...], list[tuple[int, Callable[[Any], Any]]]] = {}
+
+    def unpack(self, values: Any) -> Any:
+        if type(values) is not list or len(values) != self._length:
+            raise _Mismatch(f"expected {self._name} as an array of {self._length}")
+        shape = tuple(map(type, values))
+        known = self._conversions.get(shape)
+        conversions = self._find_conversions(shape) if known is None else known
+        try:
+            for index, unpack in conversions:
+                values[index] = unpack(values[index])
+        except _Mismatch as exc:
+            raise _Mismatch(f"{self.names[index]}: {exc}") from None
+        if known is None:  # and the values fit
+            self._conversions[shape] = conversions
+        return self._make(*values)
+
+    def _find_conversions(self, shape: tuple[type, ...]) -> list[tuple[int, Callable[[Any], Any]]]:
+        kinds = zip(shape, self.kinds.values(), strict=True)
+        return [(index, kind.unpack) for index, (found, kind) in enumerate(kinds) if found not in kind.plain]
 
 
-def _unpack_float(value: Any) -> float:
-    if type(value) is not float and type(value) is not int:
-        raise _Mismatch(f"expected float, got {type(value).__name__}")
-    return float(value)
+def _record(cls: type) -> _Record:
+    if cls not in _RECORDS:
+        _RECORDS[cls] = _Record(cls)
+    return _RECORDS[cls]
 
 
-def _pack_token_ids(ids: array[int]) -> bytes:
-    return (ids if sys.byteorder == "little" else _swapped(ids)).tobytes()
+def _kind(annotation: Any) -> _Kind:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (types.UnionType, typing.Union):
+        (inner,) = (_kind(arg) for arg in args if arg is not types.NoneType)
+        return _Kind(inner.plain | {types.NoneType}, inner.unpack)
+    if origin is tuple:
+        return _Kind(frozenset(), partial(_unpack_tuple, _kind(args[0])))
+    if origin is Mapping:
+        return _Kind(frozenset(), partial(_unpack_map, _kind(args[0]), _kind(args[1])))
+    if annotation is array:
+        return _Kind(frozenset(), _unpack_token_ids)
+    if annotation is float:
+        return _Kind(frozenset({float}), _unpack_float)
+    if annotation in (int, str, bool, bytes):
+        return _Kind(frozenset({annotation}), partial(_refuse, annotation))
+    if issubclass(annotation, enum.Enum):
+        return _Kind(frozenset(), partial(_unpack_enum, annotation))
+    return _Kind(frozenset(), _record(annotation).unpack)
+
+
+def _unpack_tuple(item: _Kind, value: Any) -> tuple[Any, ...]:
+    if type(value) is not list:
+        raise _Mismatch(f"expected an array, got {type(value).__name__}")
+    plain, unpack = item
+    return tuple([entry if type(entry) in plain else unpack(entry) for entry in value])
+
+
+def _unpack_map(key: _Kind, item: _Kind, value: Any) -> dict[Any, Any]:
+    if type(value) is not dict:
+        raise _Mismatch(f"expected a map, got {type(value).__name__}")
+    (plain_key, unpack_key), (plain, unpack) = key, item
+    return {
+        k if type(k) in plain_key else unpack_key(k): v if type(v) in plain else unpack(v) for k, v in value.items()
+    }
 
 
 def _unpack_token_ids(value: Any) -> array[int]:
@@ -141,102 +211,23 @@ def _swapped(ids: array[int]) -> array[int]:
     return swapped
 
 
-def _optional(inner: _Converter) -> _Converter:
-    return _Converter(
-        lambda value: None if value is None else inner.pack(value),
-        lambda value: None if value is None else inner.unpack(value),
-        inner.plain | {types.NoneType},
-    )
+def _unpack_float(value: Any) -> float:
+    if type(value) is int:
+        return float(value)
+    return _refuse(float, value)
 
 
-def _tuple_of(item: _Converter) -> _Converter:
-    def unpack(value: Any) -> tuple[Any, ...]:
-        if type(value) is not list:
-            raise _Mismatch(f"expected an array, got {type(value).__name__}")
-        return tuple([item.unpack(entry) for entry in value])
-
-    return _Converter(lambda value: [item.pack(entry) for entry in value], unpack)
+def _unpack_enum(kind: type[enum.Enum], value: Any) -> enum.Enum:
+    try:
+        return kind(value)
+    except ValueError:
+        raise _Mismatch(f"{str(value)[:40]!r} is not a value of {kind.__name__}") from None
 
 
-def _map_of(key: _Converter, item: _Converter) -> _Converter:
-    def unpack(value: Any) -> dict[Any, Any]:
-        if type(value) is not dict:
-            raise _Mismatch(f"expected a map, got {type(value).__name__}")
-        return {key.unpack(k): item.unpack(v) for k, v in value.items()}
-
-    return _Converter(lambda value: {key.pack(k): item.pack(v) for k, v in value.items()}, unpack)
+def _refuse(kind: type, value: Any) -> typing.NoReturn:
+    raise _Mismatch(f"expected {kind.__name__}, got {type(value).__name__}")
 
 
-def _enum(kind: type[enum.Enum]) -> _Converter:
-    def unpack(value: Any) -> enum.Enum:
-        try:
-            return kind(value)
-        except ValueError:
-            raise _Mismatch(f"{str(value)[:40]!r} is not a value of {kind.__name__}") from None
-
-    return _Converter(lambda member: member.value, unpack)
-
-
-def _dataclass(cls: type) -> _Converter:
-    fields = _fields(cls)
-    make = SamplingParams.of_valid if cls is SamplingParams else cls  # the engine has validated them
-    # Conversions by the types of the packed fields: there is a row for each token, and most of its fields are plain.
-    conversions: dict[tuple[type, ...], list[tuple[int, Callable[[Any], Any]]]] = {}
-
-    def pack(value: Any) -> list[Any]:
-        return [converter.pack(getattr(value, name)) for name, converter in fields]
-
-    def unpack(value: Any) -> Any:
-        if type(value) is not list or len(value) != len(fields):
-            raise _Mismatch(f"expected {cls.__name__} as an array of {len(fields)}")
-        shape = tuple(map(type, value))
-        known = conversions.get(shape)
-        wanted = _conversions(fields, shape) if known is None else known
-        for index, convert in wanted:
-            value[index] = convert(value[index])
-        if known is None:  # and the values fit; few combinations of types occur
-            conversions[shape] = wanted
-        return make(*value)
-
-    return _Converter(pack, unpack)
-
-
-def _conversions(
-    fields: list[tuple[str, _Converter]], shape: tuple[type, ...]
-) -> list[tuple[int, Callable[[Any], Any]]]:
-    return [
-        (index, converter.unpack)
-        for index, ((_, converter), kind) in enumerate(zip(fields, shape, strict=True))
-        if kind not in converter.plain
-    ]
-
-
-def _converter(annotation: Any) -> _Converter:
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (types.UnionType, typing.Union):
-        (inner,) = (arg for arg in args if arg is not types.NoneType)
-        return _optional(_converter(inner))
-    if annotation is array:
-        return _Converter(_pack_token_ids, _unpack_token_ids)
-    if origin is tuple:
-        return _tuple_of(_converter(args[0]))
-    if origin is Mapping:
-        return _map_of(_converter(args[0]), _converter(args[1]))
-    if annotation is float:
-        return _Converter(float, _unpack_float, frozenset({float}))
-    if annotation in (int, str, bool, bytes):
-        return _exactly(annotation)
-    if issubclass(annotation, enum.Enum):
-        return _enum(annotation)
-    return _dataclass(annotation)
-
-
-def _fields(cls: type) -> list[tuple[str, _Converter]]:
-    hints = typing.get_type_hints(cls)
-    return [(field.name, _converter(hints[field.name])) for field in dataclasses.fields(cls)]
-
-
-_SCHEMAS: dict[type, tuple[str, list[tuple[str, _Converter]]]] = {
-    cls: (name, _fields(cls)) for cls, name in WIRE_NAMES.items()
-}
-_CLASSES: dict[str, Any] = {name: cls for cls, name in WIRE_NAMES.items()}
+_RECORDS: dict[type, _Record] = {}  # of all messages, and of the dataclasses inside them
+for _cls in WIRE_NAMES:
+    _record(_cls)

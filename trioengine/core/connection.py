@@ -31,7 +31,6 @@ import enum
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from trioengine.core.codec import FrameBuffer, decode, encode, frame
@@ -220,7 +219,7 @@ class Connection:
         if message.request <= attachment.latest_request:
             raise _Violation(f"with request {message.request}, which is not newer than {attachment.latest_request}")
         payloads = [image.payload for image in message.images]
-        if any(later <= earlier for earlier, later in pairwise([self._latest_payload, *payloads])):
+        if [self._latest_payload, *payloads] != sorted({self._latest_payload, *payloads}):
             raise _Violation(f"with payloads {payloads}, which do not ascend from {self._latest_payload}")
         attachment.latest_request = message.request
         attachment.in_flight = True
@@ -236,8 +235,9 @@ class Connection:
         self._open(message.session).ending = True
 
     def _tokens(self, message: Tokens) -> None:
-        finished = []
+        sessions, finished = set(), []
         for row in message.rows:
+            sessions.add(row.session)
             attachment = self._in_flight(row.session, row.request)
             if row.token_ids and not 0 <= min(row.token_ids) <= max(row.token_ids) < self._vocab_size:
                 raise _Violation(f"with a token outside the vocabulary of {self._vocab_size}")
@@ -250,7 +250,7 @@ class Connection:
             if row.usage is None:
                 raise _Violation("with a last row that has no usage")
             finished.append(attachment)
-        if len({row.session for row in message.rows}) < len(message.rows):
+        if len(sessions) < len(message.rows):
             raise _Violation("with two rows of one session")
         for attachment in finished:
             attachment.in_flight = False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, ParamSpec, Self, TypeAlias, TypedDict, TypeVar, cast, get_args
@@ -23,26 +24,26 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_CACHE_SALT = 256  # characters
-_INTEGERS = {
-    "max_tokens": (1, MAX_COUNT),
-    "top_k": (-1, MAX_COUNT),
-    "seed": (-MAX_INT64 - 1, MAX_INT64),
-    "min_tokens": (0, MAX_COUNT),
-    "logprobs": (0, MAX_TOP_LOGPROBS),
+_NUMBERS: Mapping[str, tuple[Callable[..., float], float, float]] = {  # the check and the bounds of each
+    "max_tokens": (integer, 1, MAX_COUNT),
+    "top_k": (integer, -1, MAX_COUNT),
+    "seed": (integer, -MAX_INT64 - 1, MAX_INT64),
+    "min_tokens": (integer, 0, MAX_COUNT),
+    "logprobs": (integer, 0, MAX_TOP_LOGPROBS),
+    "temperature": (number, 0, 100),
+    "top_p": (number, 0, 1),
+    "min_p": (number, 0, 1),
+    "repetition_penalty": (number, 0.01, 100),
+    "presence_penalty": (number, -2, 2),
+    "frequency_penalty": (number, -2, 2),
 }
 _OPTIONAL = ("max_tokens", "seed", "logprobs")
-_NUMBERS = {
-    "temperature": (0, 100),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (0.01, 100),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-}
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _REQUEST_KEYWORDS = ("keep_partial", "timeout", "wait", "label")  # of `generate`, beside the sampling parameters
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+_set = object.__setattr__  # for fields of frozen instances that are being made
 
 
 @fields_checked
@@ -76,52 +77,51 @@ class SamplingParams:
         """Make one from the values of all fields of valid parameters, without validation."""
         params = object.__new__(cls)
         for name, value in zip(_FIELDS, values, strict=True):
-            params._set(name, value)
+            _set(params, name, value)
         return params
 
     def replace_valid(self, **changes: object) -> Self:
         """Return a copy with these fields, which are known to be valid, without validation."""
-        return self.of_valid(*(changes.get(name, getattr(self, name)) for name in _FIELDS))
+        params = object.__new__(type(self))
+        for name in _FIELDS:
+            _set(params, name, changes[name] if name in changes else getattr(self, name))
+        return params
 
     def __repr__(self) -> str:
         return changed_fields(self)
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            self._set("stop", (self.stop,))
-        elif isinstance(self.stop, list):
-            self._set("stop", tuple(self.stop))
-        if isinstance(self.stop_token_ids, list):
-            self._set("stop_token_ids", tuple(self.stop_token_ids))
-        self._validate_numbers()
-        self._validate_stops()
-        self._validate_logit_bias()
-        self._validate_cache_salt()
-
-    def _validate_numbers(self) -> None:
-        for name, (least, most) in _INTEGERS.items():
-            if name not in _OPTIONAL or getattr(self, name) is not None:
-                self._set(name, _checked(name, integer, getattr(self, name), least, most))
-        for name, (low, high) in _NUMBERS.items():
-            self._set(name, _checked(name, number, getattr(self, name), low, high))
+        for name, (check, low, high) in _NUMBERS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                _set(self, name, _checked(name, check, value, low, high))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise rejected("min_tokens", f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise rejected(name, f"must be true or false, got {brief(getattr(self, name))}")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise rejected("min_tokens", f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
+        salt = self.cache_salt
+        if not isinstance(salt, str) or len(salt) > MAX_CACHE_SALT or _LONE_SURROGATE.search(salt):
+            rule = f"must be Unicode text of at most {MAX_CACHE_SALT} characters"
+            raise rejected("cache_salt", f"{rule}, got {brief(salt)}")
+        self._check_stops()
+        self._check_logit_bias()
 
-    def _validate_stops(self) -> None:
-        if not isinstance(self.stop, tuple) or len(self.stop) > MAX_STOP_STRINGS:
-            raise rejected("stop", f"must be a string or at most {MAX_STOP_STRINGS} strings, got {brief(self.stop)}")
-        for text in self.stop:
+    def _check_stops(self) -> None:
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stops, tuple | list) or len(stops) > MAX_STOP_STRINGS:
+            raise rejected("stop", f"must be a string or at most {MAX_STOP_STRINGS} strings, got {brief(stops)}")
+        for text in stops:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
                 raise rejected("stop", f"must hold strings of 1 to {MAX_STOP_LENGTH} characters, got {brief(text)}")
-        if not isinstance(self.stop_token_ids, tuple) or len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            shown = brief(self.stop_token_ids)
-            raise rejected("stop_token_ids", f"must hold at most {MAX_STOP_TOKEN_IDS} token ids, got {shown}")
-        self._set("stop_token_ids", tuple(_token_id("stop_token_ids", token_id) for token_id in self.stop_token_ids))
+        _set(self, "stop", tuple(stops))
+        ids = self.stop_token_ids
+        if not isinstance(ids, tuple | list) or len(ids) > MAX_STOP_TOKEN_IDS:
+            rule = f"must hold at most {MAX_STOP_TOKEN_IDS} token ids"
+            raise rejected("stop_token_ids", f"{rule}, got {brief(ids)}")
+        _set(self, "stop_token_ids", tuple([_token_id("stop_token_ids", token_id) for token_id in ids]))
 
-    def _validate_logit_bias(self) -> None:
+    def _check_logit_bias(self) -> None:
         if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > MAX_LOGIT_BIAS:
             shown = brief(self.logit_bias)
             raise rejected("logit_bias", f"must map at most {MAX_LOGIT_BIAS} token ids to numbers, got {shown}")
@@ -129,21 +129,7 @@ class SamplingParams:
             _token_id("logit_bias", token_id): _checked("logit_bias", number, bias, -100, 100, item=": bias")
             for token_id, bias in self.logit_bias.items()
         }
-        self._set("logit_bias", biases)
-
-    def _validate_cache_salt(self) -> None:
-        salt = self.cache_salt
-        if (
-            not isinstance(salt, str)
-            or len(salt) > MAX_CACHE_SALT
-            or any("\ud800" <= char <= "\udfff" for char in salt)
-        ):
-            raise rejected(
-                "cache_salt", f"must be Unicode text of at most {MAX_CACHE_SALT} characters, got {brief(salt)}"
-            )
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
+        _set(self, "logit_bias", biases)
 
 
 _FIELDS = field_names(SamplingParams)
@@ -173,9 +159,10 @@ class SamplingOptions(TypedDict, total=False):
 
 def merged_params(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
     """Return `params`, or the defaults, with these fields replaced. Raises RequestRejected for a bad value."""
-    if not (params is None or isinstance(params, SamplingParams)):
+    if params is None:
+        return SamplingParams(**options)
+    if not isinstance(params, SamplingParams):
         raise rejected("params", f"must be SamplingParams, got {type(params).__name__}")
-    params = SamplingParams() if params is None else params
     return dataclasses.replace(params, **options) if options else params
 
 

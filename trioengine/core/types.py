@@ -9,6 +9,7 @@ import enum
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias
 
 from trioengine.core.bounds import brief
@@ -19,11 +20,7 @@ else:
     TokenIds = array  # not subscriptable before Python 3.12
 
 Logprobs: TypeAlias = Mapping[int, float]  # of one position: {token_id: logprob}, the chosen token first
-
-
-def token_ids(ids: Iterable[int] = ()) -> TokenIds:
-    """Pack token ids: `array("i", ids)`."""
-    return array("i", ids)
+token_ids: Callable[..., TokenIds] = partial(array, "i")  # packs an iterable of token ids; without one, none
 
 
 class FinishReason(enum.StrEnum):

@@ -131,7 +131,7 @@ def salted(params: SamplingParams, salt: bytes) -> SamplingParams:
     if salt == NO_SALT:
         return params
     cache_salt = hmac.digest(salt, params.cache_salt.encode(), hashlib.sha256).hex()
-    return dataclasses.replace(params, cache_salt=cache_salt)
+    return params.replace_valid(cache_salt=cache_salt)
 
 
 # ---- keys ---------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -73,10 +74,10 @@ class ChatTokenizer:
         """Return the text of a conversation with its contents protected, for `encode_rendering`."""
         if self._template is None:
             raise RequestRejected("no_chat_template", "the model has no chat template: give token ids", param="prompt")
-        images = [part.image for part in image_parts(messages)]
+        images = list(image_parts(messages))
         if images and self.image_refusal:
             raise RequestRejected("images_not_supported", f"messages: {self.image_refusal}", param="messages")
-        protected = [{field: self._protect_field(field, message[field]) for field in message} for message in messages]
+        protected = list(map(self._protect_message, messages))
         rendering = self._template.render(protected, add_generation_prompt=add_generation_prompt)
         return rendering if self.images is None else expand_images(rendering, images, self.images)
 
@@ -85,7 +86,7 @@ class ChatTokenizer:
 
         Raises RequestRejected for a token outside of the model's vocabulary.
         """
-        ids = self.tokenizer.encode_pieces(rendering, self._restore)
+        ids = self.tokenizer.encode_pieces(rendering, partial(_PROTECTED.sub, self._show))
         vocab_size = self.tokenizer.vocab_size
         if (last := max(ids, default=-1)) >= vocab_size:
             message = f"prompt: token {last} is beyond the model's vocabulary of {vocab_size}"
@@ -97,14 +98,19 @@ class ChatTokenizer:
         unsafe = self._unsafe if _PRIVATE.search(text) else self._special
         return unsafe.sub(self._hide, text)
 
-    def _protect_field(self, field: str, value: Any) -> Any:
-        """Return a message's field as the template gets it: a part without its image, as a handle is not a text."""
-        if isinstance(value, str):
-            text = self.protect(value)
-            return [text_part(text)] if field == "content" and self._takes_parts_only else text
-        if field == "content" and isinstance(value, Sequence):
-            return [IMAGE_PART if is_image_part(part) else self._protect_all(part) for part in value]
-        return self._protect_all(value)
+    def _protect_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message as the template gets it: its parts have no images, as a handle is not a text."""
+        protected: dict[str, Any] = {}
+        for field, value in message.items():
+            if isinstance(value, str):
+                protected[field] = self.protect(value)
+            elif field == "content" and isinstance(value, Sequence):
+                protected[field] = [IMAGE_PART if is_image_part(part) else self._protect_all(part) for part in value]
+            else:
+                protected[field] = self._protect_all(value)
+        if self._takes_parts_only and isinstance(text := protected.get("content"), str):
+            protected["content"] = [text_part(text)]
+        return protected
 
     def _protect_all(self, value: Any) -> Any:
         """Protect every string in a value, keys included: templates print names and arguments as well as contents."""
@@ -119,9 +125,6 @@ class ChatTokenizer:
     def _hide(self, match: re.Match[str]) -> str:
         text = match.group()
         return self._placeholders.get(text) or _ESCAPE + text
-
-    def _restore(self, text: str) -> str:
-        return _PROTECTED.sub(self._show, text)
 
     def _show(self, match: re.Match[str]) -> str:
         if escaped := match.group(1):
@@ -179,7 +182,7 @@ def num_image_tokens(image: Image, processing: ImageProcessing) -> int:
     return processing.num_tiles(image.info.width, image.info.height) * processing.tokens_per_tile
 
 
-def expand_images(rendering: str, images: Sequence[Image], processing: ImageProcessing) -> str:
+def expand_images(rendering: str, images: Sequence[ImagePart], processing: ImageProcessing) -> str:
     """Replace each image token of a rendering by the text of its image.
 
     Every image token is the template's, as contents are protected. Raises RequestRejected if their number is not the
@@ -189,7 +192,7 @@ def expand_images(rendering: str, images: Sequence[Image], processing: ImageProc
     if len(pieces) != len(images):
         problem = f"the model's chat template shows {len(pieces)} images in place of the {len(images)} there are"
         raise RequestRejected("template_error", f"messages: {problem}", param="messages")
-    texts = [processing.prompt_text(image.info.width, image.info.height) for image in images]
+    texts = [processing.prompt_text(part.image.info.width, part.image.info.height) for part in images]
     return before + "".join([text + piece for text, piece in zip(texts, pieces, strict=True)])
 
 

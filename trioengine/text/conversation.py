@@ -24,7 +24,7 @@ from trioengine.core.sampling_params import retained
 from trioengine.core.types import TokenIds, token_ids
 from trioengine.text.chat_tokenizer import ChatTokenizer, PlacedImage, image_parts, num_image_tokens, place_images
 from trioengine.text.messages import BYTES, Message, Turns, check_unicode, checked_messages, copied
-from trioengine.text.tokenizer import Detokenizer
+from trioengine.text.output import Detokenizer
 
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
 
@@ -47,13 +47,13 @@ class Conversation:
     """The committed turns. `prepare` changes nothing and may run in a thread; `commit` adds the prepared turn."""
 
     def __init__(self, tokenizer: ChatTokenizer, history: Sequence[Message] | None = None) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._messages: tuple[Message, ...] = ()
         self._token_ids: TokenIds = token_ids()  # empty if the whole conversation has to be tokenized
         self._rendering = ""  # the text of these ids, without the closing
         self._closing = ""  # the special token at the end of the last output, if there is one
         self._is_raw = False
-        self._images: tuple[Image, ...] = ()
+        self.images: tuple[Image, ...] = ()  # of the committed turns
         if history is not None:
             self.replace(history)
 
@@ -66,44 +66,43 @@ class Conversation:
         history: list[dict[str, Any]] = copied(self._messages)
         return history
 
-    @property
-    def images(self) -> tuple[Image, ...]:
-        """The images of the committed turns."""
-        return self._images
-
-    @property
-    def size(self) -> int:
-        """Characters and tokens of the committed turns: roughly the work of the next `prepare` beside its prompt."""
-        return prompt_length(self._messages) + len(self._token_ids)
+    def work(self, prompt: Prompt) -> int:
+        """Estimate the work of `prepare`, in characters and tokens of the committed turns and of the prompt."""
+        return _length(self._messages) + len(self._token_ids) + _length(prompt)
 
     def replace(self, history: Sequence[Message]) -> None:
         """Replace the whole conversation. Raises RequestRejected for bad messages, and then changes nothing."""
         self._messages = self._checked(history, "history")
-        self._images = self._found(self._messages)
+        self.images = self._found(self._messages)
         self._token_ids, self._rendering, self._closing, self._is_raw = token_ids(), "", "", False
 
-    def check_length(self, prompt: Prompt, limit: int) -> None:
-        """Raise RequestRejected for a prompt whose length alone shows that it exceeds `limit` tokens."""
-        check_length(prompt, limit, self._tokenizer)
-
     def prepare(self, prompt: Prompt, limit: int | None = None, retention_ratio: float = 1.0) -> Prepared:
-        """Return the conversation with this prompt added. Raises RequestRejected, naming the faulty place.
+        """Return the conversation with this prompt, which `check_length` has accepted, added.
 
         With a `limit` in tokens, a chat that exceeds it loses its oldest turns, as few as possible, until it fits
-        `retention_ratio` of the limit; where that is impossible, all turns but the newest.
+        `retention_ratio` of the limit; where that is impossible, all turns but the newest. Raises RequestRejected,
+        naming the faulty place.
         """
-        _check_type(prompt)
         if len(prompt) == 0:
             raise RequestRejected("empty_prompt", "prompt is empty", param="prompt")
         if isinstance(prompt, str):
             if not prompt.isascii():
                 check_unicode(prompt, "prompt[0].content")
-            return self._prepare_chat(({"role": "user", "content": prompt},), limit, retention_ratio)
-        if isinstance(prompt[0], Mapping):
-            return self._prepare_chat(
-                self._checked(cast("Sequence[Message]", prompt), "prompt"), limit, retention_ratio
-            )
-        return self._prepare_raw(cast("Sequence[int]", prompt))
+            added: tuple[Message, ...] = ({"role": "user", "content": prompt},)
+        elif isinstance(prompt[0], Mapping):
+            added = self._checked(cast("Sequence[Message]", prompt), "prompt")
+        else:
+            return self._prepare_raw(cast("Sequence[int]", prompt))
+        if self._is_raw:
+            problem = "the session holds raw token ids, and takes no messages"
+            raise RequestRejected("mixed_prompts", f"prompt: {problem}", param="prompt")
+        messages = (*self._messages, *added)
+        if limit is None:
+            return self._tokenized(messages)
+        may_fit = retention_ratio < 1.0 and _least_tokens(messages, self.tokenizer) <= limit
+        if may_fit and len((whole := self._tokenized(messages)).token_ids) <= limit:
+            return whole
+        return self._shortened(Turns.of(messages), retained(limit, retention_ratio))
 
     def commit(self, prepared: Prepared, output: TokenIds, text: str) -> None:
         """Add a turn: the prompt, and the output of these ids, of which the reader saw this text."""
@@ -113,31 +112,19 @@ class Conversation:
             self._token_ids.extend(output)
             return
         kept, self._closing = self._fitting(output, text)
-        if self._tokenizer.tokenizer.special_ids.isdisjoint(kept[:-1] if self._closing else kept):
+        if self.tokenizer.tokenizer.special_ids.isdisjoint(kept[:-1] if self._closing else kept):
             self._token_ids.extend(kept)
         else:
             self._token_ids = token_ids()
         self._messages = (*prepared.messages, {"role": "assistant", "content": text})
-        self._images = self._found(self._messages)
-        self._rendering = prepared.rendering + self._tokenizer.protect(text)
+        self.images = self._found(self._messages)
+        self._rendering = prepared.rendering + self.tokenizer.protect(text)
 
     # ---- chat -----------------------------------------------------------------------------------------------------
 
-    def _prepare_chat(self, added: tuple[Message, ...], limit: int | None, ratio: float) -> Prepared:
-        if self._is_raw:
-            problem = "the session holds raw token ids, and takes no messages"
-            raise RequestRejected("mixed_prompts", f"prompt: {problem}", param="prompt")
-        messages = (*self._messages, *added)
-        if limit is None:
-            return self._tokenized(messages)
-        may_fit = ratio < 1.0 and _least_tokens(messages, self._tokenizer) <= limit
-        if may_fit and len((whole := self._tokenized(messages)).token_ids) <= limit:
-            return whole
-        return self._shortened(Turns.of(messages), retained(limit, ratio))
-
     def _shortened(self, turns: Turns, limit: int) -> Prepared:
         def length_fits(count: int) -> bool:
-            return _least_tokens(turns.without(count), self._tokenizer) <= limit
+            return _least_tokens(turns.without(count), self.tokenizer) <= limit
 
         def without(count: int) -> Prepared:
             return self._tokenized(turns.without(count), count, turns.dropped(count))
@@ -154,11 +141,11 @@ class Conversation:
 
     def _tokenized(self, messages: tuple[Message, ...], dropped_turns: int = 0, dropped: range = range(0)) -> Prepared:
         """Render and tokenize the messages that are left after the messages of the `dropped` indices are dropped."""
-        rendering = self._tokenizer.render(messages)
+        rendering = self.tokenizer.render(messages)
         ids = self._extended(rendering)
         if not ids:
             raise RequestRejected("empty_prompt", "prompt: the chat template renders it to nothing", param="prompt")
-        processing = self._tokenizer.images
+        processing = self.tokenizer.images
         images = () if processing is None else place_images(ids, self._named_images(messages, dropped), processing)
         return Prepared(ids, messages, rendering, dropped_turns, images)
 
@@ -171,27 +158,27 @@ class Conversation:
             yield f"{message}.content[{part.part}]", part.image
 
     def _found(self, messages: Sequence[Message]) -> tuple[Image, ...]:
-        return () if self._tokenizer.images is None else tuple(part.image for part in image_parts(messages))
+        return () if self.tokenizer.images is None else tuple(part.image for part in image_parts(messages))
 
     def _checked(self, messages: Sequence[Message], name: str) -> tuple[Message, ...]:
-        return checked_messages(messages, name, image_refusal=self._tokenizer.image_refusal)
+        return checked_messages(messages, name, image_refusal=self.tokenizer.image_refusal)
 
     def _extended(self, rendering: str) -> TokenIds:
         """Return the token ids of a rendering; the ids of its beginning are reused where possible."""
         if not self._token_ids or not rendering.startswith(self._rendering):
-            return self._tokenizer.encode_rendering(rendering)
+            return self.tokenizer.encode_rendering(rendering)
         rest = rendering[len(self._rendering) :]
         ids = self._token_ids[:]
         if self._closing and rest.startswith(self._closing):
             rest = rest[len(self._closing) :]
         elif self._closing:  # the template closes a turn differently
             del ids[-1]
-        ids.extend(self._tokenizer.encode_rendering(rest))
+        ids.extend(self.tokenizer.encode_rendering(rest))
         return ids
 
     def _special(self, token_id: int) -> str:
         """Return the special token of this id; "" for an ordinary token, and for an image token."""
-        specials, images = self._tokenizer.tokenizer.special_tokens, self._tokenizer.images
+        specials, images = self.tokenizer.tokenizer.special_tokens, self.tokenizer.images
         if images is not None and token_id == images.image_token_id:
             return ""
         return next((text for text, id in specials.items() if id == token_id), "")
@@ -204,16 +191,16 @@ class Conversation:
         closing = self._special(output[-1]) if output else ""
         for ids, end in [(output, ""), (output[:-1], closing)] if closing else [(output, "")]:
             for skip in (False, True):
-                if self._tokenizer.decode(ids, skip_special_tokens=skip) == text and (end or not (closing and skip)):
+                if self.tokenizer.decode(ids, skip_special_tokens=skip) == text and (end or not (closing and skip)):
                     return output, end
         count, length = max(self._agreement(output, text, skip) for skip in (False, True))
         kept = output[:count]
-        kept.extend(self._tokenizer.tokenizer.encode_ordinary(text[length:]))
+        kept.extend(self.tokenizer.tokenizer.encode_ordinary(text[length:]))
         return kept, ""
 
     def _agreement(self, output: TokenIds, text: str, skip: bool) -> tuple[int, int]:
         """Return how many of the ids agree with the text, and the number of their characters."""
-        detokenizer = Detokenizer(self._tokenizer.tokenizer, skip_special_tokens=skip)
+        detokenizer = Detokenizer(self.tokenizer.tokenizer, skip_special_tokens=skip)
         agreed, at = (0, 0), 0
         for count, token_id in enumerate(output, 1):
             piece = detokenizer.feed((token_id,))
@@ -237,7 +224,7 @@ class Conversation:
         return Prepared(ids, None, "")
 
     def _check_token_ids(self, prompt: Sequence[int]) -> None:
-        vocab_size, images = self._tokenizer.tokenizer.vocab_size, self._tokenizer.images
+        vocab_size, images = self.tokenizer.tokenizer.vocab_size, self.tokenizer.images
         for index, token_id in enumerate(prompt):
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 problem = f"must be a token id from 0 to {vocab_size - 1}, got {token_id!r:.60}"
@@ -252,8 +239,10 @@ class Conversation:
 
 
 def check_length(prompt: Prompt, limit: int, tokenizer: ChatTokenizer) -> None:
-    """Check as Conversation.check_length does, for a prompt without a conversation."""
-    _check_type(prompt)
+    """Raise RequestRejected unless it is a prompt, and its length allows it to have at most `limit` tokens."""
+    if isinstance(prompt, BYTES) or not isinstance(prompt, Sequence):
+        problem = f"must be a string, messages or token ids, got {kind_of(prompt)}"
+        raise RequestRejected("invalid_value", f"prompt {problem}", param="prompt")
     least = _least_tokens(prompt, tokenizer)
     if least > limit:
         problem = f"at least {least} tokens, the context is {limit}"
@@ -261,12 +250,12 @@ def check_length(prompt: Prompt, limit: int, tokenizer: ChatTokenizer) -> None:
 
 
 def newest_turn(prompt: Prompt) -> Prompt:
-    """Return the part of a prompt that is left when all turns that can be dropped are dropped."""
+    """Return the part of a prompt, checked or not, that is left when all turns that can be dropped are dropped."""
     return Turns.of(prompt).newest if _is_chat(prompt) else prompt
 
 
-def prompt_length(prompt: Prompt) -> int:
-    """Return the work of preparing a prompt: the characters of a text, the number of token ids, or the like."""
+def _length(prompt: Prompt) -> int:
+    """Return the characters of a text or of messages, with an equivalent for images, or the number of token ids."""
     if not _is_chat(prompt):
         return len(prompt)
     num_images = sum(1 for _ in image_parts(_mappings(prompt)))
@@ -289,14 +278,8 @@ def _num_image_tokens(prompt: Sequence[Message], tokenizer: ChatTokenizer) -> in
     return sum(num_image_tokens(part.image, tokenizer.images) for part in image_parts(_mappings(prompt)))
 
 
-def _check_type(prompt: object) -> None:
-    if isinstance(prompt, BYTES) or not isinstance(prompt, Sequence):
-        problem = f"must be a string, messages or token ids, got {kind_of(prompt)}"
-        raise RequestRejected("invalid_value", f"prompt {problem}", param="prompt")
-
-
-def _is_chat(prompt: Prompt) -> TypeGuard[Sequence[Message]]:
-    return not isinstance(prompt, str) and isinstance(next(iter(prompt), None), Mapping)
+def _is_chat(prompt: object) -> TypeGuard[Sequence[Message]]:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def _mappings(prompt: Sequence[Message]) -> Iterator[Message]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable
 
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import TokenIds, token_ids
-from trioengine.text.tokenizer import Detokenizer, Tokenizer
+from trioengine.text.tokenizer import Tokenizer
+
+_MAX_PENDING = 16  # tokens; more than one character takes with byte fallback
 
 
 class OutputText:
@@ -69,6 +72,62 @@ class OutputText:
         if len(self.token_ids) < self._min_tokens:
             return matcher.ignore(piece), False
         return matcher.feed(piece)
+
+
+class Detokenizer:
+    """Token ids to text as they arrive; the pieces add up to the text that `Tokenizer.decode` gives for all the ids."""
+
+    __slots__ = ("_bytes_of", "_context", "_is_byte_level", "_pending", "_rest", "_skip_special_tokens", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._is_byte_level = tokenizer.is_byte_level
+        table = tokenizer.ordinary_bytes if skip_special_tokens else tokenizer.token_bytes
+        self._bytes_of = table.__getitem__
+        self._rest = b""  # byte-level tokenizers: the beginning of a character
+        self._context: list[int] = []  # other tokenizers: the last ids with text, which the next text may depend on
+        self._pending: list[int] = []  # and the ids whose text is not complete
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether some of the ids have not given their text yet."""
+        return bool(self._rest or self._pending)
+
+    def feed(self, ids: Iterable[int]) -> str:
+        """Take ids, and return the text that they complete: whole characters only."""
+        if self._is_byte_level:
+            data = self._rest + b"".join(map(self._bytes_of, ids))
+            text, num_decoded = codecs.utf_8_decode(data, "replace")
+            self._rest = data[num_decoded:]
+            return text
+        return "".join([self._feed_one(token_id) for token_id in ids])
+
+    def flush(self) -> str:
+        """Return the rest after the last id: U+FFFD for an incomplete character."""
+        if self._pending:
+            return self._give()
+        rest, self._rest = self._rest, b""
+        return rest.decode(errors="replace")
+
+    def _feed_one(self, token_id: int) -> str:
+        self._pending.append(token_id)
+        text = self._new_text()
+        if text.endswith("\ufffd") and len(self._pending) < _MAX_PENDING:
+            return ""  # possibly an incomplete character
+        return self._give()
+
+    def _new_text(self) -> str:
+        """Decode the pending ids behind their context: a tokenizer may join or strip at the borders."""
+        before = self._tokenizer.decode(self._context, skip_special_tokens=self._skip_special_tokens)
+        after = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=self._skip_special_tokens)
+        return after[len(before) :]
+
+    def _give(self) -> str:
+        text = self._new_text()
+        self._context = self._pending if text else self._context + self._pending
+        self._pending = []
+        return text
 
 
 class StopMatcher:

@@ -1,4 +1,4 @@
-"""Text to token ids and back: tokenizers from a tokenizer.json or a GGUF file's metadata, and streaming detokenization.
+"""Text to token ids and back: tokenizers from a tokenizer.json or a GGUF file's metadata.
 
 The underlying tokenizer always treats special tokens in a text as ordinary text (`encode_special_tokens`). Its
 settings never change, so threads may share it; `Tokenizer` itself splits a text at special tokens to parse them.
@@ -6,7 +6,6 @@ settings never change, so threads may share it; `Tokenizer` itself splits a text
 
 from __future__ import annotations
 
-import codecs
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +25,6 @@ CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 # Characters, or token ids. Longer inputs go through the library's batch calls, which release the GIL. Shorter ones keep
 # it: taking it back from a busy thread would cost milliseconds.
 _LONG = 1 << 12
-_MAX_PENDING = 16  # tokens; more than one character takes with byte fallback
 
 
 class Tokenizer:
@@ -48,7 +46,8 @@ class Tokenizer:
         self.vocab_size = min(max(vocabulary.values(), default=-1) + 1, vocab_size)
         # at least the UTF-8 length of the text of every token
         self.max_token_bytes = max((len(token.encode()) for token in vocabulary), default=1)
-        self._token_bytes, self._ordinary_bytes = self._byte_tables(vocabulary)
+        # the bytes of each token by id, b"" for unknown ids; in `ordinary_bytes` also for special tokens
+        self.token_bytes, self.ordinary_bytes = self._byte_tables(vocabulary)
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
 
@@ -144,11 +143,7 @@ class Tokenizer:
 
     def bytes_of(self, ids: Iterable[int]) -> bytes:
         """Return the bytes of these tokens, none for an unknown id; for byte-level tokenizers only."""
-        return b"".join(map(self._token_bytes.__getitem__, ids))
-
-    def byte_table(self, *, skip_special_tokens: bool) -> Mapping[int, bytes]:
-        """Return the bytes of each token by id: b"" for unknown ids and, if skipped, for special tokens."""
-        return self._ordinary_bytes if skip_special_tokens else self._token_bytes
+        return b"".join(map(self.token_bytes.__getitem__, ids))
 
     def _byte_tables(self, vocabulary: Mapping[str, int]) -> tuple[ByteTable, ByteTable]:
         """Both tables in advance, so that a streamed token costs one lookup; empty unless `is_byte_level`."""
@@ -163,61 +158,6 @@ class ByteTable(dict[int, bytes]):
 
     def __missing__(self, token_id: int) -> bytes:
         return b""
-
-
-class Detokenizer:
-    """Token ids to text as they arrive; the pieces add up to the text that `Tokenizer.decode` gives for all the ids."""
-
-    __slots__ = ("_bytes_of", "_context", "_is_byte_level", "_pending", "_rest", "_skip_special_tokens", "_tokenizer")
-
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._is_byte_level = tokenizer.is_byte_level
-        self._bytes_of = tokenizer.byte_table(skip_special_tokens=skip_special_tokens).__getitem__
-        self._rest = b""  # byte-level tokenizers: the beginning of a character
-        self._context: list[int] = []  # other tokenizers: the last ids with text, which the next text may depend on
-        self._pending: list[int] = []  # and the ids whose text is not complete
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether some of the ids have not given their text yet."""
-        return bool(self._rest or self._pending)
-
-    def feed(self, ids: Iterable[int]) -> str:
-        """Take ids, and return the text that they complete: whole characters only."""
-        if self._is_byte_level:
-            data = self._rest + b"".join(map(self._bytes_of, ids))
-            text, num_decoded = codecs.utf_8_decode(data, "replace")
-            self._rest = data[num_decoded:]
-            return text
-        return "".join([self._feed_one(token_id) for token_id in ids])
-
-    def flush(self) -> str:
-        """Return the rest after the last id: U+FFFD for an incomplete character."""
-        if self._pending:
-            return self._give()
-        rest, self._rest = self._rest, b""
-        return rest.decode(errors="replace")
-
-    def _feed_one(self, token_id: int) -> str:
-        self._pending.append(token_id)
-        text = self._new_text()
-        if text.endswith("\ufffd") and len(self._pending) < _MAX_PENDING:
-            return ""  # possibly an incomplete character
-        return self._give()
-
-    def _new_text(self) -> str:
-        """Decode the pending ids behind their context: a tokenizer may join or strip at the borders."""
-        before = self._tokenizer.decode(self._context, skip_special_tokens=self._skip_special_tokens)
-        after = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=self._skip_special_tokens)
-        return after[len(before) :]
-
-    def _give(self) -> str:
-        text = self._new_text()
-        self._context = self._pending if text else self._context + self._pending
-        self._pending = []
-        return text
 
 
 @contextmanager
