@@ -10,9 +10,9 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine.actors.generation import Generation
 from trioengine.serve.body import Body
+from trioengine.serve.chat import _ChatCompletion
+from trioengine.serve.chat_protocol import ChatRequest
 from trioengine.serve.http import Request
-from trioengine.serve.openai.chat import _ChatCompletion
-from trioengine.serve.openai.request import ChatRequest
 from trioengine.testing import toy_answer
 from trioengine.testing.toy_model import toy_logprobs
 

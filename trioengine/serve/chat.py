@@ -15,11 +15,18 @@ from trioengine.core.types import Cause, Completion, FinishReason
 from trioengine.serve.access_log import REQUEST_ID, SESSION
 from trioengine.serve.auth import salted
 from trioengine.serve.body import Body
+from trioengine.serve.chat_protocol import (
+    KEEP_ALIVE,
+    ChatFrames,
+    ChatRequest,
+    ChatShape,
+    error_frames,
+    image_refusal,
+    parse_chat_request,
+)
 from trioengine.serve.errors import ClientError, RequestAborted, problem_of
 from trioengine.serve.http import Request, Response, StreamingResponse
 from trioengine.serve.limits import InFlight
-from trioengine.serve.openai.request import ChatRequest, image_refusal, parse_chat_request
-from trioengine.serve.openai.response import KEEP_ALIVE, ChatFrames, ChatShape, error_frames
 from trioengine.serve.parsing import LONG_JSON, in_thread_if
 
 logger = logging.getLogger("trioengine")

@@ -11,9 +11,9 @@ from urllib.parse import unquote
 from trioengine.actors.engine import Engine
 from trioengine.core.bounds import integer
 from trioengine.core.errors import EngineOverloaded, RequestRejected
+from trioengine.serve.chat_protocol import check_model, parse_messages
 from trioengine.serve.errors import ClientError
 from trioengine.serve.http import Request, Response, json_response
-from trioengine.serve.openai.request import check_model, parse_messages
 from trioengine.serve.parsing import flag_of, in_thread_if, is_number, known_fields, load_object, text_of
 from trioengine.text.conversation import Prompt, check_length
 
