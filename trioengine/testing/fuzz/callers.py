@@ -105,7 +105,7 @@ class SessionHolder:
     @property
     def is_open(self) -> bool:
         """Whether a request can be asked for."""
-        return self.session is not None and inside.end_cause(self.session) is None
+        return self.session is not None and self.session.end_cause is None
 
     @property
     def is_busy(self) -> bool:

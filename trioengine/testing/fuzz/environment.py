@@ -15,7 +15,7 @@ from trioengine.core.connection import Connection
 from trioengine.core.errors import EngineError
 from trioengine.core.messages import Fatal, FatalCode
 from trioengine.core.types import Cause
-from trioengine.testing.fuzz import inside
+from trioengine.testing.fuzz import inside, inside_payloads
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.oracles import (
     check_books,
@@ -237,7 +237,7 @@ class PicturesEnvironment(Environment):
     def __init__(self, make_engine: EngineFactory = make_engine) -> None:
         super().__init__(make_engine)
         self.payloads = PayloadWatch(self.engine, self.simulation, self.loop.crashes, self.coverage.saw)
-        self._taps.enter_context(inside.tapped(self.payloads))
+        self._taps.enter_context(inside_payloads.tapped(self.payloads))
         self.simulation.observer = images = ImageStates(self.coverage.saw)
         self.engine.observers.append(images)
         self.faults.dropped = self.payloads.dropped

@@ -24,7 +24,7 @@ from trioengine.core.errors import (
 )
 from trioengine.core.sampling_params import Overflow, SamplingParams
 from trioengine.core.types import Cause
-from trioengine.testing.fuzz import inside
+from trioengine.testing.fuzz import inside, inside_payloads
 from trioengine.testing.fuzz.callers import Reader, SessionHolder, Style, partial_of
 from trioengine.testing.fuzz.conversations import (
     MEDIA,
@@ -252,7 +252,7 @@ class SessionsMachine(CallsMachine):
         is_there = inside.has_worker(self.engine) and worker is not None
         if not is_there or worker is None or generation is None or generation.outcome is not None:
             return None
-        if inside.has_unsent_payloads(self.engine):
+        if inside_payloads.has_unsent_payloads(self.engine):
             return "before its payloads are sent"
         if generation.request_id in [sequence.request for sequence in inside.parked(worker)]:
             return "while it is parked"
