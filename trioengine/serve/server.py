@@ -26,7 +26,7 @@ from trioengine.serve.chat import ChatCompletions
 from trioengine.serve.chat_protocol import check_model
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.connection import ConnectionHandler, format_address
-from trioengine.serve.http import Request
+from trioengine.serve.http import HttpRequest
 from trioengine.serve.limits import ByteBudget, Held, InFlight, clamp_to_fd_limit
 from trioengine.serve.metrics import Metrics
 from trioengine.serve.models import MODELS, Models, Tokenization
@@ -133,7 +133,7 @@ class Server:
         )
         await connection.run()
 
-    def _check_upgrade(self, request: Request) -> None:
+    def _check_upgrade(self, request: HttpRequest) -> None:
         for name in read_query(request.query, ("model",))["model"]:
             check_model(name, self.model_name)
 

@@ -56,7 +56,7 @@ class Environment(World):
         return bool(self.calls)
 
     def _check(self) -> None:
-        """What must hold whenever nothing can run."""
+        """Check the invariants that hold whenever nothing can run."""
         self._raise_crash()
         assert self.faults.closing or not self.engine_call.over, "the engine was not closed, and is over"
         check_books(self.engine)
@@ -160,7 +160,7 @@ class Environment(World):
                 worker.close_pipe()
             case "fatal" if worker is not None:
                 code = FatalCode.INTERNAL if inside.has_worker(self.engine) else FatalCode.MODEL
-                worker.give_up(Fatal(code, "told to", ""))
+                worker.give_up(Fatal(code, "on request", ""))
             case "garbage" if worker is not None:
                 worker.say(b"\xff" * 8)
             case "nonsense" if worker is not None:  # a frame, and no message
@@ -171,7 +171,7 @@ class Environment(World):
         in_flight = {inside.request_of(session) for session in inside.sessions(self.engine)}
         due = num_going(self.engine, with_waiting=not keep_waiting)
         ended = self.engine.abort_all(keep_waiting=keep_waiting)
-        assert ended == due, f"abort_all() said {ended}, and {due} were going"
+        assert ended == due, f"abort_all() returned {ended}, and {due} were going"
         check_stopped(self.engine, in_flight)
         if not keep_waiting:
             check_line(self.engine)

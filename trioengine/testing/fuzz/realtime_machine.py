@@ -197,4 +197,4 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
 
     def _note_moment(self, client: RealtimeClient) -> None:
         if client.response is not None:
-            self.coverage.saw("a cancel crosses what the server sends" if len(client.to_client) else "a cancel")
+            self.coverage.saw("a cancel crosses events of the server" if len(client.to_client) else "a cancel")

@@ -55,11 +55,11 @@ class ServerWatch(inside_server.ServerEvents):
     def aborted_by_id(self, generations: list[Generation], due: int, aborted: int) -> None:
         """Complain unless all that went on are stopped in the same step, and counted."""
         if aborted != due:
-            self._complain(f"an operator was told {aborted} of {generations}")
+            self._complain(f"an operator got {aborted} for {generations}")
         for generation in filter(inside.is_going, generations):
             self._complain(f"an operator has aborted it, and it goes on: {inside.session_of(generation)}")
         self._faults.operators |= aborted > 0
-        self._saw("an operator aborts a request" if aborted else "an operator aborts what is over")
+        self._saw("an operator aborts a request" if aborted else "an operator aborts a request that is over")
 
     def connection_opened(self, connection: RealtimeConnection) -> None:
         self.connections.append(connection)

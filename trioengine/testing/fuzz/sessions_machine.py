@@ -225,9 +225,9 @@ class SessionsMachine(CallsMachine):
         is_to_end = generation.outcome is None and (inside.is_going(generation) or not inside.is_in_flight(generation))
         reader.aborted = True
         ended = self.engine.abort(generation.request_id) if by_id else generation.abort()
-        assert ended == is_to_end, f"abort() said {ended} of {generation}"
+        assert ended == is_to_end, f"abort() returned {ended} for {generation}"
         again = self.engine.abort(generation.request_id) if by_id else generation.abort()
-        assert not again, f"a second abort() said {again} of {generation}"
+        assert not again, f"a second abort() returned {again} for {generation}"
         check_aborted(reader)
 
     def _note_moment(self, reader: Reader, what: str) -> None:
@@ -274,7 +274,7 @@ class SessionsMachine(CallsMachine):
             check_deadline(reader)
 
     def _check(self) -> None:
-        """What must hold whenever nothing can run."""
+        """Check the invariants that hold whenever nothing can run."""
         super()._check()
         for reader in self.readers:
             if reader.over and not reader.checked:
