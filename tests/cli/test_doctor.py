@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from trioengine.cli.doctor import checks, run_checks
-from trioengine.cli.doctor.checks import (
+from trioengine.cli import doctor
+from trioengine.cli.doctor import (
     CheckResult,
     Severity,
     check_cores,
@@ -20,9 +20,10 @@ from trioengine.cli.doctor.checks import (
     check_versions,
     check_worker,
     fatal,
+    run_checks,
     warning,
 )
-from trioengine.cli.doctor.machine import Machine
+from trioengine.cli.machine import Machine
 from trioengine.hub.known_models import SMOLLM2
 from trioengine.worker.__main__ import MARK
 
@@ -110,7 +111,7 @@ def test_no_quota(files, quota):
 
 
 def test_few_descriptors(monkeypatch):
-    monkeypatch.setattr(checks.resource, "getrlimit", lambda which: (256, 512))
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (256, 512))
     result = check_limits()
     assert messages(result) == [(Severity.WARNING, "at most 512 descriptors: so many connections less 64 are served")]
 
@@ -150,15 +151,15 @@ def test_a_model_that_is_whole(home, monkeypatch):
         def hexdigest(self):
             return SMOLLM2.sha256
 
-    monkeypatch.setattr(checks.hashlib, "sha256", Digest)
+    monkeypatch.setattr(doctor.hashlib, "sha256", Digest)
     assert check_models().problems == ()
 
 
 def test_no_place_for_a_model(home, monkeypatch):
-    usage = checks.shutil.disk_usage(home.parent)._replace(free=1 << 20)
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: usage)
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(checks.os, "access", lambda path, mode: False)
+    usage = doctor.shutil.disk_usage(home.parent)._replace(free=1 << 20)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
     found = messages(check_models())
     assert [severity for severity, _ in found] == [Severity.WARNING, *[Severity.FATAL] * 3]
     assert f"{home} cannot be written" in found[2][1]
@@ -171,7 +172,7 @@ def test_versions():
 
 
 def test_a_package_that_is_missing(monkeypatch):
-    monkeypatch.setattr("trioengine.cli.doctor.checks.PACKAGES", ("no-such-package", "torch"))
+    monkeypatch.setattr(doctor, "PACKAGES", ("no-such-package", "torch"))
     assert messages(check_versions()) == [(Severity.FATAL, "the package no-such-package is not installed")]
 
 

@@ -114,7 +114,8 @@ def test_the_first_signal_lets_an_answer_end(first):
         trio.run(client)
         assert server.end() == 0
         assert (
-            f"{first.name}: finishing what is in flight, for at most 1000 s; a second one aborts it" in server.messages
+            f"{first.name}: finishing the requests in flight, for at most 1000 s; a second signal aborts them"
+            in server.messages
         )
         assert server.messages[-1] == "stopped"
         (access,) = (record for record in server.log if record["logger"] == "trioengine.access")

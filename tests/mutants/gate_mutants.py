@@ -98,7 +98,7 @@ GATE_MUTANTS = (
         "F5",
         "ids are used again",
         replaced(Engine, "__init__", _reuse_ids),
-        shows=r"is not newer than|in flight|goes on|the model's|holds sessions|the prompt has|abort\(\) said"
+        shows=r"is not newer than|in flight|goes on|the model's|holds sessions|the prompt has|abort\(\) returned"
         "|history is",
     ),
     Mutant(
@@ -127,12 +127,12 @@ GATE_MUTANTS = (
         "F6b",
         "an abort of all is lost in the line for a slot",
         replaced(Sessions, "abort_waiting", lambda _: _abort_none),
-        shows=r"abort_all\(\) said|wait in line",
+        shows=r"abort_all\(\) returned|wait in line",
     ),
     Mutant(
         "F28b",
         "a request that leaves the line is not counted",
         replaced(Ledger, "leave_line", lambda _: _count_none),
-        shows="the books say of",
+        shows="the books count",
     ),
 )

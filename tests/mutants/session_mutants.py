@@ -56,7 +56,7 @@ SESSION_MUTANTS = (
         "F1",
         "a request whose caller is cancelled while it is prepared is never removed",
         replaced(SessionActor, "abort_request", _forget_cancelled_preparation),
-        shows=r"requests are in flight, the worker has none|goes on|abort(_all)?\(\) said",
+        shows=r"requests are in flight, the worker has none|goes on|abort(_all)?\(\) returned",
     ),
     Mutant(
         "F2",
@@ -104,6 +104,6 @@ SESSION_MUTANTS = (
         "F41",
         "the end of a session strands the reader of its request",
         rewritten(Phase.ENDING, _X, Event.SESSION_ENDED, Transition(Phase.ENDED, _D, (Action.FREE_SESSION,))),
-        shows=r"its time is over|(readers|callers) wait forever|in flight|abort\(\) said",
+        shows=r"its time is over|(readers|callers) wait forever|in flight|abort\(\) returned",
     ),
 )

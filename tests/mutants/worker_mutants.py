@@ -128,7 +128,7 @@ WORKER_MUTANTS = (
         "F29",
         "one bad request ends the step for all",
         replaced(Scheduler, "update", _fail_for_all),
-        shows="a worker failed: .*told to fail",
+        shows="a worker failed: .*failed on request",
     ),
     Mutant(
         "F30",

@@ -10,7 +10,7 @@ from trio_websocket import HandshakeError
 
 from trioengine.serve.auth import Access, Role
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.http import BadRequest, Request
+from trioengine.serve.http import BadRequest, HttpRequest
 
 KEY, OTHER, ADMIN = "sk-secret-1", "sk-secret-2", "sk-secret-admin"
 KEYS = {"api_key": (KEY, OTHER), "admin_key": ADMIN}
@@ -69,7 +69,7 @@ SAID = [
 @pytest.mark.parametrize(("key", "role", "message"), SAID)
 def test_a_wrong_key_is_told_from_none(key, role, message):
     headers = ((b"host", b"localhost"), *([(b"authorization", b"Bearer " + key.encode())] if key else []))
-    admitted = Access(ServeConfig(**KEYS)).admit(Request("GET", "/x", "", headers), role)
+    admitted = Access(ServeConfig(**KEYS)).admit(HttpRequest("GET", "/x", "", headers), role)
     with pytest.raises(BadRequest) as refused, admitted:
         pass
     assert refused.value.response.status == 401
@@ -94,7 +94,7 @@ def status_of(access, role, key=None):
     """What a request is answered that comes with this key; 200 if it is served."""
     headers = ((b"host", b"localhost"), *([(b"authorization", b"Bearer " + key.encode())] if key else []))
     try:
-        with access.admit(Request("POST", "/x", "", headers), role):
+        with access.admit(HttpRequest("POST", "/x", "", headers), role):
             return 200
     except BadRequest as exc:
         return exc.response.status
@@ -227,7 +227,7 @@ async def test_a_request_whose_body_still_comes_counts(autojump_clock):
 def test_an_operator_is_never_one_too_many():
     access = Access(ServeConfig(max_sessions_per_key=1, **KEYS))
     headers = ((b"host", b"localhost"), (b"authorization", b"Bearer " + ADMIN.encode()))
-    with access.admit(Request("GET", "/x", "", headers), Role.USER):
+    with access.admit(HttpRequest("GET", "/x", "", headers), Role.USER):
         assert status_of(access, Role.USER, ADMIN) == 429
         assert status_of(access, Role.OPERATOR, ADMIN) == 200
 

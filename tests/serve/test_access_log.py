@@ -10,8 +10,8 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine.cli.logs import JsonFormatter
 from trioengine.serve.access_log import REQUEST_ID, ContextFilter, request_id, set_field
-from trioengine.serve.http import Request
-from trioengine.serve.openai.request import ChatRequest
+from trioengine.serve.chat_protocol import ChatRequest
+from trioengine.serve.http import HttpRequest
 
 ACCESS = "trioengine.access"
 
@@ -131,7 +131,7 @@ async def test_the_clients_own_id(autojump_clock, clients, given, is_kept):
 
 
 def test_ids_are_minted():
-    assert request_id(Request("GET", "/", "", ())) != request_id(Request("GET", "/", "", ()))
+    assert request_id(HttpRequest("GET", "/", "", ())) != request_id(HttpRequest("GET", "/", "", ()))
 
 
 async def test_what_a_handler_logs_is_about_its_request(autojump_clock, clients, log, monkeypatch):

@@ -10,9 +10,9 @@ from trio.testing import wait_all_tasks_blocked
 
 from trioengine.actors.generation import Generation
 from trioengine.serve.body import Body
-from trioengine.serve.http import Request
-from trioengine.serve.openai.chat import _ChatCompletion
-from trioengine.serve.openai.request import ChatRequest
+from trioengine.serve.chat import _ChatCompletion
+from trioengine.serve.chat_protocol import ChatRequest
+from trioengine.serve.http import HttpRequest
 from trioengine.testing import toy_answer
 from trioengine.testing.toy_model import toy_logprobs
 
@@ -271,7 +271,7 @@ async def test_the_request_is_let_go_of_before_the_first_token(autojump_clock, c
         assert clients.engine.statistics().running + clients.engine.statistics().waiting == 1
         objects = gc.get_objects()
         assert not [entry for entry in objects if type(entry) is ChatRequest]
-        assert not [entry for entry in objects if type(entry) is Request and entry.body]
+        assert not [entry for entry in objects if type(entry) is HttpRequest and entry.body]
         (answer,) = (entry for entry in objects if type(entry) is _ChatCompletion)
         assert not answer._messages
         (session,) = clients.engine.runtime.sessions

@@ -19,8 +19,8 @@ from helpers.clients import first_token
 
 from trioengine import EngineConfig
 from trioengine.aio.nursery import open_unwrapped_nursery
+from trioengine.serve.chat_protocol import _FIELDS
 from trioengine.serve.config import ServeConfig
-from trioengine.serve.openai.request import _FIELDS
 from trioengine.serve.server import serve
 from trioengine.testing import Simulation, toy_answer
 from trioengine.testing.simulated_worker import Behaviour

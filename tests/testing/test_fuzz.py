@@ -83,7 +83,7 @@ REACHED = {
     | MORE_THAN_THERE_IS_ROOM_FOR
     | {
         "END of a parked request",
-        "a cancel crosses what the server sends",
+        "a cancel crosses events of the server",
         "a payload was dropped to make room",
         "a request waited for payload room",
         "a turn needs an image that was dropped",

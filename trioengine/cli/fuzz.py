@@ -20,7 +20,7 @@ REFRESH = 0.25  # seconds between two lines of progress
 
 
 class Progress:
-    """A line that says how far the run is, where stderr is a terminal."""
+    """A line that shows how far the run is, where stderr is a terminal."""
 
     def __init__(self) -> None:
         self._live = Live(console=Console(stderr=True), transient=True, refresh_per_second=4, auto_refresh=False)
@@ -79,7 +79,7 @@ def fuzz(
             try:
                 with silence():
                     fuzzer.run(examples=program_share, seconds=time_share)
-            finally:  # interrupted, too
+            finally:  # also when interrupted
                 progress.close()
                 _show(fuzzer.report, keep)
         if fuzzer.report.failure is not None:

@@ -26,7 +26,7 @@ class RequestError(Exception):
     """A request failed: the server refused it, went away, or sent an invalid response."""
 
 
-class HttpResponse:
+class ClientResponse:
     """A response whose head has come; its body is read in pieces."""
 
     def __init__(self, stream: trio.abc.Stream, connection: h11.Connection, status: int) -> None:
@@ -80,7 +80,7 @@ async def request(
     body: Mapping[str, Any] | None = None,
     *,
     on_sent: Callable[[], None] = lambda: None,
-) -> AsyncIterator[HttpResponse]:
+) -> AsyncIterator[ClientResponse]:
     """Send a request, with a JSON body if one is given, and yield the response. Raises RequestError."""
     payload = b"" if body is None else json.dumps(body).encode()
     headers = [(b"host", server.authority.encode()), (b"accept", b"*/*"), (b"connection", b"close"), *server.headers]
@@ -95,7 +95,7 @@ async def request(
             pass
         if not isinstance(event, h11.Response):
             raise RequestError("the server did not answer")
-        yield HttpResponse(stream, connection, event.status_code)
+        yield ClientResponse(stream, connection, event.status_code)
 
 
 async def fetch(server: Endpoint, method: str, path: str) -> tuple[int, bytes]:

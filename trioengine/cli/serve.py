@@ -95,7 +95,9 @@ async def obey_signals(server: Server, shutdown_timeout: float) -> None:
         async with trio.open_nursery() as nursery:
             name = signal.Signals(await anext(received)).name
             logger.info(
-                "%s: finishing what is in flight, for at most %g s; a second one aborts it", name, shutdown_timeout
+                "%s: finishing the requests in flight, for at most %g s; a second signal aborts them",
+                name,
+                shutdown_timeout,
             )
             nursery.start_soon(server.drain, shutdown_timeout)
             name = signal.Signals(await anext(received)).name

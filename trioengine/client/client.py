@@ -13,9 +13,9 @@ from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.aio.waiting import deadline_after
 from trioengine.client.address import Address, Endpoint
 from trioengine.client.connection import Connections
-from trioengine.client.generation import Generation, Request, Requests
+from trioengine.client.generation import Generation, RequestProxy, Requests
 from trioengine.client.prompt import Media
-from trioengine.client.session import Session, SessionState
+from trioengine.client.session import Session, SessionProxy
 from trioengine.core.arguments import check_callback, check_request, names_checked
 from trioengine.core.bounds import brief, counted, is_key
 from trioengine.core.errors import (
@@ -58,7 +58,7 @@ class Client:
         until TimedOut, `timeout` seconds from this call; with `wait=False` EngineOverloaded is raised.
         """
         deadline = deadline_after(timeout)
-        state = SessionState(
+        state = SessionProxy(
             self._connections,
             self._requests,
             label=label,
@@ -84,8 +84,8 @@ class Client:
     ) -> Completion:
         """One answer, in a session of its own. Errors, keywords, timeout, wait and label as in Session.generate."""
         deadline, params = deadline_after(timeout), merged_params(params, options)
-        state = SessionState(self._connections, self._requests, label=label, wait=wait, deadline=deadline)
-        request = Request(
+        state = SessionProxy(self._connections, self._requests, label=label, wait=wait, deadline=deadline)
+        request = RequestProxy(
             prompt,
             params,
             media=media,

@@ -1,6 +1,6 @@
-"""The state of a request over a connection.
+"""One request over a connection: the reader's handle, and the proxy that follows the request at the server.
 
-A Request goes through the stages NONE, ASKED, CREATED, ADMITTED and back to NONE. Every change is one synchronous
+A RequestProxy goes through the stages NONE, ASKED, CREATED, ADMITTED and back to NONE. Every change is one synchronous
 method: the session and the reader call some, the server's events others. Events for the server are put into the posts
 in the same step. `outcome` is decided once, by whichever comes first: the server's response.done, the reader who
 leaves, the deadline, or the end of the session. From then on the turn is committed or taken back. The request is
@@ -42,7 +42,7 @@ class Stage(enum.Enum):
 class Generation(generation.Generation):
     """A generation over a connection: one request of a client's session."""
 
-    _state: Request
+    _state: RequestProxy
 
     @property
     def response_id(self) -> str | None:
@@ -50,8 +50,8 @@ class Generation(generation.Generation):
         return self._state.response_id
 
 
-class Request(generation.ReadableRequest):
-    """The state of one request."""
+class RequestProxy(generation.ReadableRequest):
+    """The client's view of one request at the server; the reader's handle is a Generation."""
 
     def __init__(
         self,
@@ -333,15 +333,15 @@ class Requests:
 
     def __init__(self) -> None:
         self._ids = itertools.count(1)
-        self._unsettled: dict[Request, None] = {}
+        self._unsettled: dict[RequestProxy, None] = {}
 
     def mint(self) -> int:
         return next(self._ids)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RequestProxy) -> None:
         self._unsettled[request] = None
 
-    def discard(self, request: Request) -> None:
+    def discard(self, request: RequestProxy) -> None:
         self._unsettled.pop(request, None)
 
     def abort(self, name: int | str) -> int:

@@ -1,4 +1,4 @@
-"""What a program asks, as the items and the fields that the server is sent."""
+"""A program's prompt and parameters, as the items and fields of the Realtime protocol."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from trioengine.aio.calls import AsyncOnly, whole_answer
 from trioengine.aio.waiting import NEVER, Deadline, deadline_after
 from trioengine.client.connection import Connection, Connections
 from trioengine.client.conversation import Conversation
-from trioengine.client.generation import Generation, Request, Requests
+from trioengine.client.generation import Generation, RequestProxy, Requests
 from trioengine.client.problems import error_of
 from trioengine.client.prompt import Media, Message, chat_messages, check_sizes, is_long, response_fields
 from trioengine.core.arguments import check_history, check_label, check_wait
@@ -44,7 +44,7 @@ class Session(AsyncOnly):
     _noun = "a session"
     _usage = "use `async with client.open_session() as session`"
 
-    def __init__(self, state: SessionState) -> None:
+    def __init__(self, state: SessionProxy) -> None:
         self._state = state
 
     def __repr__(self) -> str:
@@ -114,7 +114,7 @@ class Session(AsyncOnly):
         EngineClosed or ConnectionLost when the session is over, and RequestRejected for a bad prompt.
         """
         deadline, params = deadline_after(timeout), merged_params(params, options)
-        request = Request(
+        request = RequestProxy(
             prompt,
             params,
             media=media,
@@ -165,8 +165,8 @@ class Session(AsyncOnly):
         await self._state.connection.wait_closed()
 
 
-class SessionState:
-    """The state of one session."""
+class SessionProxy:
+    """The client's view of one session at the server; the caller's handle is a Session."""
 
     def __init__(
         self,
@@ -195,8 +195,8 @@ class SessionState:
         self._deadline = deadline  # of opening
         self.opening = trio.CancelScope()  # cancelled by the end of the session
         self._loss: EngineError | None = None
-        self._request: Request | None = None  # the latest that was posted
-        self._entering: dict[Request, None] = {}  # requests that are being entered, in their order
+        self._request: RequestProxy | None = None  # the latest that was posted
+        self._entering: dict[RequestProxy, None] = {}  # requests that are being entered, in their order
 
     # ---- opening and ending ---------------------------------------------------------------------------------------
 
@@ -260,7 +260,7 @@ class SessionState:
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
-    async def enter(self, request: Request) -> None:
+    async def enter(self, request: RequestProxy) -> None:
         """Post the request when its turn has come; return when the engine has taken it, or it was aborted.
 
         Raises SessionBusy, SessionEnded, the server's refusal and the loss of the connection.
@@ -295,7 +295,7 @@ class SessionState:
             del self._entering[request]
         request.check_refusal()
 
-    async def _prepared(self, request: Request) -> tuple[list[Message], dict[str, str]]:
+    async def _prepared(self, request: RequestProxy) -> tuple[list[Message], dict[str, str]]:
         """The messages of the request's prompt, and the events that create their items."""
         (prompt, request.prompt), (media, request.media) = (request.prompt, None), (request.media, ())
 
@@ -306,7 +306,7 @@ class SessionState:
         return await trio.to_thread.run_sync(prepare) if is_long(media) else prepare()
 
     @property
-    def _in_flight(self) -> Request | None:
+    def _in_flight(self) -> RequestProxy | None:
         """The request that was posted and is not settled."""
         return None if self._request is None or self._request.settled.is_set() else self._request
 

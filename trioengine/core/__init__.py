@@ -1,1 +1,1 @@
-"""What may happen, and in which order: pure code, the standard library and msgpack alone."""
+"""State machines, protocol, messages, configuration and errors: pure code on the standard library and msgpack."""

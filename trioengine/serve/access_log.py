@@ -17,7 +17,7 @@ import trio
 
 from trioengine.core.bounds import excerpt
 from trioengine.serve.errors import Problem
-from trioengine.serve.http import BadRequest, Request
+from trioengine.serve.http import BadRequest, HttpRequest
 from trioengine.serve.http_connection import HttpConnection
 
 logger = logging.getLogger("trioengine.access")
@@ -31,7 +31,7 @@ FIELDS = ("method", "path", "status", "milliseconds", *ERROR_FIELDS)  # more fie
 HEADER = b"x-request-id"
 PROBES = {"/health": (200, 503), "/ready": (200, 503), "/metrics": (200,)}  # with these statuses logged at debug
 _USABLE = re.compile(rb"(?:(?![][(){}<>=\"'`])[!-~]){1,128}")  # an id that cannot be taken for another part of a line
-_UNREADABLE = Request("-", "-", "", ())
+_UNREADABLE = HttpRequest("-", "-", "", ())
 _MAX_PATH = 200  # characters
 _MAX_MESSAGE = 400
 _QUOTED = re.compile(r"(, got | says: |(?<=unknown parameter) ').*", re.DOTALL)  # the end of a message that quotes the
@@ -57,14 +57,14 @@ class ContextFilter(logging.Filter):
         return True
 
 
-def request_id(request: Request) -> str:
+def request_id(request: HttpRequest) -> str:
     """Return the client's id of the request, or a new one if there is none that can be used."""
     given = request.header(HEADER)
     return given.decode() if given is not None and _USABLE.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
 
 @contextmanager
-def log_request(connection: HttpConnection, request: Request) -> Iterator[None]:
+def log_request(connection: HttpConnection, request: HttpRequest) -> Iterator[None]:
     """Log the request that the block serves, once it is over; records and the response carry its id.
 
     The line of a refused or failed request has the error, without the values that its message quotes.
@@ -95,7 +95,7 @@ def log_unreadable(connection: HttpConnection) -> Iterator[None]:
             raise
 
 
-def _log(request: Request, status: int | None, problem: Problem | None, seconds: float) -> None:
+def _log(request: HttpRequest, status: int | None, problem: Problem | None, seconds: float) -> None:
     """`status` is None if the client disconnected before its response."""
     shown = "-" if status is None else status
     values = (request.method[:16], request.path[:_MAX_PATH], shown, round(1000 * seconds, 1), *_error_values(problem))

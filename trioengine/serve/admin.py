@@ -19,7 +19,7 @@ from trioengine.core.errors import InvariantError, RequestRejected
 from trioengine.core.power import Tag
 from trioengine.serve.auth import Role
 from trioengine.serve.errors import SERVER_ERROR, ClientError, Problem
-from trioengine.serve.http import Request, Response, json_response, problem_response
+from trioengine.serve.http import HttpRequest, HttpResponse, json_response, problem_response
 from trioengine.serve.limits import InFlight
 from trioengine.serve.parsing import (
     flag_in,
@@ -63,19 +63,19 @@ class OperatorHandlers:
         self._engine = engine
         self._in_flight = in_flight
 
-    async def invariants(self, request: Request) -> Response:
+    async def invariants(self, request: HttpRequest) -> HttpResponse:
         """Return the counts and the number of tasks; 500 with an invariant that is violated; 503 without a worker."""
         try:
             await self._engine.check_invariants()
         except InvariantError as exc:
             return problem_response(500, Problem(SERVER_ERROR, "invariant_violated", str(exc)))
         statistics = self._engine.statistics()
-        names = [field.name for field in dataclasses.fields(statistics) if field.repr]  # not those of /metrics alone
+        names = [field.name for field in dataclasses.fields(statistics) if field.repr]  # not fields for /metrics alone
         counts = {name: getattr(statistics, name) for name in names} | {"power": statistics.power.value}
         tasks = trio.lowlevel.current_statistics().tasks_living
         return json_response(200, {"ok": True, "statistics": counts, "tasks": tasks})
 
-    async def abort_request(self, request: Request) -> Response:
+    async def abort_request(self, request: HttpRequest) -> HttpResponse:
         """Return how many requests this call aborts; 0 is not an error, as they may have finished."""
         fields = known_fields(load_object(request.body, "the body"), ("request_id", "abort_all"))
         id, is_all = fields.get("request_id"), flag_of(fields.get("abort_all"), "abort_all")
@@ -96,20 +96,20 @@ class PowerHandlers:
         self._engine = engine
         self._weights_dir = weights_dir
 
-    async def sleep(self, request: Request) -> Response:
+    async def sleep(self, request: HttpRequest) -> HttpResponse:
         given = parameters_of(request, _SLEEP_PARAMETERS)
         level = cast("Level", int(one_of(given, "level", _LEVELS)))
         mode = cast("ModeName", one_of(given, "mode", _MODES))
         await self._engine.sleep(level, mode=mode, timeout=number_in(given, "timeout", 0, MAX_SECONDS))
         return self._state()
 
-    async def wake_up(self, request: Request) -> Response:
+    async def wake_up(self, request: HttpRequest) -> HttpResponse:
         given = parameters_of(request, _WAKE_UP_PARAMETERS)
         tags, reload = some_of(given, "tags", _TAGS), flag_in(given, "reload", default=True)
         await self._engine.wake(None if tags is None else [Tag(tag) for tag in tags], reload=reload)
         return self._state()
 
-    async def update_weights(self, request: Request) -> Response:
+    async def update_weights(self, request: HttpRequest) -> HttpResponse:
         """Load a checkpoint by its name, which is looked up in a thread; a disconnect until then changes nothing."""
         fields = known_fields(load_object(request.body, "the body"), ("name", "mode", "timeout"))
         if fields.get("name") is None:
@@ -121,10 +121,10 @@ class PowerHandlers:
         await self._engine.update_weights(str(path), mode=mode, timeout=fields.get("timeout"))
         return self._state()
 
-    async def is_sleeping(self, request: Request) -> Response:
+    async def is_sleeping(self, request: HttpRequest) -> HttpResponse:
         return self._state()
 
-    def _state(self) -> Response:
+    def _state(self) -> HttpResponse:
         """Return vLLM's `is_sleeping`, and more."""
         state = self._engine.power
         shown = {

@@ -3,7 +3,7 @@
 Keys are held and compared as digests, so that neither a memory dump nor the time of a response discloses one.
 
 Without a key only loopback names are served, so that no web page can reach the engine by DNS rebinding. With a key, a
-page may send requests if it comes from this server. Pages of an allowed site, and without a key those of this machine,
+page may send requests if it comes from this server. Pages of an allowed site, and without a key pages of this machine,
 also get the headers of CORS.
 
 Two keys share nothing in the prefix cache, and within a key two `cache_salt`s do not: otherwise `cached_tokens`, or the
@@ -28,8 +28,8 @@ from trioengine.serve.config import ServeConfig
 from trioengine.serve.errors import INVALID_REQUEST, RATE_LIMIT, Problem
 from trioengine.serve.http import (
     BadRequest,
-    Request,
-    Response,
+    HttpRequest,
+    HttpResponse,
     is_plain_origin,
     name_of_host,
     name_of_origin,
@@ -74,7 +74,7 @@ class Access:
         self._sessions: dict[bytes, int] = {}  # by the key's digest; none is 0
 
     @contextmanager
-    def admit(self, request: Request, role: Role) -> Iterator[Caller]:
+    def admit(self, request: HttpRequest, role: Role) -> Iterator[Caller]:
         """Admit a request, to be served within the block. Raises BadRequest if it is refused."""
         refusal = self.origins.refusal(request.headers)
         if refusal is not None:
@@ -86,7 +86,7 @@ class Access:
         with self._session(key):
             yield Caller(key, hmac.digest(self._secret, key, hashlib.sha256))
 
-    def _check_key(self, request: Request, role: Role) -> bytes | None:
+    def _check_key(self, request: HttpRequest, role: Role) -> bytes | None:
         """Return the key that the request counts for. Operators have no limit: theirs is None."""
         if role is Role.ANYONE:
             return None
@@ -161,7 +161,7 @@ def warn_of_short_keys(config: ServeConfig) -> None:
             logger.warning("a key of %s has fewer than %d characters, and may be guessed", flag, MIN_KEY_LENGTH)
 
 
-def presented_key(request: Request) -> bytes | None:
+def presented_key(request: HttpRequest) -> bytes | None:
     """Return the digest of the request's key; None if there is none, or more than one."""
     keys = [_strip_prefix(BEARER, value) for name, value in request.headers if name == b"authorization"]
     if not keys and request.wants_websocket:
@@ -170,7 +170,7 @@ def presented_key(request: Request) -> bytes | None:
     return _digest(keys[0]) if len(keys) == 1 and keys[0] else None
 
 
-def _subprotocols(request: Request) -> list[bytes]:
+def _subprotocols(request: HttpRequest) -> list[bytes]:
     offers = [value.split(b",") for name, value in request.headers if name == b"sec-websocket-protocol"]
     return [name.strip() for offer in offers for name in offer]
 
@@ -237,7 +237,7 @@ class Origins:
             return Refusal(403, "forbidden", "the Origin must be this server's or an --allowed-origin")
         return None
 
-    def headers(self, request: Request) -> tuple[tuple[bytes, bytes], ...]:
+    def headers(self, request: HttpRequest) -> tuple[tuple[bytes, bytes], ...]:
         """Return the CORS headers of every response to this request."""
         vary = (b"vary", b"origin")
         origin = self._allowed_origin(request)
@@ -246,7 +246,7 @@ class Origins:
         exposed = (b"access-control-expose-headers", b"x-request-id, retry-after")
         return ((b"access-control-allow-origin", origin), exposed, vary)
 
-    def preflight(self, request: Request, methods: Iterable[str]) -> Response | None:
+    def preflight(self, request: HttpRequest, methods: Iterable[str]) -> HttpResponse | None:
         """Return the response to a CORS preflight of an allowed origin; None for any other request."""
         wanted = request.header(b"access-control-request-method")
         if request.method != "OPTIONS" or wanted is None or self._allowed_origin(request) is None:
@@ -258,9 +258,9 @@ class Origins:
         names = request.header(b"access-control-request-headers")
         if names is not None:
             headers.append((b"access-control-allow-headers", names))
-        return Response(200, b"", b"text/plain", tuple(headers))
+        return HttpResponse(200, b"", b"text/plain", tuple(headers))
 
-    def _allowed_origin(self, request: Request) -> bytes | None:
+    def _allowed_origin(self, request: HttpRequest) -> bytes | None:
         origin = request.header(b"origin")
         if origin is None or origin in self._allowed:
             return origin

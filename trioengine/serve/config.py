@@ -68,9 +68,9 @@ class ServeConfig(ConnectionLimits):
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0: a free one
-    served_model_name: str | None = None  # what clients call the model; None: as the engine's configuration does
+    served_model_name: str | None = None  # the model's name for clients; None: the name in the engine's configuration
     api_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)  # any of them will do
-    admin_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)  # for operators; good for all the rest, too
+    admin_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)  # for operators; valid on all routes
     allowed_origin: tuple[str, ...] = ()  # web pages of other sites that may ask, as https://example.com
     weights_dir: str | None = None  # where the checkpoints lie that /update_weights may name
     insecure: bool = False  # serve all clients of all machines, without any key

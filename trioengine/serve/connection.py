@@ -28,8 +28,8 @@ from trioengine.serve.errors import SERVER_ERROR, ClientError, Problem
 from trioengine.serve.http import (
     BadRequest,
     Handler,
-    Request,
-    Response,
+    HttpRequest,
+    HttpResponse,
     StreamingResponse,
     error_response,
     problem_response,
@@ -59,7 +59,7 @@ LINGER_TIMEOUT = 2.0  # seconds
 LINGER_BYTES = 8 << 20
 _TCP_USER_TIMEOUT = 18  # linux/tcp.h; socket.TCP_USER_TIMEOUT exists on Linux only
 
-CheckUpgrade = Callable[[Request], None]  # raises ClientError to refuse a WebSocket
+CheckUpgrade = Callable[[HttpRequest], None]  # raises ClientError to refuse a WebSocket
 WebSocketHandler = Callable[[AcceptedWebSocket, Held, bytes], Awaitable[None]]  # the bytes are its key's cache salt
 
 
@@ -167,7 +167,7 @@ class ConnectionHandler:
         return BadRequest(problem_response(503, Problem(SERVER_ERROR, "too_many_connections", message, retry_after=1)))
 
     @contextmanager
-    def _logging(self, http: HttpConnection, request: Request, *headers: tuple[bytes, bytes]) -> Iterator[None]:
+    def _logging(self, http: HttpConnection, request: HttpRequest, *headers: tuple[bytes, bytes]) -> Iterator[None]:
         """Log the request that the block serves; its response gets the headers for its origin, and `headers`."""
         with log_request(http, request):
             http.common_headers += (*self._access.origins.headers(request), *headers)
@@ -175,7 +175,7 @@ class ConnectionHandler:
 
     # ---- one request ----------------------------------------------------------------------------------------------
 
-    async def _next_request(self, connection: _Connection) -> Request | None:
+    async def _next_request(self, connection: _Connection) -> HttpRequest | None:
         """Read the head of the next request; None if there is none to come. Raises Displaced, BadRequest."""
         http = connection.http
         with connection.slot.waiting():
@@ -192,7 +192,7 @@ class ConnectionHandler:
             with trio.fail_after(self._limits.handshake_timeout), log_unreadable(http):
                 return await http.next_head()
 
-    async def _serve_request(self, connection: _Connection, request: Request) -> bool:
+    async def _serve_request(self, connection: _Connection, request: HttpRequest) -> bool:
         """Serve a request, or the WebSocket that it asks for; True if another may follow. Raises BadRequest."""
         route = find_route(self._routes, request.path)
         preflight = self._access.origins.preflight(request, () if route is None else route.handlers)
@@ -205,17 +205,19 @@ class ConnectionHandler:
             found = preflight or find_handler(self._routes, request)
             return await self._exchange(connection, request, found, held)
 
-    async def _exchange(self, connection: _Connection, request: Request, found: Handler | Response, held: Held) -> bool:
-        async def handler(request: Request) -> Response | StreamingResponse:
-            return found if isinstance(found, Response) else await found(request)
+    async def _exchange(
+        self, connection: _Connection, request: HttpRequest, found: Handler | HttpResponse, held: Held
+    ) -> bool:
+        async def handler(request: HttpRequest) -> HttpResponse | StreamingResponse:
+            return found if isinstance(found, HttpResponse) else await found(request)
 
         max_size = self._limits.largest_body(takes_images=self._takes_images())
-        if isinstance(found, Response) or request.method != "POST":
+        if isinstance(found, HttpResponse) or request.method != "POST":
             max_size = min(max_size, MAX_UNREAD)
         with self._disconnects.counting():
             return await connection.http.exchange(await self._with_body(connection, request, max_size, held), handler)
 
-    async def _with_body(self, connection: _Connection, request: Request, max_size: int, held: Held) -> Request:
+    async def _with_body(self, connection: _Connection, request: HttpRequest, max_size: int, held: Held) -> HttpRequest:
         """Read the body. The caller keeps no reference to the result, so that the handler can drop it."""
         with connection.slot.waiting(), trio.move_on_after(self._limits.body_timeout):
             return dataclasses.replace(request, body=await connection.http.read_body(max_size, held), held=held)
@@ -224,7 +226,9 @@ class ConnectionHandler:
 
     # ---- WebSockets -----------------------------------------------------------------------------------------------
 
-    async def _serve_websocket(self, connection: _Connection, request: Request, held: Held, cache_salt: bytes) -> None:
+    async def _serve_websocket(
+        self, connection: _Connection, request: HttpRequest, held: Held, cache_salt: bytes
+    ) -> None:
         websocket = AcceptedWebSocket(connection.stream, self._largest_message, held)
         refusal = _bad_handshake(request, connection.http.seen, websocket) or self._bad_upgrade(request)
         if refusal is not None:
@@ -244,7 +248,7 @@ class ConnectionHandler:
     def _largest_message(self) -> int:
         return self._limits.largest_message(takes_images=self._takes_images())
 
-    def _bad_upgrade(self, request: Request) -> Response | None:
+    def _bad_upgrade(self, request: HttpRequest) -> HttpResponse | None:
         try:
             self._check_upgrade(request)
         except ClientError as exc:
@@ -252,7 +256,7 @@ class ConnectionHandler:
         return None
 
 
-def _bad_handshake(request: Request, seen: bytes, websocket: AcceptedWebSocket) -> Response | None:
+def _bad_handshake(request: HttpRequest, seen: bytes, websocket: AcceptedWebSocket) -> HttpResponse | None:
     """Return the response that refuses a malformed handshake; None if the WebSocket has taken it.
 
     A handshake that wsproto refuses here would make trio-websocket wait indefinitely, or crash.

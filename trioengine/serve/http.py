@@ -1,4 +1,4 @@
-"""HTTP messages: requests, responses, and checks on a request's head beyond those of h11.
+"""HTTP messages: requests, responses, and checks on a request's head beyond h11's.
 
 The checks refuse forms that another HTTP parser on the way may read differently, by the rules of RFC 9112: h11 is
 lenient about line ends, folded headers, versions and targets.
@@ -33,7 +33,7 @@ _FAULTS = {  # our wording of those h11 messages that do not quote the client
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class HttpRequest:
     """A request; header names are in lower case."""
 
     method: str
@@ -68,7 +68,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
+class HttpResponse:
     """A whole response."""
 
     status: int
@@ -86,20 +86,20 @@ class StreamingResponse:
     cancelled when the client disconnects.
     """
 
-    write: Callable[[Body], Awaitable[Response | None]]
+    write: Callable[[Body], Awaitable[HttpResponse | None]]
     status: int = 200
     content_type: bytes = b"text/event-stream"
     headers: tuple[tuple[bytes, bytes], ...] = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
     keep_alive: bytes = b""  # a piece without content, sent while the stream is silent
 
 
-Handler: TypeAlias = Callable[[Request], Awaitable[Response | StreamingResponse]]
+Handler: TypeAlias = Callable[[HttpRequest], Awaitable[HttpResponse | StreamingResponse]]
 
 
 class BadRequest(Exception):
     """Refuses a request; the connection is closed after this response."""
 
-    def __init__(self, response: Response) -> None:
+    def __init__(self, response: HttpResponse) -> None:
         super().__init__(response.status)
         self.response = response
 
@@ -108,18 +108,18 @@ class BadRequest(Exception):
         return cls(problem_response(status, Problem(INVALID_REQUEST, code, message)))
 
 
-def json_response(status: int, content: Any) -> Response:
-    return Response(status, json.dumps(content).encode())
+def json_response(status: int, content: Any) -> HttpResponse:
+    return HttpResponse(status, json.dumps(content).encode())
 
 
-def problem_response(status: int, problem: Problem) -> Response:
+def problem_response(status: int, problem: Problem) -> HttpResponse:
     """Return an error in OpenAI's shape."""
     retry_after = problem.retry_after or (1.0 if status in (429, 503) else None)
     headers = ((b"retry-after", b"%d" % max(1, round(retry_after))),) if retry_after else ()
-    return Response(status, json.dumps({"error": problem.to_json()}).encode(), headers=headers, problem=problem)
+    return HttpResponse(status, json.dumps({"error": problem.to_json()}).encode(), headers=headers, problem=problem)
 
 
-def error_response(error: Exception) -> Response:
+def error_response(error: Exception) -> HttpResponse:
     """Return the client's view of an error."""
     return problem_response(status_of(error), problem_of(error))
 

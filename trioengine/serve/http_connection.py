@@ -25,8 +25,8 @@ from trioengine.serve.http import (
     BadHead,
     BadRequest,
     Handler,
-    Request,
-    Response,
+    HttpRequest,
+    HttpResponse,
     StreamingResponse,
     check_headers,
     check_lines,
@@ -77,7 +77,7 @@ class HttpConnection:
                 self._h11.receive_data(self.seen)
         return bool(self.seen)
 
-    async def next_head(self) -> Request | None:
+    async def next_head(self) -> HttpRequest | None:
         """Read the next request without its body; None if the client has closed the connection. Raises BadRequest."""
         self.is_new = self._head_only = False
         self.status, self.problem, self.common_headers = None, None, ()
@@ -96,7 +96,7 @@ class HttpConnection:
             path, query = split_target(bytes(event.target), check_headers(headers))
         except BadHead as exc:
             raise BadRequest.of(400, "bad_request", str(exc)) from None
-        request = Request(method, path, query, headers, http_version=version)
+        request = HttpRequest(method, path, query, headers, http_version=version)
         self._is_chunked = request.is_chunked
         if request.has_ambiguous_length:
             message = "the length of the body is given in two ways, or in one unknown to HTTP/1.0"
@@ -163,7 +163,7 @@ class HttpConnection:
 
     # ---- responses ------------------------------------------------------------------------------------------------
 
-    async def exchange(self, request: Request, handler: Handler) -> bool:
+    async def exchange(self, request: HttpRequest, handler: Handler) -> bool:
         """Handle one request and send the response; True if another request may follow.
 
         The handler, and the writer of a stream, are cancelled when the client disconnects (raises Disconnected) or
@@ -173,7 +173,7 @@ class HttpConnection:
         async with trio.open_nursery() as nursery:
             body = Body(self._sender, nursery, self._limits.send_timeout)
             nursery.start_soon(self._watch_client, body)
-            response: Response | StreamingResponse | None = await _or_error_response(path, handler(request))
+            response: HttpResponse | StreamingResponse | None = await _or_error_response(path, handler(request))
             del request
             if isinstance(response, StreamingResponse):
                 frame = _chunk if (self._h11.their_http_version or b"") >= b"1.1" else bytes
@@ -215,7 +215,7 @@ class HttpConnection:
         head = h11.Response(status_code=status, headers=[*headers, *self.common_headers], reason=reason)
         return self._h11.send(head) or b""
 
-    async def respond(self, response: Response) -> None:
+    async def respond(self, response: HttpResponse) -> None:
         """Send a whole response to the latest request, in one piece. Raises Disconnected."""
         headers = [
             (b"content-type", response.content_type),
@@ -228,7 +228,7 @@ class HttpConnection:
         events = (*body, h11.EndOfMessage())
         await self._send(head + b"".join(self._h11.send(event) or b"" for event in events))
 
-    async def refuse(self, response: Response) -> None:
+    async def refuse(self, response: HttpResponse) -> None:
         """Send a response unless one has begun; the connection is of no further use."""
         if self._h11.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             await self.respond(replace(response, headers=(*response.headers, (b"connection", b"close"))))
@@ -249,7 +249,7 @@ def _chunk(piece: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(piece), piece)
 
 
-async def _or_error_response(path: str, response: Awaitable[T]) -> T | Response:
+async def _or_error_response(path: str, response: Awaitable[T]) -> T | HttpResponse:
     """Await a response; of an error return the response that describes it, and log one that is a bug."""
     try:
         return await response

@@ -17,7 +17,7 @@ from trioengine.core.bounds import brief, did_you_mean, number
 from trioengine.core.errors import RequestRejected
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.serve.errors import ClientError
-from trioengine.serve.http import Request
+from trioengine.serve.http import HttpRequest
 
 T = TypeVar("T")
 Parameters: TypeAlias = Mapping[str, Sequence[str]]  # values of a query, by name
@@ -225,7 +225,7 @@ def read_query(query: str, names: Collection[str]) -> Parameters:
     return given
 
 
-def parameters_of(request: Request, names: Collection[str]) -> Parameters:
+def parameters_of(request: HttpRequest, names: Collection[str]) -> Parameters:
     """Return the parameters of a request that has them in its query, and no body. Raises ClientError."""
     if request.body.strip() not in (b"", b"{}"):
         raise ClientError("invalid_value", f"{request.path} takes its parameters in its query, and no body")

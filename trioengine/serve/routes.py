@@ -12,15 +12,15 @@ from trioengine.core.bounds import did_you_mean
 from trioengine.core.lifecycle import Power
 from trioengine.serve.auth import Role
 from trioengine.serve.errors import INVALID_REQUEST, ClientError, Problem
-from trioengine.serve.http import Handler, Request, Response, error_response, json_response, problem_response
+from trioengine.serve.http import Handler, HttpRequest, HttpResponse, error_response, json_response, problem_response
 from trioengine.serve.metrics import CONTENT_TYPE, Metrics
 from trioengine.serve.parsing import read_query
 
 REALTIME = "/v1/realtime"
 HOME = (
     f"trioengine {__version__}: a language model engine. POST to /v1/chat/completions as to OpenAI, or connect a "
-    f"WebSocket to {REALTIME} (the text part of OpenAI's Realtime protocol). GET /health says whether the engine "
-    "lives, /ready whether it admits requests, /metrics what it does (Prometheus), /version its version.\n"
+    f"WebSocket to {REALTIME} (the text part of OpenAI's Realtime protocol). GET /health reports whether the "
+    "engine lives, /ready whether it admits requests, /metrics its metrics (Prometheus), /version its version.\n"
 )
 BELOW = "*"  # at the end of a path: all paths that begin so
 _SHOWN = 80  # characters of a path in a message
@@ -53,7 +53,7 @@ def find_route(routes: Routes, path: str) -> Route | None:
     return routes.get(path) or next(below, None)
 
 
-def find_handler(routes: Routes, request: Request) -> Handler | Response:
+def find_handler(routes: Routes, request: HttpRequest) -> Handler | HttpResponse:
     """Return the handler of a request, or the response that refuses it."""
     if request.path == REALTIME:
         return upgrade_required()
@@ -70,7 +70,7 @@ def find_handler(routes: Routes, request: Request) -> Handler | Response:
     return handler
 
 
-def upgrade_required() -> Response:
+def upgrade_required() -> HttpResponse:
     problem = Problem(
         INVALID_REQUEST,
         "upgrade_required",
@@ -81,14 +81,14 @@ def upgrade_required() -> Response:
     return replace(response, headers=headers)
 
 
-def _not_found(path: str, routes: Routes) -> Response:
+def _not_found(path: str, routes: Routes) -> HttpResponse:
     """Name the nearest route, or all of them."""
     known = sorted({*routes, REALTIME})
     hint = did_you_mean(path, known) or f"; the routes are {', '.join(known)}"
     return problem_response(404, Problem(INVALID_REQUEST, "not_found", f"no route {path[:_SHOWN]!r}{hint}"))
 
 
-def _method_not_allowed(request: Request, allowed: str) -> Response:
+def _method_not_allowed(request: HttpRequest, allowed: str) -> HttpResponse:
     message = f"method {request.method[:16]} is not allowed for {request.path[:_SHOWN]}; allowed: {allowed}"
     response = problem_response(405, Problem(INVALID_REQUEST, "method_not_allowed", message))
     return replace(response, headers=((b"allow", allowed.encode()),))
@@ -97,25 +97,25 @@ def _method_not_allowed(request: Request, allowed: str) -> Response:
 def plain_routes(engine: Engine, metrics: Metrics) -> Routes:
     """Return the routes for the state, version and metrics of an engine."""
 
-    async def home(request: Request) -> Response:
-        return Response(200, HOME.encode(), b"text/plain; charset=utf-8")
+    async def home(request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, HOME.encode(), b"text/plain; charset=utf-8")
 
-    async def health(request: Request) -> Response:
+    async def health(request: HttpRequest) -> HttpResponse:
         if engine.statistics().power is Power.CLOSED:
             return _unavailable({"status": "closed"})
         if not engine.runtime.is_responsive:
             return _unavailable({"status": "unresponsive"})
         return json_response(200, {"status": "ok"})
 
-    async def ready(request: Request) -> Response:
+    async def ready(request: HttpRequest) -> HttpResponse:
         state = {"state": _state_of(engine)}
         return json_response(200, state) if engine.runtime.gate.is_awake else _unavailable(state)
 
-    async def version(request: Request) -> Response:
+    async def version(request: HttpRequest) -> HttpResponse:
         return json_response(200, {"version": __version__})
 
-    async def scrape(request: Request) -> Response:
-        return Response(200, metrics.render(), CONTENT_TYPE)
+    async def scrape(request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200, metrics.render(), CONTENT_TYPE)
 
     return {
         "/": get(home, Role.ANYONE),
@@ -133,5 +133,5 @@ def _state_of(engine: Engine) -> str:
     return Power.ASLEEP.value if is_asleep else power.value
 
 
-def _unavailable(content: Mapping[str, str]) -> Response:
+def _unavailable(content: Mapping[str, str]) -> HttpResponse:
     return replace(json_response(503, content), headers=((b"retry-after", b"1"),))

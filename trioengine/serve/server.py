@@ -22,14 +22,14 @@ from trioengine.core.types import Cause
 from trioengine.serve.admin import admin_routes
 from trioengine.serve.auth import Access, is_loopback, warn_of_short_keys
 from trioengine.serve.body import DisconnectCounter
+from trioengine.serve.chat import ChatCompletions
+from trioengine.serve.chat_protocol import check_model
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.connection import ConnectionHandler, format_address
-from trioengine.serve.http import Request
+from trioengine.serve.http import HttpRequest
 from trioengine.serve.limits import ByteBudget, Held, InFlight, clamp_to_fd_limit
 from trioengine.serve.metrics import Metrics
-from trioengine.serve.openai.chat import ChatCompletions
-from trioengine.serve.openai.models import MODELS, Models, Tokenization
-from trioengine.serve.openai.request import check_model
+from trioengine.serve.models import MODELS, Models, Tokenization
 from trioengine.serve.parsing import read_query
 from trioengine.serve.realtime.connection import CLOSE_TIMEOUT, RealtimeConnection
 from trioengine.serve.realtime.response import ResponseRunner
@@ -133,7 +133,7 @@ class Server:
         )
         await connection.run()
 
-    def _check_upgrade(self, request: Request) -> None:
+    def _check_upgrade(self, request: HttpRequest) -> None:
         for name in read_query(request.query, ("model",))["model"]:
             check_model(name, self.model_name)
 

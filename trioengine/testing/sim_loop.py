@@ -194,7 +194,7 @@ class _GivenUp(BaseException):
 
 
 class _Picks:
-    """What trio believes to be random; it takes tasks from the end of the batch that it has shuffled."""
+    """Stands for trio's random numbers; trio takes tasks from the end of the batch that it has shuffled."""
 
     def __init__(self) -> None:
         self.first = 0

@@ -21,7 +21,7 @@ PORTION, BUFFERED = 512, 1024  # bytes that a write moves at once, and that lie 
 
 
 class PeerState(enum.Enum):
-    """What a client does with its time."""
+    """The behaviour of a client."""
 
     WELL = "well"
     STALLED = "stalled"  # it reads nothing, and still sends
@@ -142,7 +142,7 @@ class SimulatedPeer(abc.ABC):
 
 
 class _ServerEnd(trio.abc.HalfCloseableStream):
-    """What the server reads from and writes to."""
+    """The server's end of the connection."""
 
     def __init__(self, peer: SimulatedPeer) -> None:
         self.inbox = MemoryReceiveStream()
@@ -287,7 +287,7 @@ class SimulatedClient(SimulatedPeer):
                     raise AssertionError(f"the server sent {event!r}")
 
     def _shake_hands(self, data: bytes) -> bytes:
-        """What follows the server's answer, if that has come and is not a refusal."""
+        """Return the bytes after the server's answer, if that has come and does not refuse."""
         self._head += data
         head, end, rest = self._head.partition(b"\r\n\r\n")
         if not end:

@@ -29,7 +29,7 @@ class Behaviour:
 
 
 class Health(enum.Enum):
-    """What a simulated worker does with its time."""
+    """The behaviour of a simulated worker."""
 
     WELL = "well"
     STALLED = "stalled"  # the step in progress never ends; its reader still answers
@@ -71,7 +71,7 @@ class Wire:
             self._arrive(data)
 
     def cut(self) -> None:
-        """What is on its way is lost."""
+        """Lose the bytes that are on their way."""
         self._bytes.clear()
         self._moved.set()
 
@@ -226,7 +226,7 @@ SMALL_PAYLOAD_QUEUE = 2
 
 
 class SimulatedProcess(abc.ABC):
-    """What the engine writes arrives as it would by a reader thread.
+    """A worker's end of the pipes: the engine's messages arrive as they would by a reader thread.
 
     With `by_hand` nothing arrives by itself: `receive`, `receive_payloads` and `deliver` are called.
     """
@@ -285,7 +285,7 @@ class SimulatedProcess(abc.ABC):
     # ---- faults ---------------------------------------------------------------------------------------------------
 
     def exit(self, exit_code: int) -> None:
-        """Die, at once; the first exit code stays. What was written still arrives."""
+        """Die, at once; the first exit code stays. Messages that were written still arrive."""
         if self.health is not Health.DEAD:
             self.health = Health.DEAD
             self.exit_code = exit_code

@@ -280,7 +280,7 @@ class SimulatedWorker(SimulatedProcess):
         self._report(PayloadArrived(payload, source))
 
     def _report(self, event: Event) -> None:
-        """What another thread puts into the queue."""
+        """Queue an event, as a thread of a real worker does."""
         self._queue.append(event)
         self._arrived.set()
 

@@ -87,7 +87,7 @@ class Simulation:
 
     @property
     def ports(self) -> Ports:
-        """What to give to Engine or open_engine."""
+        """The ports for Engine or open_engine."""
         return Ports(
             spawn_worker=self._spawn_worker,
             run_in_thread=self._run_in_thread,

@@ -66,7 +66,7 @@ class ToyPicture:
 
     @property
     def data(self) -> bytes:
-        """What the worker gets; with the value 255 it cannot be decoded."""
+        """The bytes for the worker; with the value 255 they cannot be decoded."""
         width, height = self.size
         return bytes([self._value]) * (width * height * 3)
 
@@ -124,7 +124,7 @@ def toy_tile(data: bytes, number: int) -> int:
 
 
 def toy_features(tile: int, num_tokens: int, weights: int) -> list[int]:
-    """What takes the place of the token ids of a tile; it depends on the weights, as real features do."""
+    """Return the values in place of the token ids of a tile; they depend on the weights, as real features do."""
     return [zlib.crc32(b"%d %d" % (weights, offset), tile) for offset in range(num_tokens)]
 
 
@@ -155,12 +155,12 @@ _END_EVERY = 24  # one token in so many ends the answer
 
 
 def toy_weights(path: str) -> int:
-    """What lies at a path: any other path than TOY_PATH gives other answers."""
+    """The weights at a path: any other path than TOY_PATH gives other answers."""
     return 0 if path == TOY_PATH else zlib.crc32(path.encode()) | 1
 
 
 def toy_value(token_id: int, before: int) -> int:
-    """What the KV cache holds for a token: like real keys and values, it depends on everything before the token."""
+    """The KV cache's entry of a token: like real keys and values, it depends on everything before the token."""
     return zlib.crc32(token_id.to_bytes(4, "little"), before)
 
 
@@ -205,8 +205,7 @@ class Crash(Exception):
 class ToyRunner:
     """A ModelRunner whose keys and values are `toy_value`s, in the slots that the block tables name.
 
-    A step that reads what a request with another cache salt has computed is an AssertionError, and so is one that
-    encodes a tile twice.
+    Raises AssertionError for a step that reads values of a request with another cache salt, or encodes a tile twice.
     """
 
     def __init__(self, block_size: int, tile: TileShape | None = None) -> None:
@@ -240,7 +239,7 @@ class ToyRunner:
         self.asleep -= tags
 
     def update_weights(self, path: str) -> None:
-        """What has a name that begins with `misshapen` has tensors of other shapes."""
+        """A path with a name that begins with `misshapen` has tensors of other shapes."""
         if Path(path).name.startswith("misshapen"):
             raise ModelError(f"{path}: other shapes")
         self.path = path
@@ -271,7 +270,7 @@ class ToyRunner:
             if not entry.samples:
                 continue
             if sequence.request in self.fail_requests:
-                sampled.append(sequence.failure(SAMPLING_FAILED, "told to fail"))
+                sampled.append(sequence.failure(SAMPLING_FAILED, "failed on request"))
                 continue
             values = array("L", [self._slots[slot] for slot in slots])
             token_id, top = toy_next(values), sequence.params.logprobs

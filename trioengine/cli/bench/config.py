@@ -136,7 +136,7 @@ class BenchConfig:
 
     @property
     def goals(self) -> Mapping[str, float]:
-        """What `--goodput` asks for, in seconds."""
+        """The limits that `--goodput` sets, in seconds, by metric."""
         goals: dict[str, float] = {}
         for goal in self.goodput:
             metric, _, limit = goal.partition(":")

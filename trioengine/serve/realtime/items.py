@@ -99,7 +99,7 @@ class Item:
         return {"role": self.role.value, "content": content if self.has_images else self.text}
 
     def take_images(self, message: Mapping[str, Any]) -> None:
-        """Replace the images by those of this message, which is `message` in the engine's form."""
+        """Replace the images by the images of `message`, which is this message in the engine's form."""
         if self.has_images:
             self._parts = [part["text"] if part["type"] == "text" else part for part in message["content"]]
 

@@ -1,7 +1,7 @@
 """Programs that use the engine, as tasks: one holds a session, one reads an answer, one calls something once.
 
-They follow the machine's rules and record the chunks, outcomes and errors that they get. They check themselves what no
-one else can see: the deltas add up, nothing comes after the end, an error is one of the documented ones.
+They follow the machine's rules and record the chunks, outcomes and errors that they get. They check the facts that only
+they can see: the deltas add up, nothing comes after the end, an error is one of the documented ones.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class SessionHolder:
     @property
     def is_open(self) -> bool:
         """Whether a request can be asked for."""
-        return self.session is not None and inside.end_cause(self.session) is None
+        return self.session is not None and self.session.end_cause is None
 
     @property
     def is_busy(self) -> bool:

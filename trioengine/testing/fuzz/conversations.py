@@ -17,7 +17,7 @@ from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.image import is_image_part
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause, Completion, FinishReason
-from trioengine.testing.fuzz import inside
+from trioengine.testing.fuzz import inside_payloads
 from trioengine.testing.toy_model import (
     IM_END,
     TOY_PROCESSING,
@@ -188,7 +188,7 @@ def check_dropped(error: EngineError, session: Session) -> None:
     found = _IN_THE_HISTORY.fullmatch(error.param or "")
     assert found, f"only kept images are dropped: {error!r} of {error.param}"
     message, part = map(int, found.groups())
-    payload = inside.payload(session.history[message]["content"][part]["image"])
+    payload = inside_payloads.payload(session.history[message]["content"][part]["image"])
     assert payload.is_dropped, f"{payload} is there, and {error!r}"
 
 
@@ -213,7 +213,7 @@ def check_seen(images: Iterable[ToyImage]) -> None:
 def check_failed_image(error: RequestRejected, generation: Generation, turns: tuple[Turn, ...]) -> bool:
     """Whether a request with this prompt, which was entered, had to fail with the error of an image."""
     if error.code == "image_dropped":
-        return any(payload.is_dropped for payload in inside.prompt_payloads(generation))
+        return any(payload.is_dropped for payload in inside_payloads.prompt_payloads(generation))
     return is_failed(error.code, turns, ())
 
 

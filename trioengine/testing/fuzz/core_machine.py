@@ -84,7 +84,7 @@ class ModelSession:
 
 
 class ModelWorker:
-    """What the protocol makes of a worker: the sessions that it holds, each with its request or None."""
+    """A worker as the protocol leaves it: the sessions that it holds, each with its request or None."""
 
     def __init__(self) -> None:
         self.requests: dict[int, int | None] = {}
@@ -410,15 +410,17 @@ class CoreMachine(Machine):
         due += [reasons[FinishReason.STOP], reasons[FinishReason.ABORT], reasons[FinishReason.ERROR]]
         books = [ledger.preparing, ledger.waiting, ledger.running, ledger.suspended]
         books += [ledger.finished, ledger.aborted, ledger.failed]
-        assert books == due, f"the books say {books} of requests, due is {due}"
+        assert books == due, f"the books count {books} requests, due is {due}"
         slots = sum(not session.freed for session in sessions)
         assert ledger.sessions == slots, f"{ledger.sessions} session slots are taken, by {slots} sessions"
 
     def _check_rest(self) -> None:
         """With nothing on its way, no action is missing, and both ends hold the same sessions."""
         for session in self.sessions:
-            assert not (session.ended and session.held), f"ended, and the worker is not told: {session}"
-            assert not (session.in_flight and session.given_up), f"given up, and the worker is not told: {session}"
+            assert not (session.ended and session.held), f"ended, and the worker did not get END_SESSION: {session}"
+            assert not (session.in_flight and session.given_up), (
+                f"given up, and the worker did not get STOP_SESSION: {session}"
+            )
         held = {session.id: session.running for session in self.sessions if session.held}
         attached = {session.id for session in self.sessions if session.lifecycle.attachment is not Attachment.DETACHED}
         assert self.worker.requests == held, f"the worker holds {self.worker.requests}, it must hold {held}"

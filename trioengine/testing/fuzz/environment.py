@@ -15,7 +15,7 @@ from trioengine.core.connection import Connection
 from trioengine.core.errors import EngineError
 from trioengine.core.messages import Fatal, FatalCode
 from trioengine.core.types import Cause
-from trioengine.testing.fuzz import inside
+from trioengine.testing.fuzz import inside, inside_payloads
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.oracles import (
     check_books,
@@ -56,7 +56,7 @@ class Environment(World):
         return bool(self.calls)
 
     def _check(self) -> None:
-        """What must hold whenever nothing can run."""
+        """Check the invariants that hold whenever nothing can run."""
         self._raise_crash()
         assert self.faults.closing or not self.engine_call.over, "the engine was not closed, and is over"
         check_books(self.engine)
@@ -160,7 +160,7 @@ class Environment(World):
                 worker.close_pipe()
             case "fatal" if worker is not None:
                 code = FatalCode.INTERNAL if inside.has_worker(self.engine) else FatalCode.MODEL
-                worker.give_up(Fatal(code, "told to", ""))
+                worker.give_up(Fatal(code, "on request", ""))
             case "garbage" if worker is not None:
                 worker.say(b"\xff" * 8)
             case "nonsense" if worker is not None:  # a frame, and no message
@@ -171,7 +171,7 @@ class Environment(World):
         in_flight = {inside.request_of(session) for session in inside.sessions(self.engine)}
         due = num_going(self.engine, with_waiting=not keep_waiting)
         ended = self.engine.abort_all(keep_waiting=keep_waiting)
-        assert ended == due, f"abort_all() said {ended}, and {due} were going"
+        assert ended == due, f"abort_all() returned {ended}, and {due} were going"
         check_stopped(self.engine, in_flight)
         if not keep_waiting:
             check_line(self.engine)
@@ -237,7 +237,7 @@ class PicturesEnvironment(Environment):
     def __init__(self, make_engine: EngineFactory = make_engine) -> None:
         super().__init__(make_engine)
         self.payloads = PayloadWatch(self.engine, self.simulation, self.loop.crashes, self.coverage.saw)
-        self._taps.enter_context(inside.tapped(self.payloads))
+        self._taps.enter_context(inside_payloads.tapped(self.payloads))
         self.simulation.observer = images = ImageStates(self.coverage.saw)
         self.engine.observers.append(images)
         self.faults.dropped = self.payloads.dropped

@@ -39,7 +39,7 @@ HEADERS = [("host", "localhost"), ("content-type", "application/json")]
 
 
 class Operation(NamedTuple):
-    """What an operator posts."""
+    """The target and the fields of an operator's request."""
 
     target: str
     fields: dict[str, Any]
@@ -134,7 +134,7 @@ class HttpClient(SimulatedPeer):
         self.hang_up()
 
     def check_at_rest(self) -> None:
-        """What waits for the worker may wait."""
+        """Requests that wait for the worker may wait."""
 
     # ---- responses --------------------------------------------------------------------------------------------------
 

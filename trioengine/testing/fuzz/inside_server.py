@@ -21,7 +21,7 @@ from trioengine.serve.realtime.outbox import Outbox
 from trioengine.serve.realtime.response import Response as Response
 from trioengine.serve.realtime.response import ResponseStatus
 from trioengine.serve.server import Server
-from trioengine.testing.fuzz import inside
+from trioengine.testing.fuzz import inside, inside_payloads
 from trioengine.text.chat_tokenizer import image_parts
 
 BETWEEN = 1024  # characters of other events, at most, between a check for room and a text
@@ -76,7 +76,7 @@ def response_payloads(connection: RealtimeConnection) -> Iterator[Payload]:
 
 
 def _payloads_in(messages: Iterable[Mapping[str, Any]]) -> Iterator[Payload]:
-    return (inside.payload(part.image) for part in image_parts(messages))
+    return (inside_payloads.payload(part.image) for part in image_parts(messages))
 
 
 def goes_on(response: Response) -> bool:

@@ -62,7 +62,7 @@ TABLE_STATES = frozenset(_SESSION_STATES[key] for key in SESSION_TRANSITIONS) | 
 
 
 class Finding(Exception):
-    """What a machine found: `error`. All are alike for hypothesis, so that it looks for the shortest program of any."""
+    """A program failed with `error`. For hypothesis all are alike, so it looks for the shortest program of any."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(f"{type(error).__name__}: {error}")
@@ -70,7 +70,7 @@ class Finding(Exception):
 
 
 class Machine(RuleBasedStateMachine):
-    """Its rules are under `@recorded`. What it finds, in a rule or in the end, it raises once: as a Finding."""
+    """Its rules are under `@recorded`. A failure, in a rule or in the end, is raised once: as a Finding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,10 +96,10 @@ class Machine(RuleBasedStateMachine):
         return ""
 
     def _finish(self) -> None:
-        """The end of a program in which nothing was found: everybody goes, and nothing may be left."""
+        """The end of a program in which nothing was found: all callers leave, and nothing may be left."""
 
     def _close(self) -> None:
-        """What has to be done in any case."""
+        """Clean up, after a failure as well."""
 
     # ---- for hypothesis -------------------------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ class InjectedFaults:
 def check_books(engine: Engine) -> None:
     """At rest: the counters balance and agree with the sessions, and no caller waits for a free slot."""
     inside.check_books(engine)
-    crashed = [session for session in inside.sessions(engine) if inside.end_cause(session) is Cause.ERROR]
+    crashed = [session for session in inside.sessions(engine) if session.end_cause is Cause.ERROR]
     assert not crashed, f"a bug of the engine's ended {crashed}"
 
 
@@ -234,8 +234,8 @@ def check_holder(holder: SessionHolder, faults: InjectedFaults) -> None:
         if isinstance(holder.error, SessionEnded):
             assert Cause(holder.error.cause) in faults.causes, f"it was not ended in the line, and {holder.error!r}"
         return
-    assert not holder.left or inside.end_cause(session) is not None, f"{session} was left and has not ended"
-    match inside.end_cause(session):
+    assert not holder.left or session.end_cause is not None, f"{session} was left and has not ended"
+    match session.end_cause:
         case Cause.CLIENT:
             assert holder.gave_up, f"{session} has ended, and was not ended"
         case Cause.SHUTDOWN:
@@ -259,7 +259,7 @@ def check_worker(engine: Engine, worker: SimulatedWorker, sessions: Sequence[Ses
     """At rest with a healthy worker: both sides have the same sessions, and nothing is held that is not used."""
     attached = {session.id for session in sessions if inside.is_attached(session)}
     there = set(worker.core.sessions)
-    left = [each for each in sessions if inside.is_attached(each) and inside.end_cause(each) is not None]
+    left = [each for each in sessions if inside.is_attached(each) and each.end_cause is not None]
     assert not left, f"ended, and still on the worker: {left}"
     assert there == attached, f"the worker holds sessions {there}, attached are {attached}"
     worker.core.check_integrity()

@@ -13,8 +13,8 @@ from trioengine.actors.observer import Observer
 from trioengine.core.errors import EngineOverloaded, RequestRejected
 from trioengine.core.lifecycle import Attachment, Event, Phase
 from trioengine.core.messages import AddMessage, EndSession, FromWorker, RequestFailed, StopSession
-from trioengine.testing.fuzz import inside
-from trioengine.testing.fuzz.inside import KeptImages, Link, Payload, RequestImages
+from trioengine.testing.fuzz import inside, inside_payloads
+from trioengine.testing.fuzz.inside_payloads import KeptImages, Link, Payload, RequestImages
 from trioengine.testing.simulated_process import SimulatedMemfd
 from trioengine.testing.simulated_worker import Handled, Health, SimulatedWorker, WorkerObserver
 from trioengine.testing.simulation import Simulation
@@ -29,17 +29,17 @@ class SentPayloads:
     def __init__(self, simulation: Simulation, complain: Callable[[str], None]) -> None:
         self._simulation = simulation
         self._complain = complain
-        self._links: list[Link] = []  # of incarnations that are not lost
+        self._links: set[Link] = set()  # that got a payload and are not lost
+        self._lost: WeakSet[Link] = WeakSet()
         self._on_their_way: dict[int, Link] = {}  # payload ids
         self._latest_id = 0
 
-    def open_link(self, link: Link) -> None:
-        self._links.append(link)
-
     def hand_over(self, link: Link, payload_id: int) -> None:
         """Complain unless the worker is there and the id is new."""
-        if link not in self._links:
+        if link in self._lost:
             self._complain(f"payload {payload_id} is handed to the link of a worker that was lost")
+        else:
+            self._links.add(link)
         if payload_id <= self._latest_id:
             self._complain(f"payload {payload_id} comes after {self._latest_id}")
         self._latest_id = payload_id
@@ -52,7 +52,8 @@ class SentPayloads:
 
     def lose_link(self, link: Link) -> None:
         """The payloads on their way over this link are lost."""
-        self._links.remove(link)
+        self._links.discard(link)
+        self._lost.add(link)
         for payload_id in [id for id, owner in self._on_their_way.items() if owner is link]:
             del self._on_their_way[payload_id]
 
@@ -60,13 +61,13 @@ class SentPayloads:
     def pinned(self) -> Iterator[Payload]:
         """The payloads that links have pinned, each as often as it is on its way."""
         for link in self._links:
-            yield from inside.handed_over(link).values()
+            yield from inside_payloads.handed_over(link).values()
 
     def check(self) -> None:
         """After every rule: each link has its own, and each open descriptor is somewhere."""
         for link in self._links:
             due = {id for id, owner in self._on_their_way.items() if owner is link}
-            found = inside.handed_over(link).keys()
+            found = inside_payloads.handed_over(link).keys()
             assert found == due, f"the link has payloads {set(found)}, on their way are {due}"
         self._check_descriptors()
 
@@ -88,7 +89,7 @@ class SentPayloads:
         assert num_passed == num_found, f"{num_passed} payloads are open in workers, which have {num_found}"
 
 
-class PayloadWatch(inside.PayloadEvents):
+class PayloadWatch(inside_payloads.PayloadEvents):
     """All payloads of one engine.
 
     `stages` has the requests that are on their way in with images, by their tasks; `dropped` the bytes of images that
@@ -130,12 +131,12 @@ class PayloadWatch(inside.PayloadEvents):
                 self.stages[task] = SEALING
             case RequestRejected():
                 self._saw("images are larger than the whole budget")
-            case EngineOverloaded() if may_wait and trio.current_time() < began + inside.MAX_PAYLOAD_WAIT:
+            case EngineOverloaded() if may_wait and trio.current_time() < began + inside_payloads.MAX_PAYLOAD_WAIT:
                 self._complain(f"it waits for room, and got {error!r}")
 
     def newcomer_admitted(self, num_bytes: int) -> None:
         """Complain if it overtakes requests in line."""
-        if num_waiting := len(inside.budget(self._engine).line):
+        if num_waiting := len(inside_payloads.budget(self._engine).line):
             self._complain(f"a newcomer's {num_bytes} bytes are admitted, and {num_waiting} wait in the line")
 
     def newcomer_refused(self, num_bytes: int, count: int, error: EngineOverloaded) -> None:
@@ -143,7 +144,7 @@ class PayloadWatch(inside.PayloadEvents):
         task = _current_task()
         if task is not None and task in self._needs:
             self.stages[task] = "while it waits for payload room"
-        if self._has_room(num_bytes, count) and not len(inside.budget(self._engine).line):
+        if self._has_room(num_bytes, count) and not len(inside_payloads.budget(self._engine).line):
             self._complain(f"there is room for {num_bytes} bytes, and {error!r}")
 
     def sealing_failed(self, error: EngineOverloaded) -> None:
@@ -173,19 +174,16 @@ class PayloadWatch(inside.PayloadEvents):
 
     def payload_dropped(self, payload: Payload) -> None:
         """Complain if a held payload is dropped and there is room."""
-        if not inside.num_holders(payload):
+        if not inside_payloads.num_holders(payload):
             return
-        budget = inside.budget(self._engine)
-        _, _, num_reserved = inside.reserved(self._engine)
+        budget = inside_payloads.budget(self._engine)
+        _, _, num_reserved = inside_payloads.reserved(self._engine)
         count = len(budget.payloads) + num_reserved
         if budget.bytes_in_flight + budget.bytes_kept <= budget.max_bytes and count <= budget.max_count:
             self._complain(f"{payload} is held, and dropped, and there is room")
         self._saw("a payload was dropped to make room")
         assert isinstance(payload.sealed, SimulatedMemfd), "made by the simulation"
         self.dropped.add(payload.sealed.data)
-
-    def link_opened(self, link: Link) -> None:
-        self._sent.open_link(link)
 
     def handed_over(self, link: Link, payload_id: int) -> None:
         self._sent.hand_over(link, payload_id)
@@ -200,7 +198,7 @@ class PayloadWatch(inside.PayloadEvents):
 
     def check(self) -> None:
         """After every rule: each open descriptor, pin and hold has an owner, and each owner has its own."""
-        budget = inside.budget(self._engine)
+        budget = inside_payloads.budget(self._engine)
         budget.check()
         payloads = budget.payloads
         assert {*map(id, self._simulation.memfds)} == {id(payload.sealed) for payload in payloads}, (
@@ -208,7 +206,7 @@ class PayloadWatch(inside.PayloadEvents):
         )
         pins, holds = self._pins(), self._holds()
         for payload in payloads:
-            found = inside.num_pins(payload), inside.num_holders(payload)
+            found = inside_payloads.num_pins(payload), inside_payloads.num_holders(payload)
             assert found == (pins[payload], holds[payload]), (
                 f"{payload} counts {found} pins and holders, there are {pins[payload]} and {holds[payload]}"
             )
@@ -218,30 +216,30 @@ class PayloadWatch(inside.PayloadEvents):
 
     def _check_reservations(self) -> None:
         making = sum(stage == SEALING for stage in self.stages.values())
-        found, _, _ = inside.reserved(self._engine)
+        found, _, _ = inside_payloads.reserved(self._engine)
         # a request that was served in the line has its reservation before it runs
         assert making <= found <= making + len(self._needs), f"{found} reservations, for {making} requests"
 
     def _pins(self) -> Counter[Payload]:
         pins = Counter(self._sent.pinned)
         for images in self._requests:
-            pins.update(inside.pinned_by(images))
+            pins.update(inside_payloads.pinned_by(images))
         return pins
 
     def _holds(self) -> Counter[Payload]:
         """A session without a request holds the payloads of its conversation, and no others."""
         holds: Counter[Payload] = Counter()
         for kept in self.kept:
-            holds.update(inside.kept_by(kept))
+            holds.update(inside_payloads.kept_by(kept))
         for session in inside.sessions(self._engine):
-            held, due = inside.held_by(session), inside.in_conversation(session)
+            held, due = inside_payloads.held_by(session), inside_payloads.in_conversation(session)
             holds.update(held)
             assert due is None or {*held} == due, f"{session} holds {held}, its conversation has {due}"
         return holds
 
     def check_blocked(self) -> None:
         """No task can run: the first in the line has no room."""
-        line = inside.budget(self._engine).line
+        line = inside_payloads.budget(self._engine).line
         if len(line):
             num_bytes, count, _ = self._needs[next(iter(inside.waiting_in(line)))]
             assert not self._has_room(num_bytes, count), (
@@ -250,8 +248,10 @@ class PayloadWatch(inside.PayloadEvents):
 
     def check_at_rest(self) -> None:
         """Nothing moves, and the worker is well: it has consumed all payloads except for suspended requests."""
-        budget = inside.budget(self._engine)
-        suspended = {each for session in inside.sessions(self._engine) for each in inside.held_by_suspended(session)}
+        budget = inside_payloads.budget(self._engine)
+        suspended = {
+            each for session in inside.sessions(self._engine) for each in inside_payloads.held_by_suspended(session)
+        }
         in_flight = budget.bytes_in_flight - sum(payload.num_bytes for payload in suspended)
         self._sent.check_at_rest()
         assert not in_flight, f"{in_flight} bytes of payloads are in flight, for nothing"
@@ -259,14 +259,14 @@ class PayloadWatch(inside.PayloadEvents):
 
     def check_at_the_end(self) -> None:
         """The engine is over."""
-        budget = inside.budget(self._engine)
+        budget = inside_payloads.budget(self._engine)
         found = len(self._simulation.memfds), budget.bytes_in_flight, budget.bytes_kept, len(budget.line)
         assert found == (0, 0, 0, 0), f"payloads, bytes in flight and kept, and waiting are {found} in the end"
         self._sent.check_at_the_end()
 
     def _has_room(self, num_bytes: int, count: int) -> bool:
-        budget = inside.budget(self._engine)
-        _, reserved, num_reserved = inside.reserved(self._engine)
+        budget = inside_payloads.budget(self._engine)
+        _, reserved, num_reserved = inside_payloads.reserved(self._engine)
         pinned = [payload for payload in budget.payloads if payload.is_pinned]
         taken = sum(payload.num_bytes for payload in pinned) + reserved
         return taken + num_bytes <= budget.max_bytes and len(pinned) + num_reserved + count <= budget.max_count
@@ -294,7 +294,7 @@ class ImageStates(Observer, WorkerObserver):
         generation = inside.request_of(session)
         if generation is None:
             return
-        if event is Event.RESUME and inside.prompt_payloads(generation):
+        if event is Event.RESUME and inside_payloads.prompt_payloads(generation):
             self._saw("a resumed request resent its images")
         outcome = generation.outcome
         if event is Event.GIVE_UP and outcome is not None and isinstance(outcome.error, RequestRejected):

@@ -209,7 +209,7 @@ class PowerMachine(EngineMachine):
     # ---- overrides --------------------------------------------------------------------------------------------------
 
     def _excuse_aborts(self, mode: str) -> float | None:
-        """What is being prepared is aborted in every mode. Returns the timeout."""
+        """A request in preparation is aborted in every mode. Returns the timeout."""
         self.faults.causes.add(Cause.SLEEP)
         if self.faults.closing:  # a drain during a change aborts suspended requests
             self.faults.causes.add(Cause.SHUTDOWN)

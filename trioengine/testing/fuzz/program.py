@@ -134,7 +134,7 @@ class ReplayFile:
     """A program that was kept, and the versions that it was found with."""
 
     program: Program
-    versions: dict[str, str]  # of python and packages; empty if it does not say
+    versions: dict[str, str]  # of python and packages; empty if the file has none
 
     @staticmethod
     def from_json(text: str | bytes) -> ReplayFile:
@@ -167,7 +167,7 @@ def _is_step(step: object) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """What the same program may run differently with."""
+    """The versions on which the run of a program may depend."""
     return {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
 
 

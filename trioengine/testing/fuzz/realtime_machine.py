@@ -12,9 +12,9 @@ from hypothesis.stateful import initialize, precondition
 from trioengine.core.errors import TransitionFailed
 from trioengine.core.types import Cause
 from trioengine.serve.realtime.outbox import SHOWN
-from trioengine.testing.fuzz import inside, inside_server
+from trioengine.testing.fuzz import inside, inside_payloads, inside_server
 from trioengine.testing.fuzz.conversations import FILES, content_of
-from trioengine.testing.fuzz.inside import Payload
+from trioengine.testing.fuzz.inside_payloads import Payload
 from trioengine.testing.fuzz.oracles import check_worker
 from trioengine.testing.fuzz.program import pick, recorded
 from trioengine.testing.fuzz.realtime_client import RealtimeClient
@@ -162,7 +162,7 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
 
         A connection that is about to end may have released its responses' images.
         """
-        found = Counter(payload for each in self.payloads.kept for payload in inside.kept_by(each))
+        found = Counter(payload for each in self.payloads.kept for payload in inside_payloads.kept_by(each))
         in_items: Counter[Payload] = Counter()
         in_responses: Counter[Payload] = Counter()
         at_least: Counter[Payload] = Counter()
@@ -197,4 +197,4 @@ class RealtimeMachine(ServedEnvironment[RealtimeClient]):
 
     def _note_moment(self, client: RealtimeClient) -> None:
         if client.response is not None:
-            self.coverage.saw("a cancel crosses what the server sends" if len(client.to_client) else "a cancel")
+            self.coverage.saw("a cancel crosses events of the server" if len(client.to_client) else "a cancel")

@@ -119,7 +119,7 @@ class RequestLog(Observer):
             ("abort_causes", {cause: causes[cause] for cause in Cause}, statistics.abort_causes),
             ("rejected", self._num_entering + self._num_refused, statistics.rejected),
         ):
-            assert found == due, f"the books say of {name} {found}, the callers were told {due}"
+            assert found == due, f"the books count {found} {name}, the callers got {due}"
 
     @property
     def num_shut_down(self) -> int:

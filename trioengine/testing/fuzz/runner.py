@@ -84,7 +84,7 @@ PROFILES = {"quick": Profile(steps=30), "deep": Profile(steps=80)}
 
 @dataclass
 class Report:
-    """What a run did; `failure` and `program` are set when it found something."""
+    """The result of a run; `failure` and `program` are set if it found a failure."""
 
     machine: str
     seed: int

@@ -13,7 +13,7 @@ from trioengine.actors.generation import Generation
 from trioengine.core.errors import TransitionFailed
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.server import Server
-from trioengine.testing.fuzz import inside, inside_server
+from trioengine.testing.fuzz import inside, inside_payloads, inside_server
 from trioengine.testing.fuzz.callers import Call
 from trioengine.testing.fuzz.environment import STARTS, WORKER_OUTAGES, PicturesEnvironment
 from trioengine.testing.fuzz.inside_server import RealtimeConnection, Response
@@ -55,11 +55,11 @@ class ServerWatch(inside_server.ServerEvents):
     def aborted_by_id(self, generations: list[Generation], due: int, aborted: int) -> None:
         """Complain unless all that went on are stopped in the same step, and counted."""
         if aborted != due:
-            self._complain(f"an operator was told {aborted} of {generations}")
+            self._complain(f"an operator got {aborted} for {generations}")
         for generation in filter(inside.is_going, generations):
             self._complain(f"an operator has aborted it, and it goes on: {inside.session_of(generation)}")
         self._faults.operators |= aborted > 0
-        self._saw("an operator aborts a request" if aborted else "an operator aborts what is over")
+        self._saw("an operator aborts a request" if aborted else "an operator aborts a request that is over")
 
     def connection_opened(self, connection: RealtimeConnection) -> None:
         self.connections.append(connection)
@@ -217,7 +217,7 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
 
     def _check(self) -> None:
         super()._check()
-        if not len(inside.budget(self.engine).line):  # else an event waits for room for its images
+        if not len(inside_payloads.budget(self.engine).line):  # else an event waits for room for its images
             for client in self.clients:
                 client.check_at_rest()
 
@@ -243,7 +243,7 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
         assert kept == 0, f"all clients have gone, and {kept} bytes are kept for them"
         known = len(inside_server.request_ids(self.server))
         assert known == 0, f"all clients have gone, and {known} requests are known by their ids"
-        open_sessions = [session for session in inside.sessions(self.engine) if inside.end_cause(session) is None]
+        open_sessions = [session for session in inside.sessions(self.engine) if session.end_cause is None]
         assert not open_sessions, f"sessions without a client: {open_sessions}"
         self._begin_drain(self.server.drain, 0.5)
         self._run_out(lambda: self.server_call.over and not self.running_calls, "the server does not end")

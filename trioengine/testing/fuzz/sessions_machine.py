@@ -24,7 +24,7 @@ from trioengine.core.errors import (
 )
 from trioengine.core.sampling_params import Overflow, SamplingParams
 from trioengine.core.types import Cause
-from trioengine.testing.fuzz import inside
+from trioengine.testing.fuzz import inside, inside_payloads
 from trioengine.testing.fuzz.callers import Reader, SessionHolder, Style, partial_of
 from trioengine.testing.fuzz.conversations import (
     MEDIA,
@@ -225,9 +225,9 @@ class SessionsMachine(CallsMachine):
         is_to_end = generation.outcome is None and (inside.is_going(generation) or not inside.is_in_flight(generation))
         reader.aborted = True
         ended = self.engine.abort(generation.request_id) if by_id else generation.abort()
-        assert ended == is_to_end, f"abort() said {ended} of {generation}"
+        assert ended == is_to_end, f"abort() returned {ended} for {generation}"
         again = self.engine.abort(generation.request_id) if by_id else generation.abort()
-        assert not again, f"a second abort() said {again} of {generation}"
+        assert not again, f"a second abort() returned {again} for {generation}"
         check_aborted(reader)
 
     def _note_moment(self, reader: Reader, what: str) -> None:
@@ -252,7 +252,7 @@ class SessionsMachine(CallsMachine):
         is_there = inside.has_worker(self.engine) and worker is not None
         if not is_there or worker is None or generation is None or generation.outcome is not None:
             return None
-        if inside.has_unsent_payloads(self.engine):
+        if inside_payloads.has_unsent_payloads(self.engine):
             return "before its payloads are sent"
         if generation.request_id in [sequence.request for sequence in inside.parked(worker)]:
             return "while it is parked"
@@ -274,7 +274,7 @@ class SessionsMachine(CallsMachine):
             check_deadline(reader)
 
     def _check(self) -> None:
-        """What must hold whenever nothing can run."""
+        """Check the invariants that hold whenever nothing can run."""
         super()._check()
         for reader in self.readers:
             if reader.over and not reader.checked:

@@ -133,7 +133,7 @@ class World(Machine):
             self.served.add(worker)  # one that is READY after the end is killed, as one that still starts
 
     def _look(self) -> None:
-        """What must hold after every rule."""
+        """Check the invariants that hold after every rule."""
         check_limits(self.engine)
 
     def _move(self) -> bool:
@@ -181,7 +181,7 @@ class World(Machine):
             self._settle()
 
     def _raise_crash(self) -> None:
-        """What a task, or the engine's peer, complained of."""
+        """Raise the first complaint of a task, or of the engine's peer."""
         dead = [worker for worker in self.simulation.workers if worker.health is Health.DEAD]
         by_poison = sum(worker.exit_code == -SIGSEGV for worker in dead)
         self.faults.retired = inside.num_retired(self.engine)
@@ -195,7 +195,7 @@ class World(Machine):
             assert worker.fatal is None, f"a worker failed: {worker.fatal}"
 
     def _check_blocked(self) -> None:
-        """What must hold whenever no task can run, whatever the worker still has to do."""
+        """Check the invariants that hold whenever no task can run; the worker may still have work."""
         check_decided(self.engine)
         for call in self.running_calls:
             if trio.current_time() >= call.deadline:  # nothing keeps it, but for the requests of others

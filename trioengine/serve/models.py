@@ -11,9 +11,9 @@ from urllib.parse import unquote
 from trioengine.actors.engine import Engine
 from trioengine.core.bounds import integer
 from trioengine.core.errors import EngineOverloaded, RequestRejected
+from trioengine.serve.chat_protocol import check_model, parse_messages
 from trioengine.serve.errors import ClientError
-from trioengine.serve.http import Request, Response, json_response
-from trioengine.serve.openai.request import check_model, parse_messages
+from trioengine.serve.http import HttpRequest, HttpResponse, json_response
 from trioengine.serve.parsing import flag_of, in_thread_if, is_number, known_fields, load_object, text_of
 from trioengine.text.conversation import Prompt, check_length
 
@@ -30,10 +30,10 @@ class Models:
         self._model = model
         self._created = int(time.time())
 
-    async def list(self, request: Request) -> Response:
+    async def list(self, request: HttpRequest) -> HttpResponse:
         return json_response(200, {"object": "list", "data": [self._to_json()]})
 
-    async def retrieve(self, request: Request) -> Response:
+    async def retrieve(self, request: HttpRequest) -> HttpResponse:
         check_model(unquote(request.path.removeprefix(MODELS + "/")), self._model)
         return json_response(200, self._to_json())
 
@@ -58,16 +58,16 @@ class Tokenization:
         self._engine = engine
         self._model = model
 
-    async def tokenize(self, request: Request) -> Response:
+    async def tokenize(self, request: HttpRequest) -> HttpResponse:
         return await self._run(request, self._tokenize)
 
-    async def detokenize(self, request: Request) -> Response:
+    async def detokenize(self, request: HttpRequest) -> HttpResponse:
         return await self._run(request, self._detokenize)
 
-    async def _run(self, request: Request, function: Callable[[bytes], dict[str, Any]]) -> Response:
+    async def _run(self, request: HttpRequest, function: Callable[[bytes], dict[str, Any]]) -> HttpResponse:
         is_long = len(request.body) > self._engine.ports.thread_threshold
 
-        def respond(body: bytes) -> Response:
+        def respond(body: bytes) -> HttpResponse:
             return json_response(200, function(body))  # JSON of a long result takes as long as the result
 
         return await in_thread_if(is_long, self._engine.ports, partial(respond, request.body))

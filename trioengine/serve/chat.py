@@ -15,11 +15,18 @@ from trioengine.core.types import Cause, Completion, FinishReason
 from trioengine.serve.access_log import REQUEST_ID, SESSION
 from trioengine.serve.auth import salted
 from trioengine.serve.body import Body
+from trioengine.serve.chat_protocol import (
+    KEEP_ALIVE,
+    ChatFrames,
+    ChatRequest,
+    ChatShape,
+    error_frames,
+    image_refusal,
+    parse_chat_request,
+)
 from trioengine.serve.errors import ClientError, RequestAborted, problem_of
-from trioengine.serve.http import Request, Response, StreamingResponse
+from trioengine.serve.http import HttpRequest, HttpResponse, StreamingResponse
 from trioengine.serve.limits import InFlight
-from trioengine.serve.openai.request import ChatRequest, image_refusal, parse_chat_request
-from trioengine.serve.openai.response import KEEP_ALIVE, ChatFrames, ChatShape, error_frames
 from trioengine.serve.parsing import LONG_JSON, in_thread_if
 
 logger = logging.getLogger("trioengine")
@@ -34,7 +41,7 @@ class ChatCompletions:
         self._model = model
         self._in_flight = in_flight
 
-    async def __call__(self, request: Request) -> StreamingResponse:
+    async def __call__(self, request: HttpRequest) -> StreamingResponse:
         refusal = image_refusal(self._engine, self._model)
         parse = partial(parse_chat_request, request.body, self._model, refusal)
         chat = await in_thread_if(len(request.body) > LONG_JSON, self._engine.ports, parse)
@@ -47,7 +54,9 @@ class ChatCompletions:
 class _ChatCompletion:
     """One completion in progress. Its messages are dropped once the engine has them."""
 
-    def __init__(self, engine: Engine, in_flight: InFlight, chat: ChatRequest, model: str, request: Request) -> None:
+    def __init__(
+        self, engine: Engine, in_flight: InFlight, chat: ChatRequest, model: str, request: HttpRequest
+    ) -> None:
         self._engine = engine
         self._in_flight = in_flight
         self._held = request.held  # accounts for the bytes of the body; the body itself is dropped
@@ -57,14 +66,14 @@ class _ChatCompletion:
         self._shape = ChatShape(model, engine.runtime.model.tokenizer, chat.params.logprobs)
         self._request_id = chat.request_id
 
-    async def whole(self, body: Body) -> Response:
+    async def whole(self, body: Body) -> HttpResponse:
         """Run the request, and return the completion in one piece."""
         async with self._generation(body) as generation:
             await generation.wait_settled()  # reading would wake this task for every token
             completion = _finished(generation)
         num_logprobs = len(completion.logprobs or ()) * (1 + (self._params.logprobs or 0))
         render = partial(self._shape.whole, completion)
-        return Response(200, await in_thread_if(num_logprobs > MANY_LOGPROBS, self._engine.ports, render))
+        return HttpResponse(200, await in_thread_if(num_logprobs > MANY_LOGPROBS, self._engine.ports, render))
 
     async def stream(self, body: Body) -> None:
         """Run the request, and send chunks as they come. Errors after the first piece are sent in the stream."""
