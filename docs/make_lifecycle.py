@@ -12,8 +12,8 @@ from trioengine.core.lifecycle import (
     SESSION_TRANSITIONS,
     Event,
     Phase,
-    Power,
     PowerEvent,
+    PowerStage,
 )
 
 PAGE = Path(__file__).with_name("lifecycle.md")
@@ -34,8 +34,10 @@ def page() -> str:
         _ignored(SESSION_IGNORES, Phase),
         "## The engine",
         _power_diagram(),
+        "Users see the stages under these names:",
+        _power_names(),
         "Ignored where no change is drawn:",
-        _ignored(POWER_IGNORES, Power),
+        _ignored(POWER_IGNORES, PowerStage),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -73,21 +75,28 @@ def _ignored(ignores: Mapping[Any, Collection[Enum]], states: type[Enum]) -> str
 
 
 def _power_diagram() -> str:
-    """Draw the changes of state; the events that end the engine in every state are drawn once."""
-    ends = {PowerEvent.DRAIN: Power.DRAINING, PowerEvent.CLOSE: Power.CLOSED}
-    edges: dict[tuple[Power, Power], list[str]] = {}
-    for power, row in POWER_TRANSITIONS.items():
-        is_open = power not in ends.values()
-        assert not is_open or ends.items() <= row.items(), f"{power.value} can be drained and closed"
+    """Draw the changes of stage; the events that end the engine in every stage are drawn once."""
+    ends = {PowerEvent.DRAIN: PowerStage.DRAINING, PowerEvent.CLOSE: PowerStage.CLOSED}
+    edges: dict[tuple[PowerStage, PowerStage], list[str]] = {}
+    for stage, row in POWER_TRANSITIONS.items():
+        is_open = stage not in ends.values()
+        assert not is_open or ends.items() <= row.items(), f"{stage.value} can be drained and closed"
         for event, after in row.items():
-            if after is not power and not (is_open and event in ends):
-                edges.setdefault((power, after), []).append(event.value)
+            if after is not stage and not (is_open and event in ends):
+                edges.setdefault((stage, after), []).append(event.value)
     drawn = [f"{before.value} --> {after.value}: {', '.join(events)}" for (before, after), events in edges.items()]
     lines = ["```mermaid", "stateDiagram-v2", "    [*] --> open", "    state open {", "        [*] --> loading"]
-    lines += [f"        {edge}" for edge in drawn if not edge.startswith(Power.DRAINING.value)]
+    lines += [f"        {edge}" for edge in drawn if not edge.startswith(PowerStage.DRAINING.value)]
     lines += ["    }", *(f"    open --> {after.value}: {event.value}" for event, after in ends.items())]
-    lines += [f"    {edge}" for edge in drawn if edge.startswith(Power.DRAINING.value)]
+    lines += [f"    {edge}" for edge in drawn if edge.startswith(PowerStage.DRAINING.value)]
     return "\n".join([*lines, "    closed --> [*]", "```"])
+
+
+def _power_names() -> str:
+    """A table of the stages that have another name for users."""
+    named = [(stage.value, stage.power.value) for stage in PowerStage if stage.value != stage.power.value]
+    rows = [f"| {stage} | `{power}` |" for stage, power in named]
+    return "\n".join(["| stage | `Engine.state` |", "| --- | --- |", *rows, "| any other | its own name |"])
 
 
 if __name__ == "__main__":

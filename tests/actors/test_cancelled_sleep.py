@@ -24,7 +24,7 @@ async def quietly(call):
 
 async def settled(engine):
     """Nothing is pending, and the engine is in a state that lasts."""
-    while engine.runtime.gate.num_pending or engine.runtime.gate.power not in SETTLED:
+    while engine.runtime.gate.is_change_pending or engine.runtime.gate.power not in SETTLED:
         await engine.runtime.gate.changed()
 
 

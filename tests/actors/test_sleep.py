@@ -121,7 +121,7 @@ async def test_the_gate_is_closed_from_the_first_step(autojump_clock, simulated)
             scope.cancel()
             await engine.wake()
         nursery.start_soon(engine.sleep)
-        while not engine.runtime.gate.num_pending:
+        while not engine.runtime.gate.is_change_pending:
             await trio.lowlevel.checkpoint()
         assert engine.state in (Power.ASLEEP, Power.WAKING)
     assert engine.state is Power.ASLEEP

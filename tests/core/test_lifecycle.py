@@ -16,8 +16,9 @@ from trioengine.core.lifecycle import (
     Phase,
     Power,
     PowerEvent,
+    PowerStage,
     SessionLifecycle,
-    next_power,
+    next_stage,
 )
 
 STATES = list(itertools.product(Phase, Attachment))
@@ -153,25 +154,48 @@ def test_a_finish_that_crosses_a_stop_settles_as_reported():
     assert repr(lifecycle) == "<SessionLifecycle idle attached>"
 
 
-@pytest.mark.parametrize("power", Power)
+@pytest.mark.parametrize("stage", PowerStage)
 @pytest.mark.parametrize("event", PowerEvent)
-def test_power(power, event):
-    following = POWER_TRANSITIONS[power].get(event)
-    if following is None and power in POWER_IGNORES[event]:
-        assert next_power(power, event) is power
+def test_power(stage, event):
+    following = POWER_TRANSITIONS[stage].get(event)
+    if following is None and stage in POWER_IGNORES[event]:
+        assert next_stage(stage, event) is stage
     elif following is None:
         with pytest.raises(LocalProtocolError, match=event.value):
-            next_power(power, event)
+            next_stage(stage, event)
     else:
-        assert next_power(power, event) is following
-    assert next_power(power, PowerEvent.CLOSE) is Power.CLOSED
+        assert next_stage(stage, event) is following
+    assert next_stage(stage, PowerEvent.CLOSE) is PowerStage.CLOSED
 
 
-@pytest.mark.parametrize("power", Power)
-def test_a_drain_and_the_death_of_the_worker_are_legal_in_every_state(power):
+@pytest.mark.parametrize("stage", PowerStage)
+def test_a_drain_and_the_death_of_the_worker_are_legal_in_every_stage(stage):
     for event in (PowerEvent.DRAIN, PowerEvent.CLOSE, PowerEvent.WORKER_LOST):
-        assert event in POWER_TRANSITIONS[power] or power in POWER_IGNORES[event]
+        assert event in POWER_TRANSITIONS[stage] or stage in POWER_IGNORES[event]
 
 
-def test_every_row_of_the_power_table_changes_the_state():
-    assert all(after is not power for power, row in POWER_TRANSITIONS.items() for after in row.values())
+@pytest.mark.parametrize("event", PowerEvent)
+def test_an_engine_that_ends_ignores_all_but_its_close(event):
+    assert next_stage(PowerStage.CLOSED, event) is PowerStage.CLOSED
+    after = PowerStage.CLOSED if event is PowerEvent.CLOSE else PowerStage.DRAINING
+    assert next_stage(PowerStage.DRAINING, event) is after
+
+
+def test_while_the_engine_changes_the_events_of_its_worker_are_ignored():
+    """Where users see it sleep, wake, fall asleep or get other weights."""
+    changing = (Power.FALLING_ASLEEP, Power.ASLEEP, Power.WAKING, Power.UPDATING)
+    for stage in PowerStage:
+        if stage.power in changing:
+            assert next_stage(stage, PowerEvent.READY) is next_stage(stage, PowerEvent.WORKER_LOST) is stage
+
+
+def test_every_row_of_the_power_table_changes_the_stage():
+    assert all(after is not stage for stage, row in POWER_TRANSITIONS.items() for after in row.values())
+
+
+def test_users_see_every_power_and_each_stage_as_one():
+    assert {stage.power for stage in PowerStage} == set(Power)
+    assert {stage.value for stage in PowerStage} >= {power.value for power in Power}
+    assert PowerStage.FINISHING_TO_SLEEP.power is PowerStage.RETIRING.power is Power.FALLING_ASLEEP
+    assert PowerStage.UPDATING_ASLEEP.power is Power.ASLEEP
+    assert PowerStage.FINISHING_TO_UPDATE.power is Power.UPDATING

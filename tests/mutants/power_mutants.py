@@ -11,19 +11,21 @@ from trioengine.actors import session
 from trioengine.actors.engine import Engine
 from trioengine.actors.gate import Gate
 from trioengine.actors.power import PowerActor
-from trioengine.actors.power_change import InFlightPolicy, Mode
+from trioengine.actors.power_change import InFlightPolicy, Mode, PowerChange
 from trioengine.actors.request import Request
 from trioengine.actors.runtime import Runtime
 from trioengine.actors.session_actor import SessionActor
 from trioengine.core.errors import Outcome
-from trioengine.core.lifecycle import Power
+from trioengine.core.lifecycle import Power, PowerEvent
 from trioengine.core.power import ALL_TAGS, SleepState, Tag
 from trioengine.core.types import Cause, FinishReason
 from trioengine.testing.toy_model import ToyRunner
 from trioengine.worker.scheduling.scheduler import Scheduler
 
 
-async def _do_not_wait(self: PowerActor, policy: InFlightPolicy) -> None:
+async def _do_not_wait(self: PowerActor, policy: InFlightPolicy, change: PowerChange) -> None:
+    if not self.memory.asleep:
+        self._gate.change_power(PowerEvent.QUIESCE)
     if policy.mode is not Mode.KEEP:
         self._sessions.abort_all(Cause.SLEEP)
     self._sessions.detach_all()
@@ -79,13 +81,22 @@ def _keep_the_slots(sleep: Any) -> Any:
     return mutant
 
 
+_CLOSED_BY_CALLERS: WeakKeyDictionary[Gate, int] = WeakKeyDictionary()
+
+
+def _also_for_callers(pending: Any) -> Any:
+    return property(lambda self: pending.fget(self) or _CLOSED_BY_CALLERS.get(self, 0) > 0)
+
+
 async def _sleep_in_the_callers_task(
     self: Engine, level: int = 1, *, mode: str = "abort", timeout: float | None = None, keep_waiting: bool = False
 ) -> None:
-    self.runtime.gate.begin_pending()
-    change = self.runtime.power.sleep(level, mode, timeout, keep_waiting=keep_waiting)
-    await self._changed(change)
-    self.runtime.gate.end_pending()
+    gate = self.runtime.gate
+    _CLOSED_BY_CALLERS[gate] = _CLOSED_BY_CALLERS.get(gate, 0) + 1
+    gate.serve()
+    await self._changed(self.runtime.power.sleep(level, mode, timeout, keep_waiting=keep_waiting))
+    _CLOSED_BY_CALLERS[gate] -= 1
+    gate.serve()
 
 
 _LATEST: WeakKeyDictionary[SessionActor, Request] = WeakKeyDictionary()
@@ -169,7 +180,10 @@ POWER_MUTANTS = (
     Mutant(
         "F17",
         "the caller of sleep() is cancelled half-way, and the gate stays closed",
-        replaced(Engine, "sleep", lambda _: _sleep_in_the_callers_task),
+        together(
+            replaced(Engine, "sleep", lambda _: _sleep_in_the_callers_task),
+            replaced(Gate, "is_change_pending", _also_for_callers),
+        ),
         shows="nothing sleeps, and|wait forever",
         machine="PowerMachine",
     ),

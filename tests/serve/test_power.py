@@ -131,7 +131,7 @@ async def test_ready_says_asleep_from_the_first_step(autojump_clock, clients):
     """The engine is still awake, and admits nothing."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(clients.engine.sleep)
-        while not clients.engine.runtime.gate.num_pending:
+        while not clients.engine.runtime.gate.is_change_pending:
             await trio.lowlevel.checkpoint()
         route = clients.server.connections._routes["/ready"].handlers["GET"]
         assert (await route(None)).status == 503

@@ -206,8 +206,9 @@ async def _commit(entry: _Entry) -> None:
 def _commit_now(entry: _Entry) -> None:
     if entry.is_over:
         return
-    link, request = entry.runtime.gate.committing_link(), entry.request
-    request.resolved = _resolved(entry.runtime, request)
+    runtime, request = entry.runtime, entry.request
+    link = runtime.gate.committing_link(is_quarantined=runtime.recovery.has_suspects)
+    request.resolved = _resolved(runtime, request)
     entry.session.commit(request, link)
 
 

@@ -168,7 +168,7 @@ class Engine:
         A worker whose process is dead, or was sent SIGKILL, is not waited on: its successor is.
         """
         while not (self.runtime.gate.is_awake and self.runtime.supervisor.is_alive):
-            if self.runtime.gate.power in (Power.DRAINING, Power.CLOSED):
+            if self.runtime.gate.is_ending:
                 raise copy(self.runtime.gate.failure or EngineClosed(f"the engine is {self.runtime.gate.power.value}"))
             await self.runtime.gate.changed()
 
@@ -263,7 +263,7 @@ class Engine:
         seconds = math.inf if timeout is None else check_seconds(timeout)
         causes = self.runtime.gate.ledger.abort_causes
         before = causes[Cause.SHUTDOWN]
-        is_changing = not self.runtime.power.desired_worker.runs_requests or self.runtime.gate.num_pending
+        is_changing = not self.runtime.power.desired_worker.runs_requests or self.runtime.gate.is_change_pending
         self.runtime.gate.change_power(PowerEvent.DRAIN)
         if is_changing:
             self.runtime.sessions.abort_phase(Phase.SUSPENDED, Cause.SHUTDOWN)

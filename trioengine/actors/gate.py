@@ -1,6 +1,6 @@
-"""The gate: what is admitted, and when. It owns the engine's state, the books and the ids.
+"""The gate: what is admitted, and when. It owns the engine's stage, the books and the ids.
 
-It is open while the engine is AWAKE and no sleep or update is pending: from the step in which that is asked for.
+It is open while the engine is AWAKE and no sleep or update is pending: one is from the step in which it is requested.
 
 Admission is synchronous: check, count, mint, in one step. A caller that finds no slot waits here, unless it asked with
 `wait=False`, without holding anything, in a line for each kind of slot. Through a restart, a sleep or an update only a
@@ -11,6 +11,7 @@ overtake: it lines up behind the others, or is refused with EngineOverloaded or 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import trio
@@ -18,16 +19,17 @@ import trio
 from trioengine.actors.effects import Effects
 from trioengine.actors.link import Link
 from trioengine.actors.observer import Observer, Slot
+from trioengine.actors.power_change import PowerChange
 from trioengine.actors.waiting_line import NOT_NOW, WaitingLine, waits_for
 from trioengine.aio.waiting import NEVER, Deadline, Notifier
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, InvariantError
 from trioengine.core.ledger import Ledger
-from trioengine.core.lifecycle import Power, PowerEvent, next_power
+from trioengine.core.lifecycle import Power, PowerEvent, PowerStage, next_stage
 
 
 class PowerChanged:
-    """Effect: the engine's state, or the number of pending sleeps and updates, has changed."""
+    """Effect: the engine's stage, or the queue of changes, is another one."""
 
 
 class Gate:
@@ -37,7 +39,8 @@ class Gate:
     """
 
     def __init__(self, config: EngineConfig, effects: Effects, observers: Sequence[Observer] = ()) -> None:
-        self.power = Power.LOADING
+        self.stage = PowerStage.LOADING
+        self.changes: deque[PowerChange] = deque()  # requested and not done; the power actor makes the first one
         self.ledger = Ledger()
         self.retry_after = 1.0  # seconds; what a refused caller is told while the worker restarts
         self.failure: Exception | None = None  # why the engine closed by itself
@@ -45,8 +48,6 @@ class Gate:
         self.sessions = WaitingLine(observers)  # for a session slot
         self.requests = WaitingLine(observers)  # for a request slot
         self.commits = WaitingLine(observers)  # with a request slot, for a worker
-        self.is_quarantining = False  # suspects of a worker's death run alone: nothing is admitted beside them
-        self.num_pending = 0  # sleeps and updates that are asked for, and not done
         self._config = config
         self._effects = effects
         self._observers = observers
@@ -60,23 +61,44 @@ class Gate:
 
     # ---- changes --------------------------------------------------------------------------------------------------
 
+    @property
+    def power(self) -> Power:
+        """The engine's state as users see it."""
+        return self.stage.power
+
+    @property
+    def is_change_pending(self) -> bool:
+        """Whether a sleep or an update is requested and not done."""
+        return any(change.blocks_admission for change in self.changes)
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether requests are admitted, where there is a slot."""
+        return self.stage is PowerStage.AWAKE and not self.is_change_pending
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the engine drains or is closed."""
+        return self.stage in (PowerStage.DRAINING, PowerStage.CLOSED)
+
     def change_power(self, event: PowerEvent) -> None:
         """Take the transition of the power table."""
-        before, self.power = self.power, next_power(self.power, event)
+        before, self.stage = self.stage, next_stage(self.stage, event)
         for observer in self._observers:
             observer.power_moved(before, event)
-        self._change(0)
+        self._power_changed()
 
-    def begin_pending(self) -> None:
-        """A sleep or an update is requested: callers in a line that do not wait for its end are refused."""
-        self._change(1)
+    def begin_change(self, change: PowerChange) -> None:
+        """Queue a change; a sleep or an update refuses the callers in a line that do not wait for its end."""
+        self.changes.append(change)
+        self._power_changed()
 
-    def end_pending(self) -> None:
-        """The sleep or update is done, or has failed."""
-        self._change(-1)
+    def end_change(self, change: PowerChange) -> None:
+        """Take a change that is done, or has failed, out of the queue."""
+        self.changes.remove(change)
+        self._power_changed()
 
-    def _change(self, pending: int) -> None:
-        self.num_pending += pending
+    def _power_changed(self) -> None:
         self._effects.append(PowerChanged())
         self._effects.drain()
 
@@ -154,18 +176,16 @@ class Gate:
             observer.slot_taken(slot, id)
         return id
 
-    def committing_link(self) -> Link:
-        """The link for a request that was admitted: a draining engine still runs it. Raises as `admit_request`."""
-        if self.power is Power.CLOSED:
+    def committing_link(self, *, is_quarantined: bool) -> Link:
+        """Return the link for a request that was admitted; a draining engine still runs it. Raises as `admit_request`.
+
+        `is_quarantined`: the suspects of a worker's death run alone, so that there is no link for other requests.
+        """
+        if self.stage is PowerStage.CLOSED:
             self._check_open()
-        if self.link is None or self.is_quarantining or not (self.is_awake or self.power is Power.DRAINING):
+        if self.link is None or is_quarantined or not (self.is_awake or self.stage is PowerStage.DRAINING):
             raise self._not_awake()
         return self.link
-
-    @property
-    def is_awake(self) -> bool:
-        """Whether requests are admitted, where there is a slot."""
-        return self.power is Power.AWAKE and not self.num_pending
 
     def check(self) -> None:
         """Raise InvariantError unless the books balance, and nobody waits for a slot that is free."""
@@ -184,7 +204,7 @@ class Gate:
 
     def _check_session_slot(self) -> None:
         self._check_open()
-        if self.power not in (Power.AWAKE, Power.RESTARTING) or self.num_pending:
+        if self.power not in (Power.AWAKE, Power.RESTARTING) or self.is_change_pending:
             raise self._not_awake()
         if self.ledger.sessions >= self._config.max_sessions:
             message = f"all {self._config.max_sessions} sessions are taken (max_sessions)"
@@ -201,7 +221,7 @@ class Gate:
             raise EngineOverloaded(message, code="queue", is_full=True)
 
     def _not_awake(self) -> EngineError:
-        if self.power in (Power.LOADING, Power.RESTARTING, Power.DRAINING) and not self.num_pending:
+        if self.power in (Power.LOADING, Power.RESTARTING, Power.DRAINING) and not self.is_change_pending:
             message = f"the engine is {self.power.value}"
             return EngineOverloaded(message, code=self.power.value, retry_after=self.retry_after)
         is_about_to = self.power in (Power.AWAKE, Power.RESTARTING)
@@ -210,5 +230,5 @@ class Gate:
         return EngineAsleep(f"the engine is {state}{remedy}")
 
     def _check_open(self) -> None:
-        if self.power in (Power.DRAINING, Power.CLOSED):
+        if self.is_ending:
             raise EngineClosed(f"the engine is {self.power.value}") from self.failure

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import trio
 
-from trioengine.core.lifecycle import Attachment, Event, Phase, Power, PowerEvent
+from trioengine.core.lifecycle import Attachment, Event, Phase, PowerEvent, PowerStage
 from trioengine.core.types import Usage
 
 
@@ -92,8 +92,8 @@ class Observer:
 
     # ---- the engine and its worker ----------------------------------------------------------------------------------
 
-    def power_moved(self, power: Power, event: PowerEvent) -> None:
-        """The event was applied to an engine in this state."""
+    def power_moved(self, stage: PowerStage, event: PowerEvent) -> None:
+        """The event was applied to an engine that was in this stage."""
 
     def change_requested(self, change: object) -> None:
         """A sleep, a wake or an update is queued as this PowerChange."""

@@ -1,17 +1,20 @@
 """The power actor: puts the engine to sleep, wakes it and gives it other weights, one after the other.
 
-Whoever asks is one in a queue from the first step of the call, and from a sleep or an update that is asked for until it
-is done the gate is closed. The actor does them in turn; a caller that is cancelled abandons its wait, not the change.
+Every call is queued in its first step (`Gate.changes`); a sleep or an update closes the gate in that step, until it is
+done and nothing sleeps. The actor makes the changes in turn. A caller that is cancelled abandons its wait, not the
+change.
 
-The engine owns what the worker is to be: which weights, and what of it sleeps. A worker that dies asleep is not started
-again before something needs it; then it starts as the engine says it should be.
+The state is one variable, `Gate.stage`, and the table in core/lifecycle.py moves it. During a change only this actor
+does, or a drain or a close of the engine: then the change fails at its next step. `memory` and `weights` record what
+the worker is to hold. A worker that dies asleep is not started again before it is needed, and then starts as recorded.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
+import math
 from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -35,14 +38,13 @@ from trioengine.actors.sessions import Sessions
 from trioengine.actors.supervisor import Supervisor
 from trioengine.core.errors import ModelError, TransitionFailed
 from trioengine.core.ledger import Ledger
-from trioengine.core.lifecycle import Phase, Power, PowerEvent
+from trioengine.core.lifecycle import Phase, Power, PowerEvent, PowerStage
 from trioengine.core.messages import ControlReply, Sleep, Slept, UpdateWeights, Wake
 from trioengine.core.power import DesiredWorker, SleepState, Tag, WeightsState, desired_worker, sorted_tags
 from trioengine.core.types import Cause
 
 logger = logging.getLogger("trioengine")
 DO_NOT_WAKE = "the weights are updated, but do not wake"
-_OVER = (Power.DRAINING, Power.CLOSED)
 
 
 class PowerActor:
@@ -66,32 +68,22 @@ class PowerActor:
         self._recovery = recovery
         self._supervisor = supervisor
         self._check_model = check_model
-        self._queue: deque[PowerChange] = deque()  # the first one is being made
         self._closure = Closure(gate.ledger)
-        self._finishing = False  # requests in flight, before a sleep or an update
-        self._waits_for_worker = False  # for a change that is made asleep, or in place of one that retires
-        self._is_over = False
         self._listeners: set[StateSubscription] = set()
         self._published = self.state
 
     @property
     def state(self) -> PowerState:
-        """As it is now."""
+        """The engine's state at this moment."""
         return PowerState(self._gate.power, self.memory.level, self.memory.asleep, self.weights.version)
 
     @property
     def desired_worker(self) -> DesiredWorker:
-        """What a worker is needed for now."""
-        return desired_worker(
-            self._gate.power,
-            self.memory.asleep,
-            in_flight=self._gate.ledger.in_flight,
-            is_finishing=self._finishing,
-            is_changing=self._waits_for_worker,
-        )
+        """The worker that the engine wants at this moment."""
+        return desired_worker(self._gate.stage, self.memory.asleep, in_flight=self._gate.ledger.in_flight)
 
     def states(self) -> StateSubscription:
-        """For a listener that hears of each change."""
+        """Return a subscription to the states, of which the first one is the present state."""
         return StateSubscription(self._listeners, lambda: self.state)
 
     def publish(self) -> None:
@@ -102,68 +94,80 @@ class PowerActor:
             for listener in self._listeners:
                 listener.put(state)
 
-    # ---- what users ask; the first step of each is the whole of it ------------------------------------------------
+    # ---- requests for changes, queued in one step -----------------------------------------------------------------
 
     def sleep(self, level: int, mode: str, timeout: float | None, *, keep_waiting: bool) -> PowerChange:
         level, policy = level_of(level), check_policy(mode, timeout, keep_waiting=keep_waiting)
-        return self._ask_to_close(f"sleep at level {level}", policy, lambda: self._sleep(level, policy))
+        name = f"sleep at level {level} ({policy.mode.value})"
+        return self._close_gate(PowerChange(name, partial(self._sleep, level, policy), blocks_admission=True), policy)
 
     def wake(self, tags: Collection[str] | None, *, reload: bool) -> PowerChange:
         wanted = tags_of(tags)
         name = f"wake of {' and '.join(tag.value for tag in sorted_tags(wanted))}"
-        return self._ask(PowerChange(name, lambda: self._wake(wanted, reload=reload), blocks_admission=False))
+        self._check_running()
+        change = PowerChange(name, partial(self._wake, wanted, reload), blocks_admission=False)
+        self._gate.begin_change(change)
+        return change
 
     def update_weights(self, path: str | Path, mode: str, timeout: float | None) -> PowerChange:
         checked, policy = path_of(path), check_policy(mode, timeout)
-        return self._ask_to_close(f"update to {checked}", policy, lambda: self._update(checked, policy))
+        name = f"update to {checked} ({policy.mode.value})"
+        return self._close_gate(
+            PowerChange(name, partial(self._update, checked, policy), blocks_admission=True), policy
+        )
 
-    def _ask_to_close(self, name: str, policy: InFlightPolicy, make: Callable[[], Awaitable[None]]) -> PowerChange:
-        change = self._ask(PowerChange(f"{name} ({policy.mode.value})", make, blocks_admission=True))
+    def _close_gate(self, change: PowerChange, policy: InFlightPolicy) -> PowerChange:
+        """Queue a sleep or an update, which closes the gate, and abort at once whatever need not wait for its turn."""
+        self._check_running()
         self._closure.begin()
         if policy.aborts_waiting:  # before the gate closes, which refuses those that wait for a slot only
             change.num_aborted += self._sessions.abort_waiting(Cause.SLEEP)
-        self._gate.begin_pending()
+        self._gate.begin_change(change)
         change.num_aborted += self._sessions.abort_phase(Phase.PREPARING, Cause.SLEEP)
         if policy.mode is Mode.ABORT and self._gate.power in (Power.FALLING_ASLEEP, Power.UPDATING):
-            change.num_aborted += self._sessions.abort_all(Cause.SLEEP)  # nor does one before it wait for them
+            change.num_aborted += self._sessions.abort_all(Cause.SLEEP)  # nor does the change before it wait for them
         return change
 
-    def _ask(self, change: PowerChange) -> PowerChange:
-        if self._is_over:
-            raise TransitionFailed("the engine is closed")
-        if self._gate.power is Power.LOADING or self._gate.power in _OVER:
+    def _check_running(self) -> None:
+        """Raise TransitionFailed while the engine loads, drains or is closed."""
+        if self._gate.power is Power.LOADING or self._gate.is_ending:
             raise TransitionFailed(f"the engine is {self._gate.power.value}")
-        self._queue.append(change)
-        self._gate.notify()
-        return change
 
     # ---- the task -------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Service: make the changes in turn, until cancelled; then those that are left have failed."""
+        """Service: make the changes in turn, until cancelled; then the engine is closed, and those left have failed."""
+        changes = self._gate.changes
         try:
             while True:
-                while not self._queue:
+                while not changes:
                     await self._gate.changed()
-                await self._make(self._queue[0])
+                await self._make(changes[0])
         finally:
-            self._is_over = True
-            while self._queue:
-                self._end(self._queue[0], TransitionFailed("the engine is closed"))
+            self._gate.change_power(PowerEvent.CLOSE)  # no change is queued any more
+            while changes:
+                self._end(changes[0], TransitionFailed("the engine is closed"))
             self._closure.end()
 
     async def _make(self, change: PowerChange) -> None:
         try:
-            if self._gate.power in _OVER:
-                raise TransitionFailed(f"the engine is {self._gate.power.value}")
-            await change.make()
+            self._check_running()
+            await change.make(change)
         except TransitionFailed as exc:
+            self._undo()
             self._end(change, exc)
         else:
             self._end(change, None)
 
+    def _undo(self) -> None:
+        """Leave the stage of a change that failed; a sleep fails only where the engine ends."""
+        match self._gate.stage:
+            case PowerStage.WAKING | PowerStage.UPDATING_ASLEEP:
+                self._gate.change_power(PowerEvent.FAILED)
+            case PowerStage.FINISHING_TO_UPDATE | PowerStage.UPDATING:
+                self._go_on(PowerEvent.FAILED)
+
     def _end(self, change: PowerChange, failure: TransitionFailed | None) -> None:
-        self._queue.remove(change)
         change.failure = failure
         change.done.set()
         if failure is None:
@@ -171,176 +175,150 @@ class PowerActor:
             change.log("the engine is %s, with weights %d", state, self.weights.version)
         else:
             logger.warning("%s failed: %s", change.name, failure)
-        if change.blocks_admission:
-            self._gate.end_pending()
-        if not (self.memory.asleep or self._gate.num_pending):
+        self._gate.end_change(change)
+        if not (self.memory.asleep or self._gate.is_change_pending):
             self._closure.end()
 
     # ---- the changes ----------------------------------------------------------------------------------------------
 
-    async def _sleep(self, level: int, policy: InFlightPolicy) -> None:
+    async def _sleep(self, level: int, policy: InFlightPolicy, change: PowerChange) -> None:
         self.memory.check_sleep(level)
         if self.memory.asleep and policy.mode is Mode.ABORT:
-            self._queue[0].num_aborted += self._sessions.abort_phase(Phase.SUSPENDED, Cause.SLEEP)
+            change.num_aborted += self._sessions.abort_phase(Phase.SUSPENDED, Cause.SLEEP)
         if self.memory.sleeps_at(level):
             self.memory = self.memory.slept(level)
             return
-        self._begin(PowerEvent.SLEEP, policy)
-        await self._quiesce(policy)
+        self._begin(PowerEvent.SLEEP, change)
+        await self._quiesce(policy, change)
         while self._gate.link is None and self._supervisor.current is not None:  # one starts
-            await self._wait(Power.FALLING_ASLEEP)
+            await self._wait()
         if self._gate.link is None:
             pass  # there is no worker: its memory is given back
         elif level == 1:
             await self._gate.link.ask(Sleep())
         else:
             await self._retire()
-        self._check_power(Power.FALLING_ASLEEP)
+        self._check_running()
         self.memory = self.memory.slept(level)
         self._gate.change_power(PowerEvent.SLEPT)
 
-    async def _wake(self, wanted: frozenset[Tag], *, reload: bool) -> None:
-        if not self.memory.asleep:
-            self._gate.change_power(PowerEvent.WAKE)  # it is awake
-            return
+    async def _wake(self, wanted: frozenset[Tag], reload: bool, change: PowerChange) -> None:
         tags = self.memory.to_wake(wanted, reload=reload)
         if tags:
-            self._gate.change_power(PowerEvent.WAKE)
             await self._take_back(tags)
         if Tag.WEIGHTS in wanted - tags:
             self.memory = self.memory.awaiting_update()
 
     async def _take_back(self, tags: frozenset[Tag]) -> None:
-        try:
-            link = await self._link(Power.WAKING)
-            answer = await link.ask(Wake(sorted_tags(tags)))
-            self._check_power(Power.WAKING)
-            self._check_answer(answer)
-        except TransitionFailed:
-            if self._gate.power is Power.WAKING:
-                self._gate.change_power(PowerEvent.FAILED)
-            raise
+        self._gate.change_power(PowerEvent.WAKE)
+        link = await self._link()
+        answer = await link.ask(Wake(sorted_tags(tags)))
+        self._check_running()
+        self._check_answer(answer)
         self.memory = self.memory.woken(tags)
         if self.memory.asleep:
             self._gate.change_power(PowerEvent.PARTLY_WOKEN)
         else:
             self._go_on(PowerEvent.WOKEN)
 
-    async def _update(self, path: str, policy: InFlightPolicy) -> None:
+    async def _update(self, path: str, policy: InFlightPolicy, change: PowerChange) -> None:
         if self.memory.asleep:
-            await self._update_asleep(path, policy)
+            await self._update_asleep(path, policy, change)
             return
-        self._begin(PowerEvent.UPDATE, policy)
-        try:
-            await self._check_files(path, Power.UPDATING)
-            await self._quiesce(policy)
-            await self._load(path, Power.UPDATING)
-        except TransitionFailed:
-            if self._gate.power is Power.UPDATING:
-                self._go_on(PowerEvent.FAILED)
-            raise
+        self._begin(PowerEvent.UPDATE, change)
+        await self._check_files(path)
+        await self._quiesce(policy, change)
+        await self._load(path)
         self._go_on(PowerEvent.UPDATED)
 
-    async def _update_asleep(self, path: str, policy: InFlightPolicy) -> None:
-        self._waits_for_worker = True
+    async def _update_asleep(self, path: str, policy: InFlightPolicy, change: PowerChange) -> None:
         self._gate.change_power(PowerEvent.UPDATE)
-        try:
-            await self._check_files(path, Power.ASLEEP)
-            if policy.mode is Mode.ABORT:
-                self._queue[0].num_aborted += self._sessions.abort_phase(Phase.SUSPENDED, Cause.SLEEP)
-            await self._load(path, Power.ASLEEP)
-        except TransitionFailed:
-            if self._gate.power is Power.ASLEEP:
-                self._gate.change_power(PowerEvent.FAILED)
-            raise
-        finally:
-            self._waits_for_worker = False
+        await self._check_files(path)
+        if policy.mode is Mode.ABORT:
+            change.num_aborted += self._sessions.abort_phase(Phase.SUSPENDED, Cause.SLEEP)
+        await self._load(path)
         self._gate.change_power(PowerEvent.UPDATED)
         was_awaited = self.memory.weights is WeightsState.AWAITING_UPDATE
         self.memory = self.memory.updated()
         if was_awaited:
-            self._gate.change_power(PowerEvent.WAKE)
             try:
                 await self._take_back(frozenset({Tag.WEIGHTS}))
             except TransitionFailed as exc:
                 raise TransitionFailed(f"{DO_NOT_WAKE}: {exc}") from exc
 
-    # ---- steps of them --------------------------------------------------------------------------------------------
+    # ---- their steps ----------------------------------------------------------------------------------------------
 
-    def _begin(self, event: PowerEvent, policy: InFlightPolicy) -> None:
-        self._finishing = policy.mode is Mode.WAIT and not self.memory.asleep
+    def _begin(self, event: PowerEvent, change: PowerChange) -> None:
         self._gate.change_power(event)
         ledger = self._gate.ledger
-        self._queue[0].log("begins; requests in flight: %d, sessions: %d", ledger.in_flight, ledger.sessions)
+        change.log("begins; requests in flight: %d, sessions: %d", ledger.in_flight, ledger.sessions)
 
-    async def _quiesce(self, policy: InFlightPolicy) -> None:
-        """Until the worker holds no session; requests in flight have ended by then, or are suspended."""
-        expected, ledger = self._gate.power, self._gate.ledger
-        if self._finishing:
-            self._queue[0].log("waits for requests in flight: %d, timeout: %s", ledger.in_flight, policy.timeout)
-            with trio.move_on_after(float("inf") if policy.timeout is None else policy.timeout):
-                while ledger.in_flight:
-                    await self._wait(expected)
-            self._finishing = False
-        if policy.mode is not Mode.KEEP and not self.memory.asleep:
-            self._queue[0].num_aborted += self._sessions.abort_all(Cause.SLEEP)
+    async def _quiesce(self, policy: InFlightPolicy, change: PowerChange) -> None:
+        """Wait until the worker holds no session: requests in flight have finished, or are aborted or suspended."""
+        if not self.memory.asleep:
+            await self._finish(policy, change)
         num_detached = self._sessions.detach_all()
         self._recovery.forget_suspects()
-        counts = (self._queue[0].num_aborted, ledger.suspended, num_detached)
-        self._queue[0].log("requests aborted: %d, suspended: %d; sessions detached: %d", *counts)
+        counts = (change.num_aborted, self._gate.ledger.suspended, num_detached)
+        change.log("requests aborted: %d, suspended: %d; sessions detached: %d", *counts)
         while self._sessions.any_on_worker:
-            await self._wait(expected)
+            await self._wait()
 
-    async def _check_files(self, path: str, expected: Power) -> None:
-        """As far as they tell without the weights: nothing is aborted for what cannot be the same model."""
+    async def _finish(self, policy: InFlightPolicy, change: PowerChange) -> None:
+        """Let requests in flight finish where the policy waits for them; abort the rest unless it keeps them."""
+        if policy.mode is Mode.WAIT:
+            ledger = self._gate.ledger
+            change.log("waits for requests in flight: %d, timeout: %s", ledger.in_flight, policy.timeout)
+            with trio.move_on_after(math.inf if policy.timeout is None else policy.timeout):
+                while ledger.in_flight:
+                    await self._wait()
+        self._gate.change_power(PowerEvent.QUIESCE)
+        if policy.mode is not Mode.KEEP:
+            change.num_aborted += self._sessions.abort_all(Cause.SLEEP)
+
+    async def _check_files(self, path: str) -> None:
+        """Check the files without loading them: nothing is aborted for what cannot be the same model."""
         try:
             await self._check_model(path)
         except ModelError as exc:
             raise TransitionFailed(str(exc)) from exc
-        self._check_power(expected)
+        self._check_running()
 
-    async def _load(self, path: str, expected: Power) -> None:
+    async def _load(self, path: str) -> None:
         weights = Weights(path, self.weights.version + 1)
-        link = await self._link(expected)
+        link = await self._link()
         self._check_answer(await link.ask(UpdateWeights(path, weights.version)))
         self.weights = weights
 
     async def _retire(self) -> None:
-        """Until the worker has exited, and with it all that its libraries keep; a fresh one takes its place, asleep."""
+        """Wait until the worker has exited, and with it whatever its libraries hold; a fresh one starts asleep."""
+        self._gate.change_power(PowerEvent.RETIRE)
         self._gate.link = None
         self._supervisor.retire()
-        self._waits_for_worker = True
-        try:
-            while self._supervisor.is_retiring:
-                await self._wait(Power.FALLING_ASLEEP)
-        finally:
-            self._waits_for_worker = False
+        while self._supervisor.is_retiring:
+            await self._wait()
 
     def _go_on(self, event: PowerEvent) -> None:
-        """The engine is awake again; or it restarts: it has no worker, or one that tries suspects."""
+        """Leave the change: the engine is awake, or restarts where it has no worker or one that probes suspects."""
         link = self._gate.link
         if link is not None:
             self._recovery.resume(link)
         is_awake = link is not None and not self._recovery.has_suspects
         self._gate.change_power(event if is_awake else PowerEvent.LEFT_ALONE)
 
-    async def _link(self, expected: Power) -> Link:
-        """To a worker that is READY; TransitionFailed when one is lost before."""
+    async def _link(self) -> Link:
+        """Wait for a worker that is READY, and return the link to it; raises TransitionFailed if one is lost before."""
         last_loss = self._supervisor.last_loss
         while self._gate.link is None:
-            await self._wait(expected)
+            await self._wait()
             if self._supervisor.last_loss is not last_loss:
                 raise self._lost()
         return self._gate.link
 
-    async def _wait(self, expected: Power) -> None:
-        """For something to change; TransitionFailed when the engine is not in this state any more."""
+    async def _wait(self) -> None:
+        """Wait for any change in the engine. Raises TransitionFailed if it drains or is closed."""
         await self._gate.changed()
-        self._check_power(expected)
-
-    def _check_power(self, expected: Power) -> None:
-        if self._gate.power is not expected:
-            raise TransitionFailed(f"the engine is {self._gate.power.value}")
+        self._check_running()
 
     def _check_answer(self, answer: ControlReply | None) -> None:
         if answer is None:

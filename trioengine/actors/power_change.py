@@ -58,8 +58,8 @@ class PowerChange:
     """One that was asked for; by its name the log tells of it."""
 
     name: str
-    make: Callable[[], Awaitable[None]]
-    blocks_admission: bool
+    make: Callable[[PowerChange], Awaitable[None]]
+    blocks_admission: bool  # until it is done
     done: trio.Event = field(default_factory=trio.Event)
     failure: TransitionFailed | None = None
     num_aborted: int = 0  # requests

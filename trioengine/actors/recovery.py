@@ -3,7 +3,7 @@
 They are suspended, and go on with the next worker, which is given their prompt and the delivered part of the answer.
 A request that kills the worker must not take the others along. So a request that was in flight at two deaths and got
 nothing in between is a *suspect*. Suspects are probed before any other request goes on: one at a time, in the order of
-their admission, and alone, because nothing is admitted meanwhile (`Gate.is_quarantining`). A suspect that gets a token
+their admission, and alone, because nothing is committed meanwhile (`Gate.committing_link`). A suspect that gets a token
 is cleared, and waits, detached again, until all were probed. A death counts against the probed request alone, and a
 second one ends it.
 """
@@ -57,7 +57,6 @@ class Recovery:
             self._suspects = [_request(session) for session in without_token] + self._suspects
         else:
             self._count(lost, error)
-        self._update_quarantine()
         return probed is None
 
     def give_up_all(self, error: EngineError) -> None:
@@ -98,7 +97,6 @@ class Recovery:
             if session is not None and self._resume(session, link):
                 self.probed = suspect
                 return
-        self._update_quarantine()
         for session in self._sessions.suspended:
             self._resume(session, link)
 
@@ -106,7 +104,6 @@ class Recovery:
         """All requests are suspended for another reason, and will go on together."""
         self._suspects.clear()
         self.probed = None
-        self._update_quarantine()
 
     def on_progress(self, session: SessionActor, request: Request) -> None:
         """The probed request got a token, or is over: it is cleared."""
@@ -141,9 +138,6 @@ class Recovery:
             request.recovery.resumed += 1
             request.times.resume()
         return goes_on
-
-    def _update_quarantine(self) -> None:
-        self._gate.is_quarantining = self.has_suspects
 
 
 def _request(session: SessionActor) -> Request:

@@ -1,4 +1,4 @@
-"""The life of a session and the states of the engine: THE state machines, as tables.
+"""The life of a session and the stages of the engine: THE state machines, as tables.
 
 A session has a *phase* and an *attachment*. The phase is the state of its one request; the attachment is whether this
 worker incarnation was sent ADD_SESSION, and END_SESSION, and has not reported SESSION_ENDED. Nothing else decides: the
@@ -7,7 +7,8 @@ actions, all in one synchronous step. All tables are in this one file, so that t
 
 A pair of state and event that is not in a table raises LocalProtocolError and changes nothing, with one exception:
 events that come from outside, whatever the state (END, ABORT, the worker's death, …), are ignored in the states that
-`SESSION_IGNORES` and `POWER_IGNORES` list, because there they have nothing left to do.
+`SESSION_IGNORES` and `POWER_IGNORES` list, because there they have nothing left to do. An engine that drains ignores
+all but its close, and one that sleeps or changes ignores READY and the death of its worker: its power actor decides.
 
 Why the session table makes leaks impossible:
 
@@ -27,6 +28,9 @@ their way while the attachment ends still count, and a finish among them is the 
 A request's outcome for its reader can be decided earlier (a stop string, a reader that left, a timeout); the phase is
 about the worker, and the slot stays taken until the worker is done with the request: STOPPING and ENDING are still in
 flight.
+
+The engine has one *stage*. Users see it as a `Power`, which leaves out the details of a sleep or an update. Requests
+in flight go on in the FINISHING stages, until QUIESCE; DRAIN and CLOSE are legal in every stage.
 """
 
 from __future__ import annotations
@@ -236,17 +240,48 @@ class SessionLifecycle:
 
 
 class Power(enum.StrEnum):
-    """The state of the engine; only AWAKE admits requests, while no sleep or update is pending."""
+    """The state of the engine as users see it; only AWAKE admits requests, while no sleep or update is pending."""
 
     LOADING = "loading"
     AWAKE = "awake"
     RESTARTING = "restarting"
-    FALLING_ASLEEP = "falling_asleep"  # requests end or are suspended, sessions are detached, SLEEP is posted
+    FALLING_ASLEEP = "falling_asleep"
     ASLEEP = "asleep"  # at least one tag
     WAKING = "waking"
-    UPDATING = "updating"  # from AWAKE and back; like FALLING_ASLEEP, with UPDATE_WEIGHTS
+    UPDATING = "updating"  # from AWAKE and back
     DRAINING = "draining"
     CLOSED = "closed"
+
+
+class PowerStage(enum.Enum):
+    """The state of the engine in detail: each stage belongs to one Power, some Powers have several stages."""
+
+    LOADING = "loading"
+    AWAKE = "awake"
+    RESTARTING = "restarting"
+    FINISHING_TO_SLEEP = "finishing_to_sleep"  # requests in flight may finish
+    FALLING_ASLEEP = "falling_asleep"  # they are suspended or over; sessions are detached, SLEEP is posted
+    RETIRING = "retiring"  # level 2: the worker exits, and a fresh one takes its place, asleep
+    ASLEEP = "asleep"  # at least one tag
+    UPDATING_ASLEEP = "updating_asleep"
+    WAKING = "waking"
+    FINISHING_TO_UPDATE = "finishing_to_update"  # the files are checked; requests in flight may finish
+    UPDATING = "updating"  # they are suspended or over; sessions are detached, UPDATE_WEIGHTS is posted
+    DRAINING = "draining"
+    CLOSED = "closed"
+
+    @property
+    def power(self) -> Power:
+        """The state that users see."""
+        return _POWER_OF.get(self) or Power(self.value)
+
+
+_POWER_OF = {
+    PowerStage.FINISHING_TO_SLEEP: Power.FALLING_ASLEEP,
+    PowerStage.RETIRING: Power.FALLING_ASLEEP,
+    PowerStage.UPDATING_ASLEEP: Power.ASLEEP,
+    PowerStage.FINISHING_TO_UPDATE: Power.UPDATING,
+}
 
 
 class PowerEvent(enum.Enum):
@@ -255,11 +290,13 @@ class PowerEvent(enum.Enum):
     READY = "ready"  # an incarnation is READY for requests
     WORKER_LOST = "worker_lost"
     SLEEP = "sleep"
+    UPDATE = "update"
+    QUIESCE = "quiesce"  # requests in flight have finished, or are not waited for any longer
+    RETIRE = "retire"
     SLEPT = "slept"  # the memory is released, by the worker or by its death
     WAKE = "wake"
     WOKEN = "woken"  # every tag is awake
     PARTLY_WOKEN = "partly_woken"
-    UPDATE = "update"
     UPDATED = "updated"
     FAILED = "failed"  # a wake or an update, without effect
     LEFT_ALONE = "left_alone"  # a wake or an update ended without a worker that is ready
@@ -267,58 +304,67 @@ class PowerEvent(enum.Enum):
     CLOSE = "close"  # shutdown, or the engine gave up
 
 
-_ENDS = {PowerEvent.DRAIN: Power.DRAINING, PowerEvent.CLOSE: Power.CLOSED}
+_ENDS = {PowerEvent.DRAIN: PowerStage.DRAINING, PowerEvent.CLOSE: PowerStage.CLOSED}
+_CHANGES = {PowerEvent.SLEEP: PowerStage.FINISHING_TO_SLEEP, PowerEvent.UPDATE: PowerStage.FINISHING_TO_UPDATE}
 
-POWER_TRANSITIONS: Mapping[Power, Mapping[PowerEvent, Power]] = {
-    Power.LOADING: {PowerEvent.READY: Power.AWAKE, **_ENDS},
-    Power.AWAKE: {
-        PowerEvent.WORKER_LOST: Power.RESTARTING,
-        PowerEvent.SLEEP: Power.FALLING_ASLEEP,
-        PowerEvent.UPDATE: Power.UPDATING,
+POWER_TRANSITIONS: Mapping[PowerStage, Mapping[PowerEvent, PowerStage]] = {
+    PowerStage.LOADING: {PowerEvent.READY: PowerStage.AWAKE, **_ENDS},
+    PowerStage.AWAKE: {PowerEvent.WORKER_LOST: PowerStage.RESTARTING, **_CHANGES, **_ENDS},
+    PowerStage.RESTARTING: {PowerEvent.READY: PowerStage.AWAKE, **_CHANGES, **_ENDS},
+    PowerStage.FINISHING_TO_SLEEP: {PowerEvent.QUIESCE: PowerStage.FALLING_ASLEEP, **_ENDS},
+    PowerStage.FALLING_ASLEEP: {
+        PowerEvent.RETIRE: PowerStage.RETIRING,
+        PowerEvent.SLEPT: PowerStage.ASLEEP,
         **_ENDS,
     },
-    Power.RESTARTING: {
-        PowerEvent.READY: Power.AWAKE,
-        PowerEvent.SLEEP: Power.FALLING_ASLEEP,
-        PowerEvent.UPDATE: Power.UPDATING,
+    PowerStage.RETIRING: {PowerEvent.SLEPT: PowerStage.ASLEEP, **_ENDS},
+    PowerStage.ASLEEP: {
+        PowerEvent.SLEEP: PowerStage.FALLING_ASLEEP,
+        PowerEvent.UPDATE: PowerStage.UPDATING_ASLEEP,
+        PowerEvent.WAKE: PowerStage.WAKING,
         **_ENDS,
     },
-    Power.FALLING_ASLEEP: {PowerEvent.SLEPT: Power.ASLEEP, **_ENDS},
-    Power.ASLEEP: {PowerEvent.SLEEP: Power.FALLING_ASLEEP, PowerEvent.WAKE: Power.WAKING, **_ENDS},
-    Power.WAKING: {
-        PowerEvent.WOKEN: Power.AWAKE,
-        PowerEvent.PARTLY_WOKEN: Power.ASLEEP,
-        PowerEvent.FAILED: Power.ASLEEP,
-        PowerEvent.LEFT_ALONE: Power.RESTARTING,
+    PowerStage.UPDATING_ASLEEP: {
+        PowerEvent.UPDATED: PowerStage.ASLEEP,
+        PowerEvent.FAILED: PowerStage.ASLEEP,
         **_ENDS,
     },
-    Power.UPDATING: {
-        PowerEvent.UPDATED: Power.AWAKE,
-        PowerEvent.FAILED: Power.AWAKE,
-        PowerEvent.LEFT_ALONE: Power.RESTARTING,
+    PowerStage.WAKING: {
+        PowerEvent.WOKEN: PowerStage.AWAKE,
+        PowerEvent.PARTLY_WOKEN: PowerStage.ASLEEP,
+        PowerEvent.FAILED: PowerStage.ASLEEP,
+        PowerEvent.LEFT_ALONE: PowerStage.RESTARTING,
         **_ENDS,
     },
-    Power.DRAINING: {PowerEvent.CLOSE: Power.CLOSED},
-    Power.CLOSED: {},
+    PowerStage.FINISHING_TO_UPDATE: {
+        PowerEvent.QUIESCE: PowerStage.UPDATING,
+        PowerEvent.FAILED: PowerStage.AWAKE,
+        PowerEvent.LEFT_ALONE: PowerStage.RESTARTING,
+        **_ENDS,
+    },
+    PowerStage.UPDATING: {
+        PowerEvent.UPDATED: PowerStage.AWAKE,
+        PowerEvent.FAILED: PowerStage.AWAKE,
+        PowerEvent.LEFT_ALONE: PowerStage.RESTARTING,
+        **_ENDS,
+    },
+    PowerStage.DRAINING: {PowerEvent.CLOSE: PowerStage.CLOSED},
+    PowerStage.CLOSED: {},
 }
 
-_ENDED = frozenset({Power.DRAINING, Power.CLOSED})  # nothing but CLOSE changes them
-POWER_IGNORES: Mapping[PowerEvent, frozenset[Power]] = {  # where the table has no row
-    **dict.fromkeys(PowerEvent, _ENDED),
-    PowerEvent.READY: _ENDED | {Power.FALLING_ASLEEP, Power.ASLEEP, Power.WAKING, Power.UPDATING},
-    PowerEvent.WORKER_LOST: frozenset(Power),
-    PowerEvent.WAKE: _ENDED | {Power.AWAKE, Power.RESTARTING},
-    PowerEvent.UPDATE: _ENDED | {Power.ASLEEP},  # an update of weights that sleep goes from ASLEEP to ASLEEP
-    PowerEvent.UPDATED: _ENDED | {Power.ASLEEP},
-    PowerEvent.FAILED: _ENDED | {Power.ASLEEP},
+_FOLLOW_WORKER = frozenset({PowerStage.LOADING, PowerStage.AWAKE, PowerStage.RESTARTING})
+POWER_IGNORES: Mapping[PowerEvent, frozenset[PowerStage]] = {  # where the table has no row
+    **dict.fromkeys(PowerEvent, frozenset(_ENDS.values())),  # nothing but CLOSE changes an engine that ends
+    PowerEvent.READY: frozenset(PowerStage) - _FOLLOW_WORKER,
+    PowerEvent.WORKER_LOST: frozenset(PowerStage),
 }
 
 
-def next_power(power: Power, event: PowerEvent) -> Power:
-    """Return the engine's state after an event. Raises LocalProtocolError if the event is illegal."""
-    following = POWER_TRANSITIONS[power].get(event)
+def next_stage(stage: PowerStage, event: PowerEvent) -> PowerStage:
+    """Return the engine's stage after an event. Raises LocalProtocolError if the event is illegal."""
+    following = POWER_TRANSITIONS[stage].get(event)
     if following is None:
-        if power in POWER_IGNORES[event]:
-            return power
-        raise LocalProtocolError(f"{event.value} while the engine is {power.value}")
+        if stage in POWER_IGNORES[event]:
+            return stage
+        raise LocalProtocolError(f"{event.value} while the engine is {stage.value}")
     return following

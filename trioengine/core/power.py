@@ -1,6 +1,6 @@
-"""Sleep and wake: the tags of memory, which of them sleep, and the worker that the engine wants in each power state.
+"""Sleep and wake: the tags of memory, which of them sleep, and the worker that the engine wants in each stage.
 
-The states and transitions of Power itself are in core/lifecycle.py.
+The stages of the engine, and their transitions, are in core/lifecycle.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 from trioengine.core.errors import TransitionFailed
-from trioengine.core.lifecycle import Power
+from trioengine.core.lifecycle import PowerStage
 
 
 class Tag(enum.StrEnum):
@@ -115,27 +115,21 @@ class DesiredWorker(NamedTuple):
         return self.should_run and not self.asleep
 
 
-def desired_worker(
-    power: Power, asleep: frozenset[Tag], *, in_flight: int, is_finishing: bool, is_changing: bool
-) -> DesiredWorker:
-    """Return the worker that the engine wants in this state, while `asleep` sleeps.
-
-    `is_finishing`: requests in flight may still finish before a sleep or an update. `is_changing`: a worker is needed
-    for a change while asleep, or for a sleep that replaces a retiring worker.
-    """
-    match power:
-        case Power.FALLING_ASLEEP if is_finishing:
+def desired_worker(stage: PowerStage, asleep: frozenset[Tag], *, in_flight: int) -> DesiredWorker:
+    """Return the worker that the engine wants in this stage, while `asleep` sleeps."""
+    match stage:
+        case PowerStage.FINISHING_TO_SLEEP:
             return DesiredWorker(in_flight > 0, asleep, runs_requests=True)
-        case Power.FALLING_ASLEEP:
-            return DesiredWorker(is_changing, ALL_TAGS, runs_requests=False)
-        case Power.ASLEEP:
-            return DesiredWorker(is_changing, asleep, runs_requests=False)
-        case Power.WAKING:
-            return DesiredWorker(True, asleep, runs_requests=False)
-        case Power.UPDATING:
-            return DesiredWorker(True, asleep, runs_requests=is_finishing)
-        case Power.DRAINING:
-            return DesiredWorker(in_flight > 0 and not asleep, asleep, runs_requests=not asleep)
-        case Power.CLOSED:
+        case PowerStage.FALLING_ASLEEP:
+            return DesiredWorker(False, ALL_TAGS, runs_requests=False)
+        case PowerStage.RETIRING:
+            return DesiredWorker(True, ALL_TAGS, runs_requests=False)
+        case PowerStage.ASLEEP:
             return DesiredWorker(False, asleep, runs_requests=False)
-    return DesiredWorker(True, asleep, runs_requests=True)  # LOADING, AWAKE, RESTARTING: nothing sleeps
+        case PowerStage.WAKING | PowerStage.UPDATING_ASLEEP | PowerStage.UPDATING:
+            return DesiredWorker(True, asleep, runs_requests=False)
+        case PowerStage.DRAINING:
+            return DesiredWorker(in_flight > 0 and not asleep, asleep, runs_requests=not asleep)
+        case PowerStage.CLOSED:
+            return DesiredWorker(False, asleep, runs_requests=False)
+    return DesiredWorker(True, asleep, runs_requests=True)  # nothing sleeps, and requests run

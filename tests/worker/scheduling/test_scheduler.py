@@ -44,7 +44,7 @@ def test_a_failed_sequence_fails_alone_and_its_blocks_are_not_cached() -> None:
     scheduler.add(failed)
     scheduler.add(sequence_of(2, [2] * 5))
     ends = {row.request: row for row in run_all(scheduler, runner)}
-    assert ends[1] == RequestFailed(1, 1, "sampling_failed", "told to fail")
+    assert ends[1] == RequestFailed(1, 1, "sampling_failed", "failed on request")
     assert failed.token_ids == [1] * 20
     assert ends[2].finish_reason is FinishReason.LENGTH
     assert scheduler.blocks.num_cached == 2

@@ -80,9 +80,9 @@ def num_waiting(engine: Engine) -> int:
     return len(engine.runtime.gate.requests) + len(engine.runtime.gate.sessions)
 
 
-def num_changes_pending(engine: Engine) -> int:
-    """Sleeps and updates that are requested and not done."""
-    return engine.runtime.gate.num_pending
+def is_change_pending(engine: Engine) -> bool:
+    """Whether a sleep or an update is requested and not done."""
+    return engine.runtime.gate.is_change_pending
 
 
 def num_retired(engine: Engine) -> int:

@@ -16,8 +16,8 @@ from trioengine.core.lifecycle import (
     Attachment,
     Event,
     Phase,
-    Power,
     PowerEvent,
+    PowerStage,
 )
 from trioengine.testing.fuzz.program import Program, RuleSwarm
 
@@ -35,8 +35,8 @@ class Coverage(Observer):
     def session_moved(self, session: object, phase: Phase, attachment: Attachment, event: Event) -> None:
         self.counts[session_state(phase, attachment, event)] += 1
 
-    def power_moved(self, power: Power, event: PowerEvent) -> None:
-        self.saw(power_state(power, event))
+    def power_moved(self, stage: PowerStage, event: PowerEvent) -> None:
+        self.saw(power_state(stage, event))
 
 
 def session_state(phase: Phase, attachment: Attachment, event: Event) -> str:
@@ -44,9 +44,9 @@ def session_state(phase: Phase, attachment: Attachment, event: Event) -> str:
     return _SESSION_STATES[phase, attachment, event]
 
 
-def power_state(power: Power, event: PowerEvent) -> str:
+def power_state(stage: PowerStage, event: PowerEvent) -> str:
     """The name of a transition of the engine."""
-    return f"engine {power.value}: {event.value}"
+    return f"engine {stage.value}: {event.value}"
 
 
 _SESSION_STATES = {
@@ -57,7 +57,7 @@ _SESSION_STATES = {
 }
 
 TABLE_STATES = frozenset(_SESSION_STATES[key] for key in SESSION_TRANSITIONS) | frozenset(
-    power_state(power, event) for power, row in POWER_TRANSITIONS.items() for event in row
+    power_state(stage, event) for stage, row in POWER_TRANSITIONS.items() for event in row
 )
 
 

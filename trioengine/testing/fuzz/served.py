@@ -224,7 +224,7 @@ class ServedEnvironment(PicturesEnvironment, Generic[Client]):
     def _wake_up(self) -> None:
         """Wake the engine: asleep it sends nothing, so that it cannot detect a client that has vanished."""
         for _ in range(ATTEMPTS):
-            self._run_out(lambda: not inside.num_changes_pending(self.engine), "a sleep is never done")
+            self._run_out(lambda: not inside.is_change_pending(self.engine), "a sleep is never done")
             if not self.engine.power.asleep or self.faults.closing:
                 return
             self._call("wake", self.engine.wake, (TransitionFailed,))
