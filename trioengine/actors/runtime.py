@@ -250,7 +250,7 @@ class Runtime:
                 session = self.sessions.by_id[message.session]
                 session.attempt(session.on_failed, message)
             case SessionEnded():
-                self.worker_counts.on_statistics(message.statistics)
+                self.worker_counts.latest = message.statistics
                 session = self.sessions.by_id[message.session]
                 session.attempt(session.on_ended)
             case PayloadConsumed():
@@ -278,7 +278,9 @@ class Runtime:
 
     def _on_tokens(self, message: Tokens) -> None:
         """The rows of a step: first all of them, then their consequences, then the readers, who may take a while."""
-        if (num_tokens := self.worker_counts.on_tokens(message)) > 0:
+        before, self.worker_counts.latest = self.worker_counts.latest, message.statistics
+        num_tokens = message.statistics.num_tokens - (0 if before is None else before.num_tokens)
+        if num_tokens > 0:  # 0 in rows of no step
             for observer in self.observers:
                 observer.step(num_tokens)
         now = trio.current_time()

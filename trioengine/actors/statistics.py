@@ -10,7 +10,7 @@ from trioengine.actors.gate import Gate
 from trioengine.actors.payload import PayloadBudget
 from trioengine.actors.supervisor import Supervisor
 from trioengine.core.lifecycle import Power
-from trioengine.core.messages import Audited, Tokens, WorkerStatistics
+from trioengine.core.messages import Audited, WorkerStatistics
 from trioengine.core.types import Cause, FinishReason
 
 
@@ -56,7 +56,7 @@ class Statistics:
 def statistics_of(
     gate: Gate, supervisor: Supervisor, payloads: PayloadBudget, worker: WorkerCounts, kv_blocks_total: int
 ) -> Statistics:
-    """The counts at this moment; those of the worker as it said last."""
+    """The counts at this moment; the worker's as it reported them last."""
     ledger, latest, current = gate.ledger, worker.latest, supervisor.current
     return Statistics(
         sessions=ledger.sessions,
@@ -79,8 +79,6 @@ def statistics_of(
         incarnation=supervisor.incarnations,
         restarts=supervisor.restarts,
         power=gate.power,
-        prompt_tokens=worker.prompt_tokens,
-        generation_tokens=worker.generation_tokens,
         **worker.counters._asdict(),
         finish_reasons=dict(ledger.finish_reasons),
         abort_causes=dict(ledger.abort_causes),
@@ -88,8 +86,10 @@ def statistics_of(
 
 
 class Counters(NamedTuple):
-    """Those that a worker begins at 0, and that only grow."""
+    """The counters that a worker begins at 0, and that only grow."""
 
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
     preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
@@ -98,13 +98,11 @@ class Counters(NamedTuple):
 
 
 class WorkerCounts:
-    """`latest` is what this incarnation said last, None until it has said something."""
+    """The counts of all workers; `latest` is the last report of this incarnation, None before it."""
 
     def __init__(self) -> None:
         self.latest: WorkerStatistics | None = None
-        self.prompt_tokens = 0  # of the requests that got a token
-        self.generation_tokens = 0
-        self._lost = Counters()  # those of the incarnations that are gone
+        self._lost = Counters()  # of the incarnations that are gone
 
     @property
     def counters(self) -> Counters:
@@ -113,6 +111,8 @@ class WorkerCounts:
             return self._lost
         latest = self.latest
         now = (
+            latest.prompt_tokens,
+            latest.generation_tokens,
             latest.num_preemptions,
             latest.prefix_cache_queries,
             latest.prefix_cache_hits,
@@ -120,20 +120,6 @@ class WorkerCounts:
             latest.encoder_cache_hits,
         )
         return Counters(*map(sum, zip(self._lost, now, strict=True)))
-
-    def on_tokens(self, message: Tokens) -> int:
-        """Take a step in; returns how many tokens it computed, 0 if these are rows of no step, or of one known."""
-        before = 0 if self.latest is None else self.latest.num_tokens
-        self.latest = message.statistics
-        for row in message.rows:
-            num_tokens = len(row.token_ids)
-            self.generation_tokens += num_tokens
-            if row.usage is not None and row.usage.completion_tokens == num_tokens > 0:  # its first row
-                self.prompt_tokens += row.usage.prompt_tokens
-        return self.latest.num_tokens - before
-
-    def on_statistics(self, statistics: WorkerStatistics) -> None:
-        self.latest = statistics
 
     def on_audited(self, message: Audited) -> None:
         """Its blocks, as they are now."""

@@ -183,6 +183,8 @@ class WorkerStatistics:
     prefix_cache_hits: int  # tokens found
     encoder_cache_queries: int = 0  # images looked up
     encoder_cache_hits: int = 0  # images whose features were found
+    prompt_tokens: int = 0  # of the requests that got a token here first
+    generation_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,8 @@ class Scheduler:
         self._num_steps = 0
         self._num_tokens = 0
         self._num_preemptions = 0
+        self._prompt_tokens = 0  # of the requests that got their first token
+        self._generation_tokens = 0
         self._prefix_cache_queries = 0
         self._prefix_cache_hits = 0
 
@@ -215,6 +217,8 @@ class Scheduler:
             prefix_cache_hits=self._prefix_cache_hits,
             encoder_cache_queries=self.pictures.num_queries,
             encoder_cache_hits=self.pictures.num_hits,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
         )
 
     def check_integrity(self) -> None:
@@ -329,6 +333,9 @@ class Scheduler:
         if sequence.reading:
             self.pictures.stop_reading(sequence)
         sequence.token_ids.extend(row.token_ids)
+        self._generation_tokens += 1
+        if sequence.num_output_tokens == 1:
+            self._prompt_tokens += sequence.num_prompt_tokens
         row.finish_reason = sequence.finish_reason(self.limits.max_sequence_len)
         if row.finish_reason is not None:
             self._drop(sequence)
