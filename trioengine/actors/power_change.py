@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple, Self, TypeAlias
 import trio
 
 from trioengine.aio.nursery import Notifier
-from trioengine.core.arguments import check_flag, rejected
-from trioengine.core.bounds import brief, integer, number
+from trioengine.core.arguments import check_flag, integer, number, rejected
+from trioengine.core.bounds import brief
 from trioengine.core.config import MAX_SECONDS
 from trioengine.core.errors import TransitionFailed
 from trioengine.core.lifecycle import Power

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import trio
 
-from trioengine.core.arguments import rejected
-from trioengine.core.bounds import brief, counted, number
+from trioengine.core.arguments import number, rejected
+from trioengine.core.bounds import brief, counted
 from trioengine.core.errors import TimedOut
 from trioengine.core.types import Completion
 

@@ -13,7 +13,8 @@ from trioengine.cli.http_client import RequestError, endpoint_at, fetch
 from trioengine.cli.tty import json_line
 from trioengine.client.address import PATH, Endpoint
 from trioengine.client.problems import error_of
-from trioengine.core.bounds import is_key, printable
+from trioengine.core.arguments import is_key
+from trioengine.core.bounds import printable
 from trioengine.core.errors import ConnectionLost, EngineError, InvalidConfig, RequestRejected
 
 _STATE = ("is_sleeping", "level", "tags", "power", "weight_version")

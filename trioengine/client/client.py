@@ -16,8 +16,8 @@ from trioengine.client.connection import Connections
 from trioengine.client.generation import Generation, Request, Requests
 from trioengine.client.prompt import Media
 from trioengine.client.session import Session, SessionState
-from trioengine.core.arguments import check_callback, check_request, names_checked
-from trioengine.core.bounds import brief, counted, is_key
+from trioengine.core.arguments import check_callback, check_request, is_key, names_checked
+from trioengine.core.bounds import brief, counted
 from trioengine.core.errors import (
     InvalidConfig,
     SessionEnded,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypedDict
 
-from trioengine.core.arguments import check_names, field_names, fields_checked
-from trioengine.core.bounds import MAX_COUNT, MAX_INT64, brief, changed_fields, counted, integer, number
+from trioengine.core.arguments import MAX_COUNT, MAX_INT64, check_names, field_names, fields_checked, integer, number
+from trioengine.core.bounds import brief, changed_fields, counted
 from trioengine.core.errors import InvalidConfig
 from trioengine.core.power import Tag
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from trioengine.core.bounds import MAX_INT64, brief
+from trioengine.core.arguments import MAX_INT64
+from trioengine.core.bounds import brief
 from trioengine.core.errors import ModelError
 from trioengine.hub.model_config import open_file, parse_json
 

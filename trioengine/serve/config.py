@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from trioengine.core.bounds import MAX_COUNT, brief, integer, is_key, number
+from trioengine.core.arguments import MAX_COUNT, integer, is_key, number
+from trioengine.core.bounds import brief
 from trioengine.core.config import MAX_SECONDS
 from trioengine.core.errors import InvalidConfig
 

@@ -13,7 +13,8 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 from urllib.parse import parse_qsl
 
 from trioengine.actors.ports import Ports
-from trioengine.core.bounds import brief, did_you_mean, number
+from trioengine.core.arguments import number
+from trioengine.core.bounds import brief, did_you_mean
 from trioengine.core.errors import RequestRejected
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.serve.errors import ClientError

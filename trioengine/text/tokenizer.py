@@ -15,7 +15,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as _Tokenizer
 
-from trioengine.core.bounds import MAX_COUNT, brief, excerpt
+from trioengine.core.arguments import MAX_COUNT
+from trioengine.core.bounds import brief, excerpt
 from trioengine.core.errors import ModelError
 from trioengine.core.types import TokenIds, token_ids
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from trioengine.core.bounds import MAX_COUNT, brief, integer, is_key, number
+from trioengine.core.arguments import MAX_COUNT, integer, is_key, number
+from trioengine.core.bounds import brief
 from trioengine.core.errors import InvalidConfig
 
 CHAT, COMPLETIONS, REALTIME = "/v1/chat/completions", "/v1/completions", "/v1/realtime"
