@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from trioengine import EngineConfig, InvalidConfig, RequestRejected, SamplingParams, UnknownArgument
-from trioengine.core.arguments import (
+from trioengine.core.checks import (
     PromptPlaces,
     check_callback,
     check_cause,
@@ -27,8 +27,8 @@ from trioengine.core.arguments import (
     kind_of,
     names_checked,
 )
-from trioengine.core.bounds import counted
 from trioengine.core.types import Cause
+from trioengine.core.wording import counted
 
 
 def check_x_role(message):

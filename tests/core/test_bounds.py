@@ -4,8 +4,8 @@ import tracemalloc
 
 import pytest
 
-from trioengine.core.arguments import is_key
-from trioengine.core.bounds import brief, did_you_mean, excerpt, printable, printable_lines
+from trioengine.core.checks import is_key
+from trioengine.core.wording import brief, did_you_mean, excerpt, printable, printable_lines
 
 DEEP = None
 for _ in range(100_000):

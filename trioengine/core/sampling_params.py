@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, ParamSpec, Self, TypeAlias, TypedDict, TypeVar, cast, get_args
 
-from trioengine.core.arguments import (
+from trioengine.core.checks import (
     MAX_COUNT,
     MAX_INT64,
     checked_call,
@@ -23,8 +23,8 @@ from trioengine.core.arguments import (
     parameters_of,
     rejected,
 )
-from trioengine.core.bounds import brief, changed_fields
 from trioengine.core.errors import RequestRejected
+from trioengine.core.wording import brief, changed_fields
 
 Overflow: TypeAlias = Literal["refuse", "drop_oldest_turns"]  # policy for a chat that outgrows the model's context
 

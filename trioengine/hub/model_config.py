@@ -12,10 +12,10 @@ from dataclasses import Field
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Protocol, TypeAlias
 
-from trioengine.core.arguments import MAX_COUNT, MAX_FLOAT32, integer, number
-from trioengine.core.bounds import brief
+from trioengine.core.checks import MAX_COUNT, MAX_FLOAT32, integer, number
 from trioengine.core.errors import ModelError
 from trioengine.core.image import ImageProcessing
+from trioengine.core.wording import brief
 
 Shape: TypeAlias = tuple[int, ...]  # rows first
 

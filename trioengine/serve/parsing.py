@@ -13,10 +13,10 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 from urllib.parse import parse_qsl
 
 from trioengine.actors.ports import Ports
-from trioengine.core.arguments import number
-from trioengine.core.bounds import brief, did_you_mean
+from trioengine.core.checks import number
 from trioengine.core.errors import RequestRejected
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.wording import brief, did_you_mean
 from trioengine.serve.errors import ClientError
 from trioengine.serve.http import Request
 

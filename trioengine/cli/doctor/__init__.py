@@ -16,7 +16,7 @@ from trioengine.cli.doctor.checks import (
     check_versions,
     check_worker,
 )
-from trioengine.core.bounds import printable
+from trioengine.core.wording import printable
 
 Check: TypeAlias = Callable[[], CheckResult]
 CHECKS: Mapping[str, Check] = {  # by title, in the order of the page

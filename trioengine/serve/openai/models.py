@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from trioengine.actors.engine import Engine
-from trioengine.core.arguments import integer
+from trioengine.core.checks import integer
 from trioengine.core.errors import EngineOverloaded, RequestRejected
 from trioengine.serve.errors import ClientError
 from trioengine.serve.http import Request, Response, json_response

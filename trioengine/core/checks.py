@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Self, TypeVar, cast
 
-from trioengine.core.bounds import brief, did_you_mean
 from trioengine.core.errors import InvalidConfig, RequestRejected, UnknownArgument
 from trioengine.core.types import Cause
+from trioengine.core.wording import brief, did_you_mean
 
 MAX_COUNT = 2**31 - 1  # tokens, sequences, …: the largest int32
 MAX_INT64 = 2**63 - 1  # the largest integer of msgpack and torch
