@@ -24,11 +24,11 @@ from trioengine.core.checks import (
     check_role,
     check_seconds,
     check_wait,
+    is_key,
     kind_of,
     names_checked,
 )
 from trioengine.core.types import Cause
-from trioengine.core.wording import counted
 
 
 def check_x_role(message):
@@ -154,8 +154,12 @@ async def test_a_checked_coroutine_function_does_not_keep_its_arguments():
     assert await use(Big()) is None
 
 
-def test_a_count_has_its_noun():
-    assert [counted(count, "request") for count in (0, 1, 2)] == ["0 requests", "1 request", "2 requests"]
+@pytest.mark.parametrize(
+    ("value", "is_valid"),
+    [("sk-Key_1~!", True), ("", False), ("a b", False), ("ä", False), ("a\n", False), (b"a", False)],
+)
+def test_a_key_is_visible_ascii(value, is_valid):
+    assert is_key(value) is is_valid
 
 
 TEXT = {"role": "user", "content": "Hello!"}
