@@ -15,10 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from trioengine.core.bounds import printable
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import ModelError
 from trioengine.core.image import ImageFormat, ImageInfo
+from trioengine.core.wording import printable
 from trioengine.hub.model_info import read_model
 from trioengine.worker.image_decoding import read_tiles
 from trioengine.worker.runner.model_runner import TorchModelRunner

@@ -25,6 +25,8 @@ def test_errors_carry_their_fields():
     rejected = RequestRejected("invalid_value", "no", param="prompt")
     assert (str(rejected), rejected.code, rejected.message, rejected.param) == ("no", "invalid_value", "no", "prompt")
     assert SessionEnded("over", cause="client").cause == "client"
+    ended = SessionEnded.by("shutdown")
+    assert (str(ended), ended.cause) == ("the session has ended (shutdown): open another one", "shutdown")
     assert TimedOut("late").completion is None
     lost = WorkerLost("gone", exit_code=-9, traceback="Traceback")
     assert (lost.exit_code, lost.traceback) == (-9, "Traceback")

@@ -146,6 +146,17 @@ def test_the_session_slot_is_freed_once_when_ended_and_detached(key):
     )
 
 
+def test_a_session_is_open_on_the_worker_until_end_session_is_posted():
+    lifecycle = SessionLifecycle()
+    for attachment, expected in [
+        (Attachment.DETACHED, (False, False, False)),
+        (Attachment.ATTACHED, (True, True, False)),
+        (Attachment.DETACHING, (True, False, True)),
+    ]:
+        lifecycle.attachment = attachment
+        assert (lifecycle.is_attached, lifecycle.is_open_on_worker, lifecycle.is_detaching) == expected
+
+
 def test_a_finish_that_crosses_a_stop_settles_as_reported():
     lifecycle = SessionLifecycle()
     for event in (Event.RESERVE, Event.COMMIT, Event.ABORT):

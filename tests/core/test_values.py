@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from trioengine import EngineConfig, InvalidConfig, RequestRejected, SamplingParams
-from trioengine.core.bounds import brief
 from trioengine.core.codec import decode, encode
 from trioengine.core.config import MAX_SESSIONS
 from trioengine.core.errors import InvariantError
 from trioengine.core.ledger import Ledger, RequestState
 from trioengine.core.messages import AddMessage, Configure
 from trioengine.core.types import Cause, FinishReason, token_ids
+from trioengine.core.wording import brief
 
 HUGE = 10**400  # no float holds it
 UNPRINTABLE = 10**5000  # more digits than Python prints

@@ -16,7 +16,7 @@ from trioengine.actors.request import Request
 from trioengine.actors.runtime import Runtime
 from trioengine.actors.session_actor import SessionActor
 from trioengine.actors.waiting_line import NOT_NOW, waits_for
-from trioengine.core.arguments import PromptPlaces
+from trioengine.core.checks import PromptPlaces
 from trioengine.core.errors import EngineError, RequestRejected, TimedOut
 from trioengine.core.lifecycle import Phase
 from trioengine.core.sampling_params import SamplingParams, prompt_limit

@@ -21,7 +21,7 @@ from trioengine.actors.statistics import Statistics, statistics_of
 from trioengine.aio.calls import opens, whole_answer
 from trioengine.aio.nursery import open_unwrapped_nursery
 from trioengine.aio.waiting import deadline_after
-from trioengine.core.arguments import (
+from trioengine.core.checks import (
     check_callback,
     check_cause,
     check_flag,
@@ -29,7 +29,6 @@ from trioengine.core.arguments import (
     check_seconds,
     names_checked,
 )
-from trioengine.core.bounds import brief, counted
 from trioengine.core.config import EngineConfig, EngineOptions, merged_config
 from trioengine.core.errors import EngineClosed, EngineError, EngineOverloaded, InvalidConfig, ModelError
 from trioengine.core.lifecycle import Phase, Power, PowerEvent
@@ -37,6 +36,7 @@ from trioengine.core.messages import Ready
 from trioengine.core.power import TagName
 from trioengine.core.sampling_params import Overflow, SamplingOptions, SamplingParams, merged_params, sampling_checked
 from trioengine.core.types import Cause, Completion
+from trioengine.core.wording import brief, counted
 from trioengine.text.chat_tokenizer import ChatTokenizer
 from trioengine.text.conversation import Prompt
 

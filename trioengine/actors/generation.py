@@ -16,7 +16,7 @@ import trio
 
 from trioengine.aio.calls import AsyncOnly
 from trioengine.aio.waiting import Deadline, Notifier
-from trioengine.core.arguments import check_flag, check_label, check_wait
+from trioengine.core.checks import check_flag, check_label, check_wait
 from trioengine.core.errors import Outcome, TimedOut
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause, Chunk, Completion

@@ -12,10 +12,10 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from trioengine.core.bounds import brief
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image import BytesLike, ImageFormat, ImageInfo, parse_data_url
 from trioengine.core.image_header import check_size, read_header
+from trioengine.core.wording import brief
 
 CHUNK_SIZE = 1 << 20  # bytes
 Seal: TypeAlias = "Callable[[Iterator[BytesLike]], SealedBytes]"

@@ -15,12 +15,12 @@ from typing import Literal, NamedTuple, Self, TypeAlias
 import trio
 
 from trioengine.aio.waiting import Notifier
-from trioengine.core.arguments import check_flag, rejected
-from trioengine.core.bounds import brief, integer, number
+from trioengine.core.checks import check_flag, integer, number, rejected
 from trioengine.core.config import MAX_SECONDS
 from trioengine.core.errors import TransitionFailed
 from trioengine.core.lifecycle import Power
 from trioengine.core.power import ALL_TAGS, Tag
+from trioengine.core.wording import brief
 
 logger = logging.getLogger("trioengine")
 MAX_PATH = 4096  # characters

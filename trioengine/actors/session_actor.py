@@ -26,7 +26,7 @@ from trioengine.actors.link import Link
 from trioengine.actors.observer import Observer
 from trioengine.actors.request import Request
 from trioengine.aio.waiting import NEVER, Deadline
-from trioengine.core.arguments import check_history, check_label, check_wait
+from trioengine.core.checks import check_history, check_label, check_wait
 from trioengine.core.errors import (
     EngineClosed,
     EngineError,

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import trio
 
-from trioengine.core.arguments import rejected
-from trioengine.core.bounds import brief, counted, number
+from trioengine.core.checks import number, rejected
 from trioengine.core.errors import TimedOut
 from trioengine.core.types import Completion
+from trioengine.core.wording import brief, counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ import trioengine.actors.session
 import trioengine.client.client
 from trioengine.actors.statistics import Statistics
 from trioengine.blocking.loop import SHORTENED, Handle, Loop, awaited, opened, posted, shortened, shortens
-from trioengine.core.arguments import names_checked
+from trioengine.core.checks import names_checked
 from trioengine.core.config import EngineConfig, EngineOptions, merged_config
 from trioengine.core.lifecycle import Power
 from trioengine.core.types import Chunk, Completion

@@ -25,9 +25,9 @@ from typing import Any, TypeAlias
 import trioengine
 from trioengine import __version__
 from trioengine.cli.machine import Machine
-from trioengine.core.bounds import printable
 from trioengine.core.config import child_environment
 from trioengine.core.errors import ModelError
+from trioengine.core.wording import printable
 from trioengine.hub.known_models import KNOWN_MODELS, SMOLLM2, KnownModel, trioengine_home
 from trioengine.worker.__main__ import MARK
 

@@ -20,8 +20,8 @@ from typing import Any
 import typer
 
 from trioengine.cli.sources import element_of, is_true, option_source, requirement
-from trioengine.core.bounds import brief, did_you_mean, printable_lines
 from trioengine.core.errors import EngineError, InvalidConfig, RequestRejected
+from trioengine.core.wording import brief, did_you_mean, printable_lines
 from trioengine.serve.config import ServeConfig
 
 _FLAG, _VARIABLE = "--log-json", "TRIOENGINE_LOG_JSON"

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from trioengine.cli.sources import warn_about_unknown_variables
-from trioengine.core.bounds import brief, did_you_mean
+from trioengine.core.wording import brief, did_you_mean
 
 HELP = {  # of the fields of EngineConfig, ServeConfig and SamplingParams
     "device": "auto, cpu, cuda or cuda:N.",

@@ -13,8 +13,9 @@ from trioengine.cli.http_client import RequestError, endpoint_at, fetch
 from trioengine.cli.tty import json_line
 from trioengine.client.address import PATH, Endpoint
 from trioengine.client.problems import error_of
-from trioengine.core.bounds import is_key, printable
+from trioengine.core.checks import is_key
 from trioengine.core.errors import ConnectionLost, EngineError, InvalidConfig, RequestRejected
+from trioengine.core.wording import printable
 
 _STATE = ("is_sleeping", "level", "tags", "power", "weight_version")
 _KEY_REFUSALS = ("invalid_api_key", "admin_key_required")

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import typer
 
-from trioengine.core.bounds import brief, did_you_mean
 from trioengine.core.errors import InvalidConfig, RequestRejected
+from trioengine.core.wording import brief, did_you_mean
 
 PREFIX = "TRIOENGINE_"
 _OTHER_VARIABLES = (f"{PREFIX}HOME",)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from trioengine.core.bounds import UNPRINTABLE, printable_lines
+from trioengine.core.wording import UNPRINTABLE, printable_lines
 
 STDIN = 0
 _LOCAL_FLAGS = 3  # their index in the settings

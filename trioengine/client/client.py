@@ -16,8 +16,7 @@ from trioengine.client.connection import Connections
 from trioengine.client.generation import Generation, RequestProxy, Requests
 from trioengine.client.prompt import Media
 from trioengine.client.session import Session, SessionProxy
-from trioengine.core.arguments import check_callback, check_request, names_checked
-from trioengine.core.bounds import brief, counted, is_key
+from trioengine.core.checks import check_callback, check_request, is_key, names_checked
 from trioengine.core.errors import (
     InvalidConfig,
     SessionEnded,
@@ -25,6 +24,7 @@ from trioengine.core.errors import (
 )
 from trioengine.core.sampling_params import Overflow, SamplingOptions, SamplingParams, merged_params, sampling_checked
 from trioengine.core.types import Cause, Completion
+from trioengine.core.wording import brief, counted
 
 
 class Client:

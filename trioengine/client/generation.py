@@ -24,7 +24,7 @@ from trioengine.aio.waiting import Deadline
 from trioengine.client.conversation import Conversation
 from trioengine.client.problems import length_of, outcome_of, placed, usage_of
 from trioengine.client.prompt import Media, Message, rendered
-from trioengine.core.arguments import PromptPlaces
+from trioengine.core.checks import PromptPlaces
 from trioengine.core.errors import EngineError, Outcome, RequestRejected, TimedOut
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause, Chunk, Completion, FinishReason, Usage

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trioengine.aio.websocket import ABNORMAL, Closed, Rejected
-from trioengine.core.bounds import number
+from trioengine.core.checks import number
 from trioengine.core.config import MAX_SECONDS
 from trioengine.core.errors import (
     ConnectionLost,

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from trioengine.actors.media import file_size, unreadable
-from trioengine.core.arguments import check_content, check_role, kind_of
-from trioengine.core.bounds import brief
+from trioengine.core.checks import check_content, check_role, kind_of
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image import VISION_MODEL, BytesLike, image_url
 from trioengine.core.image_header import check_size, read_header
 from trioengine.core.sampling_params import Overflow, SamplingParams
+from trioengine.core.wording import brief
 
 Message: TypeAlias = dict[str, Any]  # role and content: a text, or a list of parts if it has images
 

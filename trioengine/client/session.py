@@ -20,7 +20,7 @@ from trioengine.client.conversation import Conversation
 from trioengine.client.generation import Generation, RequestProxy, Requests
 from trioengine.client.problems import error_of
 from trioengine.client.prompt import Media, Message, chat_messages, check_sizes, is_long, response_fields
-from trioengine.core.arguments import check_history, check_label, check_wait
+from trioengine.core.checks import check_history, check_label, check_wait
 from trioengine.core.errors import EngineError, Outcome, SessionBusy, SessionEnded, TimedOut
 from trioengine.core.sampling_params import (
     Overflow,

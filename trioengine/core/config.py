@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypedDict
 
-from trioengine.core.arguments import check_names, field_names, fields_checked
-from trioengine.core.bounds import MAX_COUNT, MAX_INT64, brief, changed_fields, counted, integer, number
+from trioengine.core.checks import MAX_COUNT, MAX_INT64, check_names, field_names, fields_checked, integer, number
 from trioengine.core.errors import InvalidConfig
 from trioengine.core.power import Tag
+from trioengine.core.wording import brief, changed_fields, counted
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 MAX_SESSIONS = 50_000  # so that AUDITED, with 18 bytes a session and its request, always fits a frame

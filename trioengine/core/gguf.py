@@ -14,8 +14,8 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
-from trioengine.core.bounds import brief
 from trioengine.core.errors import ModelError
+from trioengine.core.wording import brief
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from trioengine.core.arguments import rejected
-from trioengine.core.bounds import brief
+from trioengine.core.checks import rejected
 from trioengine.core.errors import RequestRejected
+from trioengine.core.wording import brief
 
 BytesLike: TypeAlias = bytes | bytearray | memoryview
 VISION_MODEL = "HuggingFaceTB/SmolVLM-256M-Instruct"  # a model that takes images, for error messages

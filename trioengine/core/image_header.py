@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
-from trioengine.core.bounds import brief
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image import ImageFormat, ImageInfo
+from trioengine.core.wording import brief
 
 MAX_PIXELS = 1 << 26  # 192 MiB as RGB
 MAX_WEBP_PIXELS = 12 << 20  # 4096 x 3072; its decoder allocates all of them before it reads the data

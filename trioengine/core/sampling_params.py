@@ -12,9 +12,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, ParamSpec, Self, TypeAlias, TypedDict, TypeVar, cast, get_args
 
-from trioengine.core.arguments import checked_call, field_names, fields_checked, parameters_of, rejected
-from trioengine.core.bounds import MAX_COUNT, MAX_INT64, brief, changed_fields, integer, number
+from trioengine.core.checks import (
+    MAX_COUNT,
+    MAX_INT64,
+    checked_call,
+    field_names,
+    fields_checked,
+    integer,
+    number,
+    parameters_of,
+    rejected,
+)
 from trioengine.core.errors import RequestRejected
+from trioengine.core.wording import brief, changed_fields
 
 Overflow: TypeAlias = Literal["refuse", "drop_oldest_turns"]  # policy for a chat that outgrows the model's context
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias
 
-from trioengine.core.bounds import brief
+from trioengine.core.wording import brief
 
 if TYPE_CHECKING:
     TokenIds: TypeAlias = array[int]  # typecode "i": 4 bytes a token

@@ -20,9 +20,9 @@ from types import ModuleType
 from typing import Any
 
 from trioengine import hub
-from trioengine.core.bounds import brief
 from trioengine.core.errors import ModelError
 from trioengine.core.gguf import MAX_TENSORS, GGUFTensor, parse_gguf
+from trioengine.core.wording import brief
 from trioengine.hub.llama_config import LlamaConfig
 from trioengine.hub.model_config import Fields, ModelConfig, Shape, open_file, read_json
 from trioengine.hub.safetensors import StoredTensor, read_header

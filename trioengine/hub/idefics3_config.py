@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from trioengine.core.bounds import brief
 from trioengine.core.errors import ModelError
 from trioengine.core.image import MAX_EDGE, ImageProcessing
+from trioengine.core.wording import brief
 from trioengine.hub import llama_config
 from trioengine.hub.llama_config import LlamaConfig, count_layers
 from trioengine.hub.model_config import Fields, Shape, read_json

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trioengine.core.bounds import brief
 from trioengine.core.errors import ModelError
 from trioengine.core.gguf import Undecoded
+from trioengine.core.wording import brief
 from trioengine.hub.model_config import Fields, Shape
 
 MODEL_TYPES = ("llama",)

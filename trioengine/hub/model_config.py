@@ -12,9 +12,10 @@ from dataclasses import Field
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Protocol, TypeAlias
 
-from trioengine.core.bounds import MAX_COUNT, MAX_FLOAT32, brief, integer, number
+from trioengine.core.checks import MAX_COUNT, MAX_FLOAT32, integer, number
 from trioengine.core.errors import ModelError
 from trioengine.core.image import ImageProcessing
+from trioengine.core.wording import brief
 
 Shape: TypeAlias = tuple[int, ...]  # rows first
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from trioengine.core.bounds import MAX_INT64, brief
+from trioengine.core.checks import MAX_INT64
 from trioengine.core.errors import ModelError
+from trioengine.core.wording import brief
 from trioengine.hub.model_config import open_file, parse_json
 
 MAX_HEADER = 4 << 20  # bytes; a model of 16,384 tensors has 2 MB

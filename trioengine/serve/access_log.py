@@ -15,7 +15,7 @@ from contextvars import ContextVar
 
 import trio
 
-from trioengine.core.bounds import excerpt
+from trioengine.core.wording import excerpt
 from trioengine.serve.errors import Problem
 from trioengine.serve.http import BadRequest, HttpRequest
 from trioengine.serve.http_connection import HttpConnection

@@ -13,10 +13,10 @@ import trio
 
 from trioengine.actors.engine import Engine
 from trioengine.actors.power_change import Level, Mode, ModeName, path_of
-from trioengine.core.bounds import brief
 from trioengine.core.config import MAX_SECONDS
 from trioengine.core.errors import InvariantError, RequestRejected
 from trioengine.core.power import Tag
+from trioengine.core.wording import brief
 from trioengine.serve.auth import Role
 from trioengine.serve.errors import SERVER_ERROR, ClientError, Problem
 from trioengine.serve.http import HttpRequest, HttpResponse, json_response, problem_response

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from trioengine.core.bounds import MAX_COUNT, brief, integer, is_key, number
+from trioengine.core.checks import MAX_COUNT, integer, is_key, number
 from trioengine.core.config import MAX_SECONDS
 from trioengine.core.errors import InvalidConfig
+from trioengine.core.wording import brief
 
 MAX_PORT = 65535
 MAX_BYTES = 1 << 50

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from trioengine.actors.engine import Engine
-from trioengine.core.bounds import integer
+from trioengine.core.checks import integer
 from trioengine.core.errors import EngineOverloaded, RequestRejected
 from trioengine.serve.chat_protocol import check_model, parse_messages
 from trioengine.serve.errors import ClientError

@@ -13,9 +13,10 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 from urllib.parse import parse_qsl
 
 from trioengine.actors.ports import Ports
-from trioengine.core.bounds import brief, did_you_mean, number
+from trioengine.core.checks import number
 from trioengine.core.errors import RequestRejected
 from trioengine.core.sampling_params import SamplingParams
+from trioengine.core.wording import brief, did_you_mean
 from trioengine.serve.errors import ClientError
 from trioengine.serve.http import HttpRequest
 

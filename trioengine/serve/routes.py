@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from trioengine import __version__
 from trioengine.actors.engine import Engine
-from trioengine.core.bounds import did_you_mean
 from trioengine.core.lifecycle import Power
+from trioengine.core.wording import did_you_mean
 from trioengine.serve.auth import Role
 from trioengine.serve.errors import INVALID_REQUEST, ClientError, Problem
 from trioengine.serve.http import Handler, HttpRequest, HttpResponse, error_response, json_response, problem_response

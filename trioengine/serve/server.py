@@ -14,11 +14,11 @@ import trio
 from trioengine.actors.engine import Engine
 from trioengine.actors.ports import Ports
 from trioengine.aio.nursery import open_unwrapped_nursery
-from trioengine.core.bounds import brief
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, InvalidConfig
 from trioengine.core.lifecycle import PowerEvent
 from trioengine.core.types import Cause
+from trioengine.core.wording import brief
 from trioengine.serve.admin import admin_routes
 from trioengine.serve.auth import Access, is_loopback, warn_of_short_keys
 from trioengine.serve.body import DisconnectCounter

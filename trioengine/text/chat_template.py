@@ -19,8 +19,8 @@ from jinja2.ext import loopcontrols
 from jinja2.runtime import LoopContext, Macro, Undefined
 from jinja2.utils import Cycler, Joiner, Namespace
 
-from trioengine.core.bounds import excerpt
 from trioengine.core.errors import ModelError, RequestRejected
+from trioengine.core.wording import excerpt
 from trioengine.text import template_operations as operations
 from trioengine.text.messages import IMAGE_PART, text_part
 from trioengine.text.template_filters import FILTERS, TESTS, ChatSandbox, FormatMethod, methods_of

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard, cast
 
-from trioengine.core.arguments import kind_of
+from trioengine.core.checks import kind_of
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image import Image
 from trioengine.core.sampling_params import retained

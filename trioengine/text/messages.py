@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeAlias, TypedDict, get_args
 
-from trioengine.core.arguments import check_content, check_role
-from trioengine.core.bounds import brief
+from trioengine.core.checks import check_content, check_role
 from trioengine.core.errors import RequestRejected
 from trioengine.core.image import is_image_part
+from trioengine.core.wording import brief
 
 Message: TypeAlias = Mapping[str, Any]
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]

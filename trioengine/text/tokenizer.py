@@ -15,9 +15,10 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as _Tokenizer
 
-from trioengine.core.bounds import MAX_COUNT, brief, excerpt
+from trioengine.core.checks import MAX_COUNT
 from trioengine.core.errors import ModelError
 from trioengine.core.types import TokenIds, token_ids
+from trioengine.core.wording import brief, excerpt
 
 _TOKENS, _MERGES, _TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"
 GGUF_ARRAYS = frozenset({_TOKENS, _MERGES, _TYPES})  # arrays of a GGUF file's metadata that `from_gguf` needs decoded

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from trioengine.core.bounds import MAX_COUNT, brief, integer, is_key, number
+from trioengine.core.checks import MAX_COUNT, integer, is_key, number
 from trioengine.core.errors import InvalidConfig
+from trioengine.core.wording import brief
 
 CHAT, COMPLETIONS, REALTIME = "/v1/chat/completions", "/v1/completions", "/v1/realtime"
 METRICS = ("ttft", "tpot", "itl", "e2el")

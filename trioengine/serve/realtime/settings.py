@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from trioengine.core.bounds import number
+from trioengine.core.checks import number
 from trioengine.core.sampling_params import Overflow, SamplingParams
 from trioengine.serve.errors import ClientError
 from trioengine.serve.parsing import (

@@ -19,9 +19,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from safetensors import SafetensorError, safe_open
 
-from trioengine.core.bounds import excerpt
 from trioengine.core.errors import ModelError
 from trioengine.core.gguf import GGUFTensor
+from trioengine.core.wording import excerpt
 from trioengine.hub.checkpoint import map_file, read_gguf, read_safetensors
 from trioengine.worker.kernels.linear import GROUP, FourBitWeight
 from trioengine.worker.weights.checkpoint import TensorShape

@@ -1,22 +1,13 @@
-"""Single values in checks and messages: bounds of numbers, short and printable text, the nearest known name.
-
-A check returns the value as a plain int or float, or raises ValueError with the rule.
-"""
+"""The wording of messages: short and printable values, counts of things, the nearest known name."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
-import numbers
-import operator
 import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-MAX_COUNT = 2**31 - 1  # tokens, sequences, …: the largest int32
-MAX_INT64 = 2**63 - 1  # the largest integer of msgpack and torch
-MAX_FLOAT32 = 3.4e38
 _SHOWN = 80  # characters
 
 _REPR = reprlib.Repr()
@@ -35,39 +26,6 @@ def _is_shown(value: Any, field: dataclasses.Field[Any]) -> bool:
     make_default = field.default_factory
     default = field.default if make_default is dataclasses.MISSING else make_default()
     return field.repr and bool(getattr(value, field.name) != default)
-
-
-def integer(value: Any, low: int, high: int) -> int:
-    """Return an integer of any library as an int. Raises ValueError outside the bounds (inclusive) and for bools."""
-    try:
-        count = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        count = None
-    if count is None or not low <= count <= high:
-        raise ValueError(f"must be an integer from {low} to {high}, got {brief(value)}")
-    return count
-
-
-def number(value: Any, low: float, high: float, *, above: bool = False) -> float:
-    """Return a real number of any library as a float.
-
-    Raises ValueError outside the bounds (`above` excludes the lower one), for nan and for bools.
-    """
-    try:
-        # float first: checks against abstract classes are slow
-        is_number = isinstance(value, (float, numbers.Real)) and not isinstance(value, bool)
-        converted = float(value) if is_number else math.nan
-    except OverflowError:  # an integer that no float holds
-        converted = math.nan
-    if low <= converted <= high and not (above and converted == low):
-        return converted
-    rule = f"above {low} and at most {high}" if above else f"from {low} to {high}"
-    raise ValueError(f"must be a number {rule}, got {brief(value)}")
-
-
-def is_key(value: object) -> bool:
-    """Whether the value can be a client's key: visible ASCII characters, as in a header."""
-    return isinstance(value, str) and bool(value) and all("!" <= character <= "~" for character in value)
 
 
 def brief(value: object) -> str:

@@ -1,6 +1,7 @@
-"""Checks of the arguments of public calls, and their names in errors.
+"""Checks of values that come from outside: numbers, the arguments of public calls, and their names in errors.
 
-A wrong value raises RequestRejected, an unknown keyword UnknownArgument with the nearest known one.
+A number is returned as a plain int or float; a wrong one raises ValueError with the rule. A wrong argument raises
+RequestRejected, an unknown keyword UnknownArgument with the nearest known one.
 """
 
 from __future__ import annotations
@@ -9,20 +10,64 @@ import dataclasses
 import functools
 import inspect
 import math
+import numbers
+import operator
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Self, TypeVar, cast
 
-from trioengine.core.bounds import brief, did_you_mean, number
 from trioengine.core.errors import InvalidConfig, RequestRejected, UnknownArgument
 from trioengine.core.types import Cause
+from trioengine.core.wording import brief, did_you_mean
 
+MAX_COUNT = 2**31 - 1  # tokens, sequences, …: the largest int32
+MAX_INT64 = 2**63 - 1  # the largest integer of msgpack and torch
+MAX_FLOAT32 = 3.4e38
 _REMEDIES = {"stream": "session.generate(...) gives an answer in chunks"}  # for arguments of other libraries
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+
+
+# ---- numbers and keys -----------------------------------------------------------------------------------------------
+
+
+def integer(value: Any, low: int, high: int) -> int:
+    """Return an integer of any library as an int. Raises ValueError outside the bounds (inclusive) and for bools."""
+    try:
+        count = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = None
+    if count is None or not low <= count <= high:
+        raise ValueError(f"must be an integer from {low} to {high}, got {brief(value)}")
+    return count
+
+
+def number(value: Any, low: float, high: float, *, above: bool = False) -> float:
+    """Return a real number of any library as a float.
+
+    Raises ValueError outside the bounds (`above` excludes the lower one), for nan and for bools.
+    """
+    try:
+        # float first: checks against abstract classes are slow
+        is_number = isinstance(value, (float, numbers.Real)) and not isinstance(value, bool)
+        converted = float(value) if is_number else math.nan
+    except OverflowError:  # an integer that no float holds
+        converted = math.nan
+    if low <= converted <= high and not (above and converted == low):
+        return converted
+    rule = f"above {low} and at most {high}" if above else f"from {low} to {high}"
+    raise ValueError(f"must be a number {rule}, got {brief(value)}")
+
+
+def is_key(value: object) -> bool:
+    """Whether the value can be a client's key: visible ASCII characters, as in a header."""
+    return isinstance(value, str) and bool(value) and all("!" <= character <= "~" for character in value)
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------------
 
 
 def rejected(param: str, problem: str) -> RequestRejected:
@@ -106,6 +151,9 @@ def check_callback(field: str, callback: object) -> None:
         raise InvalidConfig.of(field, f"must be a function, got {brief(callback)}")
 
 
+# ---- names of arguments ---------------------------------------------------------------------------------------------
+
+
 def check_names(function: str, given: Iterable[str], known: Sequence[str], others: Sequence[str] = ()) -> None:
     """Raise UnknownArgument for the first unknown name, with the nearest known one.
 
@@ -167,6 +215,8 @@ def checked_call(
     checked.__qualname__ = function.__qualname__.removesuffix(function.__name__) + name  # as its coroutines
     return cast("Callable[P, R]", checked)
 
+
+# ---- places in a prompt ---------------------------------------------------------------------------------------------
 
 _PLACE = re.compile(r"prompt\[(\d+)\]\.content(?:\[(\d+)\]((?:\.\w+)*))?")  # in the messages made of a prompt
 _WHOLE = re.compile(r"^messages(?=$|: )")  # all messages, as templates call them

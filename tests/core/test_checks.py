@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from trioengine import EngineConfig, InvalidConfig, RequestRejected, SamplingParams, UnknownArgument
-from trioengine.core.arguments import (
+from trioengine.core.checks import (
     PromptPlaces,
     check_callback,
     check_cause,
@@ -24,10 +24,10 @@ from trioengine.core.arguments import (
     check_role,
     check_seconds,
     check_wait,
+    is_key,
     kind_of,
     names_checked,
 )
-from trioengine.core.bounds import counted
 from trioengine.core.types import Cause
 
 
@@ -154,8 +154,12 @@ async def test_a_checked_coroutine_function_does_not_keep_its_arguments():
     assert await use(Big()) is None
 
 
-def test_a_count_has_its_noun():
-    assert [counted(count, "request") for count in (0, 1, 2)] == ["0 requests", "1 request", "2 requests"]
+@pytest.mark.parametrize(
+    ("value", "is_valid"),
+    [("sk-Key_1~!", True), ("", False), ("a b", False), ("ä", False), ("a\n", False), (b"a", False)],
+)
+def test_a_key_is_visible_ascii(value, is_valid):
+    assert is_key(value) is is_valid
 
 
 TEXT = {"role": "user", "content": "Hello!"}

@@ -4,7 +4,7 @@ import tracemalloc
 
 import pytest
 
-from trioengine.core.bounds import brief, did_you_mean, excerpt, is_key, printable, printable_lines
+from trioengine.core.wording import brief, counted, did_you_mean, excerpt, printable, printable_lines
 
 DEEP = None
 for _ in range(100_000):
@@ -46,14 +46,6 @@ def test_a_message_of_another_library():
     assert excerpt('unknown variant `\x1b[2J`, it\'s "x" – é') == 'unknown variant `\\x1b[2J`, it\'s "x" – é'
     assert excerpt("x" * 300) == "x" * 200
     assert excerpt("\n" * 300) == "\\n" * 99 + "\\…"
-
-
-@pytest.mark.parametrize(
-    ("value", "is_valid"),
-    [("sk-Key_1~!", True), ("", False), ("a b", False), ("ä", False), ("a\n", False), (b"a", False)],
-)
-def test_a_key_is_visible_ascii(value, is_valid):
-    assert is_key(value) is is_valid
 
 
 @pytest.mark.parametrize(
@@ -122,3 +114,7 @@ REALTIME = {"input", "instructions", "stop", "max_output_tokens", "min_tokens", 
 )
 def test_beginnings_and_the_names_of_other_interfaces(name, known, meant):
     assert did_you_mean(name, known) == (f"; did you mean {meant!r}?" if meant else "")
+
+
+def test_a_count_has_its_noun():
+    assert [counted(count, "request") for count in (0, 1, 2)] == ["0 requests", "1 request", "2 requests"]
