@@ -16,7 +16,7 @@ from trioengine.testing.fuzz.runner import MACHINES, PROFILES, Fuzzer, silence
 
 RUNS = {  # seed and programs: those that reach what can be reached soonest
     "EngineMachine": (3, 600),
-    "PowerMachine": (0, 800),
+    "PowerMachine": (6, 1000),
     "RealtimeMachine": (2, 400),
     "HttpMachine": (0, 300),
 }

@@ -1,11 +1,11 @@
-"""The gate: what is admitted, and when. It owns the engine's stage, the books and the ids.
+"""The gate admits sessions and requests. It owns the engine's stage, the queue of changes, the ledger and the ids.
 
-It is open while the engine is AWAKE and no sleep or update is pending: one is from the step in which it is requested.
+It is open while the engine is AWAKE and no sleep or update is pending, which begins in the step of the request for it.
 
 Admission is synchronous: check, count, mint, in one step. A caller that finds no slot waits here, unless it asked with
 `wait=False`, without holding anything, in a line for each kind of slot. Through a restart, a sleep or an update only a
 caller with `wait=True` waits; others are refused, those in the line too. A slot that is given back is handed to the
-first of its line in the same step; so no slot is free while somebody waits, and a newcomer, who finds none, cannot
+first of its line in the same step; so no slot is free while a caller waits, and a newcomer, who finds none, cannot
 overtake: it lines up behind the others, or is refused with EngineOverloaded or EngineAsleep.
 """
 
@@ -29,7 +29,7 @@ from trioengine.core.lifecycle import Power, PowerEvent, PowerStage, next_stage
 
 
 class PowerChanged:
-    """Effect: the engine's stage, or the queue of changes, is another one."""
+    """Effect: the engine's stage or its queue of changes has changed."""
 
 
 class Gate:
@@ -42,7 +42,7 @@ class Gate:
         self.stage = PowerStage.LOADING
         self.changes: deque[PowerChange] = deque()  # requested and not done; the power actor makes the first one
         self.ledger = Ledger()
-        self.retry_after = 1.0  # seconds; what a refused caller is told while the worker restarts
+        self.retry_after = 1.0  # seconds, for a caller that is refused while the worker restarts
         self.failure: Exception | None = None  # why the engine closed by itself
         self.link: Link | None = None  # to the incarnation that is READY
         self.sessions = WaitingLine(observers)  # for a session slot
@@ -179,7 +179,7 @@ class Gate:
     def committing_link(self, *, is_quarantined: bool) -> Link:
         """Return the link for a request that was admitted; a draining engine still runs it. Raises as `admit_request`.
 
-        `is_quarantined`: the suspects of a worker's death run alone, so that there is no link for other requests.
+        `is_quarantined`: the suspects of a worker's death run alone, and other requests wait.
         """
         if self.stage is PowerStage.CLOSED:
             self._check_open()
@@ -188,7 +188,7 @@ class Gate:
         return self.link
 
     def check(self) -> None:
-        """Raise InvariantError unless the books balance, and nobody waits for a slot that is free."""
+        """Raise InvariantError unless the books balance, and no caller waits for a slot that is free."""
         self.ledger.check()
         for line, check_slot in ((self.sessions, self._check_session_slot), (self.requests, self._check_request_slot)):
             try:

@@ -4,9 +4,10 @@ Every call is queued in its first step (`Gate.changes`); a sleep or an update cl
 done and nothing sleeps. The actor makes the changes in turn. A caller that is cancelled abandons its wait, not the
 change.
 
-The state is one variable, `Gate.stage`, and the table in core/lifecycle.py moves it. During a change only this actor
-does, or a drain or a close of the engine: then the change fails at its next step. `memory` and `weights` record what
-the worker is to hold. A worker that dies asleep is not started again before it is needed, and then starts as recorded.
+The state is one variable, `Gate.stage`, moved by the table in core/lifecycle.py. During a change it is moved by this
+actor alone, or by a drain or a close of the engine: then the change fails at its next step. `memory` and `weights` are
+the record of the worker's content. A worker that dies asleep is not started again before it is needed, and then starts
+as recorded.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ class PowerActor:
         while self._gate.link is None and self._supervisor.current is not None:  # one starts
             await self._wait()
         if self._gate.link is None:
-            pass  # there is no worker: its memory is given back
+            pass  # without a worker its memory is free
         elif level == 1:
             await self._gate.link.ask(Sleep())
         else:
@@ -277,7 +278,7 @@ class PowerActor:
             change.num_aborted += self._sessions.abort_all(Cause.SLEEP)
 
     async def _check_files(self, path: str) -> None:
-        """Check the files without loading them: nothing is aborted for what cannot be the same model."""
+        """Check the files without loading them, so that nothing is aborted for files of another model."""
         try:
             await self._check_model(path)
         except ModelError as exc:
@@ -331,7 +332,7 @@ class PowerActor:
 
 
 class Closure:
-    """Counts the refusals of one engine between `begin` and `end`; each is harmless when repeated."""
+    """Logs how many callers were refused between `begin` and `end`; each is harmless when repeated."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -342,7 +343,6 @@ class Closure:
             self._rejected_before = self._ledger.rejected
 
     def end(self) -> None:
-        """Log how many sessions and requests were refused, if any were."""
         if self._rejected_before is None:
             return
         refused = self._ledger.rejected - self._rejected_before

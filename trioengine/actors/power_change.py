@@ -1,4 +1,4 @@
-"""A sleep, wake or update as it is requested, and the states that the engine goes through."""
+"""A sleep, wake or update as it is requested, its arguments checked; and subscriptions to the engine's states."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ MAX_PATH = 4096  # characters
 
 
 class Mode(enum.StrEnum):
-    """What a sleep or an update does with the requests that run."""
+    """The effect of a sleep or an update on the requests in flight."""
 
-    ABORT = "abort"  # they end, with cause `sleep` and what came until then
+    ABORT = "abort"  # they end, with cause `sleep` and the text so far
     WAIT = "wait"  # they finish; after the timeout the rest is aborted
     KEEP = "keep"  # they are suspended, and go on afterwards
 
@@ -39,7 +39,7 @@ ModeName: TypeAlias = Literal["abort", "wait", "keep"]
 
 
 class InFlightPolicy(NamedTuple):
-    """How long requests in flight may still run: `timeout` seconds at most, where the mode is WAIT."""
+    """How requests in flight end or go on; with mode WAIT they may run for `timeout` more seconds."""
 
     mode: Mode
     timeout: float | None
@@ -47,7 +47,7 @@ class InFlightPolicy(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """What the model is made of: a file or directory, and how many there were with it."""
+    """The weights of the model: a file or directory, and their version, which counts from 1."""
 
     path: str
     version: int
@@ -55,7 +55,7 @@ class Weights(NamedTuple):
 
 @dataclass(eq=False)
 class PowerChange:
-    """One that was asked for; by its name the log tells of it."""
+    """A sleep, wake or update that was requested; `make(change)` makes it, and `name` stands in the log."""
 
     name: str
     make: Callable[[PowerChange], Awaitable[None]]
@@ -65,11 +65,11 @@ class PowerChange:
     num_aborted: int = 0  # requests
 
     def log(self, message: str, *values: object) -> None:
-        """At INFO, under its name."""
+        """Log at INFO, under its name."""
         logger.info(f"%s: {message}", self.name, *values)
 
     async def wait(self) -> None:
-        """Until it is done; raises TransitionFailed if it failed. Cancelled, the change goes on."""
+        """Wait until it is done. Raises TransitionFailed if it failed. Cancelled, the change goes on."""
         await self.done.wait()
         if self.failure is not None:
             raise copy(self.failure)
@@ -97,7 +97,7 @@ def check_policy(mode: object, timeout: object, *, keep_waiting: object = True) 
 
 
 def tags_of(tags: Collection[str] | None) -> frozenset[Tag]:
-    """The tags; all of them for None, one for a string."""
+    """Return the tags: all of them for None, one for a string."""
     if tags is None:
         return ALL_TAGS
     try:
@@ -122,7 +122,7 @@ MAX_UNREAD = 64
 
 @dataclass(frozen=True, slots=True)
 class PowerState:
-    """The state of an engine: what sleeps of it, at which level, and which weights it has."""
+    """The state of an engine, with its sleeping tags, the level of the sleep, and the version of its weights."""
 
     power: Power
     level: int | None  # None: nothing sleeps
@@ -165,7 +165,7 @@ class StateSubscription:
         return self._unread.popleft()
 
     def put(self, state: PowerState) -> None:
-        """The engine has changed."""
+        """Add a state that the engine has now."""
         self._unread.append(state)
         self._is_over = state.power is Power.CLOSED
         self._changes.notify()
