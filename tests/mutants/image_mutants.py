@@ -80,8 +80,9 @@ def _close_without_a_word(give: Any) -> Any:
     def mutant(self: Pictures, digest: bytes, payload: Payload) -> None:
         give(self, digest, payload)
         picture = self._pictures.get(digest)
-        if picture is None and payload.id in self._payloads.consumed:  # its request was stopped
-            self._payloads.consumed.remove(payload.id)
+        report = PayloadConsumed(payload.id)
+        if picture is None and report in self._payloads.consumed:  # its request was stopped
+            self._payloads.consumed.remove(report)
 
     return mutant
 
