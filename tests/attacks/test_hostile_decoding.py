@@ -1,4 +1,4 @@
-"""Hostile images whose headers are accepted: what the worker refuses costs it little, and all else has a bound."""
+"""Hostile images whose headers are accepted: refused ones cost the worker little, and all others have a bound."""
 
 import json
 import os

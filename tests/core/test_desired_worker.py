@@ -1,4 +1,4 @@
-"""What a worker is needed for, state by state."""
+"""The purpose of a worker, state by state."""
 
 import pytest
 

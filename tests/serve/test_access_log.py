@@ -1,4 +1,4 @@
-"""Each request has an id and a line in the log; what is logged in its course has the id, too."""
+"""Each request has an id and a line in the log; records in its course have the id as well."""
 
 import json
 import logging
