@@ -1,4 +1,4 @@
-"""The purpose of a worker, state by state."""
+"""What a worker is needed for, state by state."""
 
 import pytest
 

@@ -276,7 +276,7 @@ async def test_values_that_a_template_quotes_are_not_logged(autojump_clock, clie
     monkeypatch.setattr(template, "_template", quoting._template)
     answer = await clients.http(post(CHAT, chat(SECRET)))
     (line,) = lines(log)
-    assert error_in(answer) == (line.error_type, "template_error", f"messages: the chat template says: {SECRET}")
+    assert error_in(answer) == (line.error_type, "template_error", f"messages: the chat template raised: {SECRET}")
     assert line.error_message == "messages: the chat template"
     assert "horse" not in log.text
 
