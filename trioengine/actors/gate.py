@@ -1,11 +1,11 @@
-"""The gate: admits sessions and requests. It owns the engine's state, the books and the ids.
+"""The gate: what is admitted, and when. It owns the engine's state, the books and the ids.
 
 It is open while the engine is AWAKE and no sleep or update is pending: from the step in which that is asked for.
 
 Admission is synchronous: check, count, mint, in one step. A caller that finds no slot waits here, unless it asked with
 `wait=False`, without holding anything, in a line for each kind of slot. Through a restart, a sleep or an update only a
 caller with `wait=True` waits; others are refused, those in the line too. A slot that is given back is handed to the
-first of its line in the same step; so no slot is free while a caller waits, and a newcomer, which finds none, cannot
+first of its line in the same step; so no slot is free while somebody waits, and a newcomer, who finds none, cannot
 overtake: it lines up behind the others, or is refused with EngineOverloaded or EngineAsleep.
 """
 
@@ -40,7 +40,7 @@ class Gate:
     def __init__(self, config: EngineConfig, effects: Effects, observers: Sequence[Observer] = ()) -> None:
         self.power = Power.LOADING
         self.ledger = Ledger()
-        self.retry_after = 1.0  # seconds; the hint to refused callers while the worker restarts
+        self.retry_after = 1.0  # seconds; what a refused caller is told while the worker restarts
         self.failure: Exception | None = None  # why the engine closed by itself
         self.link: Link | None = None  # to the incarnation that is READY
         self.sessions = WaitingLine(observers)  # for a session slot
@@ -169,7 +169,7 @@ class Gate:
         return self.power is Power.AWAKE and not self.num_pending
 
     def check(self) -> None:
-        """Raise InvariantError unless the books balance, and no caller waits for a slot that is free."""
+        """Raise InvariantError unless the books balance, and nobody waits for a slot that is free."""
         self.ledger.check()
         for line, check_slot in ((self.sessions, self._check_session_slot), (self.requests, self._check_request_slot)):
             try:

@@ -292,7 +292,7 @@ class PowerActor:
             await self._wait(expected)
 
     async def _check_files(self, path: str, expected: Power) -> None:
-        """As far as they tell without the weights: nothing is aborted for weights that cannot be the same model's."""
+        """As far as they tell without the weights: nothing is aborted for what cannot be the same model."""
         try:
             await self._check_model(path)
         except ModelError as exc:

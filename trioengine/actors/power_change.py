@@ -27,9 +27,9 @@ MAX_PATH = 4096  # characters
 
 
 class Mode(enum.StrEnum):
-    """The effect of a sleep or an update on the requests that run."""
+    """What a sleep or an update does with the requests that run."""
 
-    ABORT = "abort"  # they end, with cause `sleep` and the part that came
+    ABORT = "abort"  # they end, with cause `sleep` and what came until then
     WAIT = "wait"  # they finish; after the timeout the rest is aborted
     KEEP = "keep"  # they are suspended, and go on afterwards
 
@@ -47,7 +47,7 @@ class InFlightPolicy(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The path of the model's weights, a file or directory, and their number in the order of updates."""
+    """What the model is made of: a file or directory, and how many there were with it."""
 
     path: str
     version: int
@@ -55,7 +55,7 @@ class Weights(NamedTuple):
 
 @dataclass(eq=False)
 class PowerChange:
-    """A requested change; `name` is for the log."""
+    """One that was asked for; by its name the log tells of it."""
 
     name: str
     make: Callable[[], Awaitable[None]]
@@ -122,7 +122,7 @@ MAX_UNREAD = 64
 
 @dataclass(frozen=True, slots=True)
 class PowerState:
-    """The state of an engine: its sleeping parts, their level, and its weights."""
+    """The state of an engine: what sleeps of it, at which level, and which weights it has."""
 
     power: Power
     level: int | None  # None: nothing sleeps

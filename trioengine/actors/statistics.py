@@ -56,7 +56,7 @@ class Statistics:
 def statistics_of(
     gate: Gate, supervisor: Supervisor, payloads: PayloadBudget, worker: WorkerCounts, kv_blocks_total: int
 ) -> Statistics:
-    """The counts at this moment; the worker's counts are from its last report."""
+    """The counts at this moment; those of the worker as it said last."""
     ledger, latest, current = gate.ledger, worker.latest, supervisor.current
     return Statistics(
         sessions=ledger.sessions,
