@@ -127,7 +127,7 @@ WORKER_MUTANTS = (
         "F29",
         "one bad request ends the step for all",
         replaced(EngineCore, "_failed", _fail_for_all),
-        shows="a worker failed: .*told to fail",
+        shows="a worker failed: .*failed on request",
     ),
     Mutant(
         "F30",

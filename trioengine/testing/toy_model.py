@@ -268,7 +268,7 @@ class ToyRunner:
                 self._salts[slots[position]] = salt
             if not entry.samples:
                 continue
-            error = "told to fail" if sequence.request in self.fail_requests else None
+            error = "failed on request" if sequence.request in self.fail_requests else None
             values = array("L", [self._slots[slot] for slot in slots])
             token_id, top = toy_next(values), sequence.params.logprobs
             logprobs = None if top is None else toy_logprobs(token_id, top)

@@ -248,11 +248,11 @@ def test_a_request_that_cannot_be_sampled_fails_alone() -> None:
     tokens, failed = bench.core.step()
     assert isinstance(tokens, Tokens)
     assert [row.session for row in tokens.rows] == [2]
-    assert failed == RequestFailed(1, 1, "sampling_failed", "told to fail")
+    assert failed == RequestFailed(1, 1, "sampling_failed", "failed on request")
     assert bench.core.held_tokens(1).tolist() == [1, answer([1], PARAMS, 64)[0]]
     bench.runner.fail_requests = {2}
     replies = bench.core.step()
-    failed = RequestFailed(2, 2, "sampling_failed", "told to fail")
+    failed = RequestFailed(2, 2, "sampling_failed", "failed on request")
     assert replies == [Tokens((), bench.core.statistics()), failed]
 
 

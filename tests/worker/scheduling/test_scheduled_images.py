@@ -246,7 +246,7 @@ def test_a_request_that_fails_leaves_no_features() -> None:
     bench.runner.fail_requests = {1}
     bench.add(1, [1, b"cat"])
     bench.run()
-    assert bench.failures == {1: ("sampling_failed", "told to fail")}
+    assert bench.failures == {1: ("sampling_failed", "failed on request")}
     bench.add(2, [1, b"cat"])
     bench.run()
     assert bench.ends == {2: FinishReason.LENGTH}
