@@ -1,4 +1,4 @@
-"""Hostile images, decoded as the worker decodes them, with what each costs: the child of test_hostile_decoding.py.
+"""Hostile images, decoded as the worker decodes them, with the cost of each: the child of test_hostile_decoding.py.
 
 Usage: MALLOC_MMAP_THRESHOLD_=1000000 python decode_attacks.py, with tests in PYTHONPATH. It prints a line of JSON
 for each attack: name, the image's dimensions or its error, seconds of processor time, and bytes of memory. With the

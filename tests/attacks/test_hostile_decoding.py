@@ -1,4 +1,4 @@
-"""Hostile images whose headers are accepted: what the worker refuses costs it little, and all else has a bound."""
+"""Hostile images whose headers are accepted: refused ones cost the worker little, and all others have a bound."""
 
 import json
 import os
@@ -17,7 +17,7 @@ LAST_RESORT = 3600  # seconds
 SECONDS, MEMORY = 0.1, 50 << 20  # of processor time, and bytes
 NUM_PIXELS = 4096 * 4096
 NO_PNG, NO_JPEG, NO_WEBP = (
-    f"the image is no {name} image, or is truncated or damaged" for name in ("PNG", "JPEG", "WebP")
+    f"the image is not a {name} image, or is truncated or damaged" for name in ("PNG", "JPEG", "WebP")
 )
 CHEAP = {
     "a PNG bomb of the largest size": "the PNG image is truncated or damaged",

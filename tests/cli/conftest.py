@@ -1,4 +1,4 @@
-"""What commands change in the process that runs them, undone."""
+"""Undo the changes of commands to the process that runs them."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""What the benchmark counts."""
+"""The counts of the offline benchmark."""
 
 from dataclasses import replace
 

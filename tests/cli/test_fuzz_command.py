@@ -1,4 +1,4 @@
-"""`trioengine fuzz`: what it prints, keeps and returns."""
+"""`trioengine fuzz`: its output, the files that it keeps, and its exit codes."""
 
 import json
 import os

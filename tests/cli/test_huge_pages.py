@@ -1,4 +1,4 @@
-"""What a process has allocated lies in huge pages afterwards, where the kernel makes them, and is what it was."""
+"""Allocated memory lies in huge pages afterwards, where the kernel makes them, with the same content."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The pages, and the packages in CLEAN, have none of the phrases in FORBIDDEN, which make sentences hard to read.
+"""The pages and the package have none of the phrases in FORBIDDEN, which make sentences hard to read.
 
 Code is exempt: fenced blocks and `inline code`, in pages and in docstrings.
 """
@@ -14,19 +14,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trioengine"
-CLEAN = [  # files and folders of trioengine/, to be widened as packages are rewritten
-    *("__init__.py", "__main__.py", "aio", "blocking", "hub"),
-    *(
-        "cli/doctor.py",
-        "cli/machine.py",
-        "serve/chat.py",
-        "serve/chat_protocol.py",
-        "serve/models.py",
-        "worker/models",
-        "worker/runner",
-        "worker/weights",
-    ),
-]
+LATER = {  # files of trioengine/ that are to be mended
+    *("actors/gate.py", "actors/power.py", "actors/power_change.py", "actors/statistics.py"),
+    "worker/runner/model_weights.py",
+}
 FORBIDDEN = {  # phrase: how to say it instead
     r"\bfor\s+ever\b": "forever, endlessly, or the missing bound",
     r"\b(?i:(?:no|some|any)body|who(?:m|so)?ever)\b": "the task, client, caller or user that is meant",
@@ -87,12 +78,15 @@ def test_pages(path: Path) -> None:
     assert findings(path) == []
 
 
-@pytest.mark.parametrize("name", CLEAN)
-def test_clean_packages(name: str) -> None:
-    path = PACKAGE / name
+def packages() -> list[Path]:
+    return [path for path in sorted(PACKAGE.iterdir()) if path.is_dir() or path.suffix == ".py"]
+
+
+@pytest.mark.parametrize("path", packages(), ids=lambda path: path.name)
+def test_packages(path: Path) -> None:
     files = [path] if path.is_file() else sorted(path.rglob("*.py"))
-    assert files
-    assert [line for file in files for line in findings(file)] == []
+    clean = [file for file in files if str(file.relative_to(PACKAGE)) not in LATER]
+    assert [line for file in clean for line in findings(file)] == []
 
 
 PROSE = {

@@ -1,4 +1,4 @@
-"""A page in a browser: it runs a module of this repository, and what that gives comes back."""
+"""A page in a browser: it runs a module of this repository, and returns the module's result."""
 
 import json
 import queue

@@ -1,4 +1,4 @@
-"""Front doors with routes of a test's own, before those of the server of `clients`."""
+"""Front doors with routes of a test's own, before the routes of the server of `clients`."""
 
 from contextlib import asynccontextmanager
 

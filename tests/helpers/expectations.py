@@ -1,4 +1,4 @@
-"""What the tests of the engine expect: the reference answer, and that everything is given back."""
+"""Expectations of the tests of the engine: the reference answer, and that everything is given back."""
 
 import itertools
 

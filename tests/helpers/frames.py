@@ -1,4 +1,4 @@
-"""What a client sends on a raw stream: requests, the handshake, and events in WebSocket frames."""
+"""The bytes that a client sends on a raw stream: requests, the handshake, and events in WebSocket frames."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Hostile images, read as the server's process reads them, with what each costs: the child of test_hostile_images.py.
+"""Hostile images, read as the server's process reads them, with the cost of each: the child of test_hostile_images.py.
 
 Usage: python image_attacks.py, with tests in PYTHONPATH. It prints a line of JSON for each attack:
 name, answer, seconds of processor time, and bytes.

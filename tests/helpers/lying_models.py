@@ -1,4 +1,4 @@
-"""Models with a file that lies about a size: it takes few bytes, and says that there are many."""
+"""Models with a file that lies about a size: it takes few bytes, and claims to have many."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a Realtime client is to read: the toy model's answers, and where they are in a response."""
+"""The texts for a Realtime client: the toy model's answers, and their places in a response."""
 
 from trioengine.testing import toy_answer
 

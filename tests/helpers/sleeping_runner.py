@@ -1,4 +1,4 @@
-"""A runner of the tiny model, awake or asleep: what the tests of sleep and of updates do to it and ask of it."""
+"""A runner of the tiny model, awake or asleep: the actions and the questions of the tests of sleep and of updates."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Mutants of images: of payloads and their budget, and of what stands for an image's content."""
+"""Mutants of images: of payloads and their budget, and of the digests that stand for an image's content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of the link, of the supervisor, and of what the engine does with the worker's messages."""
+"""Mutants of the link, of the supervisor, and of the handling of the worker's messages."""
 
 from __future__ import annotations
 

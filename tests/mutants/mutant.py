@@ -1,4 +1,4 @@
-"""What a mutant is, and the two ways to replace a piece."""
+"""A mutant, and the two ways to replace a piece."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from trioengine.core.lifecycle import SESSION_IGNORES, SESSION_TRANSITIONS, Attachment, Event, Phase, Transition
+from trioengine.testing.fuzz import inside
 
 
 @dataclass(frozen=True)
@@ -28,17 +30,7 @@ class Mutant:
 
 def replaced(owner: Any, name: str, mutate: Callable[[Any], Any]) -> Callable[[], AbstractContextManager[None]]:
     """The attribute becomes `mutate(attribute)`."""
-
-    @contextmanager
-    def active() -> Iterator[None]:
-        original = owner.__dict__[name]
-        setattr(owner, name, mutate(original))
-        try:
-            yield
-        finally:
-            setattr(owner, name, original)
-
-    return active
+    return partial(inside.replaced, owner, name, mutate)
 
 
 def rewritten(

@@ -1,4 +1,4 @@
-"""Mutants of what becomes of requests whose worker is lost."""
+"""Mutants of the recovery of requests whose worker is lost."""
 
 from __future__ import annotations
 

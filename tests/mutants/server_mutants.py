@@ -1,4 +1,4 @@
-"""Mutants of the server: what a client does to the others."""
+"""Mutants of the server: the effects of a client on the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a wheel and an sdist hold: the modules of the tree, whatever an earlier build has left lying there."""
+"""The content of a wheel and an sdist: the modules of the tree, and no leftovers of an earlier build."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""What the worker's process holds when it sleeps, whatever it has computed before."""
+"""The memory of a sleeping worker's process, after any computation."""
 
 import subprocess
 import sys

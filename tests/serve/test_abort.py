@@ -1,4 +1,4 @@
-"""The second signal: everybody is told how it ended, who does not listen is not waited for."""
+"""The second signal: all clients get an outcome, and the server does not wait for clients that do not read."""
 
 from contextlib import asynccontextmanager
 

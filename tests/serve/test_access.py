@@ -1,4 +1,4 @@
-"""Who may come in: keys, roles, how many requests a key may have, and from where they may come."""
+"""Access: keys, roles, the number of requests of a key, and the origins of requests."""
 
 import json
 import logging

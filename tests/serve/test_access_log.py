@@ -1,4 +1,4 @@
-"""Each request has an id and a line in the log; what is logged in its course has the id, too."""
+"""Each request has an id and a line in the log; records in its course have the id as well."""
 
 import json
 import logging
@@ -276,7 +276,7 @@ async def test_values_that_a_template_quotes_are_not_logged(autojump_clock, clie
     monkeypatch.setattr(template, "_template", quoting._template)
     answer = await clients.http(post(CHAT, chat(SECRET)))
     (line,) = lines(log)
-    assert error_in(answer) == (line.error_type, "template_error", f"messages: the chat template says: {SECRET}")
+    assert error_in(answer) == (line.error_type, "template_error", f"messages: the chat template raised: {SECRET}")
     assert line.error_message == "messages: the chat template"
     assert "horse" not in log.text
 

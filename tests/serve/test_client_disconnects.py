@@ -1,4 +1,4 @@
-"""trioengine.connect when either side goes: whoever waits is told, the WebSocket closed, the server left empty."""
+"""trioengine.connect when either side goes: calls that wait end, the WebSocket is closed, the server left empty."""
 
 import pytest
 import trio

@@ -1,4 +1,4 @@
-"""trioengine.connect: what is refused, by whom and how, and that the session goes on."""
+"""trioengine.connect: refusals by the client and by the server, after which the session goes on."""
 
 import pytest
 from helpers.clients import open_clients

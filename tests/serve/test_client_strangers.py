@@ -1,4 +1,4 @@
-"""trioengine.connect and servers that cannot be talked to: each is told apart, in words, and nothing waits for ever."""
+"""trioengine.connect and other servers: each has an error message of its own, and no call waits forever."""
 
 import json
 import math

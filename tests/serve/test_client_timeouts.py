@@ -1,4 +1,4 @@
-"""trioengine.connect and servers that do not answer: a timeout raises TimedOut at the deadline, with what came."""
+"""trioengine.connect and servers that do not answer: a timeout raises TimedOut at the deadline, with the part."""
 
 import pytest
 import trio

@@ -1,4 +1,4 @@
-"""WebSocket connections that are refused, or are not: too many, from elsewhere, by a handshake that is none."""
+"""WebSocket connections that are refused, or are not: too many, from elsewhere, by a malformed handshake."""
 
 import pytest
 import trio

@@ -1,4 +1,4 @@
-"""engine.state events over WebSocket, and what responses meet while the engine sleeps."""
+"""engine.state events over WebSocket, and the refusal of responses while the engine sleeps."""
 
 import trio
 from helpers.clients import where_a_loss_fails

@@ -1,4 +1,4 @@
-"""Clients nobody here wrote: the packages openai and httpx, unmodified, over a socket to a server that is simulated."""
+"""Clients of others: the packages openai and httpx, unmodified, over a socket to a server that is simulated."""
 
 import asyncio
 import json

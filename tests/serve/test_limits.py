@@ -1,4 +1,4 @@
-"""Each limit of ServeConfig counts: what is over it is told so or closed, what is not is served."""
+"""Each limit of ServeConfig counts: a client beyond it is refused or closed, all others are served."""
 
 import logging
 

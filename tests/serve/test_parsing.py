@@ -1,4 +1,4 @@
-"""What a client may send as JSON, and how deep; whatever else it sends, it is never told of an internal error."""
+"""JSON of clients, and its depth; no input leads to an internal error."""
 
 import json
 

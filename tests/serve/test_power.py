@@ -1,4 +1,4 @@
-"""Sleeping and waking over HTTP: what an operator is told, and what everybody else meets meanwhile."""
+"""Sleeping and waking over HTTP: the answers to an operator, and the refusals of other clients meanwhile."""
 
 import pytest
 import trio

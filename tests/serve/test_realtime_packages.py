@@ -1,4 +1,4 @@
-"""Clients nobody here wrote, unmodified, over a socket: the realtime connection of openai, and websockets."""
+"""Clients of others, unmodified, over a socket: the realtime connection of openai, and websockets."""
 
 import asyncio
 import json

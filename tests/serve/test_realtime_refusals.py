@@ -1,4 +1,4 @@
-"""Refused events of the Realtime protocol: an error event names what was wrong, and the connection lives."""
+"""Refused events of the Realtime protocol: an error event names the fault, and the connection lives."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Models, tokenize and detokenize, and what an operator may do."""
+"""Models, tokenize and detokenize, and the operator's routes."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""How an engine is served: what cannot be is refused by name."""
+"""ServeConfig: invalid fields are refused by name."""
 
 import dataclasses
 

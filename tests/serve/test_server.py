@@ -1,4 +1,4 @@
-"""The server as a whole, on a loopback port: it listens before it is ready, drains, aborts, says why it cannot run."""
+"""The server as a whole, on a loopback port: it listens before it is ready, drains, aborts, reports errors."""
 
 import json
 import os

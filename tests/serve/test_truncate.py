@@ -1,4 +1,4 @@
-"""An assistant's item is cut by the client: what it never saw, the model has never said."""
+"""The client cuts an assistant's item: later prompts lack the text that it never saw."""
 
 import pytest
 from helpers.realtime_texts import GREEDY, LONG, assistant, reference, text_of, user

@@ -1,4 +1,4 @@
-"""What a program does not need to fail is left out of it."""
+"""Steps that a program does not need to fail are left out of it."""
 
 from mutants import MUTANTS
 

@@ -74,7 +74,7 @@ def test_known_templates_render_as_with_jinja(source, messages, monkeypatch):
     monkeypatch.setattr("trioengine.text.chat_template.Budget", Kept)
     expected = rendered_by_jinja(source, messages)
     if expected is None:
-        with pytest.raises(RequestRejected, match="the chat template says"):
+        with pytest.raises(RequestRejected, match="the chat template raised"):
             rendered(source, messages)
         return
     assert rendered(source, messages) == expected
@@ -154,7 +154,7 @@ def test_a_costly_template_refuses_the_request_and_nothing_changes():
 
 
 def test_a_refusal_by_the_template_is_shortened():
-    with pytest.raises(RequestRejected, match="the chat template says: no no") as caught:
+    with pytest.raises(RequestRejected, match="the chat template raised: no no") as caught:
         rendered("{{ raise_exception('no ' * 2000) }}")
     assert len(caught.value.message) < 1100
 

@@ -81,7 +81,7 @@ def test_other_dimensions_than_declared(case):
 def test_another_format_than_declared(case):
     data, info = read(case)
     other = ImageFormat.PNG if info.format is not ImageFormat.PNG else ImageFormat.JPEG
-    message = f"^the image is no {other.name} image, or is truncated or damaged$"
+    message = f"^the image is not a {other.name} image, or is truncated or damaged$"
     with pytest.raises(ImageError, match=message):
         image_decoding.decode(data, ImageInfo(other, info.width, info.height))
 

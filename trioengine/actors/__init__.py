@@ -1,1 +1,1 @@
-"""Who does what, on trio: the engine, its sessions and generations, the link to the worker, and its supervisor."""
+"""The engine on trio: its sessions and generations, the link to the worker, and the worker's supervisor."""

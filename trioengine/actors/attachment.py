@@ -1,6 +1,7 @@
 """The worker's side of a session: the tokens that the worker holds of it, and the messages that change them.
 
-The table in `core.lifecycle` decides when to post what. Messages are effects: they leave when the transition is over.
+The table in `core.lifecycle` decides when to post which message. Messages are effects: they leave after the
+transition.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The auditor: asks the worker what it holds, and compares the answer with what it ought to hold.
+"""The auditor: asks the worker for its sessions and blocks, and compares the answer with the engine's books.
 
-Frames are FIFO and only frames change what the worker holds, so the answer to an AUDIT is compared with what was
-attached in the step that posted it, under any load.
+Frames are FIFO and only frames change the worker's sessions, so the answer to an AUDIT is compared with the sessions
+that were attached in the step that posted it, under any load.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Auditor:
         self._pending: dict[int, _Pending] = {}
 
     async def audit(self, link: Link, audit_id: int, attached: frozenset[int], timeout: float) -> None:
-        """Ask on `link`, where the sessions `attached` were added and not told to end.
+        """Ask on `link`, where the sessions `attached` were added and END_SESSION was not posted.
 
         Raises InvariantError when anything else comes back, or nothing within `timeout` seconds; WorkerLost when the
         worker dies meanwhile.
@@ -85,7 +85,7 @@ def check_audit(answer: Audited, expected: frozenset[int], attached: frozenset[i
     worker = frozenset(answer.sessions)
     if worker != expected:
         raise InvariantError(
-            f"the worker holds sessions {_show(worker - expected)} that nobody has, "
+            f"the worker holds sessions {_show(worker - expected)} that the engine lacks, "
             f"and lacks {_show(expected - worker)}"
         )
     blocks = answer.kv_blocks_free + answer.kv_blocks_cached + answer.kv_blocks_held

@@ -115,7 +115,7 @@ class Engine:
         """Run the engine until `close`, or until cancelled; then every session is ended and the worker is gone.
 
         Raises ModelError when the model cannot be used, InvalidConfig for a `max_model_len` longer than its context,
-        WorkerLost when no worker can be kept running. Cancelled, it still writes what the sessions posted last, within
+        WorkerLost when no worker can be kept running. Cancelled, it still writes the sessions' last messages, within
         `worker_shutdown_timeout`.
         """
         task_status.started(self)
@@ -172,7 +172,7 @@ class Engine:
                 raise copy(self.runtime.gate.failure or EngineClosed(f"the engine is {self.runtime.gate.power.value}"))
             await self.runtime.gate.changed()
 
-    # ---- what users call ------------------------------------------------------------------------------------------
+    # ---- calls of users -------------------------------------------------------------------------------------------
 
     @names_checked
     def open_session(
@@ -254,11 +254,11 @@ class Engine:
 
     @names_checked
     async def drain(self, timeout: float | None = None) -> bool:
-        """Admit nothing more, and wait for what is in flight; after `timeout` seconds abort the rest.
+        """Admit nothing more, and wait for the requests in flight; after `timeout` seconds abort the rest.
 
-        True if everything ended by itself: nothing was aborted, neither by this nor by who else ends the engine. What
-        a hung worker does not let go of is left after `worker_shutdown_timeout` more. What is suspended for a sleep or
-        an update is aborted at once. Cancelled, the engine goes on draining.
+        True if everything ended by itself: nothing was aborted, neither by this nor by another end of the engine. After
+        `worker_shutdown_timeout` more, requests that a hung worker holds are left. Requests that are suspended for a
+        sleep or an update are aborted at once. Cancelled, the engine goes on draining.
         """
         seconds = math.inf if timeout is None else check_seconds(timeout)
         causes = self.runtime.gate.ledger.abort_causes
@@ -314,14 +314,15 @@ class Engine:
 
         Nothing is admitted from the first step of the call until everything is awake again: new sessions and requests
         raise EngineAsleep, or wait. `mode` is for the requests in flight: `abort` ends them with cause `sleep`; `wait`
-        lets them finish, for `timeout` seconds at most; with `keep` they pause, and go on after `wake`. What is being
-        prepared is aborted in every mode. `abort` also ends what waits in line in that step: requests end with cause
-        `sleep`, sessions that wait for their slot raise SessionEnded. With `keep_waiting` those that wait with
+        lets them finish, for `timeout` seconds at most; with `keep` they pause, and go on after `wake`. Requests
+        in preparation are aborted in every mode. `abort` also ends the calls in line in that step: requests end with
+        cause `sleep`, sessions that wait for their slot raise SessionEnded. With `keep_waiting` those that wait with
         `wait=True` stay in line; others raise EngineAsleep. Sessions keep their conversation.
 
         Raises RequestRejected for an unknown level or mode, and TransitionFailed where it cannot be done: while the
         engine loads or drains, or to level 1 from level 2. Where the engine sleeps at this level, it only ends, with
-        `abort`, what was kept. Cancelled, the caller does not wait any more, and the engine falls asleep all the same.
+        `abort`, the kept requests. Cancelled, the caller does not wait any more, and the engine falls asleep all the
+        same.
         """
         await self._changed(self.runtime.power.sleep(level, mode, timeout, keep_waiting=keep_waiting))
 
@@ -330,7 +331,7 @@ class Engine:
         """Take memory back: all of it, or `"weights"` or `"kv_cache"` alone. Requests are admitted when all is back.
 
         Weights that were discarded are loaded again; without `reload` they are left asleep until `update_weights`. A
-        worker that has died meanwhile is started. It does nothing for what is awake.
+        worker that has died meanwhile is started. It does nothing for parts that are awake.
 
         Raises RequestRejected for an unknown tag, and TransitionFailed when it fails: then all sleeps as it did before.
         Cancelled, the caller does not wait any more, and the engine wakes all the same.
@@ -343,7 +344,7 @@ class Engine:
 
         The tokenizer and the template stay. Conversations are kept, and computed anew; requests in flight as in
         `sleep`: kept ones go on with the new weights. Asleep, the weights are checked, and loaded when they wake; those
-        that a wake without `reload` has left are woken now, and TransitionFailed says so if only that fails.
+        that a wake without `reload` has left are woken now, and TransitionFailed names this if only that fails.
 
         Raises RequestRejected for an unknown mode, and TransitionFailed when it fails: then the old weights stay.
         Cancelled, the caller does not wait any more, and the weights are updated all the same.
@@ -361,9 +362,9 @@ class Engine:
 
     @names_checked
     async def check_invariants(self, *, timeout: float = 30.0) -> None:
-        """Verify, against what the worker says it holds, that nothing leaked; under any load.
+        """Verify, against the worker's report, that nothing leaked; under any load.
 
-        Raises InvariantError with what does not balance, also when the worker does not answer within `timeout`
+        Raises InvariantError, naming the imbalance, also when the worker does not answer within `timeout`
         seconds; EngineOverloaded while there is no worker, or while it wakes or gets other weights; WorkerLost when it
         dies meanwhile. Asleep without a worker, the engine's own books are verified.
         """
@@ -396,9 +397,9 @@ async def open_engine(
 
     Give a whole EngineConfig; or the model's name or path, and fields of EngineConfig as keywords.
 
-    Raises ModelError or WorkerLost when it cannot start, or dies for good later (the body is cancelled then, and what
-    it raises of requests that died with the engine is not told apart). A single exception of the body comes out as it
-    is, not in a group.
+    Raises ModelError or WorkerLost when it cannot start, or dies for good later (the body is cancelled then, and
+    errors that it raises for requests that died with the engine are not kept apart). A single exception of the body
+    comes out as it is, not in a group.
     """
     engine = Engine(merged_config(config, options), ports=ports, on_progress=on_progress, on_load=on_load)
     try:

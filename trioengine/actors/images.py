@@ -51,8 +51,8 @@ class RequestImages:
     async def admit(self, sources: Sequence[ImageSource]) -> list[Payload]:
         """Make payloads of these images, pinned.
 
-        Raises RequestRejected for bytes that are not an image, or more than the whole budget, EngineOverloaded if there
-        is no room within MAX_WAIT seconds, TimedOut at the request's deadline. Cancelled, nothing is left of them.
+        Raises RequestRejected for bytes that are not an image, or more than the whole budget, EngineOverloaded without
+        room within MAX_WAIT seconds, TimedOut at the request's deadline. Cancelled, nothing is left of them.
         """
         if not sources:
             return []
@@ -203,7 +203,7 @@ def take_images(
     """The prompt with a source in the place of each image that has no payload yet, and these sources.
 
     `media` go before the text of the last message. `max_bytes` bounds each image of a client. Raises RequestRejected
-    for what cannot be an image.
+    for values that cannot be images.
     """
     if not isinstance(media, Sequence) or isinstance(media, _PLAIN):
         raise RequestRejected("invalid_value", f"media must be a list, got {type(media).__name__}", param="media")
@@ -222,7 +222,7 @@ def take_images(
 
 
 def put_images(prompt: Any, payloads: Sequence[Payload]) -> Any:
-    """What `take_images` gave, with an image part for each payload where its source was."""
+    """The prompt of `take_images`, with an image part for each payload in the place of its source."""
     rest = iter(payloads)
 
     def put(part: Mapping[str, Any], _: str) -> Mapping[str, Any]:

@@ -47,7 +47,7 @@ class Incarnation:
         self._told_to_end = trio.Event()
 
     async def run(self, config: WorkerConfig) -> None:
-        """Run the process to its death; cancelled, it is killed. What was in flight is the caller's to settle."""
+        """Run the process to its death; cancelled, it is killed. The caller settles the requests in flight."""
         try:
             self.link.post(Configure(config))
             async with trio.open_nursery() as nursery:
@@ -126,7 +126,7 @@ class Incarnation:
         with trio.move_on_after(TERMINATE_TIMEOUT):
             await self._dead.wait()
             return
-        self.kill("it did not end when told to")
+        self.kill("it did not end at SIGTERM")
 
     async def _follow_stream(self) -> None:
         await self.link.end_of_stream.wait()

@@ -3,7 +3,7 @@
 Nothing else touches the pipes and the payload socket.
 
 Posting is synchronous: it cannot be cancelled half-way, and needs nothing awaited in a dying scope. The writer is a
-service that outlives the sessions, so what was posted is written. A new incarnation has a new link, so nothing that
+service that outlives the sessions, so posted messages are written. A new incarnation has a new link, so nothing that
 was posted for a dead worker can reach the next one.
 
 A payload is pinned from the step that hands it over until the worker has consumed it, or is lost. The link keeps these
@@ -82,7 +82,7 @@ class Link:
 
     @property
     def payloads(self) -> frozenset[int]:
-        """The payloads that were handed over and of which the worker has not said PAYLOAD_CONSUMED."""
+        """The payloads that were handed over and without a PAYLOAD_CONSUMED of the worker so far."""
         return frozenset(self._payloads)
 
     def _hand_over(self, payload_id: int, payload: Payload) -> None:
@@ -98,7 +98,7 @@ class Link:
         self._payloads.pop(message.payload).unpin()
 
     async def send_payloads(self) -> None:
-        """Service: pass what is handed over, until cancelled. Raises BrokenResourceError or ClosedResourceError."""
+        """Service: pass payloads to the worker, until cancelled. Raises BrokenResourceError or ClosedResourceError."""
         while True:
             await self._handed_over.wait()
             self._handed_over = trio.Event()
@@ -110,7 +110,7 @@ class Link:
     # ---- services -------------------------------------------------------------------------------------------------
 
     async def write(self) -> None:
-        """Service: write what is posted, until cancelled or the worker no longer reads."""
+        """Service: write the posted messages, until cancelled or the worker no longer reads."""
         while True:
             await self._posted.wait()
             self._posted = trio.Event()

@@ -22,7 +22,7 @@ Seal: TypeAlias = "Callable[[Iterator[BytesLike]], SealedBytes]"
 
 
 class SealedBytes(Protocol):
-    """Bytes outside of this process's memory, which nobody can change any more."""
+    """Bytes outside of this process's memory, which cannot change any more."""
 
     @property
     def num_bytes(self) -> int: ...

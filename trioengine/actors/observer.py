@@ -22,7 +22,7 @@ class FinishedRequest:
 
 
 class Slot(enum.Enum):
-    """What the gate admits to."""
+    """The kinds of slots."""
 
     SESSION = "session"
     REQUEST = "request"
@@ -42,10 +42,10 @@ class Observer:
         """The worker made a step, and computed so many tokens of prompts and answers."""
 
     def first_token(self, seconds: float, usage: Usage | None) -> None:
-        """A request got its first token; `usage` says how long that took on the worker."""
+        """A request got its first token; `usage` has the time that this took on the worker."""
 
     def next_tokens(self, seconds: float) -> None:
-        """A request got more of its answer, so long after what it got before."""
+        """A request got more of its answer, so long after the part before."""
 
     def request_resumed(self) -> None:
         """A request whose worker was lost goes on with the next one."""
@@ -71,7 +71,7 @@ class Observer:
         """A request ran to its end."""
 
     def session_stopped(self, seconds: float) -> None:
-        """The worker let go of what it was told to stop or to end, so long after that was posted."""
+        """The worker has stopped a request or ended a session, so long after STOP or END was posted."""
 
     # ---- admission --------------------------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class Observer:
         """A sleep, a wake or an update is queued as this PowerChange."""
 
     def worker_retired(self) -> None:
-        """The worker is told to exit, because a fresh one is to take its place."""
+        """The worker is to exit, because a fresh one is to take its place."""
 
     def engine_failed(self, error: Exception) -> None:
         """No worker can be had: the engine ends with this error."""

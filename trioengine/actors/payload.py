@@ -63,7 +63,7 @@ class Payload:
 
     def pin(self) -> None:
         """Keep its bytes, which are there, until `unpin`."""
-        assert self._sealed is not None, "only what is there is pinned"
+        assert self._sealed is not None, "only a payload with bytes is pinned"
         self._num_pins += 1
         self._budget.use(self)
 
@@ -128,7 +128,7 @@ class PayloadBudget:
 
     @property
     def bytes_in_flight(self) -> int:
-        """Of payloads that are being made, are on their way to the worker, or are those of suspended requests."""
+        """Of payloads that are being made, are on their way to the worker, or belong to suspended requests."""
         reserved = sum(reservation.num_bytes for reservation in self._reservations)
         return reserved + sum(payload.num_bytes for payload in self._payloads if payload.is_pinned)
 
@@ -138,7 +138,7 @@ class PayloadBudget:
         return sum(payload.num_bytes for payload in self._payloads if not payload.is_pinned)
 
     def reserve(self, num_bytes: int, count: int) -> Reservation:
-        """Take room for `count` payloads, dropping what is kept for it.
+        """Take room for `count` payloads, dropping kept payloads for it.
 
         Raises RequestRejected if they are larger than the whole budget, EngineOverloaded if there is no room now.
         """

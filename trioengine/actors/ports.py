@@ -34,7 +34,7 @@ from trioengine.hub.pull import resolve
 
 T = TypeVar("T")
 _STATUS = "/proc/{pid}/status"
-PIPE_SIZE = 1 << 20  # bytes; what an unprivileged process may ask for by default
+PIPE_SIZE = 1 << 20  # bytes; the most that an unprivileged process may ask for by default
 PAYLOAD_ID = struct.Struct("<Q")
 MAX_PAYLOADS = 4096  # at once, so that AUDITED, with up to 9 bytes for each, fits a frame
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -53,7 +53,7 @@ class WorkerProcess(Protocol):
     def receive_stream(self) -> trio.abc.ReceiveStream: ...
 
     async def send_payload(self, payload: int, sealed: SealedBytes) -> None:
-        """Pass these bytes to the worker; they stay the caller's, too. From one task only.
+        """Pass these bytes to the worker; the caller keeps its own descriptor. From one task only.
 
         Raises BrokenResourceError or ClosedResourceError where the worker is gone, or is about to be.
         """
@@ -77,7 +77,7 @@ class WorkerProcess(Protocol):
         ...
 
     def reap(self) -> int | None:
-        """Kill what is left, give every descriptor back, and return the exit status; harmless when repeated.
+        """Kill the rest, give every descriptor back, and return the exit status; harmless when repeated.
 
         It does not block: None if the process, though killed, is not dead yet; so call it after `wait`.
         """
@@ -90,7 +90,7 @@ class SealedMemfd:
     __slots__ = ("fd", "num_bytes")
 
     def __init__(self, chunks: Iterable[BytesLike]) -> None:
-        """Write the chunks, which are dropped one by one, and seal what they make. Blocks for some 0.3 ms a MB.
+        """Write the chunks, which are dropped one by one, and seal the file. Blocks for some 0.3 ms a MB.
 
         Raises OSError where there is no memory or no descriptor for it.
         """
@@ -205,7 +205,7 @@ def _pipe(reader: ExitStack, writer: ExitStack) -> tuple[int, int]:
     fd_out, fd_in = os.pipe2(os.O_CLOEXEC)
     reader.callback(os.close, fd_out)
     writer.callback(os.close, fd_in)
-    with suppress(OSError):  # over the user's limit for pipes: the default size works, too
+    with suppress(OSError):  # over the user's limit for pipes: the default size works as well
         fcntl.fcntl(fd_in, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
     return fd_out, fd_in
 

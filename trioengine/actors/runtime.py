@@ -339,7 +339,7 @@ class Runtime:
         return Settlement(counts, num_resumed, num_suspended - num_resumed)
 
     def give_up(self, error: EngineError) -> None:
-        """No worker can be kept running: fail what is suspended."""
+        """No worker can be kept running: fail the suspended requests."""
         self.gate.failure = error
         self.recovery.give_up_all(as_lost(error))
         self.effects.drain()

@@ -110,10 +110,10 @@ class Session(AsyncOnly):
         `media` are images, before the text of the last message: bytes of a PNG, JPEG, WebP or GIF file, paths, or PIL
         images. They are copied out of this process's memory while the request is entered, and not referred to after it.
         `timeout` in seconds runs from this call to the outcome; when it passes, the request is aborted, and TimedOut
-        raised with the part that was received, even if the worker hangs. `wait` decides what the request waits for,
+        raised with the part that was received, even if the worker hangs. `wait` decides whether the request waits,
         within `timeout` and in the order of arrival, instead of raising EngineOverloaded or EngineAsleep: None, for a
         free slot; True, also while the engine restarts, sleeps or is updated; False, for nothing; it never gets ahead
-        of those who wait. Sampling parameters as keywords go before those of `params`. `label` is the caller's name for
+        of those who wait. Sampling parameters as keywords go before `params`. `label` is the caller's name for
         the request, by which `engine.abort` ends it; it need not be unique. Entering raises SessionBusy while another
         request runs, SessionEnded, EngineClosed, and RequestRejected for a bad prompt.
         """

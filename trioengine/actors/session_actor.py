@@ -287,7 +287,7 @@ class SessionActor:
         return True
 
     def abort_waiting(self, cause: Cause) -> int:
-        """Abort what waits for a slot: requests, and the session's own opening. Returns how many requests."""
+        """Abort the calls that wait for a slot: requests, and the session's own opening. Returns how many requests."""
         if self.id is None:
             self._end_opening(cause)
         waiting = [request for request in self.waiting if request is not self.request]

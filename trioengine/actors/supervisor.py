@@ -1,6 +1,6 @@
-"""The supervisor: starts a worker, watches over it, learns its death, settles what was in flight, starts the next one.
+"""The supervisor: starts a worker, watches over it, learns its death, settles its requests, starts the next one.
 
-It is a service: it outlives the sessions, so that what they posted last is written, and one deadline bounds the whole
+It is a service: it outlives the sessions, so that their last messages are written, and one deadline bounds the whole
 shutdown.
 """
 
@@ -89,7 +89,7 @@ class Supervisor:
 
     @property
     def is_retiring(self) -> bool:
-        """Whether a worker that was told to retire is still there."""
+        """Whether a worker that is to retire is still there."""
         return self.current is not None and self.current.is_retiring
 
     async def run(self) -> None:
@@ -144,7 +144,7 @@ class Supervisor:
         return f"starting the next worker (death {self.deaths} of at most {self._config.max_restarts} in a row)"
 
     async def _run_incarnation(self) -> bool:
-        """Whether the worker was told to retire."""
+        """Whether the worker is to retire."""
         process = await self._ports.spawn_worker()
         incarnation = self.current = Incarnation(self._config, process, self._dispatch)
         if self._shutdown.is_set():
@@ -158,7 +158,7 @@ class Supervisor:
             if incarnation.has_lived:
                 self.deaths = 0
             settlement = self._on_worker_lost(error)
-            incarnation.link.lose()  # not before: its payloads are those of the requests that go on
+            incarnation.link.lose()  # not before: requests that go on need its payloads
         if incarnation.is_retiring or self._shutdown.is_set():
             return incarnation.is_retiring
         is_first = self.incarnations == 1 and not incarnation.ready

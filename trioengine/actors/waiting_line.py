@@ -1,8 +1,8 @@
 """A line of callers who wait, served in the order of their arrival.
 
-What they wait for is handed over: whoever makes it available calls `serve`, which takes it for the first in the line in
-that same step, and wakes that one alone. So nobody is overtaken, however often a newcomer asks, and while somebody
-waits there is nothing to be had. Who is cancelled leaves the line in the step of the cancellation.
+The object of the wait is handed over: the task that makes it available calls `serve`, which takes it for the first in
+the line in that same step, and wakes that one alone. So no caller is overtaken, however often a newcomer asks, and
+while one waits there is nothing to be had. A cancelled caller leaves the line in the step of the cancellation.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import trio
 from trioengine.actors.observer import Observer
 from trioengine.core.errors import EngineAsleep, EngineOverloaded
 
-NOT_NOW = (EngineOverloaded, EngineAsleep)  # what a caller may wait for the end of
+NOT_NOW = (EngineOverloaded, EngineAsleep)  # refusals whose end a caller may wait for
 
 
 def waits_for(refusal: Exception, wait: bool | None) -> bool:
-    """Whether a caller waits for the end of what refuses it.
+    """Whether a caller waits for the end of this refusal.
 
     `wait` True: of all that passes, also of a restart or a sleep; None: only for a free slot; False: never.
     """

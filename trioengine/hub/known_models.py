@@ -60,7 +60,7 @@ def trioengine_home() -> Path:
 
 
 def expand_user(path: str) -> Path:
-    """Replace ~ by the user's home directory. Raises ModelError if there is none."""
+    """Replace ~ by the user's home directory. Raises ModelError for a user without one."""
     try:
         return Path(path).expanduser()
     except RuntimeError as exc:  # no home directory, or no such user

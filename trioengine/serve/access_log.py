@@ -34,8 +34,8 @@ _USABLE = re.compile(rb"(?:(?![][(){}<>=\"'`])[!-~]){1,128}")  # an id that cann
 _UNREADABLE = HttpRequest("-", "-", "", ())
 _MAX_PATH = 200  # characters
 _MAX_MESSAGE = 400
-_QUOTED = re.compile(r"(, got | says: |(?<=unknown parameter) ').*", re.DOTALL)  # the end of a message that quotes the
-# request: a value, or a name in its query
+# the end of a message that quotes the request: a value, or a name in its query
+_QUOTED = re.compile(r"(, got | raised: |(?<=unknown parameter) ').*", re.DOTALL)
 
 
 @contextmanager
@@ -58,7 +58,7 @@ class ContextFilter(logging.Filter):
 
 
 def request_id(request: HttpRequest) -> str:
-    """Return the client's id of the request, or a new one if there is none that can be used."""
+    """Return the client's id of the request, or a new one if it has none, or an unusable one."""
     given = request.header(HEADER)
     return given.decode() if given is not None and _USABLE.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 

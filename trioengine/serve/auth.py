@@ -162,7 +162,7 @@ def warn_of_short_keys(config: ServeConfig) -> None:
 
 
 def presented_key(request: HttpRequest) -> bytes | None:
-    """Return the digest of the request's key; None if there is none, or more than one."""
+    """Return the digest of the request's key; None unless it has exactly one."""
     keys = [_strip_prefix(BEARER, value) for name, value in request.headers if name == b"authorization"]
     if not keys and request.wants_websocket:
         keys = [_strip_prefix(SUBPROTOCOL_PREFIX, name) for name in _subprotocols(request)]

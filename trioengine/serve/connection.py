@@ -176,7 +176,7 @@ class ConnectionHandler:
     # ---- one request ----------------------------------------------------------------------------------------------
 
     async def _next_request(self, connection: _Connection) -> HttpRequest | None:
-        """Read the head of the next request; None if there is none to come. Raises Displaced, BadRequest."""
+        """Read the head of the next request; None at the end of the connection. Raises Displaced, BadRequest."""
         http = connection.http
         with connection.slot.waiting():
             timeout = self._limits.handshake_timeout if http.is_new else self._limits.idle_timeout

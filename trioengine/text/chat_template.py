@@ -60,7 +60,7 @@ class ChatTemplate:
                 budget.charge_output(piece)
                 pieces.append(piece)
         except Raised as exc:
-            raise _rejected(f"the chat template says: {exc!s:.1000}") from None
+            raise _rejected(f"the chat template raised: {exc!s:.1000}") from None
         except TemplateTooCostly as exc:
             raise _rejected(f"the model's chat template {exc} for them") from None
         except Exception as exc:  # the template author's mistake; its details are not for the client

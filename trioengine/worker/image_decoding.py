@@ -1,4 +1,4 @@
-"""Bytes to an image in RGB, by Pillow, and to tiles, pixel for pixel those of transformers' Idefics3ImageProcessorPil.
+"""Bytes to an image in RGB, by Pillow, and to tiles, pixel for pixel as transformers' Idefics3ImageProcessorPil.
 
 Tiles are cut by numpy alone, as torch would start a pool of threads for the thread that decodes.
 
@@ -73,7 +73,7 @@ def decode(data: bytes | memoryview, info: ImageInfo) -> Image.Image:
         return _raw(data, declared)
     stored = declared[::-1] if info.orientation >= _FIRST_QUARTER_TURN else declared
     name = _name(info)
-    with _any_exception_as(f"the image is no {name} image, or is truncated or damaged"):
+    with _any_exception_as(f"the image is not a {name} image, or is truncated or damaged"):
         image = Image.open(_TimedFile(data, name), formats=[info.format.name])
     _check_size(image.size, stored)  # before its pixels take memory
     if info.format is ImageFormat.JPEG:

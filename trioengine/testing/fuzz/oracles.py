@@ -176,7 +176,7 @@ def _check_refusal(reader: Reader, max_model_len: int, faults: InjectedFaults) -
     error, others = reader.error, [other for other in reader.holder.readers if other is not reader]
     match error:
         case None if reader.prompt != UNPREPARED:
-            assert reader.scope.cancel_called, f"it was not entered, and there is no error: {reader.generation}"
+            assert reader.scope.cancel_called, f"it was not entered, and raised no error: {reader.generation}"
         case RequestRejected(code="empty_prompt"):
             assert not (reader.prompt or reader.media), f"{reader.prompt!r} is not empty, and {error!r}"
         case RequestRejected():

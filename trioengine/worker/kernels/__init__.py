@@ -1,1 +1,1 @@
-"""What a step computes beside its matrix products: attention, norms, rotation, activation; once for each backend."""
+"""The kernels of a step beside its matrix products: attention, norms, rotation, activation; once for each backend."""

@@ -9,7 +9,7 @@ kept only for sequences that are about to compute them (its readers), features f
 
 The encoder cache keeps complete pictures that no sequence uses, up to its limit in bytes; the one that was unused for
 the longest time is evicted first. Sequences take from it no more than as many bytes again: a request that waits keeps
-its features, and there may be many such requests. What does not fit is decoded and encoded again in its turn.
+its features, and there may be many such requests. A picture that does not fit is decoded and encoded again in its turn.
 """
 
 from __future__ import annotations

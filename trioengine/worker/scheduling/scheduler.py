@@ -20,8 +20,8 @@ together are sorted by arrival, and the oldest is never preempted for another.
 A sequence with images is out of the line, and can be overtaken, until their payloads have come, and whenever it would
 be admitted and has to compute a tile of which there are neither features nor pixels; then it comes back to its place.
 It leaves at most once for each of its tiles: while it lives no features are dropped, and pixels not before it has
-computed what it came back for. A tile that it did not encode then was in the prefix cache, and is computed there again
-only by a sequence that encodes it.
+computed the tokens that it came back for. A tile that it did not encode then was in the prefix cache, and is computed
+there again only by a sequence that encodes it.
 
 A step encodes `max_tiles_per_step` tiles at most: a prompt is cut before the first one beyond them. While the prompts
 have tiles to encode, decodes are left out of no step.
