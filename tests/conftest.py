@@ -1,5 +1,6 @@
 """The real model that tests may use, and how Hypothesis searches: the same examples every time, however slow."""
 
+import inspect
 import os
 import resource
 from pathlib import Path
@@ -9,6 +10,9 @@ from hypothesis import settings
 
 from trioengine.core.errors import ModelError
 from trioengine.hub.pull import resolve
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # other processes need the cores while a thread waits for another one
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None)
 settings.load_profile("deterministic")
@@ -20,7 +24,11 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave the tests marked `slow` out, unless --slow asks for them."""
+    """Leave the tests marked `slow` out, unless --slow asks for them; check that the others have their clock."""
+    for item in items:
+        if "autojump_clock" in item.fixturenames and item.get_closest_marker("trio"):
+            if "autojump_clock" not in inspect.signature(item.function).parameters:  # pytest-trio looks only there
+                raise pytest.UsageError(f"{item.nodeid} must take autojump_clock, as a fixture of it does")
     if config.getoption("--slow"):
         return
     slow = [item for item in items if "slow" in item.keywords]

@@ -33,14 +33,14 @@ def text_of(answer):
     return answer.json["choices"][0]["message"]["content"]
 
 
-async def test_an_answer_depends_on_the_image(clients):
+async def test_an_answer_depends_on_the_image(autojump_clock, clients):
     answers = [text_of(await clients.chat(content(picture))) for picture in (PICTURE, OTHER)]
     assert len(set(answers)) == 2
     for answer, picture in zip(answers, (PICTURE, OTHER), strict=True):
         assert answer == await expected(clients, [{"role": "user", "content": content(picture)}])
 
 
-async def test_images_in_several_messages(clients):
+async def test_images_in_several_messages(autojump_clock, clients):
     messages = [
         {"role": "system", "content": "be"},
         {"role": "user", "content": content(PICTURE, OTHER)},
@@ -52,7 +52,7 @@ async def test_images_in_several_messages(clients):
     assert answer.json["usage"]["prompt_tokens"] > 3 * 12  # tokens of an image
 
 
-async def test_details_are_hints(clients):
+async def test_details_are_hints(autojump_clock, clients):
     part = {"type": "image_url", "image_url": {"url": data_url(PICTURE), "detail": "low"}}
     assert text_of(await clients.chat([part])) == await expected(clients, [{"role": "user", "content": [part]}])
 
@@ -76,7 +76,7 @@ BAD = [
 
 @pytest.mark.parametrize(("image", "code", "param", "why"), BAD)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_bad_image_names_its_part(clients, image, code, param, why, stream):
+async def test_a_bad_image_names_its_part(autojump_clock, clients, image, code, param, why, stream):
     parts = [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": image}]
     answer = await clients.chat(parts, stream=stream)
     assert (answer.status, answer.error["code"], answer.error["param"]) == (400, code, param)
@@ -84,7 +84,7 @@ async def test_a_bad_image_names_its_part(clients, image, code, param, why, stre
     assert why in answer.error["message"]
 
 
-async def test_an_image_that_cannot_be_decoded(clients):
+async def test_an_image_that_cannot_be_decoded(autojump_clock, clients):
     """Only the worker finds that."""
     part = {"type": "image_url", "image_url": {"url": data_url(UNREADABLE, "image/jpeg")}}
     answer = await clients.chat([{"type": "text", "text": "What?"}, part])
@@ -92,7 +92,7 @@ async def test_an_image_that_cannot_be_decoded(clients):
     assert answer.error["message"].startswith("messages[0].content[1]: ")
 
 
-async def test_images_are_in_user_messages(clients):
+async def test_images_are_in_user_messages(autojump_clock, clients):
     answer = await clients.chat(messages=[{"role": "system", "content": [image_part()]}])
     assert (answer.status, answer.error["code"]) == (400, "images_not_supported")
     assert answer.error["message"] == "messages[0].content[0]: a message of the role system has no images"
@@ -141,7 +141,7 @@ async def test_an_image_that_is_dropped_before_a_worker_dies(autojump_clock):
         assert answer.error["param"] == "messages[0].content[0]"
 
 
-async def test_tokenize_is_for_text(clients):
+async def test_tokenize_is_for_text(autojump_clock, clients):
     messages = [{"role": "user", "content": content(PICTURE)}]
     answer = await clients.request("POST", "/tokenize", {"messages": messages})
     assert (answer.status, answer.error["code"]) == (400, "images_not_supported")
@@ -169,7 +169,7 @@ async def test_bodies_to_a_model_for_text(autojump_clock):
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
-async def test_the_body_is_gone_before_the_first_token(clients):
+async def test_the_body_is_gone_before_the_first_token(autojump_clock, clients):
     """Neither the body nor its JSON, its URL or the decoded bytes: of the image only the payload is left."""
     image = png(padding=3 * MIB)
     async with clients.connect() as client:
@@ -184,7 +184,7 @@ async def test_the_body_is_gone_before_the_first_token(clients):
 
 @pytest.mark.parametrize("image", [b"BM" + bytes(3 * MIB), b"GIF89a" + bytes(3 * MIB)], ids=["format", "header"])
 @pytest.mark.parametrize("bad", [False, True])
-async def test_of_a_refused_image_nothing_is_left(clients, image, bad):
+async def test_of_a_refused_image_nothing_is_left(autojump_clock, clients, image, bad):
     """No cycle keeps it until the next collection."""
     url = data_url(image) + ("!!!!" if bad else "")
     async with clients.connect() as client:

@@ -36,7 +36,7 @@ def asked(*images, text="What?"):
     return {"role": "user", "content": content(*images, text=text)}
 
 
-async def test_the_kinds_of_media(remote, clients, tmp_path):
+async def test_the_kinds_of_media(autojump_clock, remote, clients, tmp_path):
     path = tmp_path / "picture.png"
     path.write_bytes(PICTURE)
     answer = await expected(clients, asked(PICTURE))
@@ -49,14 +49,14 @@ async def test_the_kinds_of_media(remote, clients, tmp_path):
     assert (await remote.generate([message], FIVE)).text == answer
 
 
-async def test_a_conversation_is_that_of_the_engine(remote, clients):
+async def test_a_conversation_is_that_of_the_engine(autojump_clock, remote, clients):
     async with remote.open_session() as there, clients.engine.open_session() as here:
         for text, media in [("What?", [PICTURE, OTHER]), ("And?", []), ("Then?", [PICTURE])]:
             answers = [(await session.ask(text, FIVE, media=media)).text for session in (there, here)]
             assert answers[0] == answers[1]
 
 
-async def test_a_history_with_images_is_given_to_another_session(remote, clients):
+async def test_a_history_with_images_is_given_to_another_session(autojump_clock, remote, clients):
     """As after the loss of a connection: the images are sent again."""
     async with remote.open_session() as session:
         await session.ask("What?", FIVE, media=[PICTURE])
@@ -93,7 +93,7 @@ async def test_what_was_dropped_is_sent_again_with_the_history(autojump_clock):
         ([PICTURE + bytes(21 << 20)], "image_file_too_large", "at most 20971520 are accepted"),
     ],
 )
-async def test_what_cannot_be_sent(remote, clients, media, code, why):
+async def test_what_cannot_be_sent(autojump_clock, remote, clients, media, code, why):
     async with remote.open_session() as session:
         with pytest.raises(RequestRejected, match=why) as caught:
             await session.ask("What?", FIVE, media=media)
@@ -113,7 +113,7 @@ async def test_a_model_for_text(autojump_clock, size):
             assert (await session.ask("What?", FIVE)).finish_reason == "length"
 
 
-async def test_an_image_that_cannot_be_decoded_is_named_by_the_arguments_of_the_call(remote):
+async def test_an_image_that_cannot_be_decoded_is_named_by_the_arguments_of_the_call(autojump_clock, remote):
     async with remote.open_session() as session:
         await session.ask("What?", FIVE, media=[PICTURE])
         with pytest.raises(RequestRejected, match=r"media\[1\]: the toy model cannot read it") as caught:
@@ -124,7 +124,7 @@ async def test_an_image_that_cannot_be_decoded_is_named_by_the_arguments_of_the_
             await session.ask([{"role": "user", "content": parts}], FIVE)
 
 
-async def test_urls_are_not_fetched(remote):
+async def test_urls_are_not_fetched(autojump_clock, remote):
     part = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
     async with remote.open_session() as session:
         with pytest.raises(RequestRejected, match="only data: URLs are accepted"):

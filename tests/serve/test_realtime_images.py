@@ -73,7 +73,7 @@ def kept(clients):
     return statistics.payload_bytes_kept + statistics.payload_bytes_inflight
 
 
-async def test_answers_depend_on_the_images(clients):
+async def test_answers_depend_on_the_images(autojump_clock, clients):
     async with clients.realtime() as client:
         await create(client, image(), "What?")
         first = text_of(await client.respond(**GREEDY))
@@ -87,7 +87,7 @@ async def test_answers_depend_on_the_images(clients):
         assert kept(clients) == len(PICTURE) + len(OTHER)
 
 
-async def test_an_item_is_shown_without_its_bytes(clients):
+async def test_an_item_is_shown_without_its_bytes(autojump_clock, clients):
     async with clients.realtime() as client:
         await create(client, image(), "What?", id="mine")
         await client.send("conversation.item.retrieve", item_id="mine")
@@ -99,13 +99,13 @@ async def test_an_item_is_shown_without_its_bytes(clients):
         assert retrieved["item"]["status"] == "completed"
 
 
-async def test_an_item_of_an_image_alone_is_answered(clients):
+async def test_an_item_of_an_image_alone_is_answered(autojump_clock, clients):
     async with clients.realtime() as client:
         await create(client, image())
         assert text_of(await client.respond(**GREEDY)) == await expected(clients, message(image()))
 
 
-async def test_a_deleted_item_gives_its_image_back(clients):
+async def test_a_deleted_item_gives_its_image_back(autojump_clock, clients):
     async with clients.realtime() as client:
         await create(client, image(), id="first")
         await create(client, "hello")
@@ -116,7 +116,7 @@ async def test_a_deleted_item_gives_its_image_back(clients):
         assert text_of(await client.respond(**GREEDY)) == await expected(clients, message("hello"))
 
 
-async def test_a_response_goes_on_when_its_item_is_deleted(clients):
+async def test_a_response_goes_on_when_its_item_is_deleted(autojump_clock, clients):
     async with clients.realtime() as client:
         await create(client, image(), id="first")
         await client.send("response.create", response=GREEDY)
@@ -125,7 +125,7 @@ async def test_a_response_goes_on_when_its_item_is_deleted(clients):
         assert text_of(response) == await expected(clients, message(image()))
 
 
-async def test_images_in_the_input_of_a_response(clients):
+async def test_images_in_the_input_of_a_response(autojump_clock, clients):
     """They are kept as long as the response; a reference is to an item with its image."""
     async with clients.realtime() as client:
         await create(client, image(), id="first")
@@ -155,7 +155,7 @@ async def test_images_in_the_input_of_a_response(clients):
         ({"type": "input_audio", "audio": ""}, "unsupported_content", "content[1].type"),
     ],
 )
-async def test_a_bad_image_is_an_error_event(clients, part, code, param):
+async def test_a_bad_image_is_an_error_event(autojump_clock, clients, part, code, param):
     async with clients.realtime() as client:
         await client.send("conversation.item.create", item=item("x", part), event_id="mine")
         error = (await client.until("error"))["error"]
@@ -168,7 +168,7 @@ async def test_a_bad_image_is_an_error_event(clients, part, code, param):
 
 
 @pytest.mark.parametrize("role", ["system", "assistant"])
-async def test_images_are_in_user_items(clients, role):
+async def test_images_are_in_user_items(autojump_clock, clients, role):
     async with clients.realtime() as client:
         await client.send("conversation.item.create", item=item(image(), role=role))
         error = (await client.until("error"))["error"]
@@ -185,7 +185,7 @@ async def test_a_model_for_text_names_itself(autojump_clock):
             assert error["message"] == refusal
 
 
-async def test_a_refused_item_gives_its_image_back(clients):
+async def test_a_refused_item_gives_its_image_back(autojump_clock, clients):
     async with clients.realtime() as client:
         await create(client, "hello", id="first")
         await client.send("conversation.item.create", item=item(image(), id="first"))
@@ -193,7 +193,7 @@ async def test_a_refused_item_gives_its_image_back(clients):
         assert kept(clients) == 0
 
 
-async def test_an_image_that_cannot_be_decoded_names_its_item(clients):
+async def test_an_image_that_cannot_be_decoded_names_its_item(autojump_clock, clients):
     async with clients.realtime() as client:
         await create(client, "hello")
         await client.respond(**GREEDY)
@@ -204,7 +204,7 @@ async def test_an_image_that_cannot_be_decoded_names_its_item(clients):
         assert error["message"].startswith("item 'bad': content[1]: ")
 
 
-async def test_a_dropped_image_names_its_item(narrow):
+async def test_a_dropped_image_names_its_item(autojump_clock, narrow):
     """Others needed the room; deleted and created again, the item is answered."""
     async with narrow.realtime() as client:
         await create(client, image(), id="first")
@@ -224,7 +224,7 @@ async def test_a_dropped_image_names_its_item(narrow):
 # ---- room -----------------------------------------------------------------------------------------------------------
 
 
-async def test_an_item_waits_for_room(narrow):
+async def test_an_item_waits_for_room(autojump_clock, narrow):
     """And the events behind it wait, too."""
     async with narrow.engine.open_session() as session, narrow.realtime() as client:
         async with session.generate("What?", FIVE, media=[OTHER]):
@@ -234,7 +234,7 @@ async def test_an_item_waits_for_room(narrow):
         assert text_of(response) == await expected(narrow, message(image()))
 
 
-async def test_an_item_does_not_wait_for_ever(narrow):
+async def test_an_item_does_not_wait_for_ever(autojump_clock, narrow):
     async with narrow.engine.open_session() as session, narrow.realtime() as client:
         narrow.simulation.worker.payloads.by_hand = True
         async with session.generate("What?", FIVE, media=[OTHER]) as generation:
@@ -255,7 +255,7 @@ async def test_an_item_does_not_wait_for_ever(narrow):
 
 
 @pytest.mark.parametrize("passes", [0, 1, 2, 3, 5, 8, 13, 21, 34, 55])
-async def test_a_client_that_leaves_at_any_moment(clients, passes):
+async def test_a_client_that_leaves_at_any_moment(autojump_clock, clients, passes):
     """Its images are given back, whether they are being copied, kept, or on their way to the worker."""
     async with clients.realtime() as client:
         await client.send("conversation.item.create", item=item(image(), image(OTHER)))
@@ -269,7 +269,7 @@ async def test_a_client_that_leaves_at_any_moment(clients, passes):
     assert kept(clients) == 0
 
 
-async def test_a_client_that_breaks_off(clients):
+async def test_a_client_that_breaks_off(autojump_clock, clients):
     stream = clients.stream()
     with pytest.raises(BaseExceptionGroup):
         async with clients.realtime(stream) as client:
@@ -310,7 +310,7 @@ async def test_messages_may_be_larger_as_soon_as_the_model_is_known(autojump_clo
                 assert (await client.until("error"))["error"]["code"] == "response_cancel_not_active"
 
 
-async def test_of_a_message_only_the_payload_is_left(clients):
+async def test_of_a_message_only_the_payload_is_left(autojump_clock, clients):
     data = png(padding=3 * MIB)
     async with clients.realtime() as client:
         with traced():
