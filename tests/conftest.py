@@ -26,9 +26,10 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Leave the tests marked `slow` out, unless --slow asks for them; check that the others have their clock."""
     for item in items:
-        if "autojump_clock" in item.fixturenames and item.get_closest_marker("trio"):
-            if "autojump_clock" not in inspect.signature(item.function).parameters:  # pytest-trio looks only there
-                raise pytest.UsageError(f"{item.nodeid} must take autojump_clock, as a fixture of it does")
+        is_async_test = item.get_closest_marker("trio") is not None
+        arguments = inspect.signature(item.function).parameters  # pytest-trio looks for a clock only there
+        if is_async_test and "autojump_clock" in item.fixturenames and "autojump_clock" not in arguments:
+            raise pytest.UsageError(f"{item.nodeid} must take autojump_clock, as one of its fixtures does")
     if config.getoption("--slow"):
         return
     slow = [item for item in items if "slow" in item.keywords]
