@@ -7,7 +7,7 @@ from trio.testing import wait_all_tasks_blocked
 from trioengine import EngineClosed, EngineConfig, EngineOverloaded, InvariantError, TimedOut
 from trioengine.actors.effects import Effects
 from trioengine.actors.gate import Gate
-from trioengine.aio.waiting import NEVER, deadline_after
+from trioengine.aio.concurrency import NEVER, deadline_after
 from trioengine.core.ledger import RequestState
 from trioengine.core.lifecycle import PowerEvent
 from trioengine.core.types import FinishReason

@@ -257,6 +257,6 @@ async def test_a_kept_image_may_be_dropped(autojump_clock):
 
 async def test_whether_a_model_takes_images(autojump_clock):
     async with engine_for_images() as (engine, _):
-        assert engine.runtime.takes_images
+        assert engine.takes_images
     async with simulated_engine() as (engine, _):
-        assert not engine.runtime.takes_images
+        assert not engine.takes_images

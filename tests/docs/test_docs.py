@@ -13,7 +13,7 @@ from helpers.loopback import on_loopback
 from helpers.pictures import PICTURE
 
 from trioengine import EngineConfig, blocking, connect, open_engine
-from trioengine.aio.nursery import open_unwrapped_nursery
+from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.server import serve
 from trioengine.testing import Simulation

@@ -4,7 +4,7 @@ import itertools
 
 from trioengine import EngineConfig, SamplingParams
 from trioengine.actors.observer import Observer
-from trioengine.aio.waiting import Notifier
+from trioengine.aio.concurrency import Notifier
 from trioengine.core.messages import AddMessage, AddSession, EndSession, StopSession
 from trioengine.testing import toy_answer
 

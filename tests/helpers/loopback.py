@@ -7,7 +7,7 @@ from typing import Any
 import trio
 
 from trioengine import EngineConfig
-from trioengine.aio.nursery import open_unwrapped_nursery
+from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.server import serve
 from trioengine.testing import Simulation

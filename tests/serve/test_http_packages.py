@@ -18,7 +18,7 @@ import trio
 from helpers.clients import first_token
 
 from trioengine import EngineConfig
-from trioengine.aio.nursery import open_unwrapped_nursery
+from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.serve.chat_protocol import _FIELDS
 from trioengine.serve.config import ServeConfig
 from trioengine.serve.server import serve

@@ -16,7 +16,7 @@ from helpers.clients import Client, read_all, status_and_body
 from trio_websocket import ConnectionClosed, wrap_client_stream
 
 from trioengine import EngineConfig, EngineError, InvalidConfig, WorkerLost
-from trioengine.aio.nursery import open_unwrapped_nursery
+from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.cli.serve import obey_signals
 from trioengine.core.messages import Fatal, FatalCode
 from trioengine.serve.config import ServeConfig

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import trio
 from trio_websocket import ConnectionClosed, HandshakeError, WebSocketConnection, wrap_client_stream
 
-from trioengine.aio.nursery import open_unwrapped_nursery
+from trioengine.aio.concurrency import open_unwrapped_nursery
 
 PROMPTS = ("Hi", "Name a colour.", "Count to ten.", "Tell me a story about a small red boat on a lake.")
 MAX_TOKENS = (1, 2, 8, 32)

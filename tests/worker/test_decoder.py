@@ -11,7 +11,7 @@ import pytest
 
 from trioengine.core.image import ImageFormat, ImageInfo
 from trioengine.testing.simulated_process import SimulatedPayload
-from trioengine.worker.loop import DecoderThread
+from trioengine.worker.process import DecoderThread
 from trioengine.worker.scheduling.image_queue import PictureDecoded
 from trioengine.worker.scheduling.images import DecodedImage, ImageError, Payload, Picture, PictureStatus
 

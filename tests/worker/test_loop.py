@@ -34,7 +34,7 @@ from trioengine.core.messages import (
     Tokens,
 )
 from trioengine.core.types import FinishReason
-from trioengine.worker.loop import serve
+from trioengine.worker.process import serve
 from trioengine.worker.scheduling.sequence import ModelInfo, OnProgress, SchedulerOutput
 from trioengine.worker.transport import Progress, Transport
 

@@ -10,7 +10,7 @@ from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.power import ALL_TAGS
 from trioengine.worker.kernels import linear
 from trioengine.worker.kernels.torch_kernels import TorchKernels
-from trioengine.worker.models.base import load_model
+from trioengine.worker.models import load_model
 from trioengine.worker.weights import open_checkpoint
 from trioengine.worker.weights.checkpoint import WeightReader
 

@@ -19,8 +19,7 @@ from trioengine.actors.runtime import Runtime
 from trioengine.actors.session import Session
 from trioengine.actors.statistics import Statistics, statistics_of
 from trioengine.aio.calls import opens, whole_answer
-from trioengine.aio.nursery import open_unwrapped_nursery
-from trioengine.aio.waiting import deadline_after
+from trioengine.aio.concurrency import deadline_after, open_unwrapped_nursery
 from trioengine.core.checks import (
     check_callback,
     check_cause,
@@ -101,6 +100,11 @@ class Engine:
     def limits(self) -> Ready:
         """The model as its worker runs it: context, KV blocks, dtype, device. EngineOverloaded until it is READY."""
         return self.runtime.limits
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model takes images; False until its files are read."""
+        return self.runtime.takes_images
 
     def statistics(self) -> Statistics:
         """The counts at this moment; the worker's as it reported them last."""

@@ -21,7 +21,7 @@ from trioengine.actors.link import Link
 from trioengine.actors.observer import Observer, Slot
 from trioengine.actors.power_change import PowerChange
 from trioengine.actors.waiting_line import NOT_NOW, WaitingLine, waits_for
-from trioengine.aio.waiting import NEVER, Deadline, Notifier
+from trioengine.aio.concurrency import NEVER, Deadline, Notifier
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineAsleep, EngineClosed, EngineError, EngineOverloaded, InvariantError
 from trioengine.core.ledger import Ledger

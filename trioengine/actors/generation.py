@@ -15,7 +15,7 @@ from typing import Self
 import trio
 
 from trioengine.aio.calls import AsyncOnly
-from trioengine.aio.waiting import Deadline, Notifier
+from trioengine.aio.concurrency import Deadline, Notifier
 from trioengine.core.checks import check_flag, check_label, check_wait
 from trioengine.core.errors import Outcome, TimedOut
 from trioengine.core.sampling_params import SamplingParams

@@ -15,7 +15,7 @@ from trioengine.actors.observer import Observer
 from trioengine.actors.payload import Payload, PayloadBudget, Reservation
 from trioengine.actors.ports import Ports
 from trioengine.actors.waiting_line import waits_for
-from trioengine.aio.waiting import NEVER, Deadline
+from trioengine.aio.concurrency import NEVER, Deadline
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineOverloaded, RequestRejected
 from trioengine.core.image import MAX_IMAGE_BYTES, Image, image_url, is_image_part

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Self, TypeAlias
 
 import trio
 
-from trioengine.aio.waiting import Notifier
+from trioengine.aio.concurrency import Notifier
 from trioengine.core.checks import check_flag, integer, number, rejected
 from trioengine.core.config import MAX_SECONDS
 from trioengine.core.errors import TransitionFailed

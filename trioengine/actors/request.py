@@ -12,7 +12,7 @@ from trioengine.actors.generation import ReadableRequest
 from trioengine.actors.images import image_inputs
 from trioengine.actors.media import Media
 from trioengine.actors.observer import FinishedRequest, Observer
-from trioengine.aio.waiting import Deadline
+from trioengine.aio.concurrency import Deadline
 from trioengine.core.errors import Outcome
 from trioengine.core.ledger import RequestState
 from trioengine.core.messages import AddMessage, TokensRow

@@ -36,7 +36,7 @@ from trioengine.actors.session_actor import (
 from trioengine.actors.sessions import Sessions
 from trioengine.actors.statistics import WorkerCounts
 from trioengine.actors.supervisor import Settlement, Supervisor
-from trioengine.aio.waiting import NEVER, Deadline
+from trioengine.aio.concurrency import NEVER, Deadline
 from trioengine.core.config import EngineConfig, WorkerConfig
 from trioengine.core.errors import (
     EngineError,

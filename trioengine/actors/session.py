@@ -14,7 +14,7 @@ from trioengine.actors.request import Request, RequestTimes
 from trioengine.actors.runtime import Runtime
 from trioengine.actors.session_actor import SessionActor
 from trioengine.aio.calls import AsyncOnly, whole_answer
-from trioengine.aio.waiting import deadline_after
+from trioengine.aio.concurrency import deadline_after
 from trioengine.core.sampling_params import (
     Overflow,
     SamplingOptions,

@@ -25,7 +25,7 @@ from trioengine.actors.images import HeldPayloads, ImageStore, RequestImages, fi
 from trioengine.actors.link import Link
 from trioengine.actors.observer import Observer
 from trioengine.actors.request import Request
-from trioengine.aio.waiting import NEVER, Deadline
+from trioengine.aio.concurrency import NEVER, Deadline
 from trioengine.core.checks import check_history, check_label, check_wait
 from trioengine.core.errors import (
     EngineClosed,

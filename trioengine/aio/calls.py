@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
-from trioengine.aio.nursery import check_trio
+from trioengine.aio.concurrency import check_trio
 from trioengine.core.types import Restricted
 
 P = ParamSpec("P")

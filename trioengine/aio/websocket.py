@@ -20,7 +20,7 @@ from wsproto.events import (
 )
 from wsproto.utilities import ProtocolError
 
-from trioengine.aio.waiting import Notifier
+from trioengine.aio.concurrency import Notifier
 
 MAX_MESSAGE = 64 << 20  # characters
 MAX_REFUSAL = 1 << 20  # bytes of the body

@@ -17,7 +17,7 @@ from functools import partial
 
 import trio
 
-from trioengine.aio.nursery import open_unwrapped_nursery
+from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.cli.chat_session import AnySession, ChatSession, OpenSession, notify_on_stderr, open_chat
 from trioengine.cli.errors import warn
 from trioengine.cli.generate import answer_prompt, require_prompt, write, write_answer

@@ -12,7 +12,7 @@ import trio
 from trioengine.actors.engine import Engine, open_engine
 from trioengine.actors.generation import Generation
 from trioengine.actors.session import Session
-from trioengine.aio.nursery import open_unwrapped_nursery
+from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.cli.errors import warn
 from trioengine.cli.progress import progress_bars
 from trioengine.client.address import Address

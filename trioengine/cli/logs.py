@@ -16,7 +16,7 @@ import trio
 
 from trioengine.actors.ports import Ports, spawn_worker
 from trioengine.actors.supervisor import LOSS_FIELDS
-from trioengine.aio.nursery import open_unwrapped_nursery
+from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.cli.errors import json_record
 from trioengine.core.wording import printable, printable_lines
 from trioengine.serve.access_log import CONTEXT, FIELDS, ContextFilter

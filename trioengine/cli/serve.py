@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from trioengine.actors.engine import Engine
-from trioengine.aio.nursery import open_unwrapped_nursery
+from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.cli.logs import configure_logs, log_what_python_prints, logged_workers
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError

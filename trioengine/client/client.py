@@ -9,8 +9,7 @@ from typing import Any, Unpack
 import trio
 
 from trioengine.aio.calls import opens, whole_answer
-from trioengine.aio.nursery import open_unwrapped_nursery
-from trioengine.aio.waiting import deadline_after
+from trioengine.aio.concurrency import deadline_after, open_unwrapped_nursery
 from trioengine.client.address import Address, Endpoint
 from trioengine.client.connection import Connections
 from trioengine.client.generation import Generation, RequestProxy, Requests

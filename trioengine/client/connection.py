@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import trio
 
 from trioengine.actors.waiting_line import waits_for
-from trioengine.aio.waiting import Deadline, Notifier
+from trioengine.aio.concurrency import Deadline, Notifier
 from trioengine.aio.websocket import Closed, Rejected, WebSocket
 from trioengine.client.address import Endpoint
 from trioengine.client.problems import loss_of, refusal_of, unanswered

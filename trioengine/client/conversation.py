@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Sequence
 from copy import copy
 
-from trioengine.aio.waiting import Notifier
+from trioengine.aio.concurrency import Notifier
 from trioengine.client.connection import Posts
 from trioengine.client.problems import placed
 from trioengine.client.prompt import MAX_EVENT, MAX_IMAGE_EVENT, Message, has_images, item_of, rendered

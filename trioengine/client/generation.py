@@ -20,7 +20,7 @@ import trio
 
 from trioengine.actors import generation
 from trioengine.actors.waiting_line import NOT_NOW, waits_for
-from trioengine.aio.waiting import Deadline
+from trioengine.aio.concurrency import Deadline
 from trioengine.client.conversation import Conversation
 from trioengine.client.problems import length_of, outcome_of, placed, usage_of
 from trioengine.client.prompt import Media, Message, rendered

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 import trio
 
 from trioengine.aio.calls import AsyncOnly, whole_answer
-from trioengine.aio.waiting import NEVER, Deadline, deadline_after
+from trioengine.aio.concurrency import NEVER, Deadline, deadline_after
 from trioengine.client.connection import Connection, Connections
 from trioengine.client.conversation import Conversation
 from trioengine.client.generation import Generation, RequestProxy, Requests

@@ -13,7 +13,7 @@ import trio
 
 from trioengine.actors.engine import Engine
 from trioengine.actors.ports import Ports
-from trioengine.aio.nursery import open_unwrapped_nursery
+from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import EngineError, InvalidConfig
 from trioengine.core.lifecycle import PowerEvent

@@ -17,7 +17,7 @@ import trio
 
 from trioengine.actors.engine import Engine, open_engine
 from trioengine.actors.ports import Ports, WorkerProcess
-from trioengine.aio.nursery import open_unwrapped_nursery
+from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.core.config import EngineConfig
 from trioengine.core.errors import WorkerLost
 from trioengine.core.image import BytesLike

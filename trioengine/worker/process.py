@@ -1,24 +1,55 @@
-"""The worker as a process: its descriptors, its signals and its end.
+"""The worker as a process: its descriptors, signals and end; its main thread, which steps and replies until SHUTDOWN.
 
 The supervisor spawns it in a session, hence a process group, of its own: `python -m trioengine.worker --in FD --out FD
 --payloads FD --parent PID`. It never outlives its parent, whose death it learns from a pidfd: a forked child of
 the parent keeps the pipe open, so EOF does not suffice, and PR_SET_PDEATHSIG is tied to the thread that spawned.
+
+Nothing heavy is imported here: `load` imports the model runner, and torch with it.
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import logging
 import os
 import select
 import signal
 import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
-from trioengine.worker.loop import Load, serve
+from trioengine.core.config import WorkerConfig
+from trioengine.core.errors import ModelError, RemoteProtocolError
+from trioengine.core.messages import (
+    WIRE_NAMES,
+    Activity,
+    Configure,
+    Fatal,
+    FatalCode,
+    Loading,
+    Ready,
+    Shutdown,
+    Sleep,
+    UpdateWeights,
+    Wake,
+)
+from trioengine.worker.scheduling.engine_core import EngineCore, Event
+from trioengine.worker.scheduling.image_queue import PictureDecoded, decode_picture
+from trioengine.worker.scheduling.images import Decode, Picture
+from trioengine.worker.scheduling.sequence import Limits, ModelInfo, ModelRunner, OnProgress
 from trioengine.worker.transport import Progress, Transport, start_receiving
+
+CPU_PREFILL_SIZE = 512  # tokens, some 0.3 s on two cores
+CPU_TILES, CUDA_TILES = 1, 16  # encoded in one step
+QUIET_SECONDS = 0.2  # of idleness before the accounts are checked, which may take some 10 ms
+_NICE = 10  # so that a step that runs meanwhile keeps its cores
+
+Load: TypeAlias = Callable[[WorkerConfig, OnProgress], tuple[ModelInfo, ModelRunner]]
 
 
 def run(arguments: Sequence[str], load: Load) -> int:
@@ -78,3 +109,164 @@ def _await_death(pidfd: int) -> None:
     poll.register(pidfd, select.POLLIN)
     poll.poll()
     kill_own_group()
+
+
+def serve(transport: Transport, load: Load, clock: Callable[[], float]) -> int:
+    """Run one incarnation and return the exit status: 0 after SHUTDOWN, 1 after an exception, sent as FATAL."""
+    try:
+        config = _receive_configuration(transport)
+        if config is not None:
+            _step_until_shutdown(transport, _load(transport, load, config, clock))
+    except Exception as exc:
+        transport.send(_fatal(exc))
+        return 1
+    return 0
+
+
+def _receive_configuration(transport: Transport) -> WorkerConfig | None:
+    """Wait for CONFIGURE; None after SHUTDOWN."""
+    while True:
+        for message in transport.receive(timeout=None):
+            match message:
+                case Configure(config=config):
+                    return config
+                case Shutdown():
+                    return None
+            name = WIRE_NAMES.get(type(message), "a payload")
+            raise RemoteProtocolError(f"{name} before CONFIGURE")
+
+
+def _load(transport: Transport, load: Load, config: WorkerConfig, clock: Callable[[], float]) -> EngineCore:
+    transport.progress.enter(Activity.LOADING)
+
+    core: EngineCore | None = None
+
+    def on_progress(done: int, total: int) -> None:
+        transport.progress.advance()
+        if core is None:  # a wake or an update of the weights shows in PONG only
+            transport.send(Loading(done, total))
+
+    info, runner = load(config, on_progress)
+    chunked_prefill_size = config.chunked_prefill_size
+    if chunked_prefill_size is None:
+        chunked_prefill_size = CPU_PREFILL_SIZE if info.device == "cpu" else config.max_num_batched_tokens
+    limits = Limits(
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        kv_blocks_total=info.kv_blocks_total,
+        block_size=info.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        chunked_prefill_size=chunked_prefill_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        tile=None if info.vision is None else info.vision.tile,
+        max_tiles_per_step=CPU_TILES if info.device == "cpu" else CUDA_TILES,
+        encoder_cache_memory=config.encoder_cache_memory,
+    )
+    decoder = None if info.vision is None else DecoderThread(info.vision.decode, transport.report)
+    core = EngineCore(runner, limits, clock, frozenset(config.asleep), decoder)
+    _freeze_gc()
+    transport.send(
+        Ready(
+            model_type=info.model_type,
+            device=info.device,
+            dtype=info.dtype,
+            vocab_size=info.vocab_size,
+            max_model_len=limits.max_sequence_len,
+            kv_blocks_total=info.kv_blocks_total,
+            block_size=info.block_size,
+            weight_version=config.weight_version,
+            kernels=info.kernels,
+        )
+    )
+    return core
+
+
+def _freeze_gc() -> None:
+    """Exclude all objects of the loading from collections: a full one would walk them for 0.1 s with torch."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
+
+
+def _step_until_shutdown(transport: Transport, core: EngineCore) -> None:
+    progress = transport.progress
+    while True:
+        for message in _take(transport, core):
+            if isinstance(message, Shutdown):
+                return
+            if isinstance(message, Sleep | Wake | UpdateWeights):
+                progress.enter(Activity.LOADING)
+            for reply in core.handle(message):
+                transport.send(reply)
+            progress.advance()
+        if core.has_work:
+            progress.enter(Activity.STEPPING)
+            for reply in core.step():
+                transport.send(reply)
+
+
+def _take(transport: Transport, core: EngineCore) -> list[Event]:
+    """Return the messages and events that have come. Without work, check the accounts and wait for the first."""
+    if core.has_work:
+        return transport.receive(timeout=0)
+    transport.progress.enter(Activity.IDLE)
+    messages = transport.receive(timeout=QUIET_SECONDS)
+    if messages:
+        return messages
+    core.check_integrity()
+    return transport.receive(timeout=None)
+
+
+def _fatal(exc: Exception) -> Fatal:
+    message = f"{type(exc).__name__}: {exc}"
+    if isinstance(exc, ModelError):
+        code, message = FatalCode.MODEL, str(exc)  # the engine raises it as a ModelError again
+    elif _is_out_of_memory(exc):
+        code = FatalCode.MEMORY
+    else:
+        code = FatalCode.INTERNAL
+    return Fatal(code, _encodable(message), _encodable("".join(traceback.format_exception(exc))))
+
+
+def _is_out_of_memory(exc: Exception) -> bool:
+    """Recognize errors by name and text: torch is not imported here, and its CPU allocator raises RuntimeError."""
+    return (
+        isinstance(exc, MemoryError) or type(exc).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(exc)
+    )
+
+
+def _encodable(text: str) -> str:
+    """Escape lone surrogates, which file names with odd bytes bring into messages."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+class DecoderThread:
+    """A Decoder in a thread of low priority; `submit` and `cancel` are called by one other thread."""
+
+    def __init__(self, decode: Decode, report: Callable[[PictureDecoded], None]) -> None:
+        self._decode = decode
+        self._report = report
+        self._pictures: deque[Picture] = deque()  # each operation on it is atomic
+        self._submitted = threading.Semaphore(0)  # at least as often as there are pictures
+        threading.Thread(target=self._run, name="decoder", daemon=True).start()
+
+    def submit(self, picture: Picture) -> None:
+        self._pictures.append(picture)
+        self._submitted.release()
+
+    def cancel(self, picture: Picture) -> bool:
+        try:
+            self._pictures.remove(picture)
+        except ValueError:
+            return False
+        return True
+
+    def _run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while self._submitted.acquire():
+            try:
+                picture = self._pictures.popleft()
+            except IndexError:  # it was cancelled
+                continue
+            self._report(decode_picture(picture, self._decode))

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import trio
 
-from trioengine.aio.nursery import open_unwrapped_nursery
+from trioengine.aio.concurrency import open_unwrapped_nursery
 from trioengine.aio.websocket import Closed, Rejected, WebSocket
 from trioengine.cli.bench.config import BenchConfig
 from trioengine.cli.bench.load import Stopwatch

@@ -13,7 +13,7 @@ from trio_websocket import ConnectionClosed
 from wsproto.events import TextMessage
 
 from trioengine.actors.engine import Engine
-from trioengine.aio.waiting import Notifier
+from trioengine.aio.concurrency import Notifier
 from trioengine.core.lifecycle import Power
 from trioengine.serve.errors import Problem
 from trioengine.serve.limits import Held

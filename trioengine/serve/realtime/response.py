@@ -16,7 +16,7 @@ from trioengine.actors.engine import Engine
 from trioengine.actors.generation import Generation
 from trioengine.actors.images import KeptImages
 from trioengine.actors.session import Session
-from trioengine.aio.waiting import Notifier
+from trioengine.aio.concurrency import Notifier
 from trioengine.core.errors import EngineError, RequestRejected
 from trioengine.core.sampling_params import SamplingParams
 from trioengine.core.types import Cause, Completion, FinishReason, Usage

@@ -13,8 +13,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.functional import silu
 
+from trioengine.worker.kernels import Attention, RMSNorm, RotaryTable
 from trioengine.worker.kernels.batch import ForwardBatch, KVCache
-from trioengine.worker.kernels.interface import Attention, RMSNorm, RotaryTable
 
 
 class TorchKernels:

@@ -22,10 +22,10 @@ from trioengine.hub.idefics3_config import (
     Idefics3Config,
     VisionConfig,
 )
+from trioengine.worker.kernels import Attention, Kernels
 from trioengine.worker.kernels.batch import ForwardBatch
-from trioengine.worker.kernels.interface import Attention, Kernels
 from trioengine.worker.kernels.linear import Linear
-from trioengine.worker.models.base import ModelFactory
+from trioengine.worker.models import ModelFactory
 from trioengine.worker.models.llama import LlamaModel
 from trioengine.worker.weights.checkpoint import WeightReader
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from trioengine.hub.llama_config import FREQUENCY_DIVISORS, LlamaConfig, RopeScaling, RopeType
+from trioengine.worker.kernels import Attention, Kernels, RMSNorm, RotaryTable
 from trioengine.worker.kernels.batch import ForwardBatch
-from trioengine.worker.kernels.interface import Attention, Kernels, RMSNorm, RotaryTable
 from trioengine.worker.kernels.linear import Linear
-from trioengine.worker.models.base import ModelFactory
+from trioengine.worker.models import ModelFactory
 from trioengine.worker.weights.checkpoint import WeightReader
 
 

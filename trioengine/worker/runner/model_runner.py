@@ -13,7 +13,7 @@ from trioengine.core.errors import InvariantError, ModelError
 from trioengine.core.image import ImageInfo, ImageProcessing
 from trioengine.core.power import ALL_TAGS, Tag
 from trioengine.worker.kernels.batch import KVCache, make_batch
-from trioengine.worker.models.base import Model, VisionModel
+from trioengine.worker.models import Model, VisionModel
 from trioengine.worker.runner.model_weights import ModelSpec, ModelWeights, failure_of, give_back, share_one_arena
 from trioengine.worker.runner.sampling import sample
 from trioengine.worker.scheduling.images import DecodedImage, Tile, TileShape, Vision

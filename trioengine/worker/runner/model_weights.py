@@ -24,12 +24,12 @@ from torch import Tensor, UntypedStorage
 from trioengine.core.config import WorkerConfig
 from trioengine.core.errors import InvariantError, ModelError
 from trioengine.hub.model_config import ModelConfig, TextConfig
+from trioengine.worker.kernels import Kernels
 from trioengine.worker.kernels.batch import KVCache, count_blocks
-from trioengine.worker.kernels.interface import Kernels
 from trioengine.worker.kernels.linear import InvariantLinears
 from trioengine.worker.kernels.native_kernels import CompilerMissing, KernelsUnavailable, NativeKernels
 from trioengine.worker.kernels.torch_kernels import TorchKernels
-from trioengine.worker.models.base import Model, load_model
+from trioengine.worker.models import Model, load_model
 from trioengine.worker.scheduling.sequence import OnProgress
 from trioengine.worker.weights import open_checkpoint
 from trioengine.worker.weights.checkpoint import Checkpoint, WeightReader

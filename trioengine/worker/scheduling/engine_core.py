@@ -1,8 +1,8 @@
 """The worker without its process: messages and other events in, steps, messages out.
 
-Shared by the real worker (worker/loop.py) and the simulated one (trioengine.testing), which differ in the runner, the
-clock and the transport. Synchronous: a step is one call, and messages are handled between steps, in
-the order of arrival.
+Shared by the real worker (worker/process.py) and the simulated one (trioengine.testing), which differ in the runner,
+the clock and the transport. Synchronous: a step is one call, and messages are handled between steps, in the order of
+arrival.
 
 Before the memory sleeps or the weights change all sessions have ended, and then the prefix cache is dropped, so that
 nothing computed before can be used after.

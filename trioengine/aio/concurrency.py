@@ -1,8 +1,10 @@
-"""Waiting: the deadline of a call, and a broadcast wake-up."""
+"""Structured concurrency beyond trio's own: an unwrapped nursery, deadlines of calls, a broadcast wake-up."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import trio
@@ -11,6 +13,36 @@ from trioengine.core.checks import number, rejected
 from trioengine.core.errors import TimedOut
 from trioengine.core.types import Completion
 from trioengine.core.wording import brief, counted
+
+
+def check_trio() -> None:
+    """Raise RuntimeError outside of trio."""
+    if not trio.lowlevel.in_trio_task():
+        raise RuntimeError("this runs under trio (trio.run); in a notebook or under asyncio use trioengine.blocking")
+
+
+@asynccontextmanager
+async def open_unwrapped_nursery() -> AsyncIterator[trio.Nursery]:
+    """`trio.open_nursery`, but one exception (be it raised by several tasks) is not wrapped in the nursery's group.
+
+    Cancellations beside it do not count: the failure is raised whether or not the scope was left anyway. A group that
+    the body itself raised stays a group, and the exception keeps its cause and its context.
+    """
+    check_trio()
+    try:
+        async with trio.open_nursery() as nursery:
+            yield nursery
+    except BaseExceptionGroup as group:
+        failures = group.split(trio.Cancelled)[1]
+        if failures is None or any(other is not failures.exceptions[0] for other in failures.exceptions):
+            raise
+        error = failures.exceptions[0]
+        context = error.__context__
+        try:
+            raise error
+        finally:
+            error.__context__ = context
+            del error, failures, group  # no cycle through this frame
 
 
 @dataclass(frozen=True, slots=True)
